@@ -1,0 +1,1 @@
+"""Whale trains PyTorch models on the GPUs people really have."""

@@ -1,0 +1,94 @@
+"""The errors a user can meet: one small tree, every message with its rule, place and hint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+class WhaleError(Exception):
+    """A fault that the user can mend.
+
+    Args:
+        message: the rule that was broken, with both values
+            (``split over 3 devices needs at least 3 heads (attn.heads: 2)``).
+        where: the user's place, anything that prints as ``file:line``.
+        hint: what to do about it.
+    """
+
+    def __init__(self, message: str, *, where: object = None, hint: str | None = None) -> None:
+        self.message = message
+        self.where = where
+        self.hint = hint
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        lines = [self.message]
+        if self.where is not None:
+            lines.append(f"  at {self.where}")
+        if self.hint is not None:
+            lines.append(f"  hint: {self.hint}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, None if self.where is None else str(self.where), self.hint)
+
+
+def _rebuild(kind: type[WhaleError], message: str, where: str | None, hint: str | None) -> WhaleError:
+    return kind(message, where=where, hint=hint)
+
+
+class AnnotationError(WhaleError):
+    """Scopes that cannot be honoured."""
+
+
+class CaptureError(WhaleError):
+    """A model that cannot be captured as one graph without losing something."""
+
+
+class ClusterError(WhaleError):
+    """A cluster description that is not one."""
+
+
+class ConfigError(WhaleError):
+    """A configuration key or value that means nothing, or does not fit the model."""
+
+
+class PlanError(WhaleError):
+    """No plan exists for this model, cluster and configuration, or a plan is not consistent."""
+
+
+class ScheduleError(WhaleError):
+    """A schedule that is incomplete, out of order, or would deadlock."""
+
+
+class BatchError(WhaleError):
+    """A batch that cannot be divided as the plan says, or that differs between ranks."""
+
+
+class CheckpointError(WhaleError):
+    """A checkpoint that is incomplete or belongs to another model."""
+
+
+class RuntimeFault(WhaleError):
+    """A rank died, or a wait outlasted its limit, during a run."""
+
+
+def raise_faults(faults: Sequence[WhaleError]) -> None:
+    """Raises all the faults of one pass as one error; does nothing if there are none.
+
+    A single fault is raised as it is. Several become one error of their common class,
+    whose message numbers them.
+    """
+    if not faults:
+        return
+    if len(faults) == 1:
+        raise faults[0]
+    _raise_together(faults)
+
+
+def _raise_together(faults: Sequence[WhaleError]) -> NoReturn:
+    kinds = {type(fault) for fault in faults}
+    kind = kinds.pop() if len(kinds) == 1 else WhaleError
+    listing = "\n".join(f"{number}. {fault}" for number, fault in enumerate(faults, start=1))
+    raise kind(f"{len(faults)} faults\n{listing}")

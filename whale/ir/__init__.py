@@ -1,0 +1,1 @@
+"""The values that flow between the parts: ModelGraph, Cluster, Layout, Plan, Schedule, Timeline."""

@@ -1,0 +1,122 @@
+"""The real hardware as a value: devices on hosts, and the links inside and between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale.units import format_bytes, format_count, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection between two devices, by the alpha-beta model.
+
+    Attributes:
+        bandwidth: bytes per second, one way, per device.
+        latency: seconds per message.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time to move one message."""
+        return self.latency + num_bytes / self.bandwidth
+
+    def __str__(self) -> str:
+        return f"{format_count(self.bandwidth)}B/s + {format_seconds(self.latency)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator or CPU rank.
+
+    Attributes:
+        name: unique in the cluster (``host0/0``).
+        host: name of its host.
+        model: catalogue name (``V100-32GB``) or ``cpu``.
+        flops: peak FLOP/s per dtype name, as sorted pairs.
+        memory: bytes usable by the model.
+        bandwidth: bytes per second of its own memory.
+        efficiency: share of the peak that large matrix products reach, 0 to 1.
+    """
+
+    name: str
+    host: str
+    model: str
+    flops: tuple[tuple[str, float], ...]
+    memory: int
+    bandwidth: float
+    efficiency: float = 1.0
+
+    def peak_flops(self, dtype: str) -> float:
+        """Peak FLOP/s at a dtype; float32's where the device names none for it."""
+        table = dict(self.flops)
+        return table.get(dtype, table["float32"])
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.model} {format_bytes(self.memory)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine: its devices in order, and the link between any two of them."""
+
+    name: str
+    devices: tuple[Device, ...]
+    link: Link
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts and the links between them.
+
+    Attributes:
+        hosts: in order; device order is host by host.
+        network: link between devices of different hosts, where `pairs` names none of its own.
+        pairs: links of particular pairs of hosts, keyed by the two names in sorted order.
+    """
+
+    name: str
+    hosts: tuple[Host, ...]
+    network: Link | None
+    pairs: tuple[tuple[tuple[str, str], Link], ...] = ()
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices, host by host."""
+        return tuple(device for host in self.hosts for device in host.devices)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Device]:
+        """Devices by name."""
+        return {device.name: device for device in self.devices}
+
+    @cached_property
+    def _hosts(self) -> Mapping[str, Host]:
+        return {host.name: host for host in self.hosts}
+
+    def link(self, a: str, b: str) -> Link:
+        """The link between two devices, by name."""
+        host_a, host_b = self.by_name[a].host, self.by_name[b].host
+        if host_a == host_b:
+            return self._hosts[host_a].link
+        low, high = sorted((host_a, host_b))
+        found = dict(self.pairs).get((low, high), self.network)
+        assert found is not None, "verified when the cluster was read"
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"cluster {self.name}: {len(self.devices)} devices on {len(self.hosts)} hosts"]
+        for host in self.hosts:
+            models: dict[str, int] = {}
+            for device in host.devices:
+                models[device.model] = models.get(device.model, 0) + 1
+            kinds = ", ".join(f"{count} x {model}" for model, count in models.items())
+            lines.append(f"  {host.name}: {kinds}; {host.link}")
+        if self.network is not None:
+            lines.append(f"  between hosts: {self.network}")
+        lines += [f"  {a} - {b}: {link}" for (a, b), link in self.pairs]
+        return "\n".join(lines)

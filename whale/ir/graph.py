@@ -1,0 +1,247 @@
+"""The model as a value: ops in execution order, parameters, inputs and the terms of the loss."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Union
+
+from whale.ir.scope import ScopePath
+from whale.ir.source import SourceLine
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+OpKind = Literal["input", "parameter", "buffer", "constant", "call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is the result of another op."""
+
+    op: str
+
+    def __str__(self) -> str:
+        return f"%{self.op}"
+
+
+Argument = Union[None, bool, int, float, str, Ref, tuple["Argument", ...]]
+"""An op's argument: a literal, the result of another op, or a tuple of arguments.
+
+Lists become tuples; dtypes, devices, memory formats become text (``dtype:float32``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and type of a tensor, and how its shape grows with the rows of the batch.
+
+    Attributes:
+        shape: sizes at the example's number of rows.
+        dtype: torch's name without the prefix (``float32``).
+        row_factors: per dimension, f > 0 if the size is f x rows, 0 if it is constant,
+            -1 if it depends on the rows in another way (the op mixes samples).
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    row_factors: tuple[int, ...]
+
+    def shape_at(self, num_rows: int) -> tuple[int, ...]:
+        """The shape when the batch has this many rows."""
+        return tuple(f * num_rows if f > 0 else size for size, f in zip(self.shape, self.row_factors, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes at the example's number of rows."""
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether some dimension is in proportion to the rows of the batch."""
+        return any(f > 0 for f in self.row_factors)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{f}b" if f > 1 else "b" if f == 1 else str(size) for size, f in zip(self.shape, self.row_factors, strict=True))
+        return f"{self.dtype}[{sizes}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One node of the captured graph.
+
+    Attributes:
+        name: unique; programs map it to the node of the same name.
+        kind: ``call`` computes; the others bring a batch input, a parameter, a buffer or a constant.
+        target: ``aten.linear.default`` for a call, ``operator.getitem``; for the other kinds the name of
+            the input, parameter, buffer or constant.
+        args, kwargs: what it reads.
+        outputs: specs of the tensors it makes; empty where it makes an integer (a size).
+        scope: the user's scopes around it.
+        module: path of the module that ran it (``transformer.h.0.attn``), "" at the root.
+        where: the user's line.
+        forward_flops, backward_flops: at the example's rows; a multiply-add is 2.
+        tags: ``pointwise``, ``view``, ``in_place``, ``random``, ``reads_rows`` (its result is an integer
+            that depends on the rows).
+        requires_grad: whether a gradient flows into its output.
+    """
+
+    name: str
+    kind: OpKind
+    target: str
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    scope: ScopePath = ()
+    module: str = ""
+    where: SourceLine | None = None
+    forward_flops: int = 0
+    backward_flops: int = 0
+    tags: frozenset[str] = frozenset()
+    requires_grad: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the ops it reads, each once, in argument order."""
+        found: dict[str, None] = {}
+        for argument in (*self.args, *(value for _, value in self.kwargs)):
+            _collect(argument, found)
+        return tuple(found)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its outputs at the example's rows."""
+        return sum(spec.num_bytes for spec in self.outputs)
+
+    def __str__(self) -> str:
+        arguments = [_show(a) for a in self.args] + [f"{k}={_show(v)}" for k, v in self.kwargs]
+        result = ", ".join(str(spec) for spec in self.outputs) or "int"
+        body = f"{self.kind} {self.target}" if self.kind != "call" else f"{self.target}({', '.join(arguments)})"
+        return f"%{self.name} = {body} -> {result}"
+
+
+def _collect(argument: Argument, found: dict[str, None]) -> None:
+    if isinstance(argument, Ref):
+        found[argument.op] = None
+    elif isinstance(argument, tuple):
+        for item in argument:
+            _collect(item, found)
+
+
+def _show(argument: Argument) -> str:
+    if isinstance(argument, tuple):
+        return "[" + ", ".join(_show(item) for item in argument) + "]"
+    return str(argument)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter or buffer of the model.
+
+    Attributes:
+        name: its first name in ``model.state_dict()``.
+        spec: shape and type.
+        kind: ``parameter`` or ``buffer``.
+        trainable: whether it gets a gradient.
+        ties: its other names, where one tensor has several.
+        persistent: whether ``state_dict`` holds it.
+    """
+
+    name: str
+    spec: TensorSpec
+    kind: Literal["parameter", "buffer"] = "parameter"
+    trainable: bool = True
+    ties: tuple[str, ...] = ()
+    persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """One term of the loss: ``coefficient x (sum over the batch of its sums) / (sum of its weights)``.
+
+    Attributes:
+        coefficient: constant factor.
+        sum: op that holds this piece's sum (a scalar tensor).
+        weight: op that holds this piece's weight (a scalar tensor or an integer);
+            None for a plain sum, whose divisor is 1.
+        weight_from_inputs: whether the weight depends on the batch alone, so that the global weight is known
+            before the forward pass.
+        exact: False for a term that is no sum over samples (it is weighted by rows, and a warning says so).
+        where: the user's line.
+    """
+
+    coefficient: float
+    sum: str
+    weight: str | None
+    weight_from_inputs: bool = True
+    exact: bool = True
+    where: SourceLine | None = None
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """A captured model: what the planner knows of it, without torch.
+
+    Attributes:
+        ops: in execution order. The order is meaningful: the graph may hold in-place ops.
+        parameters: every parameter and buffer, tied names merged.
+        num_rows: rows of the example batch.
+        loss: the terms of the loss; empty where the graph returns outputs instead.
+        outputs: ops whose values the graph returns beside the loss terms (for ``predict``).
+        mode: ``train``, ``eval`` or ``predict``.
+        dynamic: whether one capture serves any number of rows.
+        warnings: what the user should know (a loss that is no sum over samples, ...).
+    """
+
+    ops: tuple[Op, ...]
+    parameters: tuple[Parameter, ...]
+    num_rows: int
+    loss: tuple[LossTerm, ...] = ()
+    outputs: tuple[str, ...] = ()
+    mode: Literal["train", "eval", "predict"] = "train"
+    dynamic: bool = True
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, Op]:
+        """Ops by name."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        """Per op, the ops that read it, in order."""
+        users: dict[str, list[str]] = {op.name: [] for op in self.ops}
+        for op in self.ops:
+            for name in op.inputs:
+                users[name].append(op.name)
+        return {name: tuple(readers) for name, readers in users.items()}
+
+    @cached_property
+    def parameter_by_name(self) -> dict[str, Parameter]:
+        """Parameters and buffers by name, tied names included."""
+        return {name: parameter for parameter in self.parameters for name in (parameter.name, *parameter.ties)}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal graphs; ranks compare it before they communicate."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        lines = [f"model graph ({self.mode}, {self.num_rows} rows{'' if self.dynamic else ', fixed'}):"]
+        for parameter in self.parameters:
+            ties = f" = {' = '.join(parameter.ties)}" if parameter.ties else ""
+            frozen = "" if parameter.trainable or parameter.kind == "buffer" else " frozen"
+            lines.append(f"  {parameter.kind} {parameter.name}{ties}: {parameter.spec}{frozen}")
+        lines += [f"  {op}" for op in self.ops]
+        lines += [f"  loss {t.coefficient:g} * %{t.sum}" + (f" / %{t.weight}" if t.weight else "") for t in self.loss]
+        lines += [f"  output %{name}" for name in self.outputs]
+        return "\n".join(lines)

@@ -1,0 +1,137 @@
+"""The order of actions of each pipeline rank, as a value with a reversible text form.
+
+0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0SYNC STEP
+|||
+||micro-batch
+|kind
+stage
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What an action does. B is the whole backward; I and W are its input and weight parts."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    RECOMPUTE = "R"
+    SEND_FORWARD = "SEND_F"
+    RECV_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECV_BACKWARD = "RECV_B"
+    SYNC = "SYNC"
+    STEP = "STEP"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
+COMMUNICATION = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
+
+_ACTION = re.compile(r"(\d*)(SEND_F|RECV_F|SEND_B|RECV_B|SYNC|STEP|[FBIWR])(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of one rank.
+
+    Attributes:
+        kind: what is done.
+        stage: the stage it is done for; a SEND or RECV names the stage that runs on this rank.
+            None for STEP.
+        micro_batch: which micro-batch; None for SYNC and STEP.
+    """
+
+    kind: Kind
+    stage: int | None = None
+    micro_batch: int | None = None
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Reads ``2F0``, ``1RECV_B3``, ``0SYNC``, ``STEP``.
+
+        Raises:
+            ValueError: the text is not an action.
+        """
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not an action")
+        kind = Kind(match[2])
+        wanted = {Kind.STEP: (False, False), Kind.SYNC: (True, False)}.get(kind, (True, True))
+        if (bool(match[1]), bool(match[3])) != wanted:
+            needs = " and ".join(f"{'a' if has else 'no'} {part}" for has, part in zip(wanted, ("stage", "micro-batch"), strict=True))
+            raise ValueError(f"{text!r} is not an action: {kind.value} takes {needs}")
+        return Action(kind, int(match[1]) if match[1] else None, int(match[3]) if match[3] else None)
+
+    def __str__(self) -> str:
+        stage = "" if self.stage is None else str(self.stage)
+        return f"{stage}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank of one pipeline.
+
+    Attributes:
+        name: which builder made it (``1f1b``).
+        num_micro_batch: micro-batches of a step.
+        stage_rank: per stage, the pipeline rank (virtual device) that runs it.
+        ranks: per pipeline rank, its actions in order.
+    """
+
+    name: str
+    num_micro_batch: int
+    stage_rank: tuple[int, ...]
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_rank)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that a pipeline rank runs, in order."""
+        return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
+
+    def __str__(self) -> str:
+        placement = " ".join(str(rank) for rank in self.stage_rank)
+        lines = [f"schedule {self.name}, {self.num_micro_batch} micro-batches, stages on ranks {placement}"]
+        lines += [f"rank {rank}: {format_actions(actions)}" for rank, actions in enumerate(self.ranks)]
+        return "\n".join(lines)
+
+    @staticmethod
+    def parse(text: str) -> Schedule:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: naming the line that is not of the form.
+        """
+        lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+        head = re.fullmatch(r"schedule (\S+), (\d+) micro-batches, stages on ranks ([\d ]+)", lines[0]) if lines else None
+        if head is None:
+            raise ValueError("line 1: expected 'schedule NAME, M micro-batches, stages on ranks R R ...'")
+        ranks = []
+        for number, line in enumerate(lines[1:]):
+            prefix, _, actions = line.partition(":")
+            if prefix != f"rank {number}":
+                raise ValueError(f"line {number + 2}: expected 'rank {number}: ...', got {line[:40]!r}")
+            try:
+                ranks.append(parse_actions(actions))
+            except ValueError as error:
+                raise ValueError(f"line {number + 2}: {error}") from None
+        return Schedule(head[1], int(head[2]), tuple(int(rank) for rank in head[3].split()), tuple(ranks))
+
+
+def format_actions(actions: Iterable[Action]) -> str:
+    """Actions as one line of text."""
+    return " ".join(str(action) for action in actions)
+
+
+def parse_actions(text: str) -> tuple[Action, ...]:
+    """The inverse of `format_actions`."""
+    return tuple(Action.parse(word) for word in text.split())

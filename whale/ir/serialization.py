@@ -1,0 +1,104 @@
+"""JSON for the values: one codec that follows the dataclasses' own types, so that no class states its form twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from whale.ir.graph import Ref
+
+T = TypeVar("T")
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """A value of `whale.ir` as JSON text."""
+    return json.dumps(encode(value), indent=indent)
+
+
+def from_json(kind: type[T], text: str) -> T:
+    """The inverse of `to_json`.
+
+    Raises:
+        ValueError: the text is not JSON, or a field is missing or unknown.
+    """
+    decoded = decode(kind, json.loads(text))
+    assert isinstance(decoded, kind)
+    return decoded
+
+
+def encode(value: object) -> Any:
+    """A value as plain lists, dicts, numbers and text."""
+    if isinstance(value, Ref):
+        return {"ref": value.op}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {f.name: encode(getattr(value, f.name)) for f in fields if f.init}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (tuple, list)):
+        return [encode(item) for item in value]
+    if isinstance(value, frozenset):
+        return sorted(encode(item) for item in value)
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    return value
+
+
+def decode(hint: Any, data: Any) -> Any:
+    """Plain data as a value of the hinted type."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _decode_union(get_args(hint), data)
+    if origin is tuple:
+        inner = get_args(hint)
+        if len(inner) == 2 and inner[1] is Ellipsis:
+            return tuple(decode(inner[0], item) for item in data)
+        return tuple(decode(kind, item) for kind, item in zip(inner, data, strict=True))
+    if origin is frozenset:
+        return frozenset(data)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _decode_dataclass(hint, data)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(data)
+    if hint is float:
+        return float(data)
+    return data
+
+
+def _decode_union(members: tuple[Any, ...], data: Any) -> Any:
+    if data is None:
+        return None
+    if Ref in members:  # an op's argument
+        return _decode_argument(data)
+    kinds = [member for member in members if member is not type(None)]
+    return decode(kinds[0], data) if len(kinds) == 1 else data
+
+
+def _decode_argument(data: Any) -> Any:
+    if isinstance(data, dict):
+        return Ref(data["ref"])
+    if isinstance(data, list):
+        return tuple(_decode_argument(item) for item in data)
+    return data
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _decode_dataclass(kind: type, data: Mapping[str, Any]) -> Any:
+    names = {f.name for f in dataclasses.fields(kind) if f.init}
+    unknown = sorted(set(data) - names)
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+    hints = _hints(kind)
+    try:
+        return kind(**{name: decode(hints[name], value) for name, value in data.items()})
+    except TypeError as error:
+        raise ValueError(f"{kind.__name__}: {error}") from None

@@ -1,0 +1,75 @@
+"""Quantities as people write them: parsing ``32 GiB`` and ``25 Gbit/s``, printing bytes and seconds."""
+
+from __future__ import annotations
+
+import re
+
+_SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
+
+
+def parse_quantity(text: str | int | float, unit: str) -> float:
+    """Reads a quantity of a unit: ``B``, ``B/s``, ``FLOP/s`` or ``s``.
+
+    Args:
+        text: a number, taken in the unit itself, or text such as ``32 GiB``, ``25 Gbit/s``, ``5 us``.
+        unit: the unit of the result. Bits are accepted where bytes are asked for (``Gbit/s``).
+
+    Raises:
+        ValueError: the text is not a quantity of that unit.
+    """
+    if isinstance(text, bool) or not isinstance(text, (int, float, str)):
+        raise ValueError(f"{text!r} is not a quantity in {unit}")
+    if isinstance(text, (int, float)):
+        return float(text)
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a quantity in {unit}")
+    number, written = float(match[1]), match[2]
+    factor = _factor(written, unit)
+    if factor is None:
+        raise ValueError(f"{text!r} is not a quantity in {unit}")
+    return number * factor
+
+
+def _factor(written: str, unit: str) -> float | None:
+    if written == "":
+        return 1.0
+    if unit == "s":
+        return _SECONDS.get(written)
+    bits = unit.replace("B", "bit", 1)
+    for base, per_unit in ((unit, 1.0), (bits, 0.125)):
+        if not written.endswith(base) or (base == bits and "B" not in unit):
+            continue
+        prefix = written[: -len(base)]
+        scale = _BINARY.get(prefix, _SCALES.get(prefix))
+        return None if scale is None else scale * per_unit
+    return None
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``1610612736`` as ``1.50 GiB``."""
+    sign, size = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))
+    for name in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or name == "TiB":
+            return f"{sign}{size:.0f} B" if name == "B" else f"{sign}{size:.2f} {name}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.00123`` as ``1.23 ms``."""
+    for name, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= scale or name == "us":
+            return f"{seconds / scale:.3g} {name}" if abs(seconds) < 1000 else f"{seconds:.0f} s"
+    raise AssertionError("unreachable")
+
+
+def format_count(count: float) -> str:
+    """``1500000`` as ``1.5M``."""
+    for name, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= scale:
+            return f"{count / scale:.3g}{name}"
+    return f"{count:.3g}"
