@@ -1,0 +1,121 @@
+"""Tiny random Hugging Face models of seven families, each with an example batch.
+
+Every builder seeds torch, so equal calls give equal models, and returns ``(model, batch)`` where the model is float32 and
+``batch`` holds the keyword arguments that give ``output.loss``. Dropout is 0 unless asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+VOCABULARY = 61
+LENGTH = 9
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+def _tokens(rows: int, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, length))
+
+
+def _masked_labels(ids: Tensor) -> Tensor:
+    """Labels with a different number of ignored positions in every row."""
+    labels = ids.clone()
+    labels[torch.rand(labels.shape) < 0.3] = -100
+    labels[:, -1] = ids[:, -1]
+    return labels
+
+
+def gpt2(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tuple[nn.Module, Batch]:
+    """GPT-2 with its language-model head; the table is tied to the head."""
+    with _seeded(seed):
+        settings = dict(
+            vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False, bos_token_id=1, eos_token_id=1
+        )
+        settings |= dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings | config))
+        ids = _tokens(rows)
+        return model, {"input_ids": ids, "labels": _masked_labels(ids)}
+
+
+def bert(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tuple[nn.Module, Batch]:
+    """BERT with its masked-language-model head, an attention mask and segment numbers."""
+    with _seeded(seed):
+        settings = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+        settings |= dict(max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**settings | config))
+        ids = _tokens(rows)
+        mask = torch.ones_like(ids)
+        mask[0, -2:] = 0
+        batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": (torch.arange(LENGTH) > 4).long().repeat(rows, 1)}
+        return model, batch | {"labels": _masked_labels(ids)}
+
+
+def t5(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tuple[nn.Module, Batch]:
+    """T5, encoder and decoder; one table under four names."""
+    with _seeded(seed):
+        settings = dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, use_cache=False)
+        settings |= dict(dropout_rate=dropout, decoder_start_token_id=0)
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**settings | config))
+        return model, {"input_ids": _tokens(rows), "labels": _masked_labels(_tokens(rows, 7))}
+
+
+def vit(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tuple[nn.Module, Batch]:
+    """ViT for image classification."""
+    with _seeded(seed):
+        settings = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4)
+        settings |= dict(num_labels=7, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+        model = transformers.ViTForImageClassification(transformers.ViTConfig(**settings | config))
+        return model, {"pixel_values": torch.randn(rows, 3, 16, 16), "labels": torch.randint(0, 7, (rows,))}
+
+
+def resnet(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batch]:
+    """ResNet for image classification; BatchNorm mixes the samples of a batch in training."""
+    with _seeded(seed):
+        settings = dict(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=7)
+        model = transformers.ResNetForImageClassification(transformers.ResNetConfig(**settings | config))
+        return model, {"pixel_values": torch.randn(rows, 3, 32, 32), "labels": torch.randint(0, 7, (rows,))}
+
+
+def llama(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batch]:
+    """Llama with grouped-query attention."""
+    with _seeded(seed):
+        settings = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, use_cache=False)
+        settings |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | config))
+        ids = _tokens(rows)
+        return model, {"input_ids": ids, "labels": _masked_labels(ids)}
+
+
+def mixtral(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batch]:
+    """Mixtral: a mixture of 4 experts, 2 per token."""
+    with _seeded(seed):
+        settings = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, use_cache=False)
+        settings |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
+        settings |= dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, experts_implementation="batched_mm")
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings | config))
+        ids = _tokens(rows)
+        return model, {"input_ids": ids, "labels": _masked_labels(ids)}
+
+
+BUILDERS: dict[str, Callable[..., tuple[nn.Module, Batch]]] = {
+    "gpt2": gpt2,
+    "bert": bert,
+    "t5": t5,
+    "vit": vit,
+    "resnet": resnet,
+    "llama": llama,
+    "mixtral": mixtral,
+}
