@@ -41,10 +41,17 @@ def _masked_labels(ids: Tensor) -> Tensor:
 def gpt2(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tuple[nn.Module, Batch]:
     """GPT-2 with its language-model head; the table is tied to the head."""
     with _seeded(seed):
-        settings = dict(
-            vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False, bos_token_id=1, eos_token_id=1
-        )
-        settings |= dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+        settings = {
+            "vocab_size": VOCABULARY,
+            "n_positions": 16,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "use_cache": False,
+            "bos_token_id": 1,
+            "eos_token_id": 1,
+        }
+        settings |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings | config))
         ids = _tokens(rows)
         return model, {"input_ids": ids, "labels": _masked_labels(ids)}
@@ -53,8 +60,8 @@ def gpt2(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> t
 def bert(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tuple[nn.Module, Batch]:
     """BERT with its masked-language-model head, an attention mask and segment numbers."""
     with _seeded(seed):
-        settings = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
-        settings |= dict(max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+        settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+        settings |= {"max_position_embeddings": 16, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         model = transformers.BertForMaskedLM(transformers.BertConfig(**settings | config))
         ids = _tokens(rows)
         mask = torch.ones_like(ids)
@@ -66,8 +73,8 @@ def bert(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> t
 def t5(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tuple[nn.Module, Batch]:
     """T5, encoder and decoder; one table under four names."""
     with _seeded(seed):
-        settings = dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, use_cache=False)
-        settings |= dict(dropout_rate=dropout, decoder_start_token_id=0)
+        settings = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "use_cache": False}
+        settings |= {"dropout_rate": dropout, "decoder_start_token_id": 0}
         model = transformers.T5ForConditionalGeneration(transformers.T5Config(**settings | config))
         return model, {"input_ids": _tokens(rows), "labels": _masked_labels(_tokens(rows, 7))}
 
@@ -75,8 +82,15 @@ def t5(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tup
 def vit(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tuple[nn.Module, Batch]:
     """ViT for image classification."""
     with _seeded(seed):
-        settings = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4)
-        settings |= dict(num_labels=7, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+        settings = {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "image_size": 16,
+            "patch_size": 4,
+        }
+        settings |= {"num_labels": 7, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         model = transformers.ViTForImageClassification(transformers.ViTConfig(**settings | config))
         return model, {"pixel_values": torch.randn(rows, 3, 16, 16), "labels": torch.randint(0, 7, (rows,))}
 
@@ -84,7 +98,7 @@ def vit(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tu
 def resnet(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batch]:
     """ResNet for image classification; BatchNorm mixes the samples of a batch in training."""
     with _seeded(seed):
-        settings = dict(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=7)
+        settings = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "layer_type": "basic", "num_labels": 7}
         model = transformers.ResNetForImageClassification(transformers.ResNetConfig(**settings | config))
         return model, {"pixel_values": torch.randn(rows, 3, 32, 32), "labels": torch.randint(0, 7, (rows,))}
 
@@ -92,8 +106,8 @@ def resnet(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batc
 def llama(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batch]:
     """Llama with grouped-query attention."""
     with _seeded(seed):
-        settings = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, use_cache=False)
-        settings |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
+        settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "use_cache": False}
+        settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | config))
         ids = _tokens(rows)
         return model, {"input_ids": ids, "labels": _masked_labels(ids)}
@@ -102,9 +116,9 @@ def llama(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batch
 def mixtral(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batch]:
     """Mixtral: a mixture of 4 experts, 2 per token."""
     with _seeded(seed):
-        settings = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, use_cache=False)
-        settings |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
-        settings |= dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, experts_implementation="batched_mm")
+        settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "use_cache": False}
+        settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+        settings |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "experts_implementation": "batched_mm"}
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings | config))
         ids = _tokens(rows)
         return model, {"input_ids": ids, "labels": _masked_labels(ids)}
