@@ -39,9 +39,11 @@ def _factor(written: str, unit: str) -> float | None:
         return 1.0
     if unit == "s":
         return _SECONDS.get(written)
-    bits = unit.replace("B", "bit", 1)
-    for base, per_unit in ((unit, 1.0), (bits, 0.125)):
-        if not written.endswith(base) or (base == bits and "B" not in unit):
+    bases = [(unit, 1.0)]
+    if "B" in unit:
+        bases.append((unit.replace("B", "bit", 1), 0.125))
+    for base, per_unit in bases:
+        if not written.endswith(base):
             continue
         prefix = written[: -len(base)]
         scale = _BINARY.get(prefix, _SCALES.get(prefix))
