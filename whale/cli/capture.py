@@ -1,0 +1,67 @@
+"""``whale capture``: the model as a value, printed as a summary or written to a file that planning reads without torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from whale.cli.inputs import add_source_arguments, read_graph, write_text
+from whale.cli.tables import make_console, make_table
+from whale.ir.graph import ModelGraph, Op
+from whale.ir.serialization import to_json
+from whale.units import format_bytes, format_count
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Adds the verb's words."""
+    parser = verbs.add_parser("capture", help="capture a model as one graph")
+    add_source_arguments(parser)
+    parser.add_argument("--output", metavar="model.json", help="write the graph here")
+    parser.add_argument("--json", action="store_true", help="print the graph as JSON")
+    parser.add_argument("--ops", action="store_true", help="print every op")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Captures, and prints or writes what was asked for."""
+    graph = read_graph(arguments.source, arguments.arg)
+    if arguments.output is not None:
+        write_text(arguments.output, to_json(graph))
+    if arguments.json:
+        print(to_json(graph, indent=1))
+        return 0
+    if arguments.ops:
+        print(graph)
+    _print_summary(graph)
+    return 0
+
+
+def _print_summary(graph: ModelGraph) -> None:
+    console = make_console()
+    title = f"model: {len(graph.ops)} ops, {graph.num_rows} rows, fingerprint {graph.fingerprint}"
+    right = ("ops", "parameters", "activations", "forward FLOPs")
+    console.print(make_table(title, ("scope", "where", *right), _rows(graph), right))
+    ties = [parameter for parameter in graph.parameters if parameter.ties]
+    for parameter in ties:
+        console.print(f"tied: {' = '.join((parameter.name, *parameter.ties))}", markup=False)
+    for warning in graph.warnings:
+        console.print(f"warning: {warning}", markup=False)
+
+
+def _rows(graph: ModelGraph) -> Iterable[tuple[str, ...]]:
+    groups: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        groups.setdefault(" / ".join(str(scope) for scope in op.scope), []).append(op)
+    for path, ops in groups.items():
+        places = [scope.where for op in ops[:1] for scope in op.scope if scope.where is not None]
+        held = sum(op.num_bytes for op in ops if op.kind in ("parameter", "buffer"))
+        calls = [op for op in ops if op.kind == "call"]
+        yield (
+            path or "(none)",
+            str(places[-1]) if places else "",
+            str(len(calls)),
+            format_bytes(held),
+            format_bytes(sum(op.num_bytes for op in calls)),
+            format_count(sum(op.forward_flops for op in calls)),
+        )

@@ -1,0 +1,157 @@
+"""What a verb works on: a user's function or a captured model, a cluster, and a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from whale.config import Config, load_config
+from whale.errors import CaptureError, ConfigError, WhaleError
+from whale.hardware import load_cluster
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.serialization import from_json
+
+SOURCE_HELP = "FILE.py:FUNCTION that returns (model, batch, loss), or a model.json of `whale capture`"
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the model and the arguments of its function."""
+    parser.add_argument("source", metavar="FILE.py:FUNCTION", help=SOURCE_HELP)
+    parser.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of FUNCTION; repeatable")
+
+
+def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds all that a plan is made from."""
+    add_source_arguments(parser)
+    parser.add_argument("--cluster", metavar="C.yaml", help="the devices; without it, those of this machine")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="without --cluster: CPU ranks where there is no GPU")
+    parser.add_argument("--recipe", metavar="R.yaml", help="configuration")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one configuration value; repeatable")
+    parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch; those of the example by default")
+
+
+def read_graph(source: str, pairs: Sequence[str]) -> ModelGraph:
+    """The graph of ``FILE.py:FUNCTION``, captured now, or of a ``model.json``, read without torch.
+
+    Raises:
+        CaptureError: there is no such file or function, or the model cannot be captured.
+    """
+    if source.endswith(".json"):
+        return _read_captured(Path(source), pairs)
+    build = load_function(source)
+    from whale.capture import capture
+
+    result = build(**parse_pairs(pairs, "--arg"))
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise CaptureError(f"{source} must return (model, batch, loss), not {_kind(result)}")
+    model, batch, loss = result
+    graph, _ = capture(model, batch, loss)
+    return graph
+
+
+def read_cluster(arguments: argparse.Namespace) -> Cluster:
+    """The cluster of a file, or the devices at hand."""
+    if arguments.cluster is not None:
+        return load_cluster(Path(arguments.cluster))
+    from whale.measure import devices_at_hand
+
+    if arguments.ranks < 1:
+        raise ConfigError(f"--ranks must be at least 1, not {arguments.ranks}")
+    return devices_at_hand(arguments.ranks)
+
+
+def read_config(arguments: argparse.Namespace) -> Config:
+    """The recipe's configuration, with environment variables over it and ``--set`` over both."""
+    config = load_config(_existing(arguments.recipe), environment=os.environ)
+    return config.with_values(parse_pairs(arguments.set, "--set"))
+
+
+def parse_pairs(pairs: Sequence[str], flag: str) -> dict[str, Any]:
+    """``["layers=4", "name=x"]`` as ``{"layers": 4, "name": "x"}``; a value that is no JSON is text.
+
+    Raises:
+        ConfigError: a pair has no ``=``, or a key comes twice.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{flag} takes KEY=VALUE, not {pair!r}")
+        if key in found:
+            raise ConfigError(f"{flag} states {key} twice")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def load_function(source: str) -> Callable[..., object]:
+    """The function of ``FILE.py:FUNCTION``; the file is run as a module, its folder first on the import path.
+
+    Raises:
+        CaptureError: there is no such file, or no such function in it.
+    """
+    name, colon, function = source.rpartition(":")
+    path = Path(name)
+    if not colon or path.suffix != ".py":
+        raise CaptureError(f"expected FILE.py:FUNCTION or model.json, not {source!r}")
+    if not path.is_file():
+        raise CaptureError(f"there is no file {name}")
+    found = vars(_import_file(path)).get(function)
+    if not callable(found):
+        raise CaptureError(f"{name} has no function {function!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _import_file(path: Path) -> object:
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickles of the file look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _read_captured(path: Path, pairs: Sequence[str]) -> ModelGraph:
+    if pairs:
+        raise ConfigError(f"--arg needs FILE.py:FUNCTION; {path} is already captured")
+    try:
+        return from_json(ModelGraph, path.read_text())
+    except OSError as error:
+        raise CaptureError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CaptureError(f"{path} is not a captured model: {error}", hint="write it with `whale capture ... --output`") from None
+
+
+def _existing(recipe: str | None) -> Path | None:
+    if recipe is None:
+        return None
+    path = Path(recipe)
+    if not path.is_file():
+        raise ConfigError(f"there is no recipe {recipe}")
+    return path
+
+
+def _kind(value: object) -> str:
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes an output file.
+
+    Raises:
+        WhaleError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(text + "\n")
+    except OSError as error:
+        raise WhaleError(f"{path} cannot be written: {error.strerror}") from None

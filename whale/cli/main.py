@@ -1,0 +1,43 @@
+"""Reads the command line and hands each verb to the file that does it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from whale.cli import capture, explain, launch, plan, schedule
+from whale.errors import WhaleError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one ``whale`` command.
+
+    Args:
+        argv: the words after ``whale``; those of the process by default.
+
+    Returns:
+        0 if all went well, 1 if Whale or the run reported a fault; a wrong command line exits with 2.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == ["run"]:  # its words after SCRIPT belong to the script, so torchrun's own parser reads them
+            return launch.run(words[1:])
+        arguments = make_parser().parse_args(words)
+        code: int = arguments.run(arguments)
+        return code
+    except WhaleError as error:
+        print(f"whale: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `whale plan ... | head`
+        sys.stderr.close()
+        return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs; each verb's file adds its own part."""
+    parser = argparse.ArgumentParser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb in (capture, plan, explain, schedule, launch):
+        verb.add_parser(verbs)
+    return parser

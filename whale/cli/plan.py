@@ -1,0 +1,72 @@
+"""``whale plan``: decides which devices run what, and prints the decision."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph, write_text
+from whale.cli.tables import make_console, make_table
+from whale.ir.plan import Plan, Replica, Stage
+from whale.ir.serialization import to_json
+from whale.planning import make_plan
+from whale.units import format_bytes, format_seconds
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Adds the verb's words."""
+    parser = verbs.add_parser("plan", help="plan a model for a cluster")
+    add_planning_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--output", metavar="plan.json", help="write the plan here")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans, and prints or writes what was asked for."""
+    graph = read_graph(arguments.source, arguments.arg)
+    plan = make_plan(graph, read_cluster(arguments), read_config(arguments), rows=arguments.rows)
+    if arguments.output is not None:
+        write_text(arguments.output, to_json(plan))
+    if arguments.json:
+        print(to_json(plan, indent=1))
+        return 0
+    print_plan(plan)
+    for warning in graph.warnings:
+        print(f"warning: {warning}")
+    return 0
+
+
+def print_plan(plan: Plan) -> None:
+    """Prints a plan as a table of its devices."""
+    console = make_console()
+    title = (
+        f"{len(plan.replicas)} replica(s) x {plan.num_stages} stage(s) on {len(plan.devices)} device(s) of {plan.cluster}: "
+        f"{plan.schedule}, {plan.num_micro_batch} micro-batch(es), {plan.planned_rows} rows"
+    )
+    columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "tensors", "forward", "backward", "memory")
+    rows = [row for replica in plan.replicas for stage in replica.stages for row in _stage_rows(plan, replica, stage)]
+    console.print(make_table(title, columns, rows, ("rank", "replica", "stage", "rows", "tensors", "forward", "backward")))
+    for edge in plan.replicas[0].edges:
+        console.print(
+            f"stage {edge.source} -> stage {edge.target}: {', '.join(edge.tensors)} ({format_bytes(edge.num_bytes)})", markup=False
+        )
+    console.print(f"predicted: {format_seconds(plan.step_seconds)} per step")
+    if plan.idle_devices:
+        console.print(f"idle: {', '.join(plan.idle_devices)}", markup=False)
+
+
+def _stage_rows(plan: Plan, replica: Replica, stage: Stage) -> Iterable[tuple[str, ...]]:
+    # Rows of a whole step: those of each micro-batch, divided over the stage's devices.
+    pieces = [stage.rows(stop - start) for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows)]
+    for position, device in enumerate(stage.virtual_device.devices):
+        times: tuple[str, ...] = ("", "", "")
+        if stage.estimates:
+            e = stage.estimates[position]
+            used = format_bytes(e.parameter_bytes + e.activation_bytes)
+            times = (format_seconds(e.forward), format_seconds(e.backward), f"{used} of {format_bytes(e.capacity)}")
+        names = ", ".join(stage.task_graphs)
+        held = str(len(stage.parameters))
+        rows = str(sum(piece[position] for piece in pieces))
+        yield (str(plan.rank_of[device]), device, str(replica.index), str(stage.index), names, rows, held, *times)
