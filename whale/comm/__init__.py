@@ -1,0 +1,8 @@
+"""Process groups and collectives over `torch.distributed`: the only road between ranks."""
+
+from whale.comm.channels import Channels, Lane
+from whale.comm.groups import Groups
+from whale.comm.waiting import wait
+from whale.comm.world import World, connect
+
+__all__ = ["Channels", "Groups", "Lane", "World", "connect", "wait"]

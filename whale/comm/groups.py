@@ -1,0 +1,53 @@
+"""Process groups by their ranks: equal rank sets share one, all are made in one order on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from whale.comm.world import World
+
+RankSet = tuple[int, ...]
+
+
+class Groups:
+    """The process groups of one engine.
+
+    Args:
+        world: this process among its peers.
+        rank_sets: every set of ranks that will communicate together, the same on all ranks: groups are
+            made in sorted order, so that no two ranks wait for each other.
+    """
+
+    def __init__(self, world: World, rank_sets: Iterable[RankSet]) -> None:
+        self._world = world
+        self._groups: dict[RankSet, dist.ProcessGroup] = {}
+        everyone = tuple(range(world.size))
+        for ranks in sorted(set(rank_sets)):
+            assert ranks == tuple(sorted(set(ranks))), ranks
+            if world.rank not in ranks or len(ranks) == 1:
+                continue
+            if ranks == everyone:
+                assert dist.group.WORLD is not None
+                self._groups[ranks] = dist.group.WORLD
+            else:
+                self._groups[ranks] = dist.new_group(list(ranks), timeout=world.timeout, use_local_synchronization=True)
+
+    def __getitem__(self, ranks: RankSet) -> dist.ProcessGroup:
+        return self._groups[ranks]
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: RankSet) -> dist.Work | None:
+        """Starts the sum of a tensor over ranks, in place; None where there is nobody else."""
+        if len(ranks) == 1:
+            return None
+        work: dist.Work = dist.all_reduce(tensor, group=self._groups[ranks], async_op=True)
+        return work
+
+    def close(self) -> None:
+        """Destroys the groups made here; the world's own stays."""
+        for group in self._groups.values():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        self._groups.clear()

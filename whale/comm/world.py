@@ -1,0 +1,88 @@
+"""Joining the world of ranks that torchrun (or nothing) started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers.
+
+    Attributes:
+        rank, size: as `torch.distributed` numbers them; 0 of 1 without a launcher.
+        local_rank, local_size: among the ranks of this host.
+        device: where this rank computes.
+        timeout: the longest that any wait may take.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    timeout: timedelta
+
+    @property
+    def is_alone(self) -> bool:
+        return self.size == 1
+
+    def gather_objects(self, value: object) -> list[object]:
+        """The value of every rank, in rank order, on every rank."""
+        if self.is_alone:
+            return [value]
+        values: list[object] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast_object(self, value: object) -> object:
+        """Rank 0's value, on every rank."""
+        if self.is_alone:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if not self.is_alone:
+            dist.barrier()
+
+
+def connect(timeout_seconds: float) -> World:
+    """Joins the process group that is there, or makes it from torchrun's environment, or is a world of one.
+
+    Args:
+        timeout_seconds: the longest that any wait may take.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = _device(local_rank)
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(_backend(), timeout=timeout)
+    if not dist.is_initialized():
+        return World(0, 1, 0, 1, device, timeout)
+    size = dist.get_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    return World(dist.get_rank(), size, local_rank, local_size, device, timeout)
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backend() -> str:
+    """NCCL where every rank of this host has a GPU of its own, Gloo otherwise (``cpu:gloo,cuda:nccl`` fails on a CPU build)."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= num_ranks:
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"

@@ -1,0 +1,42 @@
+"""The rows of the global batch that this rank has in hand, cut by global row numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """A batch, or a rank's rows of one.
+
+    Attributes:
+        leaves: tensors by the name of their input op.
+        with_rows: names of the leaves whose dimension 0 is the batch; the others are whole.
+        num_rows: rows of the global batch.
+        held: global row intervals that the leaves hold, ascending; the whole batch by default.
+    """
+
+    leaves: Mapping[str, torch.Tensor]
+    with_rows: frozenset[str]
+    num_rows: int
+    held: tuple[tuple[int, int], ...]
+
+    @property
+    def is_global(self) -> bool:
+        """Whether every row is here."""
+        return self.held == ((0, self.num_rows),)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """A leaf's rows ``start:stop`` of the global batch, or all of a leaf without rows."""
+        leaf = self.leaves[name]
+        if name not in self.with_rows:
+            return leaf
+        offset = 0
+        for low, high in self.held:
+            if low <= start and stop <= high:
+                return leaf.narrow(0, offset + start - low, stop - start)
+            offset += high - low
+        raise AssertionError(f"rows {start}:{stop} are not among {self.held}")

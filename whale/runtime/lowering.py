@@ -1,0 +1,125 @@
+"""From the captured graph to one stage's own program: the ops of the stage as a GraphModule without state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from whale.ir.graph import ModelGraph, Op
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """A pure function from what a stage reads to what it hands on.
+
+    Attributes:
+        module: takes `inputs` in order and returns a tuple in the order of `outputs`.
+        inputs: ops whose values it takes: batch inputs, parameters, buffers, constants, received tensors.
+        outputs: ops whose values it returns.
+        kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant`` or ``received``.
+        mutated: names of the buffers that it changes in place.
+        is_random: whether it draws random numbers.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    kinds: tuple[str, ...]
+    mutated: tuple[str, ...]
+    is_random: bool
+
+
+def lower(
+    graph: fx.Graph, model: ModelGraph, ops: Collection[str], received: Collection[str], outputs: Sequence[str], device: torch.device
+) -> StageProgram:
+    """Cuts the ops of one stage out of the whole graph.
+
+    Args:
+        graph: the captured program; its nodes are named as the ops.
+        model: the same as a value.
+        ops: what the stage runs.
+        received: ops of earlier stages whose values it is handed.
+        outputs: values it returns.
+        device: every ``device=`` argument becomes this.
+    """
+    wanted, handed = set(ops), set(received)
+    local = fx.Graph()
+    copies: dict[str, fx.Node] = {}
+    read = _reads(model, wanted, handed, outputs)
+    for op in model.ops:
+        if op.name in read:
+            node = local.placeholder(op.name)
+            copies[op.name] = node
+    for node in graph.nodes:
+        if node.op == "call_function" and node.name in wanted:
+            copied = local.node_copy(node, lambda argument: copies[argument.name])
+            _place(copied, device)
+            copies[node.name] = copied
+    local.output(tuple(copies[name] for name in outputs))
+    kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
+    return StageProgram(
+        module=fx.GraphModule(torch.nn.Module(), local),
+        inputs=tuple(read),
+        outputs=tuple(outputs),
+        kinds=kinds,
+        mutated=_mutated_buffers(model, local.nodes),
+        is_random=any("random" in model.by_name[name].tags for name in wanted),
+    )
+
+
+def _reads(model: ModelGraph, wanted: set[str], handed: set[str], outputs: Sequence[str]) -> dict[str, None]:
+    """Values from outside the stage, in graph order."""
+    names = {name for op in model.ops if op.name in wanted and op.kind == "call" for name in op.inputs} | set(outputs)
+    outside = {name for name in names if name in handed or model.by_name[name].kind != "call"}
+    missing = names - outside - wanted
+    assert not missing, f"the stage reads {sorted(missing)}, which nothing hands to it"
+    return {op.name: None for op in model.ops if op.name in outside}
+
+
+def _place(node: fx.Node, device: torch.device) -> None:
+    """Rewrites the device a captured op names to the one this rank computes on."""
+
+    def moved(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
+    node.args = tuple(moved(argument) for argument in node.args)
+    node.kwargs = {key: moved(argument) for key, argument in node.kwargs.items()}
+
+
+def _writes(target: object) -> bool:
+    """Whether an op changes one of its arguments: its schema says so, or it is one of those that do not."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.overloadpacket in _SILENT_WRITERS or target._schema.is_mutable
+
+
+_SILENT_WRITERS = frozenset({torch.ops.aten.batch_norm, torch.ops.aten.instance_norm})
+"""Ops that update running statistics without an alias mark in their schema."""
+
+
+def _mutated_buffers(model: ModelGraph, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """Buffers that some op of the stage writes."""
+    found: dict[str, None] = {}
+    for node in nodes:
+        if node.op == "call_function" and _writes(node.target):
+            for argument in node.all_input_nodes:
+                source = model.by_name[argument.name]
+                if source.kind == "buffer":
+                    found[source.target] = None
+    return tuple(found)
+
+
+def ancestors(model: ModelGraph, names: Collection[str]) -> Mapping[str, Op]:
+    """The calls that these values are made from, themselves included."""
+    found: dict[str, Op] = {}
+    pending = list(names)
+    while pending:
+        op = model.by_name[pending.pop()]
+        if op.kind == "call" and op.name not in found:
+            found[op.name] = op
+            pending += op.inputs
+    return found
