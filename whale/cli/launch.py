@@ -132,8 +132,6 @@ def describe_failure(error: ChildFailedError, statuses: Mapping[int, RankStatus]
     lines = []
     for rank, failure in failures:
         lines.append(f"whale run: rank {rank} (pid {failure.pid}) {_how(failure)}; {_last(statuses.get(rank), now)}")
-        if failure.error_file_data.get("message") and failure.exitcode >= 0 and isinstance(failure.message, str):
-            lines.append(f"  {failure.message.strip().splitlines()[0]}")
     for rank, status in sorted(statuses.items()):
         if rank not in error.failures:
             lines.append(f"  rank {rank} was {_last(status, now).removeprefix('last ')}")
@@ -141,17 +139,21 @@ def describe_failure(error: ChildFailedError, statuses: Mapping[int, RankStatus]
     return "\n".join(lines) + silent
 
 
-def _blame(rank: int, failure: ProcessFailure, statuses: Mapping[int, RankStatus]) -> tuple[bool, bool, int, int]:
-    """Sorts the likely cause first: killed by a signal, then not itself a victim that waited, then the earliest."""
-    killed = failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
-    status = statuses.get(rank)
-    waited = status is not None and status.state == "waiting"
-    return not killed, waited, int(failure.timestamp), rank
+def _blame(rank: int, failure: ProcessFailure, statuses: Mapping[int, RankStatus]) -> tuple[int, int, int]:
+    """Sorts the likely cause first: killed, then failed by itself, then failed while it waited, then stopped by torchrun."""
+    if failure.exitcode < 0:
+        order = 3 if -failure.exitcode == signal.SIGTERM else 0
+    else:
+        status = statuses.get(rank)
+        order = 2 if status is not None and status.state == "waiting" else 1
+    return order, int(failure.timestamp), rank
 
 
 def _how(failure: ProcessFailure) -> str:
     if failure.exitcode >= 0:
         return f"exited with code {failure.exitcode}"
+    if -failure.exitcode == signal.SIGTERM:
+        return "was stopped by SIGTERM"  # what torchrun sends the others after a death
     return f"was killed by {failure.signal_name()}"
 
 

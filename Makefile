@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Without an NVIDIA GPU one known version is enough, and it must not bring the CUDA libraries where a CPU build is to be had.
+TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+DEMO_RECIPE ?= strategies/recipes/pipeline_data_parallel.yaml
+
+.PHONY: demo test lint types bench clean
+
+demo: $(VENV)/installed
+	$(BIN)/whale run --ranks 4 --recipe $(DEMO_RECIPE) examples/train_gpt.py --steps 60 --evaluate-every 30 --checkpoint checkpoints/demo
+
+test: $(VENV)/installed_tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed_tests
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+
+types: $(VENV)/installed_tests
+	$(BIN)/python -m mypy
+
+bench: $(VENV)/installed
+	$(BIN)/python examples/benchmarks/overhead.py
+
+$(VENV)/installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e .
+	touch $@
+
+$(VENV)/installed_tests: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
