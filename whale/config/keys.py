@@ -1,0 +1,94 @@
+"""How a configuration key is declared: its default, its rule and its one line of documentation, in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+KeyType = Literal["bool", "int", "float", "str"]
+TYPE_WORDS: dict[KeyType, str] = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A condition on a value, with the words for it (``at least 1``)."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(low: int) -> Rule:
+    """The value is `low` or more."""
+    return Rule(f"at least {low}", lambda value: bool(value >= low))
+
+
+def above(low: float) -> Rule:
+    """The value is more than `low`."""
+    return Rule(f"above {low:g}", lambda value: bool(value > low))
+
+
+def between(low: float, high: float) -> Rule:
+    """The value is above `low` and at most `high`."""
+    return Rule(f"above {low:g} and at most {high:g}", lambda value: bool(low < value <= high))
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One configuration key.
+
+    Attributes:
+        name: ``section.key``.
+        type: what its values are; a quantity with a unit is also accepted as text where `unit` is set.
+        optional: whether ``None`` is a value.
+        default: where nobody sets it.
+        doc: one line.
+        rule: what must hold of a value.
+        choices: the only values, if listed.
+        planned: values that are known but not there yet.
+        unit: unit of a quantity that may be written as text (``B``: ``25 MiB``).
+    """
+
+    name: str
+    type: KeyType
+    optional: bool
+    default: object
+    doc: str
+    rule: Rule | None
+    choices: tuple[str, ...]
+    planned: tuple[str, ...]
+    unit: str | None
+
+    @property
+    def takes(self) -> str:
+        """What it accepts, in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        words = TYPE_WORDS[self.type] + (f" {self.rule.words}" if self.rule else "")
+        return words + (" or null" if self.optional else "")
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    rule: Rule | None = None,
+    choices: tuple[str, ...] = (),
+    planned: tuple[str, ...] = (),
+    unit: str | None = None,
+) -> Any:
+    """Declares a field of a section; the arguments are those of `Key`."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "rule": rule, "choices": choices, "planned": planned, "unit": unit})
+
+
+def keys_of(section: str, kind: type[Any]) -> dict[str, Key]:
+    """The keys that a section's dataclass declares, by full name."""
+    hints = get_type_hints(kind)
+    return {f"{section}.{field.name}": _key(f"{section}.{field.name}", hints[field.name], field) for field in dataclasses.fields(kind)}
+
+
+def _key(name: str, hint: Any, field: dataclasses.Field[Any]) -> Key:
+    members = get_args(hint) or (hint,)
+    kinds = [member for member in members if member is not type(None)]
+    return Key(name, kinds[0].__name__, type(None) in members, field.default, **field.metadata)

@@ -1,0 +1,132 @@
+"""Where configuration comes from, and what wins: environment > recipe file > ``config=`` > ``whale.init`` > defaults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from whale.config.config import Config
+from whale.config.epl import EPL_KEYS
+from whale.config.nearest import did_you_mean, nearest
+from whale.config.settings import KEYS, SECTIONS, Setting, check, from_text, hint_for_key
+from whale.config.strict_yaml import Document, read_yaml
+from whale.errors import ConfigError, WhaleError, raise_faults
+
+PREFIX = "WHALE_"
+RECIPE_VARIABLE = "WHALE_RECIPE"
+
+Source = Config | Mapping[str, object] | str | Path | None
+"""What ``config=`` takes: a Config, a mapping of ``section.key`` to values, a recipe file, or nothing."""
+
+
+def load_config(source: Source, *, environment: Mapping[str, str], base: Config | None = None) -> Config:
+    """The configuration that results from all its sources.
+
+    What wins, first to last: an environment variable (``WHALE_PIPELINE_NUM_MICRO_BATCH=4``); the recipe that the environment
+    variable ``WHALE_RECIPE`` names (``whale run --recipe`` sets it); `source`; `base`; the defaults.
+
+    Args:
+        source: what the user passed as ``config=``.
+        environment: as a rule ``os.environ``.
+        base: what the user passed to ``whale.init``.
+
+    Raises:
+        ConfigError: unknown keys, wrong values, unreadable files; those of all sources at once.
+    """
+    faults: list[WhaleError] = []
+    values: dict[str, object] = dict(base.explicit_items()) if base is not None else {}
+    for settings in _sources(source, environment, faults):
+        found, wrong = check(settings)
+        values |= found
+        faults += wrong
+    raise_faults(faults)
+    return Config(values)
+
+
+def _sources(source: Source, environment: Mapping[str, str], faults: list[WhaleError]) -> Iterable[list[Setting]]:
+    """The settings of each source, the weakest first; files that cannot be read become faults."""
+    for entry in (source, environment.get(RECIPE_VARIABLE) or None):
+        try:
+            yield _settings(entry, faults)
+        except ConfigError as fault:
+            faults.append(fault)
+    yield from_environment(environment)
+
+
+def _settings(source: Source, faults: list[WhaleError]) -> list[Setting]:
+    if source is None:
+        return []
+    if isinstance(source, Config):
+        return [Setting(name, value) for name, value in source.explicit_items()]
+    if isinstance(source, (str, Path)):
+        return _recipe(source, faults)
+    if isinstance(source, Mapping):
+        return [Setting(name, value) for name, value in source.items()]
+    raise ConfigError(f"config is a whale.Config, a mapping or a recipe file ({type(source).__name__} is none of these)")
+
+
+def from_environment(environment: Mapping[str, str]) -> list[Setting]:
+    """The settings among environment variables.
+
+    ``WHALE_SECTION_KEY`` with a known section is a setting, known or not. Variables that only nearly spell one are taken
+    for it as well, so that a slip is an error and not silence. All others are left alone.
+    """
+    names = {variable_of(name): name for name in (*KEYS, *(entry.name for entry in EPL_KEYS))}
+    settings = []
+    for variable, text in sorted(environment.items()):
+        if not variable.startswith(PREFIX) or variable == RECIPE_VARIABLE:
+            continue
+        name = names.get(variable)
+        section, _, attribute = variable.removeprefix(PREFIX).lower().partition("_")
+        if name is None and ((section in SECTIONS and attribute) or nearest(variable, names, cutoff=0.92)):
+            name = f"{section}.{attribute}"
+        if name is not None:
+            value = from_text(KEYS[name], text) if name in KEYS else text
+            settings.append(Setting(name, value, f"environment variable {variable}"))
+    return settings
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a key: ``pipeline.num_stages`` is ``WHALE_PIPELINE_NUM_STAGES``."""
+    return PREFIX + name.replace(".", "_").upper()
+
+
+def _recipe(path: str | Path, faults: list[WhaleError]) -> list[Setting]:
+    """The settings of a recipe: sections of keys, and ``cluster: FILE`` for ``cluster.file``."""
+    document = read_yaml(path)
+    if document.data is None:
+        return []
+    if not isinstance(document.data, dict):
+        raise ConfigError("a recipe is made of sections such as 'pipeline:'", where=document.place())
+    settings: list[Setting] = []
+    for section, content in document.data.items():
+        try:
+            settings += _section(document, section, content)
+        except ConfigError as fault:
+            faults.append(fault)
+    return [_beside(path, setting) for setting in settings]
+
+
+def _section(document: Document, section: str, content: object) -> Iterable[Setting]:
+    where = document.place(section)
+    if section == "cluster" and isinstance(content, str):
+        return [Setting("cluster.file", content, where)]
+    if section not in SECTIONS and not any(entry.name.startswith(f"{section}.") for entry in EPL_KEYS):
+        hint = did_you_mean(section, SECTIONS)
+        if section.partition(".")[0] in SECTIONS:
+            head, _, tail = section.partition(".")
+            hint = f"write '{head}:' and, indented below it, '{tail}: ...'" if section in KEYS else hint_for_key(section)
+        raise ConfigError(f"unknown section {section!r}", where=where, hint=hint)
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise ConfigError(f"section {section} is made of 'key: value' lines ({content!r} is not)", where=where)
+    return [Setting(f"{section}.{name}", value, document.place(section, name)) for name, value in content.items()]
+
+
+def _beside(recipe: str | Path, setting: Setting) -> Setting:
+    """A file that a recipe names lies relative to the recipe."""
+    if setting.name != "cluster.file" or not isinstance(setting.value, str) or not setting.value:
+        return setting
+    return Setting(setting.name, os.path.normpath(Path(recipe).parent / setting.value), setting.where)

@@ -1,0 +1,26 @@
+"""The nearest known name to one that nobody knows, for the hint of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that looks most like `name`, upper and lower case alike; None if none is close.
+
+    Args:
+        name: what the user wrote.
+        known: what there is.
+        cutoff: similarity, 0 to 1, from which a name counts as close.
+    """
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    found = get_close_matches(name.lower(), list(by_lower), n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint: the nearest name, or the list of all."""
+    names = list(known)
+    found = nearest(name, names)
+    return f"did you mean {found!r}?" if found else f"known: {', '.join(names)}"

@@ -1,0 +1,75 @@
+"""The sections of the configuration: every key with its default, stated here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whale.config.keys import above, at_least, between, key
+
+SCHEDULES = (
+    "gpipe", "1f1b", "interleaved", "aiao", "zb_h1", "zb_h2", "zb_v",
+    "recompute_early", "last_no_recompute", "shifted_critical_path",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How the batch flows through the stages."""
+
+    num_micro_batch: int = key(1, "micro-batches that each model replica cuts its rows into", rule=at_least(1))
+    num_stages: int | None = key(None, "stages to cut a model without scopes into; null: scopes, or the planner, say", rule=at_least(1))
+    schedule: str = key("1f1b", "order of forward and backward passes", choices=SCHEDULES)
+    num_chunks: int = key(1, "model chunks per virtual device, for interleaved schedules", rule=at_least(1))
+    group_size: int | None = key(
+        None, "micro-batches that an interleaved schedule runs per chunk in turn; null: the planner says", rule=at_least(1)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Which devices there are, and how TaskGraphs are placed on them."""
+
+    file: str | None = key(
+        None, "cluster file; in a recipe relative to the recipe, elsewhere to the working directory; null: the devices at hand"
+    )
+    colocate_split_and_replicate: bool = key(False, "put all TaskGraphs of a replica on the same devices")
+    device_place_prefer_intra_node: bool = key(True, "prefer to keep one model replica within one host")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the planner may fill."""
+
+    fraction: float = key(0.9, "share of each device's memory that a plan may use", rule=between(0, 1))
+    optimizer_states: int = key(
+        2, "tensors that the optimizer keeps per parameter: Adam 2, SGD with momentum 1, plain SGD 0", rule=at_least(0)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What is done to gradients before they are applied."""
+
+    clip_norm: float | None = key(None, "largest global norm of all gradients; null: not clipped", rule=above(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """How ranks talk."""
+
+    bucket_bytes: int = key(25 * 2**20, "gradients are synchronised in buckets of about this size", rule=at_least(1), unit="B")
+    timeout_seconds: float = key(300.0, "longest wait for another rank before the run is ended", rule=above(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """How the run is set up."""
+
+    seed: int = key(0, "seed of dropout and of weights that Whale initialises", rule=at_least(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Which activations are computed again in the backward pass instead of kept."""
+
+    policy: str = key("none", "which blocks recompute", choices=("none",), planned=("auto", "full", "selective"))

@@ -1,0 +1,150 @@
+"""From what the user wrote to checked values: one setting at a time, all faults of a source together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+from whale.config import sections
+from whale.config.epl import REFUSED, STRATEGIES
+from whale.config.keys import Key, keys_of
+from whale.config.nearest import did_you_mean, nearest
+from whale.errors import ConfigError, WhaleError
+from whale.units import parse_quantity
+
+SECTIONS: Mapping[str, type[object]] = {
+    "pipeline": sections.Pipeline,
+    "cluster": sections.Cluster,
+    "memory": sections.Memory,
+    "gradient": sections.Gradient,
+    "communication": sections.Communication,
+    "runtime": sections.Runtime,
+    "recompute": sections.Recompute,
+}
+"""The sections, in the order in which they print."""
+
+KEYS: Mapping[str, Key] = {name: found for section, kind in SECTIONS.items() for name, found in keys_of(section, kind).items()}
+"""Every key, by ``section.key``."""
+
+STRATEGY = "pipeline.strategy"
+SCHEDULE = "pipeline.schedule"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A key and its value as the user wrote them, and where (anything that prints as a place)."""
+
+    name: object
+    value: object
+    where: object = None
+
+
+def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleError]]:
+    """The values of one source by key, each checked, and the faults of those that are wrong."""
+    values: dict[str, object] = {}
+    faults: list[WhaleError] = []
+    for setting in settings:
+        try:
+            name, value = _carried(setting) if setting.name == STRATEGY else _read(setting)
+            if values.setdefault(name, value) != value:  # only these two names can meet
+                raise ConfigError(
+                    f"{STRATEGY} and {SCHEDULE} must agree ({values[name]} and {value})", where=setting.where, hint=f"leave {STRATEGY} out"
+                )
+        except ConfigError as fault:
+            faults.append(fault)
+    return values, faults
+
+
+def _carried(setting: Setting) -> tuple[str, object]:
+    """EPL's ``pipeline.strategy`` as the schedule it stands for."""
+    if not isinstance(setting.value, str) or setting.value not in STRATEGIES:
+        raise ConfigError(
+            f"{STRATEGY} is one of {', '.join(STRATEGIES)} ({setting.value!r} is not)",
+            where=setting.where,
+            hint=f"{SCHEDULE} takes the other schedules by name",
+        )
+    return SCHEDULE, STRATEGIES[setting.value]
+
+
+def _read(setting: Setting) -> tuple[str, object]:
+    name = _known(setting)
+    return name, _checked(KEYS[name], setting)
+
+
+def _known(setting: Setting) -> str:
+    name = setting.name
+    if not isinstance(name, str):
+        raise ConfigError(f"a configuration key is text, section.key ({name!r} is not)", where=setting.where)
+    if name in KEYS:
+        return name
+    if name in REFUSED:
+        raise ConfigError(f"configuration key {name} of EPL does not carry over: {REFUSED[name].note}", where=setting.where)
+    if name in SECTIONS:
+        keys = [key for key in KEYS if key.startswith(f"{name}.")]
+        raise ConfigError(f"{name!r} is a section, not a key", where=setting.where, hint=f"its keys: {', '.join(keys)}")
+    raise ConfigError(f"unknown configuration key {name!r}", where=setting.where, hint=hint_for_key(name))
+
+
+def hint_for_key(name: str) -> str:
+    """The key a user most likely meant by an unknown name."""
+    section = name.partition(".")[0]
+    siblings = [key for key in KEYS if key.startswith(f"{section}.")]
+    found = nearest(name, KEYS) or nearest(name.rpartition(".")[2], [key.partition(".")[2] for key in KEYS])
+    if found is not None:
+        return f"did you mean {next(key for key in KEYS if key == found or key.endswith('.' + found))!r}?"
+    return f"keys of {section}: {', '.join(siblings)}" if siblings else f"sections: {', '.join(SECTIONS)}"
+
+
+def _checked(key: Key, setting: Setting) -> object:
+    value = _typed(key, setting.value)
+    if value is None and not (key.optional and setting.value is None):
+        raise ConfigError(f"{key.name} takes {key.takes} ({setting.value!r} is not)", where=setting.where)
+    if value is None:
+        return None
+    if value in key.planned:
+        raise ConfigError(f"{key.name}: {value} is not there yet", where=setting.where, hint=f"{key.name} takes {key.takes}")
+    if key.choices and value not in key.choices:
+        hint = did_you_mean(str(value), key.choices)
+        if value in STRATEGIES and key.name == SCHEDULE:
+            hint = f"{value} of EPL is {SCHEDULE}: {STRATEGIES[str(value)]}"
+        raise ConfigError(f"{key.name} takes {key.takes} ({value!r} is not)", where=setting.where, hint=hint)
+    if key.rule is not None and not key.rule.holds(value):
+        raise ConfigError(f"{key.name} must be {key.rule.words} ({value!r} is not)", where=setting.where)
+    return value
+
+
+def _typed(key: Key, value: object) -> object:
+    """The value in the key's own type; None if it is of another."""
+    if key.type == "bool" or isinstance(value, bool):
+        return value if key.type == "bool" and isinstance(value, bool) else None
+    if key.type == "str":
+        return value if isinstance(value, str) and value else None
+    if key.unit is not None and isinstance(value, str):
+        try:
+            value = parse_quantity(value, key.unit)
+        except ValueError:
+            return None
+        value = round(value) if key.type == "int" else value
+    if key.type == "int":
+        return int(value) if isinstance(value, Integral) else None
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+
+
+_BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def from_text(key: Key, text: str) -> object:
+    """A value written as bare text, as environment variables are; the text itself where it cannot be read."""
+    bare = text.strip()
+    if key.optional and bare.lower() in ("none", "null", ""):
+        return None
+    if key.type == "bool":
+        return _BOOLEANS.get(bare.lower(), text)
+    if key.type == "str":
+        return bare
+    try:
+        return int(bare) if key.type == "int" else float(bare)
+    except ValueError:
+        return text
