@@ -30,11 +30,15 @@ class Kind(Enum):
     SYNC = "SYNC"
     STEP = "STEP"
 
+    # Members are singletons, so identity will do; Enum's own hash is a Python call, felt by schedules of a million actions.
+    __hash__ = object.__hash__
+
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
 COMMUNICATION = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
 
 _ACTION = re.compile(r"(\d*)(SEND_F|RECV_F|SEND_B|RECV_B|SYNC|STEP|[FBIWR])(\d*)")
+_HEAD = re.compile(r"schedule (\S+), (\d+) micro-batches, stages on ranks ([\d ]+)(?:, peak in flight ([\d ]+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +87,19 @@ class Schedule:
         num_micro_batch: micro-batches of a step.
         stage_rank: per stage, the pipeline rank (virtual device) that runs it.
         ranks: per pipeline rank, its actions in order.
+        peak_in_flight: per pipeline rank, the most chunk activations alive at once (F to last B or W)
+            that the builder promises; empty where nothing is promised.
     """
 
     name: str
     num_micro_batch: int
     stage_rank: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...]
+    peak_in_flight: tuple[int, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
 
     @property
     def num_stages(self) -> int:
@@ -100,7 +111,8 @@ class Schedule:
 
     def __str__(self) -> str:
         placement = " ".join(str(rank) for rank in self.stage_rank)
-        lines = [f"schedule {self.name}, {self.num_micro_batch} micro-batches, stages on ranks {placement}"]
+        promise = f", peak in flight {' '.join(map(str, self.peak_in_flight))}" if self.peak_in_flight else ""
+        lines = [f"schedule {self.name}, {self.num_micro_batch} micro-batches, stages on ranks {placement}{promise}"]
         lines += [f"rank {rank}: {format_actions(actions)}" for rank, actions in enumerate(self.ranks)]
         return "\n".join(lines)
 
@@ -112,9 +124,9 @@ class Schedule:
             ValueError: naming the line that is not of the form.
         """
         lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-        head = re.fullmatch(r"schedule (\S+), (\d+) micro-batches, stages on ranks ([\d ]+)", lines[0]) if lines else None
+        head = _HEAD.fullmatch(lines[0]) if lines else None
         if head is None:
-            raise ValueError("line 1: expected 'schedule NAME, M micro-batches, stages on ranks R R ...'")
+            raise ValueError("line 1: expected 'schedule NAME, M micro-batches, stages on ranks R R ...[, peak in flight N N ...]'")
         ranks = []
         for number, line in enumerate(lines[1:]):
             prefix, _, actions = line.partition(":")
@@ -124,7 +136,8 @@ class Schedule:
                 ranks.append(parse_actions(actions))
             except ValueError as error:
                 raise ValueError(f"line {number + 2}: {error}") from None
-        return Schedule(head[1], int(head[2]), tuple(int(rank) for rank in head[3].split()), tuple(ranks))
+        placement, promise = (tuple(int(word) for word in (part or "").split()) for part in (head[3], head[4]))
+        return Schedule(head[1], int(head[2]), placement, tuple(ranks), promise)
 
 
 def format_actions(actions: Iterable[Action]) -> str:

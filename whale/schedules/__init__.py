@@ -1,0 +1,28 @@
+"""Pipeline schedules: one pure function per file that says who computes what when, and the passes over all of them."""
+
+from whale.schedules.builder import Builder
+from whale.schedules.communication import insert_communication
+from whale.schedules.edges import Edges
+from whale.schedules.execution import Execution, Stuck, execute
+from whale.schedules.forward_only import forward_only
+from whale.schedules.in_flight import count_in_flight
+from whale.schedules.shape import Shape
+from whale.schedules.table import BUILDERS, build, peak_in_flight, placement
+from whale.schedules.verify import verify
+
+__all__ = [
+    "BUILDERS",
+    "Builder",
+    "Edges",
+    "Execution",
+    "Shape",
+    "Stuck",
+    "build",
+    "count_in_flight",
+    "execute",
+    "forward_only",
+    "insert_communication",
+    "peak_in_flight",
+    "placement",
+    "verify",
+]

@@ -1,0 +1,83 @@
+"""What a schedule lacks: computations, communication along its edges, SYNC and STEP; and what is too much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from whale.ir.schedule import Action, Kind
+from whale.schedules.edges import Edges
+from whale.schedules.positions import ABSENT, Fault, Positions
+
+
+def missing_computations(positions: Positions) -> Iterator[Fault]:
+    """Every stage runs each micro-batch forward and, when training, backward: B, or both I and W."""
+    for stage in range(len(positions.stage_rank)):
+        yield from _lacking(positions, stage, Kind.FORWARD)
+        if positions.trains:
+            yield from _backward(positions, stage)
+    if positions.trains:
+        yield from _missing_ends(positions)
+
+
+def _missing_ends(positions: Positions) -> Iterator[Fault]:
+    for stage, found in enumerate(positions.syncs):
+        if not found:
+            rank = positions.stage_rank[stage]
+            yield rank, f"{Action(Kind.SYNC, stage)} is missing on rank {rank}"
+    for rank, found in enumerate(positions.steps):
+        if not found:
+            yield rank, f"STEP is missing on rank {rank}"
+
+
+def _backward(positions: Positions, stage: int) -> Iterator[Fault]:
+    whole = positions.of(Kind.BACKWARD, stage)
+    if ABSENT not in whole and not positions.any(Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+        return
+    inputs, weights = positions.of(Kind.BACKWARD_INPUT, stage), positions.of(Kind.BACKWARD_WEIGHT, stage)
+    rank = positions.stage_rank[stage]
+    splits = any(position > ABSENT for position in (*inputs, *weights))
+    for micro_batch, found in enumerate(zip(whole, inputs, weights, strict=True)):
+        has_whole, has_input, has_weight = (position > ABSENT for position in found)
+        at = f"of stage {stage}, micro-batch {micro_batch}"
+        if has_whole and (has_input or has_weight):
+            yield rank, f"the backward {at} is there twice on rank {rank}: whole ({stage}B{micro_batch}) and in parts"
+        elif has_whole:
+            continue
+        elif not has_input and not has_weight and not splits:
+            yield rank, f"{stage}B{micro_batch} is missing on rank {rank}"
+        else:
+            wanted = ((Kind.BACKWARD_INPUT, has_input), (Kind.BACKWARD_WEIGHT, has_weight))
+            for kind in (kind for kind, there in wanted if not there):
+                yield rank, f"{Action(kind, stage, micro_batch)} is missing on rank {rank}"
+
+
+def communication_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
+    """Every edge between ranks is sent along and received from, each micro-batch once; nothing else is."""
+    crossing = edges.crossing()
+    into, out_of = {target for _, target in crossing}, {source for source, _ in crossing}
+    wanted = [(Kind.RECV_FORWARD, into), (Kind.SEND_FORWARD, out_of)]
+    back: set[int] = out_of if positions.trains else set()
+    wanted += [(Kind.RECV_BACKWARD, back), (Kind.SEND_BACKWARD, into if positions.trains else back)]
+    for kind, stages in wanted:
+        for stage in range(len(positions.stage_rank)):
+            if stage in stages:
+                yield from _lacking(positions, stage, kind)
+            else:
+                yield from _surplus(positions, stage, kind)
+
+
+def _lacking(positions: Positions, stage: int, kind: Kind) -> Iterator[Fault]:
+    found = positions.of(kind, stage)
+    if ABSENT in found:
+        rank = positions.stage_rank[stage]
+        for micro_batch, position in enumerate(found):
+            if position == ABSENT:
+                yield rank, f"{Action(kind, stage, micro_batch)} is missing on rank {rank}"
+
+
+def _surplus(positions: Positions, stage: int, kind: Kind) -> Iterator[Fault]:
+    rank = positions.stage_rank[stage]
+    for micro_batch, position in enumerate(positions.of(kind, stage)):
+        if position > ABSENT:
+            action = Action(kind, stage, micro_batch)
+            yield rank, f"{action} (action {position + 1} of rank {rank}) has no edge between ranks to go along"

@@ -1,0 +1,159 @@
+"""The execution of a schedule: every action at its earliest time, or stuck for good.
+
+Ranks run side by side, each its own actions in order. Sends never block; an action that needs what
+another has not made yet waits. Without durations this proves that a schedule ends; with them it is the
+discrete-event simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from whale.ir.schedule import Action, Kind, Schedule
+from whale.schedules.edges import Edges
+
+Wait = tuple[int, float]  # where in the table of times to look (plus the micro-batch), and the delay on the way
+Waits = list[list[Wait]]  # per stage
+
+_SENDS = {Kind.SEND_FORWARD: Kind.FORWARD, Kind.SEND_BACKWARD: Kind.BACKWARD}
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A rank that can never go on: the position of its action, and the action of another stage that it waits for."""
+
+    rank: int
+    position: int
+    awaited: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """When every action ran.
+
+    Attributes:
+        starts, ends: per rank, per action up to where the rank came.
+        stuck: ranks that did not come to their end.
+    """
+
+    starts: tuple[list[float], ...]
+    ends: tuple[list[float], ...]
+    stuck: tuple[Stuck, ...]
+
+
+class _Table:
+    """The numbering of events in one flat table of times: F, B, and apart from them SEND_F, SEND_B if there are sends."""
+
+    def __init__(self, schedule: Schedule, edges: Edges, latency: float) -> None:
+        self.num_micro_batch = schedule.num_micro_batch
+        self.half = schedule.num_stages * schedule.num_micro_batch
+        self.has_sends = any(action.kind in _SENDS for actions in schedule.ranks for action in actions)
+        self.sent = 2 * self.half if self.has_sends else 0
+        rank_of, m = schedule.stage_rank, self.num_micro_batch
+
+        def waits(offset: int, peers: tuple[tuple[int, ...], ...]) -> Waits:
+            return [
+                [
+                    (offset + peer * m, 0.0) if rank_of[peer] == rank_of[stage] else (self.sent + offset + peer * m, latency)
+                    for peer in peers[stage]
+                ]
+                for stage in range(schedule.num_stages)
+            ]
+
+        self.forward = waits(0, edges.sources())
+        self.backward = waits(self.half, edges.targets())
+        self.nothing: Waits = [[] for _ in range(schedule.num_stages)]
+
+    @property
+    def size(self) -> int:
+        return self.sent + 2 * self.half
+
+    def rows(self, durations: Mapping[Kind, Sequence[float]]) -> dict[Kind, tuple[Waits, Sequence[float], int]]:
+        """Per kind: what it waits for, how long it takes, and where its end is written (-1: nowhere)."""
+        zero = [0.0] * len(self.forward)
+        nothing, half, sent = self.nothing, self.half, self.sent
+        table = {
+            Kind.FORWARD: (self.forward, 0),
+            Kind.BACKWARD: (self.backward, half),
+            Kind.BACKWARD_INPUT: (self.backward, half),
+            Kind.BACKWARD_WEIGHT: (nothing, -1),
+            Kind.RECOMPUTE: (nothing, -1),
+            Kind.RECV_FORWARD: (self.forward, -1),
+            Kind.RECV_BACKWARD: (self.backward, -1),
+            Kind.SEND_FORWARD: (nothing, sent),
+            Kind.SEND_BACKWARD: (nothing, sent + half),
+            Kind.SYNC: (nothing, -1),
+        }
+        return {kind: (waits, durations.get(kind, zero), offset) for kind, (waits, offset) in table.items()}
+
+    def action(self, event: int) -> Action:
+        """The action whose end an entry of the table is."""
+        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        stage, micro_batch = divmod(event % self.half, self.num_micro_batch)
+        return Action(kinds[event // self.half], stage, micro_batch)
+
+
+def execute(
+    schedule: Schedule, edges: Edges, *, durations: Mapping[Kind, Sequence[float]] | None = None, latency: float = 0.0
+) -> Execution:
+    """Runs a schedule that holds every action it needs.
+
+    Args:
+        schedule: with or without communication. Without, what crosses ranks is on its way as soon as it is made,
+            and the consumer itself waits for it; an R directly before its B waits for the gradient as B does.
+        edges: who needs whom.
+        durations: per kind, the duration of one action per stage; 0 for kinds that are not given.
+        latency: from the end of F, B or I (of the SEND, where there are sends) to the arrival on another rank.
+    """
+    table = _Table(schedule, edges, latency)
+    rows, backward, m = table.rows(durations or {}), table.backward, schedule.num_micro_batch
+    times = [-1.0] * table.size
+    starts: tuple[list[float], ...] = tuple([] for _ in schedule.ranks)
+    ends: tuple[list[float], ...] = tuple([] for _ in schedule.ranks)
+    clocks = [0.0] * len(schedule.ranks)
+    waiting: dict[int, list[int]] = {}
+    ready = list(range(len(schedule.ranks)))
+    while ready:
+        rank = ready.pop()
+        actions, clock, started, ended = schedule.ranks[rank], clocks[rank], starts[rank], ends[rank]
+        awaited = -1
+        for position in range(len(ended), len(actions)):
+            action = actions[position]
+            kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
+            if stage is None:
+                started.append(clock)
+                ended.append(clock)
+                continue
+            waits, lasts, offset = rows[kind]
+            if kind is Kind.RECOMPUTE and _precedes_its_backward(actions, position):
+                waits = backward
+            for base, delay in waits[stage]:
+                arrival = times[base + micro_batch]  # type: ignore[operator]
+                if arrival < 0.0:
+                    awaited = base + micro_batch  # type: ignore[operator]
+                    break
+                if arrival + delay > clock:
+                    clock = arrival + delay
+            if awaited >= 0:
+                waiting.setdefault(awaited, []).append(rank)
+                break
+            started.append(clock)
+            clock += lasts[stage]
+            ended.append(clock)
+            if offset >= 0:
+                event = offset + stage * m + micro_batch  # type: ignore[operator]
+                times[event] = clock
+                if event in waiting:
+                    ready.extend(waiting.pop(event))
+        clocks[rank] = clock
+    stuck = [Stuck(rank, len(ends[rank]), table.action(event)) for event, ranks in waiting.items() for rank in ranks]
+    return Execution(starts, ends, tuple(sorted(stuck, key=lambda fault: fault.rank)))
+
+
+def _precedes_its_backward(actions: tuple[Action, ...], position: int) -> bool:
+    if position + 1 == len(actions):
+        return False
+    action, after = actions[position], actions[position + 1]
+    its_own = (after.stage, after.micro_batch) == (action.stage, action.micro_batch)
+    return its_own and after.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)

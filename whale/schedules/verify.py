@@ -1,0 +1,86 @@
+"""The proof that a schedule is complete, in order, free of deadlock, and within the memory it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from whale.errors import ScheduleError, raise_faults
+from whale.ir.schedule import Kind, Schedule
+from whale.schedules.completeness import communication_faults, missing_computations
+from whale.schedules.edges import Edges
+from whale.schedules.execution import execute
+from whale.schedules.in_flight import count_in_flight
+from whale.schedules.ordering import channel_faults, end_faults, order_faults
+from whale.schedules.positions import Fault, locate
+
+
+def verify(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, *, places: Sequence[str] = ()) -> None:
+    """Checks a schedule and reports all its faults at once.
+
+    Checked are, in this order: every action once and on its stage's rank; F before R before B (or I before W);
+    communication complete along the edges and in the same order at both ends of each; SYNC and STEP at their ends;
+    no deadlock with sends that never block and receives that do; peak in flight as promised. A deadlock is
+    looked for only where nothing is missing or out of order, because either would be reported again as one.
+
+    Args:
+        schedule: with communication, or as a builder made it.
+        edges: pairs of stages. With them given the communication between ranks must be there; None stands for the
+            chain in which every stage feeds the next, and a schedule without any SEND is then taken as one
+            in which communication is yet to be inserted.
+        places: per rank, where its actions are written (``file:line``), for the messages.
+
+    Raises:
+        ScheduleError: all the faults.
+    """
+    lines = [(rank, message) for rank, message in _faults(schedule, edges)]
+    raise_faults(
+        [ScheduleError(message, where=places[rank] if rank is not None and rank < len(places) else None) for rank, message in lines]
+    )
+
+
+def _faults(schedule: Schedule, pairs: Iterable[tuple[int, int]] | None) -> list[Fault]:
+    faults = list(_shape_faults(schedule))
+    if faults:
+        return faults
+    edges = Edges.of(schedule, pairs)
+    positions, faults = locate(schedule)
+    faults += missing_computations(positions)
+    communicates = pairs is not None or positions.any(Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+    if communicates:
+        faults += communication_faults(positions, edges)
+    faults += order_faults(positions)
+    faults += end_faults(positions, schedule)
+    if faults:
+        return faults
+    if communicates:
+        faults += channel_faults(positions, edges)
+    return [*faults, *_deadlocks(schedule, edges), *_broken_promises(schedule)]
+
+
+def _shape_faults(schedule: Schedule) -> Iterator[Fault]:
+    num_ranks = len(schedule.ranks)
+    for stage, rank in enumerate(schedule.stage_rank):
+        if rank >= num_ranks:
+            yield None, f"stage {stage} is on a rank that is not there (rank {rank}, ranks: {num_ranks})"
+    if schedule.num_micro_batch < 1 or not schedule.stage_rank:
+        yield None, f"a schedule has micro-batches and stages ({schedule.num_micro_batch} and {schedule.num_stages})"
+    if schedule.peak_in_flight and len(schedule.peak_in_flight) != num_ranks:
+        yield None, f"peak in flight is stated for each rank or not at all ({len(schedule.peak_in_flight)} figures, ranks: {num_ranks})"
+
+
+def _deadlocks(schedule: Schedule, edges: Edges) -> Iterator[Fault]:
+    stuck = execute(schedule, edges).stuck
+    at = {fault.rank: schedule.ranks[fault.rank][fault.position] for fault in stuck}
+    for fault in stuck:
+        peer = schedule.stage_rank[fault.awaited.stage or 0]
+        behind = f"which stands behind {at[peer]} on rank {peer}, itself stuck" if peer in at else f"which rank {peer} never runs"
+        if peer == fault.rank:
+            behind = "which stands later on the same rank"
+        action = f"{at[fault.rank]} (action {fault.position + 1} of rank {fault.rank})"
+        yield fault.rank, f"deadlock: {action} waits for {fault.awaited}, {behind}"
+
+
+def _broken_promises(schedule: Schedule) -> Iterator[Fault]:
+    for rank, (promised, found) in enumerate(zip(schedule.peak_in_flight, count_in_flight(schedule), strict=False)):
+        if found > promised:
+            yield rank, f"rank {rank} holds more activations at once than promised ({found}, promised {promised})"
