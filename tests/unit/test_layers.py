@@ -1,0 +1,149 @@
+"""The order of imports: a part imports only parts on lower lines, nothing makes a cycle, and planning needs no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "whale"
+
+# Highest first. Parts on one line never import one another.
+LINES = (
+    ("cli",),
+    ("api",),
+    ("tuning",),
+    ("capture", "planning", "simulation", "runtime", "measure"),
+    ("schedules", "cost"),
+    ("axes", "hardware"),
+    ("comm",),
+    ("config",),
+    ("ir",),
+    ("errors", "units"),
+)
+HEIGHT = {part: len(LINES) - number for number, line in enumerate(LINES) for part in line}
+WITHOUT_TORCH = ("errors", "units", "ir", "config", "axes", "hardware", "cost", "schedules", "planning", "simulation")
+WITH_DISTRIBUTED = ("comm", "runtime", "measure", "cli", "api")
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+OF_THE_PACKAGE = {"__init__", "__main__"}  # the face of the package: names every part, lazily
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every module that a file imports, anywhere in it, and the line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            yield node.module or "", node.lineno
+            for alias in node.names:  # `from whale import ir` imports whale.ir
+                yield f"{node.module}.{alias.name}", node.lineno
+
+
+def parts_imported(path: Path) -> Iterator[tuple[str, int]]:
+    for name, line in imports(path):
+        words = name.split(".")
+        if words[0] == "whale" and len(words) > 1 and words[1] in HEIGHT:
+            yield words[1], line
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_downwards(path: Path) -> None:
+    part = part_of(path)
+    if part in OF_THE_PACKAGE:
+        return
+    assert part in HEIGHT, f"{part} has no line in the order of imports"
+    for other, line in parts_imported(path):
+        assert other == part or HEIGHT[other] < HEIGHT[part], f"{path}:{line}: {part} may not import {other}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_torch_stays_where_it_belongs(path: Path) -> None:
+    part = part_of(path)
+    for name, line in imports(path):
+        if part in WITHOUT_TORCH:
+            assert name.split(".")[0] != "torch", f"{path}:{line}: {part} may not import torch"
+        if part not in WITH_DISTRIBUTED:
+            assert not name.startswith("torch.distributed"), f"{path}:{line}: {part} may not know torch.distributed"
+        if part not in ("measure", *OF_THE_PACKAGE):
+            assert name != "pynvml", f"{path}:{line}: only measure knows pynvml"
+
+
+def modules() -> dict[str, Path]:
+    names = {}
+    for path in FILES:
+        words = path.relative_to(ROOT).with_suffix("").parts
+        names[".".join(words[:-1] if words[-1] == "__init__" else words)] = path
+    return names
+
+
+def test_no_cycles() -> None:
+    """At run time: imports under TYPE_CHECKING and inside functions close none."""
+    known = modules()
+    reads = {name: top_level_imports(path, known) - {name} for name, path in known.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
+        if name in done:
+            return
+        for other in sorted(reads[name]):
+            visit(other, (*trail, name))
+        done.add(name)
+
+    for name in known:
+        visit(name, ())
+
+
+def top_level_imports(path: Path, known: Mapping[str, Path]) -> set[str]:
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names
+            if not names <= set(known):  # `from package import file` needs the file, not the package's face
+                found.add(node.module)
+    return found & set(known)
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(' '.join(sys.modules))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_planning_leaves_torch_out() -> None:
+    statement = "import whale, whale.planning, whale.simulation, whale.cli.main; whale.Config; whale.WhaleError"
+    assert "torch" not in loaded_by(statement)
+
+
+def test_every_public_name_is_there() -> None:
+    import whale
+
+    for name in whale.__all__:
+        assert getattr(whale, name) is not None
+    assert set(whale.__all__) <= set(dir(whale))
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = whale.nothing_like_it
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_functions_stay_short_and_files_say_what_they_are(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), f"{path} begins with no docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= 80, f"{path}:{node.lineno}: {node.name} has {length} lines"
