@@ -24,7 +24,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints the choices."""
     graph = read_graph(arguments.source, arguments.arg)
-    plan = make_plan(graph, read_cluster(arguments), read_config(arguments), rows=arguments.rows)
+    config = read_config(arguments)
+    plan = make_plan(graph, read_cluster(arguments, config), config, rows=arguments.rows)
     if arguments.json:
         print(json.dumps({"choices": encode(plan.choices), "warnings": list(graph.warnings)}, indent=1))
         return 0

@@ -30,7 +30,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds all that a plan is made from."""
     add_source_arguments(parser)
-    parser.add_argument("--cluster", metavar="C.yaml", help="the devices; without it, those of this machine")
+    parser.add_argument("--cluster", metavar="C.yaml", help="the devices; without it, the recipe's, else this machine's")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="without --cluster: CPU ranks where there is no GPU")
     parser.add_argument("--recipe", metavar="R.yaml", help="configuration")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one configuration value; repeatable")
@@ -56,10 +56,11 @@ def read_graph(source: str, pairs: Sequence[str]) -> ModelGraph:
     return graph
 
 
-def read_cluster(arguments: argparse.Namespace) -> Cluster:
-    """The cluster of a file, or the devices at hand."""
-    if arguments.cluster is not None:
-        return load_cluster(Path(arguments.cluster))
+def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
+    """The cluster of ``--cluster``, else of the recipe, else the devices at hand."""
+    file = arguments.cluster or config.cluster.file
+    if file is not None:
+        return load_cluster(Path(file))
     from whale.measure import devices_at_hand
 
     if arguments.ranks < 1:
@@ -69,7 +70,7 @@ def read_cluster(arguments: argparse.Namespace) -> Cluster:
 
 def read_config(arguments: argparse.Namespace) -> Config:
     """The recipe's configuration, with environment variables over it and ``--set`` over both."""
-    config = load_config(_existing(arguments.recipe), environment=os.environ)
+    config = load_config(arguments.recipe, environment=os.environ)
     return config.with_values(parse_pairs(arguments.set, "--set"))
 
 
@@ -130,15 +131,6 @@ def _read_captured(path: Path, pairs: Sequence[str]) -> ModelGraph:
         raise CaptureError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise CaptureError(f"{path} is not a captured model: {error}", hint="write it with `whale capture ... --output`") from None
-
-
-def _existing(recipe: str | None) -> Path | None:
-    if recipe is None:
-        return None
-    path = Path(recipe)
-    if not path.is_file():
-        raise ConfigError(f"there is no recipe {recipe}")
-    return path
 
 
 def _kind(value: object) -> str:

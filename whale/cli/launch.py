@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whale.config import load_config
+from whale.config import RECIPE_VARIABLE, load_config
 from whale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from whale.runtime.status import RankStatus
 
-RECIPE = "WHALE_RECIPE"
 TIMEOUT = "WHALE_COMMUNICATION_TIMEOUT_SECONDS"
 
 
@@ -86,7 +85,7 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
     if arguments.recipe is not None:
         recipe = Path(arguments.recipe).resolve()
         load_config(recipe, environment=os.environ)  # a fault in it is reported once, here, and no rank is started
-        variables[RECIPE] = str(recipe)
+        variables[RECIPE_VARIABLE] = str(recipe)
     if arguments.timeout is not None:
         if arguments.timeout <= 0:
             raise ConfigError(f"--timeout must be more than 0 seconds, not {arguments.timeout:g}")

@@ -26,7 +26,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints or writes what was asked for."""
     graph = read_graph(arguments.source, arguments.arg)
-    plan = make_plan(graph, read_cluster(arguments), read_config(arguments), rows=arguments.rows)
+    config = read_config(arguments)
+    plan = make_plan(graph, read_cluster(arguments, config), config, rows=arguments.rows)
     if arguments.output is not None:
         write_text(arguments.output, to_json(plan))
     if arguments.json:
