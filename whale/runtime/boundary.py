@@ -71,6 +71,14 @@ class Boundary:
         """Per edge, its copies for a micro-batch of this many rows, in the order both ends use."""
         return _copies(self, num_rows)
 
+    def edge(self, lane: Lane) -> Edge:
+        """The edge that a forward lane belongs to."""
+        return self.replica.edges[lane.number // 2]
+
+    def is_local(self, edge: Edge) -> bool:
+        """Whether both stages of an edge run on one virtual device, so that no SEND or RECV stands in the schedule."""
+        return self.plan.stage_rank[edge.source] == self.plan.stage_rank[edge.target]
+
     def local_rows(self, stage: int, position: int, num_rows: int) -> tuple[int, int]:
         """Rows of a micro-batch that one device of a stage holds."""
         sizes = self.replica.stages[stage].rows(num_rows)
@@ -122,7 +130,7 @@ def rows_slice(tensor: torch.Tensor, axis: BatchAxis, start: int, stop: int) -> 
     if axis.outer == 1:
         return tensor.narrow(axis.dim, start * inner, (stop - start) * inner)
     rows = tensor.shape[axis.dim] // (axis.outer * inner)
-    split = tensor.unflatten(axis.dim, (axis.outer, rows, inner))
+    split = tensor.reshape(*tensor.shape[: axis.dim], axis.outer, rows, inner, *tensor.shape[axis.dim + 1 :])
     return split.narrow(axis.dim + 1, start, stop - start).flatten(axis.dim, axis.dim + 2)
 
 

@@ -125,7 +125,7 @@ class GradientSync:
             self._buckets.append(bucket)
             self._queues.setdefault(bucket.ranks, []).append(bucket)
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
 
     @property
     def ranks(self) -> tuple[int, ...]:

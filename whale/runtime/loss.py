@@ -9,7 +9,7 @@ c_k / W0, W0 the number of rows, and the gradients are multiplied by W0 / W once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,30 +27,28 @@ class WeightProgram:
     Attributes:
         by_rows: per term, weight / rows where the weight is an integer in proportion to the rows.
         measured: terms whose weight must be computed from the batch.
-        program: computes those.
+        programs: compute those, one each.
     """
 
     by_rows: dict[int, float]
     measured: tuple[int, ...]
-    program: StageProgram | None
+    programs: tuple[StageProgram, ...]
 
-    def measure(self, batch: BatchView, rows: Sequence[tuple[int, int]], constants: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Sums of the measured weights over some row intervals, as a float64 vector on the CPU or the labels' device."""
-        assert self.program is not None
-        total: torch.Tensor | None = None
+    def measure(
+        self, position: int, batch: BatchView, rows: Sequence[tuple[int, int]], constants: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The sum of one measured weight over some row intervals: 0-dim float64, where the batch lies."""
+        program = self.programs[position]
+        total = torch.zeros((), dtype=torch.float64)
         for start, stop in rows:
             arguments: list[object] = []
-            for name, kind in zip(self.program.inputs, self.program.kinds, strict=True):
-                if kind == "constant":
-                    arguments.append(constants[name])
-                elif name == NUM_ROWS:
-                    arguments.append(stop - start)
+            for name, kind in zip(program.inputs, program.kinds, strict=True):
+                if kind == "input":
+                    arguments.append(stop - start if name == NUM_ROWS else batch.rows(name, start, stop))
                 else:
-                    arguments.append(batch.rows(name, start, stop))
-            values = self.program.module(*arguments)
-            vector = torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values])
-            total = vector if total is None else total + vector
-        assert total is not None
+                    arguments.append(constants[name])
+            value = torch.as_tensor(program.module(*arguments)[0], dtype=torch.float64)
+            total = total.to(value.device) + value
         return total
 
 
@@ -80,8 +78,8 @@ def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.devic
         else:
             measured.append(index)
     names = [weight for index in measured if (weight := model.loss[index].weight) is not None]
-    program = lower(graph, model, set(ancestors(model, names)), (), names, device) if names else None
-    return WeightProgram(by_rows, tuple(measured), program)
+    programs = tuple(lower(graph, model, set(ancestors(model, [name])), (), [name], device) for name in names)
+    return WeightProgram(by_rows, tuple(measured), programs)
 
 
 def _integer(model: ModelGraph, graph: torch.fx.Graph, name: str) -> int:
@@ -126,13 +124,14 @@ class LossAccount:
             return (coefficient / divisor).to(device=total.device, dtype=total.dtype)
         return torch.full((), coefficient / divisor, dtype=total.dtype, device=total.device)
 
-    def add(self, index: int, total: torch.Tensor, weight: torch.Tensor | float | None) -> None:
+    def add(self, index: int, total: torch.Tensor, weight: object) -> None:
         """Adds a piece's sum, and its weight where that was not known beforehand."""
         value = total.detach()
         before = self._sums[index]
         self.dtype = torch.promote_types(self.dtype, value.dtype)
         self._sums[index] = value.double() if before is None else before + value
         if weight is not None and index not in self._known:
+            assert isinstance(weight, (torch.Tensor, int, float))
             self._weights[index] = self._weights[index] + (weight.detach().double() if isinstance(weight, torch.Tensor) else weight)
 
     def vector(self) -> torch.Tensor:

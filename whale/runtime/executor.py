@@ -1,0 +1,212 @@
+"""The one executor: runs any schedule's actions of this rank, in order.
+
+Sends never block; receives are posted before the computation that stands in front of them, so that they fill while it
+runs, and are waited for at their own place in the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from whale.ir.graph import ModelGraph
+from whale.ir.schedule import COMPUTE, Action, Kind
+from whale.runtime.batch_view import BatchView
+from whale.runtime.exchange import Exchange, Place
+from whale.runtime.gradient_sync import GradientSync
+from whale.runtime.loss import LossAccount
+from whale.runtime.randomness import seed_of
+from whale.runtime.stage import Flight, StageRunner
+from whale.runtime.status import StatusBoard
+
+
+@dataclass
+class StepState:
+    """What lives for one step.
+
+    Attributes:
+        seed: place that random numbers depend on beside micro-batch and stage.
+        batch: the rows in hand.
+        micro_batches: their global row intervals.
+        account: sums of the loss.
+        with_gradients: whether backward will come.
+        outputs: of the graph itself (``predict``): name, first and last global row, value.
+    """
+
+    seed: tuple[int, ...]
+    batch: BatchView
+    micro_batches: Sequence[tuple[int, int]]
+    account: LossAccount
+    with_gradients: bool
+    outputs: list[tuple[str, int, int, torch.Tensor]] = field(default_factory=list)
+
+
+class Executor:
+    """Runs the actions of one rank.
+
+    Args:
+        stages: its stages.
+        exchange: between stages.
+        model: the captured model.
+        sync: gradient synchronisation; None where nothing is trained.
+        status: where the current action is kept for others to read.
+        device: where this rank computes.
+
+    Attributes:
+        peak_in_flight: the most micro-batches alive at once in the last run, over the rank's stages.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageRunner],
+        exchange: Exchange,
+        model: ModelGraph,
+        sync: GradientSync | None,
+        status: StatusBoard,
+        device: torch.device,
+    ) -> None:
+        self._stages, self._exchange, self._model = stages, exchange, model
+        self._sync, self._status, self._device = sync, status, device
+        self._flights: dict[tuple[int, int], Flight] = {}
+        self._recomputed: frozenset[tuple[int | None, int | None]] = frozenset()
+        self._handed_on: frozenset[int | None] = frozenset()
+        self._handed_back: frozenset[int | None] = frozenset()
+        self._num_in_flight = 0
+        self._handlers: dict[Kind, Callable[[StepState, int, int], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+        }
+        self.peak_in_flight = 0
+
+    def run(self, actions: Sequence[Action], state: StepState, ready: Callable[[], None]) -> None:
+        """Runs the actions up to the optimizer's step, which is the caller's.
+
+        Args:
+            actions: of this rank.
+            state: of the step.
+            ready: called once, before the first action that is no forward: there ranks agree on the batch, and the
+                weights of the loss are known.
+
+        Raises:
+            RuntimeFault: a peer died or a wait outlasted its limit; names the action.
+        """
+        self._exchange.begin(state.micro_batches)
+        self._flights.clear()
+        self.peak_in_flight = self._num_in_flight = 0
+        self._handed_on = frozenset(a.stage for a in actions if a.kind is Kind.SEND_FORWARD)
+        self._handed_back = frozenset(a.stage for a in actions if a.kind is Kind.SEND_BACKWARD)
+        self._recomputed = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.RECOMPUTE)
+        last = _last_backward(actions)
+        num_posted, is_ready = 0, False
+        for index, action in enumerate(actions):
+            if not is_ready and action.kind is not Kind.FORWARD:
+                ready()
+                is_ready = True
+            if is_ready:
+                num_posted = self._post_ahead(actions, index, num_posted)
+            self._status.set(str(action), self._exchange.peers(_place(action)) if action.kind in _RECEIVES else ())
+            if action.kind is Kind.SYNC and self._sync is not None:
+                self._sync.finish_stage(_stage(action))
+            elif action.kind in _RECEIVES:
+                self._exchange.wait(_place(action))
+            elif action.kind in self._handlers:
+                if self._sync is not None and last.get(action.stage) == index:
+                    self._sync.arm(_stage(action))
+                self._handlers[action.kind](state, *_place(action)[1:])
+        if not is_ready:
+            ready()
+        self._exchange.finish()
+
+    def _post_ahead(self, actions: Sequence[Action], index: int, num_posted: int) -> int:
+        """Posts the receives that stand before the next computation but one; returns how far it looked."""
+        computations, position = 0, index
+        while position < len(actions) and computations < 2:
+            action = actions[position]
+            computations += action.kind in COMPUTE
+            if position >= num_posted and action.kind in _RECEIVES:
+                self._exchange.post(_place(action))
+            position += 1
+        return max(num_posted, position)
+
+    def _forward(self, state: StepState, stage: int, micro_batch: int) -> None:
+        start, _ = state.micro_batches[micro_batch]
+        low, high = self._exchange.local_rows(stage, micro_batch)
+        received = self._exchange.take(("forward", stage, micro_batch))
+        if state.with_gradients:
+            for name, value in received.items():
+                value.requires_grad_(self._model.by_name[name].requires_grad)
+        flight = self._stages[stage].forward(
+            high - low,
+            lambda name: state.batch.rows(name, start + low, start + high).to(self._device, non_blocking=True),
+            received,
+            with_graph=state.with_gradients and (stage, micro_batch) not in self._recomputed,
+            seed=lambda: seed_of(*state.seed, micro_batch, stage),
+        )
+        self._collect(state, flight, start + low, start + high)
+        self._num_in_flight += 1
+        self.peak_in_flight = max(self.peak_in_flight, self._num_in_flight)
+        self._exchange.send(("forward", stage, micro_batch), flight.tensors(), on_this_virtual_device=True)
+        if state.with_gradients or stage in self._handed_on:
+            self._flights[stage, micro_batch] = flight
+
+    def _collect(self, state: StepState, flight: Flight, start: int, stop: int) -> None:
+        for index, term in enumerate(self._model.loss):
+            total = flight.outputs.get(term.sum)
+            if isinstance(total, torch.Tensor):
+                state.account.add(index, total, None if term.weight is None else flight.outputs.get(term.weight))
+        for name in self._model.outputs:
+            value = flight.outputs.get(name)
+            if isinstance(value, torch.Tensor):
+                state.outputs.append((name, start, stop, value.detach()))
+
+    def _send_forward(self, state: StepState, stage: int, micro_batch: int) -> None:
+        self._exchange.send(("forward", stage, micro_batch), self._flights[stage, micro_batch].tensors())
+        if not state.with_gradients:
+            del self._flights[stage, micro_batch]
+
+    def _recompute(self, state: StepState, stage: int, micro_batch: int) -> None:
+        self._stages[stage].recompute(self._flights[stage, micro_batch])
+
+    def _backward(self, state: StepState, stage: int, micro_batch: int) -> None:
+        flight = self._flights[stage, micro_batch]
+        place: Place = ("backward", stage, micro_batch)
+        flight.gradients = self._exchange.take(place)
+        seeds = {
+            term.sum: state.account.seed(index, total)
+            for index, term in enumerate(self._model.loss)
+            if isinstance(total := flight.outputs.get(term.sum), torch.Tensor)
+        }
+        self._stages[stage].backward(flight, seeds)
+        self._num_in_flight -= 1
+        self._exchange.send(place, flight.received_gradients(), on_this_virtual_device=True)
+        if stage not in self._handed_back:
+            del self._flights[stage, micro_batch]
+
+    def _send_backward(self, state: StepState, stage: int, micro_batch: int) -> None:
+        flight = self._flights.pop((stage, micro_batch))
+        self._exchange.send(("backward", stage, micro_batch), flight.received_gradients())
+
+
+_RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+_BACKWARD_KINDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+_BACKWARD_PLACES = _BACKWARD_KINDS | {Kind.SEND_BACKWARD, Kind.RECV_BACKWARD}
+
+
+def _stage(action: Action) -> int:
+    assert action.stage is not None
+    return action.stage
+
+
+def _place(action: Action) -> Place:
+    assert action.stage is not None and action.micro_batch is not None
+    return ("backward" if action.kind in _BACKWARD_PLACES else "forward"), action.stage, action.micro_batch
+
+
+def _last_backward(actions: Sequence[Action]) -> dict[int | None, int]:
+    """Per stage, where its last backward stands: after it every gradient of the stage is final."""
+    return {action.stage: index for index, action in enumerate(actions) if action.kind in _BACKWARD_KINDS}

@@ -1,0 +1,137 @@
+"""One stage on one rank: its program, its tensors, and the forward, recompute and backward of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from whale.ir.graph import ModelGraph
+from whale.runtime.loss import NUM_ROWS
+from whale.runtime.lowering import StageProgram
+from whale.runtime.randomness import seeded
+
+ProgramSource = Callable[[int], StageProgram]
+"""The stage's program for a number of rows; one capture with a dynamic batch serves all."""
+
+
+@dataclass
+class Flight:
+    """A micro-batch between its forward and its backward on one stage.
+
+    Attributes:
+        num_rows: that this device holds.
+        arguments: what the program was called with.
+        received: leaves handed over by earlier stages, by op name.
+        outputs: what the program returned, by op name.
+        gradients: of the outputs handed on, as they come back.
+        seed: of its random numbers; None for a stage without any.
+    """
+
+    num_rows: int
+    arguments: list[object]
+    received: dict[str, torch.Tensor]
+    outputs: dict[str, object]
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    seed: int | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The outputs that are tensors."""
+        return {name: value for name, value in self.outputs.items() if isinstance(value, torch.Tensor)}
+
+    def received_gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients of what was handed over; zeros where the loss does not depend on it."""
+        needed = {name: value for name, value in self.received.items() if value.requires_grad}
+        return {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in needed.items()}
+
+
+class StageRunner:
+    """Runs micro-batches through one stage.
+
+    Args:
+        model: the captured model.
+        source: the stage's program per number of rows.
+        tensors: parameters, buffers (by canonical name) and constants (by op name) that it holds.
+        device: where it computes.
+    """
+
+    def __init__(self, model: ModelGraph, source: ProgramSource, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._model = model
+        self._source = source
+        self._tensors = tensors
+        self._device = device
+
+    def forward(
+        self,
+        num_rows: int,
+        inputs: Callable[[str], torch.Tensor],
+        received: dict[str, torch.Tensor],
+        *,
+        with_graph: bool,
+        seed: Callable[[], int],
+    ) -> Flight:
+        """Computes a micro-batch.
+
+        Args:
+            num_rows: rows that this device takes.
+            inputs: gives this device's rows of a batch input, by op name.
+            received: tensors handed over, by op name.
+            with_graph: keep what backward needs.
+            seed: gives the seed of this place, asked for only where random numbers are drawn.
+        """
+        program = self._source(num_rows)
+        arguments = [self._argument(name, kind, num_rows, inputs, received) for name, kind in zip(program.inputs, program.kinds, strict=True)]
+        flight = Flight(num_rows, arguments, received, {}, seed=seed() if program.is_random else None)
+        self._run(flight, program, arguments, with_graph)
+        return flight
+
+    def recompute(self, flight: Flight) -> None:
+        """Runs a micro-batch again, now with what backward needs, and without touching running statistics."""
+        program = self._source(flight.num_rows)
+        mutated = set(program.mutated)
+        arguments = list(flight.arguments)
+        for position, (name, kind) in enumerate(zip(program.inputs, program.kinds, strict=True)):
+            if kind == "buffer" and self._model.by_name[name].target in mutated:
+                arguments[position] = arguments[position].clone()  # type: ignore[attr-defined]
+        self._run(flight, program, arguments, True)
+
+    def backward(self, flight: Flight, loss_gradients: Mapping[str, torch.Tensor]) -> None:
+        """Accumulates the gradients of the parameters and of the received tensors.
+
+        Args:
+            flight: the micro-batch; its `gradients` hold what later stages sent back.
+            loss_gradients: seeds of the loss terms computed here.
+        """
+        roots: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for name, value in flight.outputs.items():
+            gradient = loss_gradients.get(name, flight.gradients.get(name))
+            if gradient is not None and isinstance(value, torch.Tensor) and value.requires_grad:
+                roots.append(value)
+                gradients.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        flight.outputs.clear()
+        flight.arguments.clear()
+
+    def _run(self, flight: Flight, program: StageProgram, arguments: Sequence[object], with_graph: bool) -> None:
+        with torch.set_grad_enabled(with_graph), seeded(flight.seed, self._device):
+            values = program.module(*arguments)
+        flight.outputs = dict(zip(program.outputs, values, strict=True))
+
+    def _argument(
+        self,
+        name: str,
+        kind: str,
+        num_rows: int,
+        inputs: Callable[[str], torch.Tensor],
+        received: Mapping[str, torch.Tensor],
+    ) -> object:
+        if kind == "received":
+            return received[name]
+        if kind in ("parameter", "buffer"):
+            return self._tensors[self._model.by_name[name].target]
+        if kind == "constant":
+            return self._tensors[name]
+        return num_rows if name == NUM_ROWS else inputs(name)
