@@ -1,0 +1,30 @@
+"""What computing, holding and sending cost: closed forms over the values of `whale.ir`."""
+
+from whale.cost.communication import edge_line, p2p_seconds, ring_all_reduce_seconds
+from whale.cost.compute import OpSeconds, op_seconds
+from whale.cost.kept import kept_tensors, storage_of
+from whale.cost.line import Line
+from whale.cost.memory import activation_line, parameter_bytes, working_line
+from whale.cost.op_table import OpTable, op_table, spec_line
+from whale.cost.optimizer import optimizer_seconds
+from whale.cost.pipeline import bubble_share, pipeline_seconds
+
+__all__ = [
+    "Line",
+    "OpSeconds",
+    "OpTable",
+    "activation_line",
+    "bubble_share",
+    "edge_line",
+    "kept_tensors",
+    "op_seconds",
+    "op_table",
+    "optimizer_seconds",
+    "p2p_seconds",
+    "parameter_bytes",
+    "pipeline_seconds",
+    "ring_all_reduce_seconds",
+    "spec_line",
+    "storage_of",
+    "working_line",
+]

@@ -1,0 +1,32 @@
+"""Communication by the alpha-beta model: one message, an edge between stages, a ring all-reduce over unlike links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whale.cost.line import Line
+from whale.ir.cluster import Cluster, Link
+
+
+def p2p_seconds(cluster: Cluster, source: str, target: str, num_bytes: float) -> float:
+    """Time of one message between two devices; nothing where they are one."""
+    return 0.0 if source == target else cluster.link(source, target).seconds(num_bytes)
+
+
+def edge_line(link: Link, payload: Line) -> Line:
+    """Seconds to send a payload (bytes by rows) over a link, by rows; nothing for an empty payload."""
+    if payload.fixed == 0 and payload.per_row == 0:
+        return Line()
+    return Line(link.latency + payload.fixed / link.bandwidth, payload.per_row / link.bandwidth)
+
+
+def ring_all_reduce_seconds(cluster: Cluster, devices: Sequence[str], num_bytes: float) -> float:
+    """Time of a ring all-reduce of `num_bytes` on each of these devices, in this order around the ring.
+
+    2 (k - 1) steps, each moving 1/k of the bytes over every link of the ring at once, so that the slowest rules.
+    """
+    if len(devices) < 2:
+        return 0.0
+    part = num_bytes / len(devices)
+    ring = zip(devices, (*devices[1:], devices[0]), strict=True)
+    return 2 * (len(devices) - 1) * max(cluster.link(a, b).seconds(part) for a, b in ring)

@@ -1,0 +1,59 @@
+"""Which tensors the backward pass keeps: per op its inputs, its output, or nothing, and views by what they view."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from whale.cost.op_table import operator
+from whale.ir.graph import ModelGraph, Op
+
+KEEPS_NOTHING = frozenset({
+    "add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "expand", "permute", "transpose", "t", "slice", "select",
+    "reshape", "contiguous", "clone", "to", "_to_copy", "unsqueeze", "squeeze", "split", "split_with_sizes", "chunk", "unbind",
+    "pad", "constant_pad_nd", "masked_fill", "embedding", "roll", "flip", "repeat", "flatten", "unflatten", "detach", "alias",
+})  # fmt: skip
+"""Linear ops: their gradient needs shapes and integers only."""
+
+KEEPS_OUTPUT = frozenset({
+    "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "relu", "dropout",
+    "native_dropout", "max_pool2d", "amax", "hardtanh",
+})  # fmt: skip
+"""Ops whose gradient is a function of their own result (or of a mask of its size)."""
+
+KEEPS_BOTH = frozenset({"scaled_dot_product_attention", "cross_entropy_loss", "nll_loss", "nll_loss_nd"})
+"""Ops that keep what they read and, beside it, something of the size of their result."""
+
+
+def storage_of(graph: ModelGraph) -> dict[str, str]:
+    """Per op, the op that owns the storage of its result: itself, or through views and in-place ops another."""
+    owner: dict[str, str] = {}
+    for op in graph.ops:
+        aliases = op.inputs and ("view" in op.tags or "in_place" in op.tags or op.target == "operator.getitem")
+        owner[op.name] = owner[op.inputs[0]] if aliases else op.name
+    return owner
+
+
+def kept_tensors(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
+    """Per op through which a gradient flows, the tensors (by owner of their storage) that it keeps for backward.
+
+    Batch inputs, parameters and constants are in memory anyway and not among them.
+    """
+    if graph.mode != "train":
+        return {}
+    owner, by_name = storage_of(graph), graph.by_name
+    result: dict[str, tuple[str, ...]] = {}
+    for op in graph.ops:
+        if op.kind != "call" or not op.requires_grad or "view" in op.tags or op.target == "operator.getitem":
+            continue
+        names = [owner[name] for name in _kept_by(op)]
+        result[op.name] = tuple(dict.fromkeys(name for name in names if by_name[name].kind == "call" and by_name[name].outputs))
+    return result
+
+
+def _kept_by(op: Op) -> tuple[str, ...]:
+    name = operator(op)
+    if name in KEEPS_NOTHING:
+        return ()
+    if name in KEEPS_OUTPUT:
+        return (op.name,)
+    return (*op.inputs, op.name) if name in KEEPS_BOTH else op.inputs
