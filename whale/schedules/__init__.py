@@ -6,6 +6,7 @@ from whale.schedules.edges import Edges
 from whale.schedules.execution import Execution, Stuck, execute
 from whale.schedules.forward_only import forward_only
 from whale.schedules.in_flight import count_in_flight
+from whale.schedules.recompute import insert_recompute
 from whale.schedules.shape import Shape
 from whale.schedules.table import BUILDERS, build, peak_in_flight, placement
 from whale.schedules.verify import verify
@@ -22,6 +23,7 @@ __all__ = [
     "execute",
     "forward_only",
     "insert_communication",
+    "insert_recompute",
     "peak_in_flight",
     "placement",
     "verify",

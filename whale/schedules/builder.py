@@ -25,7 +25,7 @@ class Builder:
         name: the word that a recipe picks it by.
         order: the computations (F, B or I and W, R) of one rank, in order. Where R runs before the
             gradient is awaited, a RECV_B between R and B says so.
-        peak: the most chunk activations that a rank holds at once, from F to the last of B or W.
+        peak: the most chunk activations that a rank holds at once, from F to the last of B or W; never exceeded.
         placement: the rank of each stage.
         chunks: stages per rank; None where any number will do.
         takes_group: whether `Shape.group_size` means anything to it.

@@ -6,12 +6,34 @@ import difflib
 
 from whale.errors import ConfigError, raise_faults
 from whale.ir.schedule import Schedule
+from whale.schedules.aiao import AIAO, AIAO_EARLY_LOSS
 from whale.schedules.builder import Builder, with_sync_and_step
 from whale.schedules.gpipe import GPIPE
+from whale.schedules.interleaved import INTERLEAVED
+from whale.schedules.last_no_recompute import LAST_NO_RECOMPUTE
 from whale.schedules.one_f_one_b import ONE_F_ONE_B
+from whale.schedules.recompute_early import RECOMPUTE_EARLY
 from whale.schedules.shape import Shape
+from whale.schedules.shifted_critical_path import SHIFTED_CRITICAL_PATH
+from whale.schedules.zb_h1 import ZB_H1
+from whale.schedules.zb_h2 import ZB_H2
+from whale.schedules.zb_v import ZB_V
 
-BUILDERS: dict[str, Builder] = {builder.name: builder for builder in (GPIPE, ONE_F_ONE_B)}
+_ALL = (
+    GPIPE,
+    ONE_F_ONE_B,
+    INTERLEAVED,
+    AIAO,
+    AIAO_EARLY_LOSS,
+    ZB_H1,
+    ZB_H2,
+    ZB_V,
+    RECOMPUTE_EARLY,
+    LAST_NO_RECOMPUTE,
+    SHIFTED_CRITICAL_PATH,
+)
+
+BUILDERS: dict[str, Builder] = {builder.name: builder for builder in _ALL}
 
 
 def build(name: str, *, num_ranks: int, num_micro_batch: int, num_chunks: int = 1, group_size: int | None = None) -> Schedule:

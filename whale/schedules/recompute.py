@@ -1,0 +1,44 @@
+"""The pass that inserts recomputation into a schedule: R right before the backward that needs it, the gradient at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import replace
+
+from whale.ir.schedule import Action, Kind, Schedule
+
+# plain   RECV_B i, R i, B i       R runs while nothing else can: its time is on the critical path
+# early   R i, RECV_B i, B i       R runs while the gradient is on its way
+
+
+def insert_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> Schedule:
+    """Adds R directly before every B or I that has none, which is the plain order: RECV_B, R, B.
+
+    Args:
+        schedule: with or without communication.
+        stages: that recompute; all by default.
+    """
+    wanted = frozenset(range(schedule.num_stages) if stages is None else stages)
+    return replace(schedule, ranks=tuple(tuple(before_backward(actions, wanted)) for actions in schedule.ranks))
+
+
+def before_backward(
+    actions: Iterable[Action], stages: Container[int | None], early: Container[tuple[int | None, int | None]] = ()
+) -> Iterator[Action]:
+    """Adds R before the B or I of some stages; a RECV_B between the two marks those whose R awaits no gradient.
+
+    Args:
+        actions: of one rank.
+        stages: that recompute.
+        early: (stage, micro-batch) whose R runs before the gradient is awaited.
+    """
+    done = set()
+    for action in actions:
+        key = action.stage, action.micro_batch
+        if action.kind is Kind.RECOMPUTE:
+            done.add(key)
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and action.stage in stages and key not in done:
+            yield Action(Kind.RECOMPUTE, *key)
+            if key in early:
+                yield Action(Kind.RECV_BACKWARD, *key)
+        yield action

@@ -1,0 +1,40 @@
+"""Recomputation off the critical path: the stage before the last does one more forward ahead, to wait for no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from whale.ir.schedule import Action, Kind
+from whale.schedules import one_f_one_b
+from whale.schedules.builder import Builder
+from whale.schedules.recompute import before_backward
+from whale.schedules.recompute_early import cool_down
+from whale.schedules.shape import Shape
+
+# rank p-2  F0 F1 F2 R0 B0 R1 B1 F3 R2 B2 F4 R3 B3 ...      one activation more than in 1F1B
+# rank p-1     F0 B0 F1 B1 F2 B2 ...
+
+
+def order(shape: Shape, rank: int) -> Iterator[Action]:
+    """Computations of one rank: as in last_no_recompute, but for p - 2, and p - 3, which does R0 early too."""
+    last = shape.num_ranks - 1
+    early = cool_down(shape, rank)
+    if rank in (last - 1, last - 2):
+        early.add((rank, 0))
+    actions = list(one_f_one_b.order(shape, rank))
+    if _is_shifted(shape, rank):
+        third = actions.index(Action(Kind.FORWARD, rank, 2))
+        actions.insert(2, actions.pop(third))
+    return before_backward(actions, () if rank == last else (rank,), early)
+
+
+def _is_shifted(shape: Shape, rank: int) -> bool:
+    return rank == shape.num_ranks - 2 and shape.num_micro_batch > 2
+
+
+def peak(shape: Shape, rank: int) -> int:
+    """That of 1F1B, and one more on the stage before the last."""
+    return one_f_one_b.peak(shape, rank) + _is_shifted(shape, rank)
+
+
+SHIFTED_CRITICAL_PATH = Builder("shifted_critical_path", order, peak)
