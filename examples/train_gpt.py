@@ -60,13 +60,13 @@ def main() -> None:
         report.say(f"resumed from {newest}")
     loader = engine.loader(train, global_batch_size=options.global_batch_size)
     with report:
-        while engine.num_steps < options.steps:
-            for batch in itertools.islice(loader, options.steps - engine.num_steps):
-                report.step(engine.num_steps + 1, engine.step(batch))
-                if engine.num_steps % options.evaluate_every == 0 or engine.num_steps == options.steps:
-                    report.evaluation(engine.num_steps, evaluate(engine, held_out, options))
+        while engine.step_number < options.steps:
+            for batch in itertools.islice(loader, options.steps - engine.step_number):
+                report.step(engine.step_number + 1, engine.step(batch))
+                if engine.step_number % options.evaluate_every == 0 or engine.step_number == options.steps:
+                    report.evaluation(engine.step_number, evaluate(engine, held_out, options))
                     if options.checkpoint is not None:
-                        engine.save(options.checkpoint / f"step_{engine.num_steps}")
+                        engine.save(options.checkpoint / f"step_{engine.step_number}")
     report.end()
 
 

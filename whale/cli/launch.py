@@ -144,7 +144,7 @@ def _blame(rank: int, failure: ProcessFailure, statuses: Mapping[int, RankStatus
         order = 3 if -failure.exitcode == signal.SIGTERM else 0
     else:
         status = statuses.get(rank)
-        order = 2 if status is not None and status.state == "waiting" else 1
+        order = 2 if status is not None and status.waits_for else 1
     return order, int(failure.timestamp), rank
 
 

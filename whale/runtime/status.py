@@ -54,12 +54,14 @@ class RankStatus:
     since: float
 
     def describe(self, now: float) -> str:
-        """The status as a line: ``waiting in 1RECV_B3 for rank 2, for 0.4 s``."""
+        """The status as a line: ``waiting in 1RECV_B3 for rank 2, since 0.4 s``."""
         peers = ", ".join(str(peer) for peer in self.waits_for)
         if self.num_waits > len(self.waits_for):
             peers += f" and {self.num_waits - len(self.waits_for)} more"
         waits = f" for rank{'s' if self.num_waits > 1 else ''} {peers}" if self.num_waits else ""
-        return f"{self.state} in {self.action or 'no action yet'}{waits}, for {max(now - self.since, 0.0):.1f} s"
+        if self.state == "failed":
+            waits = waits and f", after it waited{waits}"
+        return f"{self.state} in {self.action or 'no action yet'}{waits}, since {max(now - self.since, 0.0):.1f} s"
 
 
 class StatusBoard:
@@ -94,8 +96,8 @@ class StatusBoard:
         self._write(1 if waits_for else 0, action, waits_for)
 
     def fail(self, reason: str) -> None:
-        """States that this rank gave up, keeping the reason in place of the action."""
-        self._write(2, reason, ())
+        """States that this rank gave up, with the reason in place of the action; what it waited for is kept."""
+        self._write(2, reason, self.read().waits_for)
 
     def finish(self) -> None:
         """States that this rank came to its end in good order."""

@@ -31,10 +31,12 @@ def test_others_read_what_a_rank_wrote(tmp_path: Path) -> None:
 
 def test_the_record_outlives_the_board(tmp_path: Path) -> None:
     board = open_in(tmp_path, 3)
+    board.set("1RECV_B0", (2,))
     board.fail("no bytes from rank 2 for 300 s")
     board.close()
     assert read_all(tmp_path)[3].state == "failed"
     assert read_all(tmp_path)[3].action == "no bytes from rank 2 for 300 s"
+    assert read_all(tmp_path)[3].waits_for == (2,), "what it waited for when it failed"
 
 
 @given(action=st.text(max_size=300), peers=st.lists(st.integers(0, 2**40), max_size=50))
@@ -66,6 +68,6 @@ def test_half_made_records_are_left_out(tmp_path: Path) -> None:
 
 def test_a_status_reads_as_a_sentence() -> None:
     many = RankStatus(0, 1, "waiting", "0SYNC", tuple(range(32)), 40, since=10.0)
-    assert RankStatus(0, 1, "waiting", "1RECV_B3", (2,), 1, since=10.0).describe(10.4) == "waiting in 1RECV_B3 for rank 2, for 0.4 s"
-    assert RankStatus(0, 1, "running", "", (), 0, since=10.0).describe(9.0) == "running in no action yet, for 0.0 s"
+    assert RankStatus(0, 1, "waiting", "1RECV_B3", (2,), 1, since=10.0).describe(10.4) == "waiting in 1RECV_B3 for rank 2, since 0.4 s"
+    assert RankStatus(0, 1, "running", "", (), 0, since=10.0).describe(9.0) == "running in no action yet, since 0.0 s"
     assert "30, 31 and 8 more" in many.describe(10.0)

@@ -1,0 +1,240 @@
+"""What Whale costs beside torch's own: the same model, threads and data, in one run, pair by pair.
+
+    python examples/benchmarks/overhead.py --json overhead.json
+
+single         one rank of Whale against the plain training loop
+data_parallel  two ranks of Whale against DistributedDataParallel
+pipeline       two stages of Whale, 1F1B, against torch.distributed.pipelining
+
+Each pair times one block of steps of either side, in alternating order, so that a slow moment of the machine hits both.
+Ratio = the peer's time / Whale's, the median over the pairs; above 1, Whale is the faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import whale
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpt import GPT, loss_fn
+
+Step = Callable[[], object]
+Batch = dict[str, Tensor]
+Result = dict[str, float]
+
+OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
+
+
+class FirstStage(nn.Module):
+    """The first half of the blocks, as a module of its own for torch's pipeline."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.bytes, self.positions = model.bytes, model.positions
+        self.blocks = model.blocks[: len(model.blocks) // 2]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.bytes(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class LastStage(nn.Module):
+    """The second half of the blocks and the head."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.blocks = model.blocks[len(model.blocks) // 2 :]
+        self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def make_model(options: argparse.Namespace, stages: int = 0) -> GPT:
+    torch.manual_seed(0)
+    return GPT(options.layers, options.width, 4, options.context, stages)
+
+
+def make_batch(options: argparse.Namespace) -> Batch:
+    text = torch.randint(256, (options.rows, options.context + 1), generator=torch.Generator().manual_seed(1))
+    return {"ids": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
+def whale_step(options: argparse.Namespace, stages: int, config: dict[str, object]) -> Step:
+    batch = make_batch(options)
+    engine = whale.parallelize(make_model(options, stages), loss=loss_fn, optimizer=OPTIMIZER, batch=batch, config=config)
+    return partial(engine.step, batch)
+
+
+def loop_step(model: nn.Module, batch: Batch) -> Step:
+    """The plain training step."""
+    optimizer = OPTIMIZER(model.parameters())
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_fn(model(batch["ids"]), batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def single(options: argparse.Namespace) -> tuple[Step, Step]:
+    return whale_step(options, 0, {}), loop_step(make_model(options), make_batch(options))
+
+
+def data_parallel(options: argparse.Namespace) -> tuple[Step, Step]:
+    model = nn.parallel.DistributedDataParallel(make_model(options))
+    rank, half = dist.get_rank(), options.rows // 2
+    own = {name: tensor[rank * half : (rank + 1) * half] for name, tensor in make_batch(options).items()}
+    return whale_step(options, 0, {}), loop_step(model, own)
+
+
+def pipeline(options: argparse.Namespace) -> tuple[Step, Step]:
+    config: dict[str, object] = {"pipeline.num_micro_batch": options.micro_batches, "pipeline.schedule": "1f1b"}
+    return whale_step(options, 2, config), torch_pipeline_step(options)
+
+
+def torch_pipeline_step(options: argparse.Namespace) -> Step:
+    rank, batch = dist.get_rank(), make_batch(options)
+    module = (FirstStage, LastStage)[rank](make_model(options))
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, options.micro_batches, lambda logits, targets: loss_fn(logits, {"targets": targets}))
+    optimizer = OPTIMIZER(module.parameters())
+
+    def step() -> object:
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(batch["ids"])
+        else:
+            schedule.step(target=batch["targets"], losses=losses)
+        optimizer.step()
+        return torch.stack(losses).mean() if losses else None
+
+    return step
+
+
+CASES: dict[str, tuple[int, Callable[[argparse.Namespace], tuple[Step, Step]]]] = {
+    "single": (1, single),
+    "data_parallel": (2, data_parallel),
+    "pipeline": (2, pipeline),
+}
+
+
+def measure(ours: Step, peer: Step, options: argparse.Namespace) -> Result:
+    """Medians in seconds per step, and the median over the pairs of the peer's time / ours."""
+    for _ in range(options.warmup):
+        first, second = ours(), peer()
+    check_equal(first, second)
+    times: list[tuple[float, float]] = []
+    for pair in range(options.pairs):
+        order = (ours, peer) if pair % 2 == 0 else (peer, ours)
+        seconds = {id(step): block(step, options.steps) for step in order}
+        times.append((seconds[id(ours)], seconds[id(peer)]))
+    ratios = sorted(theirs / own for own, theirs in times)
+    quarter = len(ratios) // 4
+    return {
+        "ratio": statistics.median(ratios),
+        "low_quartile": ratios[quarter],
+        "high_quartile": ratios[-1 - quarter],
+        "whale_seconds": statistics.median(own for own, _ in times),
+        "peer_seconds": statistics.median(theirs for _, theirs in times),
+    }
+
+
+def check_equal(ours: object, peer: object) -> None:
+    """The two sides have trained alike: a comparison of different work would say nothing."""
+    shares: list[float | None] = [float(peer) if isinstance(peer, Tensor) else None]
+    if dist.is_initialized():
+        mine, shares = shares[0], [None] * dist.get_world_size()
+        dist.all_gather_object(shares, mine)
+    theirs = statistics.mean(share for share in shares if share is not None)  # each rank's part of the batch, or the last stage's
+    if not isinstance(ours, Tensor) or abs(float(ours) - theirs) > 1e-3:
+        raise SystemExit(f"the losses differ: {ours} and {theirs:.6f}")
+
+
+def block(step: Step, steps: int) -> float:
+    """Seconds per step of a block of steps, from a common start to the end of the slowest rank."""
+    if dist.is_initialized():
+        dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    if dist.is_initialized():
+        dist.barrier()
+    return (time.perf_counter() - begin) / steps
+
+
+def run_rank(rank: int, case: str, port: int, options: argparse.Namespace, results: Any) -> None:
+    torch.set_num_threads(1)
+    size, make = CASES[case]
+    if size > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("gloo")
+    result = measure(*make(options), options)
+    if rank == 0:
+        results.put(result)
+    if size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def run_case(case: str, options: argparse.Namespace) -> Result:
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(run_rank, (case, free_port(), options, results), nprocs=CASES[case][0])
+    result: Result = results.get()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    numbers = {"pairs": 15, "steps": 4, "warmup": 3, "layers": 4, "width": 128, "context": 64, "rows": 16, "micro-batches": 4}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--only", choices=sorted(CASES), help="one comparison")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    options = parser.parse_args()
+    found = {}
+    for case in [options.only] if options.only else CASES:
+        found[case] = result = run_case(case, options)
+        print(
+            f"{case:14} whale {1e3 * result['whale_seconds']:7.2f} ms, peer {1e3 * result['peer_seconds']:7.2f} ms per step, "
+            f"ratio {result['ratio']:.3f} (quartiles {result['low_quartile']:.3f} to {result['high_quartile']:.3f}, {options.pairs} pairs)"
+        )
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
