@@ -35,20 +35,19 @@ class WeightProgram:
     programs: tuple[StageProgram, ...]
 
     def measure(
-        self, position: int, batch: BatchView, rows: Sequence[tuple[int, int]], constants: Mapping[str, torch.Tensor]
+        self, position: int, batch: BatchView, rows: Sequence[tuple[int, int]], tensors: Mapping[str, torch.Tensor], device: torch.device
     ) -> torch.Tensor:
-        """The sum of one measured weight over some row intervals: 0-dim float64, where the batch lies."""
+        """The sum of one measured weight over some row intervals: 0-dim float64."""
         program = self.programs[position]
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for start, stop in rows:
             arguments: list[object] = []
-            for name, kind in zip(program.inputs, program.kinds, strict=True):
+            for kind, key in zip(program.kinds, program.keys, strict=True):
                 if kind == "input":
-                    arguments.append(stop - start if name == NUM_ROWS else batch.rows(name, start, stop))
+                    arguments.append(stop - start if key == NUM_ROWS else batch.rows(key, start, stop).to(device))
                 else:
-                    arguments.append(constants[name])
-            value = torch.as_tensor(program.module(*arguments)[0], dtype=torch.float64)
-            total = total.to(value.device) + value
+                    arguments.append(tensors[key])
+            total += program.module(*arguments)[0]
         return total
 
 
@@ -148,12 +147,15 @@ class LossAccount:
             total = total + term.coefficient * vector[index] / self._weight(index, vector)
         return total
 
-    def correction(self, vector: torch.Tensor) -> torch.Tensor | None:
-        """What the gradients must be multiplied by; None where they are exact already."""
-        for index, term in enumerate(self.terms):
-            if term.weight is not None and index not in self._known:
-                return self._num_rows / vector[len(self.terms) + index]
-        return None
+    @property
+    def needs_correction(self) -> bool:
+        """Whether some weight is known only after the forward pass."""
+        return any(term.weight is not None and index not in self._known for index, term in enumerate(self.terms))
+
+    def correction(self, vector: torch.Tensor) -> torch.Tensor:
+        """What the gradients must be multiplied by."""
+        index = next(i for i, term in enumerate(self.terms) if term.weight is not None and i not in self._known)
+        return self._num_rows / vector[len(self.terms) + index]
 
     def _weight(self, index: int, vector: torch.Tensor) -> float | torch.Tensor:
         if self.terms[index].weight is None:

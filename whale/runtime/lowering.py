@@ -21,6 +21,7 @@ class StageProgram:
         inputs: ops whose values it takes: batch inputs, parameters, buffers, constants, received tensors.
         outputs: ops whose values it returns.
         kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant`` or ``received``.
+        keys: per input, the name its value is kept under: of the parameter or buffer, else of the op.
         mutated: names of the buffers that it changes in place.
         is_random: whether it draws random numbers.
     """
@@ -29,6 +30,7 @@ class StageProgram:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     kinds: tuple[str, ...]
+    keys: tuple[str, ...]
     mutated: tuple[str, ...]
     is_random: bool
 
@@ -58,6 +60,8 @@ def lower(
         if node.op == "call_function" and node.name in wanted:
             copied = local.node_copy(node, lambda argument: copies[argument.name])
             _place(copied, device)
+            if handed and copied.target is torch.ops.aten.view.default:
+                copied.target = torch.ops.aten.reshape.default  # what arrives is contiguous, whatever it was where it was made
             copies[node.name] = copied
     local.output(tuple(copies[name] for name in outputs))
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
@@ -66,7 +70,8 @@ def lower(
         inputs=tuple(read),
         outputs=tuple(outputs),
         kinds=kinds,
-        mutated=_mutated_buffers(model, local.nodes),
+        keys=tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True)),
+        mutated=mutated_buffers(model, local.nodes),
         is_random=any("random" in model.by_name[name].tags for name in wanted),
     )
 
@@ -101,7 +106,7 @@ _SILENT_WRITERS = frozenset({torch.ops.aten.batch_norm, torch.ops.aten.instance_
 """Ops that update running statistics without an alias mark in their schema."""
 
 
-def _mutated_buffers(model: ModelGraph, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+def mutated_buffers(model: ModelGraph, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     """Buffers that some op of the stage writes."""
     found: dict[str, None] = {}
     for node in nodes:

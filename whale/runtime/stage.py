@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from whale.ir.graph import ModelGraph
 from whale.runtime.loss import NUM_ROWS
 from whale.runtime.lowering import StageProgram
 from whale.runtime.randomness import seeded
@@ -50,14 +49,12 @@ class StageRunner:
     """Runs micro-batches through one stage.
 
     Args:
-        model: the captured model.
         source: the stage's program per number of rows.
         tensors: parameters, buffers (by canonical name) and constants (by op name) that it holds.
         device: where it computes.
     """
 
-    def __init__(self, model: ModelGraph, source: ProgramSource, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self._model = model
+    def __init__(self, source: ProgramSource, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._source = source
         self._tensors = tensors
         self._device = device
@@ -81,7 +78,7 @@ class StageRunner:
             seed: gives the seed of this place, asked for only where random numbers are drawn.
         """
         program = self._source(num_rows)
-        arguments = [self._argument(name, kind, num_rows, inputs, received) for name, kind in zip(program.inputs, program.kinds, strict=True)]
+        arguments = [self._argument(kind, key, num_rows, inputs, received) for kind, key in zip(program.kinds, program.keys, strict=True)]
         flight = Flight(num_rows, arguments, received, {}, seed=seed() if program.is_random else None)
         self._run(flight, program, arguments, with_graph)
         return flight
@@ -91,8 +88,8 @@ class StageRunner:
         program = self._source(flight.num_rows)
         mutated = set(program.mutated)
         arguments = list(flight.arguments)
-        for position, (name, kind) in enumerate(zip(program.inputs, program.kinds, strict=True)):
-            if kind == "buffer" and self._model.by_name[name].target in mutated:
+        for position, (kind, key) in enumerate(zip(program.kinds, program.keys, strict=True)):
+            if kind == "buffer" and key in mutated:
                 arguments[position] = arguments[position].clone()  # type: ignore[attr-defined]
         self._run(flight, program, arguments, True)
 
@@ -122,16 +119,14 @@ class StageRunner:
 
     def _argument(
         self,
-        name: str,
         kind: str,
+        key: str,
         num_rows: int,
         inputs: Callable[[str], torch.Tensor],
         received: Mapping[str, torch.Tensor],
     ) -> object:
         if kind == "received":
-            return received[name]
-        if kind in ("parameter", "buffer"):
-            return self._tensors[self._model.by_name[name].target]
-        if kind == "constant":
-            return self._tensors[name]
-        return num_rows if name == NUM_ROWS else inputs(name)
+            return received[key]
+        if kind == "input":
+            return num_rows if key == NUM_ROWS else inputs(key)
+        return self._tensors[key]

@@ -107,7 +107,7 @@ class Worker:
                 index: StageSource(model, graphs, replica, replica.stages[index], known, world.device)
                 for index in schedule.stages_of(seat.pipeline_rank)
             }
-            runners = {index: StageRunner(model, source, tensors, world.device) for index, source in self.stages.items()}
+            runners = {index: StageRunner(source, tensors, world.device) for index, source in self.stages.items()}
             exchange = Exchange(world.rank, seat.position, boundaries[seat.replica], model, self.channels, world.device, world.timeout)
             self.executor = Executor(runners, exchange, model, sync, status, world.device)
 
@@ -157,18 +157,21 @@ class Worker:
     def _agree(self, batch: BatchView) -> Callable[[], list[torch.Tensor]]:
         """Starts the check that ranks hold the same number of rows, and the sum of the weights; returns how to end it."""
         refusal: BatchError | None = None
-        measured = torch.zeros(len(self._weights.measured), dtype=torch.float64)
+        measured = torch.zeros(len(self._weights.measured), dtype=torch.float64, device=self.world.device)
         try:
             self._check(batch.num_rows)
             measured = self._measure(batch)
         except BatchError as error:
             refusal = error
         rows = torch.tensor([batch.num_rows, batch.num_rows**2], dtype=torch.float64)
-        vector = torch.cat([rows.to(measured.device), measured])
-        work = self._groups.all_reduce(vector, self._everyone)
+        vector = torch.cat([rows, measured]) if measured.device.type == "cpu" else rows  # never wait for a GPU here
+        works = [self._groups.all_reduce(vector, self._everyone)]
+        if vector is rows:
+            works.append(self._groups.all_reduce(measured, self._everyone))
 
         def end() -> list[torch.Tensor]:
-            self.finish(work, "comparing the batch")
+            for work in works:
+                self.finish(work, "comparing the batch")
             count, squares = vector[:2].tolist()
             if not self.world.is_alone and abs(self.world.size * squares - count**2) > 0.5:
                 raise BatchError(
@@ -177,7 +180,7 @@ class Worker:
                 )
             if refusal is not None:
                 raise refusal
-            return list(vector[2:])
+            return list(measured if vector is rows else vector[2:])
 
         if refusal is not None:
             end()
@@ -201,13 +204,12 @@ class Worker:
     def _measure(self, batch: BatchView) -> torch.Tensor:
         """This rank's part of the weights that the batch decides: over its own rows, in the stages that hold the terms."""
         weights, seat = self._weights, self.seat
-        total = torch.zeros(len(weights.measured), dtype=torch.float64)
+        total = torch.zeros(len(weights.measured), dtype=torch.float64, device=self.world.device)
         for position, index in enumerate(weights.measured):
             for stage, source in self.stages.items():
                 if seat is not None and self.model.loss[index].sum in source.outputs:
-                    part = weights.measure(position, batch, self._own_rows(seat, stage, batch.num_rows), self._tensors)
-                    total = total.to(part.device)
-                    total[position] += part
+                    rows = self._own_rows(seat, stage, batch.num_rows)
+                    total[position] += weights.measure(position, batch, rows, self._tensors, self.world.device)
         return total
 
     def _own_rows(self, seat: Seat, stage: int, num_rows: int) -> list[tuple[int, int]]:

@@ -1,0 +1,63 @@
+"""Which rank of the world stands for which device of the cluster: decided from what the ranks are, never from their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from whale.comm import World
+from whale.errors import ClusterError
+from whale.hardware import DeviceProfile, load_cluster, make_cluster
+from whale.ir.cluster import Cluster
+from whale.measure import local_profile
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A cluster with the rank of each of its devices.
+
+    Attributes:
+        cluster: to plan for.
+        rank_of: world rank by device name.
+    """
+
+    cluster: Cluster
+    rank_of: dict[str, int]
+
+
+def attach(cluster: Cluster | str | Path | None, world: World) -> Attachment:
+    """Finds the ranks that stand for a cluster's devices; with no cluster, the devices at hand are the cluster.
+
+    Ranks whose hardware is what the cluster file says take those devices first; the others follow in order, so a plan
+    for other hardware can be tried on CPU ranks.
+
+    Raises:
+        ClusterError: the cluster has more devices than the world has ranks.
+    """
+    own = local_profile(world.local_rank, world.local_size)
+    profiles = [profile for profile in world.gather_objects(own) if isinstance(profile, DeviceProfile)]
+    if cluster is None:
+        found, names = make_cluster(profiles)
+        return Attachment(found, {name: rank for rank, name in enumerate(names)})
+    described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    if len(described.devices) > world.size:
+        raise ClusterError(
+            f"every device of the cluster needs a rank (cluster {described.name}: {len(described.devices)} devices, {world.size} ranks)",
+            hint=f"start {len(described.devices)} ranks (whale run --ranks {len(described.devices)} ...), or describe fewer devices",
+        )
+    return Attachment(described, _match(described, profiles))
+
+
+def _match(cluster: Cluster, profiles: Sequence[DeviceProfile]) -> dict[str, int]:
+    free = list(range(len(profiles)))
+    rank_of: dict[str, int] = {}
+    for device in cluster.devices:
+        rank = next((rank for rank in free if profiles[rank].model == device.model), None)
+        if rank is not None:
+            rank_of[device.name] = rank
+            free.remove(rank)
+    for device in cluster.devices:
+        if device.name not in rank_of:
+            rank_of[device.name] = free.pop(0)
+    return rank_of

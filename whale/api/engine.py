@@ -1,0 +1,299 @@
+"""The engine: the face of a parallelised model. It steps, evaluates, predicts, saves and loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.api.attach import Attachment
+from whale.api.checkpointing import load_engine, save_engine
+from whale.api.loader import Loader, make_loader
+from whale.api.mode import CapturedMode, ModeName
+from whale.comm import Groups, World
+from whale.config import Config
+from whale.ir.plan import Plan
+from whale.ir.schedule import Schedule
+from whale.planning import carry_plan
+from whale.runtime.batch_view import BatchView
+from whale.runtime.buffers import merge_buffers
+from whale.runtime.clipping import clip, global_norm
+from whale.runtime.gathering import gather_outputs, gather_tensors
+from whale.runtime.gradient_sync import GradientSync, plan_buckets
+from whale.runtime.rank_batch import RankBatch
+from whale.runtime.lowering import mutated_buffers
+from whale.runtime.reach import reached_parameters
+from whale.runtime.status import StatusBoard
+from whale.runtime.worker import Worker, find_seat
+from whale.schedules import forward_only, insert_communication
+
+
+class Engine:
+    """A model in training on the devices of a plan. Made by `whale.parallelize`.
+
+    Attributes:
+        plan: the decision.
+        schedule: the order of actions, with communication.
+        optimizer: the user's optimizer over the parameters that this rank owns; None if it owns none, or none was given.
+        scheduler: the user's learning-rate scheduler; None likewise.
+        step_number: steps done.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        loss: Callable[..., Any] | None,
+        train: CapturedMode,
+        plan: Plan,
+        schedule: Schedule,
+        config: Config,
+        world: World,
+        attachment: Attachment,
+        tensors: dict[str, torch.Tensor],
+        optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    ) -> None:
+        self.plan, self.schedule, self.step_number = plan, schedule, 0
+        self._model, self._loss, self._config, self._world = model, loss, config, world
+        self._modes: dict[ModeName, CapturedMode] = {"train": train}
+        self._workers: dict[ModeName, Worker] = {}
+        self._world_ranks = tuple(attachment.rank_of[device] for device in plan.devices)
+        own = [rank for rank, world_rank in enumerate(self._world_ranks) if world_rank == world.rank]
+        self._seat = find_seat(plan, own[0] if own else None)
+        self._tensors = tensors
+        self._status = StatusBoard.open(world.rank)
+        self._reached = reached_parameters(train.graph)
+        buckets = plan_buckets(plan, train.graph, self._reached, config.communication.bucket_bytes)
+        everyone = tuple(range(world.size))
+        self._everyone = everyone
+        self._groups = Groups(world, [everyone, *(self._in_world(bucket.owners) for bucket in buckets)])
+        self._sync = self._make_sync(buckets)
+        parameters = [(name, value) for name, value in tensors.items() if isinstance(value, nn.Parameter)]
+        self._parameters = dict(parameters)
+        self.optimizer = optimizer(parameters) if optimizer is not None and parameters else None
+        self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        self._workers["train"] = self._make_worker("train", plan, schedule)
+        self._loader: Loader | None = None
+        self._statistics_moved = False
+
+    # ---- training --------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Trains on one global batch.
+
+        Args:
+            batch: the global batch, equal on every rank, or a batch of `loader`.
+
+        Returns:
+            The loss of the global batch: a 0-dim tensor on this rank's device, equal on all ranks. The device is not
+            synchronised.
+
+        Raises:
+            BatchError: the batch is not of the example's form, too small, or unequal on two ranks. Nothing has changed.
+            RuntimeFault: a peer died, or a wait outlasted ``communication.timeout_seconds``.
+        """
+        worker = self._workers["train"]
+        self._forget_gradients()
+        seed = (self._config.runtime.seed, self.step_number)
+        state, account = self._guarded(lambda: worker.run(self._view("train", batch), seed, with_gradients=True))
+        del state
+        vector, work = worker.reduce(account)
+        if self._sync is not None:
+            self._guarded(self._sync.wait)
+        if account.needs_correction:
+            self._guarded(lambda: worker.finish(work, "summing the loss"))
+            work = None
+            self._scale(account.correction(vector))
+        self._clip()
+        if self.optimizer is not None:
+            self._status.set("STEP")
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._guarded(lambda: worker.finish(work, "summing the loss"))
+        self.step_number += 1
+        self._statistics_moved = True
+        return account.loss(vector)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of the last step that this rank owns, by parameter name; summed, corrected and clipped."""
+        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        if self._sync is not None:
+            self._sync.begin()
+
+    def _scale(self, factor: torch.Tensor) -> None:
+        for gradient in self.gradients().values():
+            gradient.mul_(factor.to(gradient.dtype))
+
+    def _clip(self) -> None:
+        limit = self._config.gradient.clip_norm
+        if limit is None:
+            return
+        gradients = self.gradients()
+        rank = None if self._seat is None else self._seat.rank
+        counted = [gradient for name, gradient in gradients.items() if self.plan.owners[name][0] == rank]
+        norm = global_norm(counted, self._world.device, self._groups, self._everyone)
+        clip(list(gradients.values()), norm, limit)
+
+    # ---- evaluation ------------------------------------------------------------------------------------------
+
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """The loss of a global batch in evaluation mode, equal on all ranks; nothing is trained."""
+        worker = self._forward_worker("eval", batch)
+        seed = (self._config.runtime.seed, self.step_number)
+        _, account = self._guarded(lambda: worker.run(self._view("eval", batch), seed, with_gradients=False))
+        vector, work = worker.reduce(account)
+        self._guarded(lambda: worker.finish(work, "summing the loss"))
+        return account.loss(vector)
+
+    def predict(self, batch: Any) -> Any:
+        """The model's output for the whole global batch, in evaluation mode, on every rank."""
+        worker = self._forward_worker("predict", batch)
+        view = self._view("predict", batch)
+        state, _ = self._guarded(lambda: worker.run(view, (self._config.runtime.seed, self.step_number), with_gradients=False))
+        mode = self._modes["predict"]
+        outputs = gather_outputs(mode.graph, worker.plan, self._world_ranks, self._world, state.outputs, view.num_rows)
+        assert mode.program.outputs is not None
+        return mode.program.outputs.rebuild(outputs)
+
+    def _forward_worker(self, name: ModeName, batch: Any) -> Worker:
+        """The worker of a mode without backward, for the rows of this batch."""
+        self._merge_buffers()
+        if name not in self._modes:
+            example = batch.data if isinstance(batch, RankBatch) else batch
+            self._modes[name] = CapturedMode(self._model, example, self._loss, name)
+        num_rows = self._view(name, batch).num_rows
+        num_micro_batch = max(1, min(self.plan.num_micro_batch, num_rows // len(self.plan.replicas)))
+        worker = self._workers.get(name)
+        if worker is None or worker.plan.num_micro_batch != num_micro_batch:
+            if worker is not None:
+                worker.close()
+            plan = carry_plan(self.plan, self._modes["train"].graph, self._modes[name].graph)
+            plan = dataclasses.replace(plan, num_micro_batch=num_micro_batch)
+            order = forward_only(
+                num_ranks=self.schedule.num_ranks, num_micro_batch=num_micro_batch, stage_rank=self.schedule.stage_rank
+            )
+            worker = self._make_worker(name, plan, insert_communication(order, edges_of(plan)))
+            self._workers[name] = worker
+        return worker
+
+    # ---- state -----------------------------------------------------------------------------------------------
+
+    def loader(self, dataset: Any, *, global_batch_size: int, **options: Any) -> Loader:
+        """Batches of a dataset, of which every rank reads its own rows only.
+
+        Args:
+            dataset: of `torch.utils.data`.
+            global_batch_size: rows over all ranks.
+            **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers`` as `whale.api.loader.make_loader` takes them.
+        """
+        rank = None if self._seat is None else self._seat.rank
+        self._loader = make_loader(dataset, global_batch_size=global_batch_size, plan=self.plan, rank=rank, **options)
+        return self._loader
+
+    def state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor] | None:
+        """All parameters and buffers under the keys of ``model.state_dict()``, tied names included.
+
+        Args:
+            rank: gather on this rank's CPU only (the others get None); None gathers on every rank.
+        """
+        self._merge_buffers()
+        graph = self._modes["train"].graph
+        names = {p.name: self._in_world(self.plan.owners[p.name])[0] for p in graph.parameters if p.name in self.plan.owners}
+        found = gather_tensors(graph, self._tensors, names, self._world, only=rank)
+        if found is None:
+            return None
+        return {key: found[graph.parameter_by_name[key].name] for key in self._model.state_dict()}
+
+    def save(self, path: str | Path) -> None:
+        """Writes a checkpoint: parameters, buffers, optimizer, scheduler, step, random state and data position.
+
+        It is written aside and renamed when complete, so a checkpoint at the path is never a half one.
+        """
+        self._merge_buffers()
+        save_engine(self, Path(path))
+
+    def load(self, path: str | Path) -> None:
+        """Reads a checkpoint that any plan of the same model wrote.
+
+        Raises:
+            CheckpointError: it is incomplete, or of another model.
+        """
+        load_engine(self, Path(path))
+
+    def close(self) -> None:
+        """Gives back process groups; the engine cannot step afterwards. Other engines are not touched."""
+        for worker in self._workers.values():
+            worker.close()
+        self._groups.close()
+        self._status.finish()
+
+    # ---- parts -----------------------------------------------------------------------------------------------
+
+    def _in_world(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted(self._world_ranks[rank] for rank in ranks))
+
+    def _make_sync(self, buckets: Sequence[Any]) -> GradientSync | None:
+        if self._seat is None:
+            return None
+        parameters: Mapping[str, nn.Parameter] = {n: p for n, p in self._tensors.items() if isinstance(p, nn.Parameter)}
+        return GradientSync(
+            buckets, self._seat.rank, self._seat.replica, self._world_ranks, parameters, self._groups, self._world.timeout
+        )
+
+    def _make_worker(self, name: ModeName, plan: Plan, schedule: Schedule) -> Worker:
+        mode = self._modes[name]
+        constants = {op.name: mode.program.tensors[op.name].to(self._world.device) for op in mode.graph.ops if op.kind == "constant"}
+        return Worker(
+            plan=plan,
+            schedule=schedule,
+            model=mode.graph,
+            graphs=mode.graph_for,
+            tensors={**self._tensors, **constants},
+            seat=self._seat,
+            world_ranks=self._world_ranks,
+            world=self._world,
+            groups=self._groups,
+            sync=self._sync if name == "train" else None,
+            status=self._status,
+        )
+
+    def _view(self, name: ModeName, batch: Any) -> BatchView:
+        structure = self._modes[name].program.batch
+        with_rows = frozenset(part.name for part in structure.inputs if part.has_rows and part.name is not None)
+        if isinstance(batch, RankBatch):
+            return BatchView(structure.leaves(batch.data), with_rows, batch.num_rows, batch.rows)
+        leaves = structure.leaves(batch)
+        num_rows = leaves[next(iter(with_rows))].shape[0]
+        return BatchView(leaves, with_rows, num_rows, ((0, num_rows),))
+
+    def _merge_buffers(self) -> None:
+        """Makes running statistics equal on their owners, if a step changed them since."""
+        if not self._statistics_moved:
+            return
+        self._statistics_moved = False
+        train = self._modes["train"]
+        names = mutated_buffers(train.graph, train.program.graph.nodes)
+        rank = None if self._seat is None else self._seat.rank
+        merge_buffers(self.plan, rank, train.graph, self._tensors, names, self._groups, self._everyone, self._world.device)
+
+    def _guarded(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:
+            self._status.fail(f"{self._status.read().action}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            raise
+
+
+def edges_of(plan: Plan) -> set[tuple[int, int]]:
+    """Pairs of stages that hand tensors on, over all replicas."""
+    return {(edge.source, edge.target) for replica in plan.replicas for edge in replica.edges}

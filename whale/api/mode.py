@@ -1,0 +1,69 @@
+"""One capture of the user's model (train, eval or predict) and its program for any number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from whale.capture import Program, capture
+from whale.errors import CaptureError
+from whale.ir.graph import ModelGraph
+
+ModeName = Literal["train", "eval", "predict"]
+
+
+class CapturedMode:
+    """A capture that can be repeated for other row counts where one does not serve all.
+
+    Args:
+        model: the user's model.
+        batch: the example.
+        loss: the user's loss.
+        name: which mode.
+
+    Attributes:
+        graph: the captured model as a value.
+        program: what runs.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Callable[..., Any] | None, name: ModeName) -> None:
+        self._model, self._batch, self._loss, self._name = model, batch, loss, name
+        self.graph: ModelGraph
+        self.program: Program
+        self.graph, self.program = capture(model, batch, loss, mode=name)
+        self._by_rows: dict[int, fx.Graph] = {self.graph.num_rows: self.program.graph}
+
+    def graph_for(self, num_rows: int) -> fx.Graph:
+        """The program for pieces of this many rows.
+
+        Raises:
+            CaptureError: the model computes something else at another number of rows.
+        """
+        if self.graph.dynamic:
+            return self.program.graph
+        if num_rows not in self._by_rows:
+            self._by_rows[num_rows] = self._capture_at(num_rows)
+        return self._by_rows[num_rows]
+
+    def _capture_at(self, num_rows: int) -> fx.Graph:
+        example = self.graph.num_rows
+
+        def resize(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == example:
+                return leaf[torch.arange(num_rows, device=leaf.device) % example]
+            return leaf
+
+        _, program = capture(self._model, pytree.tree_map(resize, self._batch), self._loss, mode=self._name, static=True)
+        ours = [node.name for node in self.program.graph.nodes]
+        theirs = [node.name for node in program.graph.nodes]
+        if ours != theirs:
+            odd = next((a for a, b in zip(ours, theirs, strict=False) if a != b), "the number of ops")
+            raise CaptureError(
+                f"the model must run the same ops for any number of rows (they differ from %{odd} on between {example} and {num_rows} rows)",
+                hint="a Python loop or a condition in forward depends on the batch size",
+            )
+        return program.graph

@@ -1,0 +1,143 @@
+"""`whale.parallelize`: from an ordinary model to an engine on the devices of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.api.attach import Attachment, attach
+from whale.api.engine import Engine, edges_of
+from whale.api.mode import CapturedMode
+from whale.api.session import resolve_config
+from whale.api.weights import agree_on_weights
+from whale.comm import World, connect
+from whale.config import Config
+from whale.errors import CaptureError, PlanError, WhaleError
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
+from whale.ir.schedule import Schedule
+from whale.ir.serialization import from_json
+from whale.planning import make_plan, verify
+from whale.schedules import build, insert_communication
+from whale.schedules import verify as verify_schedule
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    batch: Any,
+    config: Config | dict[str, object] | str | Path | None = None,
+    cluster: Cluster | str | Path | None = None,
+    plan: Plan | str | Path | None = None,
+    initialize: Callable[[nn.Module], None] | None = None,
+) -> Engine:
+    """Plans a model for a cluster and makes the engine that trains it there.
+
+    The user's model is not modified: the engine holds copies of the parameters that this rank owns.
+
+    Args:
+        model: any model that `torch.export` captures; it may be on the meta device.
+        loss: ``loss(output, batch)`` returns a scalar, or ``(sum, weight)``; None takes ``output.loss``.
+        optimizer: called once with the list of (name, owned parameter); None trains nothing by itself
+            (`Engine.gradients` has the gradients).
+        scheduler: called with the optimizer, stepped after each applied step.
+        batch: an example of the global batch, of at least 2 rows. A mapping goes to the model as the keyword arguments
+            that its forward takes, a tuple positionally.
+        config: settings; wins over `whale.init`. Environment variables and ``whale run --recipe`` win over it.
+        cluster: a cluster file or value; None takes the devices at hand.
+        plan: a plan made before, as a value or a JSON file; None plans.
+        initialize: fills the tensors of one module of a model on the meta device.
+
+    Returns:
+        The engine, on every rank.
+
+    Raises:
+        WhaleError: see the subclasses; everything is checked before the first step, on all ranks.
+    """
+    settings = resolve_config(config)
+    world = connect(settings.communication.timeout_seconds)
+    attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
+    train = CapturedMode(model, batch, loss, "train")
+    _compare_captures(train.graph, world)
+    decided = _decide(plan, train.graph, attachment, settings, world)
+    schedule = make_schedule(decided)
+    rank = {name: position for position, name in enumerate(decided.devices)}
+    mine = [name for name, world_rank in attachment.rank_of.items() if world_rank == world.rank and name in rank]
+    owned = [name for name, owners in decided.owners.items() if mine and rank[mine[0]] in owners]
+    holders = {name: tuple(sorted(attachment.rank_of[decided.devices[r]] for r in owners)) for name, owners in decided.owners.items()}
+    tensors = agree_on_weights(model, train.program.tensors, owned, holders, world, settings.runtime.seed, initialize)
+    return Engine(
+        model=model,
+        loss=loss,
+        train=train,
+        plan=decided,
+        schedule=schedule,
+        config=settings,
+        world=world,
+        attachment=attachment,
+        tensors=tensors,
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
+
+
+def _compare_captures(graph: ModelGraph, world: World) -> None:
+    """Fails before any group is made where ranks captured different models."""
+    prints = world.gather_objects(graph.fingerprint)
+    odd = [rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0]]
+    if odd:
+        raise CaptureError(
+            f"every rank must capture the same model (ranks {odd} differ from rank 0)",
+            hint="build the model, its scopes and the example batch's shapes the same on every rank; no random structure",
+        )
+
+
+def _decide(plan: Plan | str | Path | None, graph: ModelGraph, attachment: Attachment, config: Config, world: World) -> Plan:
+    """Rank 0's plan, on every rank; its errors are every rank's errors."""
+    outcome: object = None
+    if world.rank == 0:
+        try:
+            outcome = _plan(plan, graph, attachment.cluster, config)
+        except WhaleError as error:
+            outcome = error
+    outcome = world.broadcast_object(outcome)
+    if isinstance(outcome, WhaleError):
+        raise outcome
+    assert isinstance(outcome, Plan)
+    return outcome
+
+
+def _plan(plan: Plan | str | Path | None, graph: ModelGraph, cluster: Cluster, config: Config) -> Plan:
+    if plan is None:
+        return make_plan(graph, cluster, config)
+    given = plan if isinstance(plan, Plan) else from_json(Plan, Path(plan).read_text())
+    if given.model != graph.fingerprint:
+        raise PlanError(
+            f"a plan serves the model it was made for (plan: {given.model}, this model: {graph.fingerprint})",
+            hint="plan again: the model, its scopes or the example batch have changed",
+        )
+    verify(given, graph, cluster)
+    return given
+
+
+def make_schedule(plan: Plan) -> Schedule:
+    """The schedule that a plan names, with communication, verified."""
+    order = build(
+        plan.schedule,
+        num_ranks=max(plan.stage_rank) + 1,
+        num_micro_batch=plan.num_micro_batch,
+        num_chunks=plan.num_chunks,
+        group_size=plan.group_size,
+    )
+    edges = edges_of(plan)
+    schedule = insert_communication(order, edges)
+    verify_schedule(schedule, edges)
+    return schedule
