@@ -54,14 +54,15 @@ class RankStatus:
     since: float
 
     def describe(self, now: float) -> str:
-        """The status as a line: ``waiting in 1RECV_B3 for rank 2, since 0.4 s``."""
+        """The status as a line: ``waiting in 1RECV_B3 for rank 2, for 0.4 s``."""
         peers = ", ".join(str(peer) for peer in self.waits_for)
         if self.num_waits > len(self.waits_for):
             peers += f" and {self.num_waits - len(self.waits_for)} more"
         waits = f" for rank{'s' if self.num_waits > 1 else ''} {peers}" if self.num_waits else ""
-        if self.state == "failed":
-            waits = waits and f", after it waited{waits}"
-        return f"{self.state} in {self.action or 'no action yet'}{waits}, since {max(now - self.since, 0.0):.1f} s"
+        seconds = f"{max(now - self.since, 0.0):.1f} s"
+        if self.state in ("running", "waiting"):
+            return f"{self.state} in {self.action or 'no action yet'}{waits}, for {seconds}"
+        return f"{self.state}{f' in {self.action}' if self.action else ''}{waits and f', while it waited{waits}'}, {seconds} ago"
 
 
 class StatusBoard:

@@ -68,6 +68,9 @@ def test_half_made_records_are_left_out(tmp_path: Path) -> None:
 
 def test_a_status_reads_as_a_sentence() -> None:
     many = RankStatus(0, 1, "waiting", "0SYNC", tuple(range(32)), 40, since=10.0)
-    assert RankStatus(0, 1, "waiting", "1RECV_B3", (2,), 1, since=10.0).describe(10.4) == "waiting in 1RECV_B3 for rank 2, since 0.4 s"
-    assert RankStatus(0, 1, "running", "", (), 0, since=10.0).describe(9.0) == "running in no action yet, since 0.0 s"
+    assert RankStatus(0, 1, "waiting", "1RECV_B3", (2,), 1, since=10.0).describe(10.4) == "waiting in 1RECV_B3 for rank 2, for 0.4 s"
+    assert RankStatus(0, 1, "running", "", (), 0, since=10.0).describe(9.0) == "running in no action yet, for 0.0 s"
     assert "30, 31 and 8 more" in many.describe(10.0)
+    failed = RankStatus(0, 1, "failed", "1RECV_B3: connection closed", (2,), 1, since=10.0)
+    assert failed.describe(11.0) == "failed in 1RECV_B3: connection closed, while it waited for rank 2, 1.0 s ago"
+    assert RankStatus(0, 1, "finished", "", (), 0, since=10.0).describe(11.0) == "finished, 1.0 s ago"
