@@ -23,14 +23,17 @@ class Timeline:
     Attributes:
         ranks: per rank, compute spans in order of start.
         peak_in_flight: per rank, the most chunk activations alive at once.
-        exposed_sync: gradient synchronisation that no computation hides.
+        exposed_sync: gradient synchronisation that no computation hides: from the end of the last computation
+            of all to the end of the last synchronisation.
+        syncs: per rank, spans of SYNC actions, which occupy the rank's network and not the rank.
     """
 
     ranks: tuple[tuple[Span, ...], ...]
     peak_in_flight: tuple[int, ...] = ()
     exposed_sync: float = 0.0
+    syncs: tuple[tuple[Span, ...], ...] = ()
 
     @property
     def makespan(self) -> float:
-        """End of the last action of all."""
-        return max((span.end for spans in self.ranks for span in spans), default=0.0)
+        """End of the last action of all, synchronisation included."""
+        return max((span.end for spans in (*self.ranks, *self.syncs) for span in spans), default=0.0)

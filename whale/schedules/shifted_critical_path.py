@@ -23,6 +23,7 @@ def order(shape: Shape, rank: int) -> Iterator[Action]:
         early.add((rank, 0))
     actions = list(one_f_one_b.order(shape, rank))
     if _is_shifted(shape, rank):
+        early.add((rank, 1))  # it follows B0 at once, and its gradient is a forward and a backward behind that of 0
         third = actions.index(Action(Kind.FORWARD, rank, 2))
         actions.insert(2, actions.pop(third))
     return before_backward(actions, () if rank == last else (rank,), early)
