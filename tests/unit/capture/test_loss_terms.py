@@ -1,0 +1,236 @@
+"""The law of loss terms: sums and weights of uneven pieces give the loss and the gradients of the undivided batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit.capture.exported import Split, split
+
+torch.set_num_threads(1)
+
+FEATURES, CLASSES, POSITIONS = 4, 5, 3
+Loss = Callable[[list[Tensor], Tensor, Tensor, Tensor, Tensor], object]
+"""Reads [w, scale, class weights], x, targets in (-1, 0 .. classes - 1), values y, a 0/1 mask."""
+
+
+def logits(w: list[Tensor], x: Tensor) -> Tensor:
+    return x @ w[0]  # [rows, positions, classes]
+
+
+def flat(w: list[Tensor], x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    return logits(w, x).reshape(-1, CLASSES), t.reshape(-1)
+
+
+def spread(w: list[Tensor], x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    return logits(w, x).transpose(1, 2), t
+
+
+def probabilities(y: Tensor) -> Tensor:
+    return y.softmax(-1).transpose(1, 2)
+
+
+def in_place(w: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+    loss = logits(w, x).square().sum()
+    loss += F.mse_loss(logits(w, x), y)
+    loss *= 2
+    return loss
+
+
+EXACT: dict[str, Loss] = {
+    "cross entropy, flat": lambda w, x, t, y, m: F.cross_entropy(*flat(w, x, t), ignore_index=-1),
+    "cross entropy, ignored 2": lambda w, x, t, y, m: F.cross_entropy(
+        logits(w, x).reshape(-1, CLASSES), t.clamp(min=0).reshape(-1), ignore_index=2
+    ),
+    "cross entropy, spread": lambda w, x, t, y, m: F.cross_entropy(*spread(w, x, t), ignore_index=-1),
+    "cross entropy, weights": lambda w, x, t, y, m: F.cross_entropy(*flat(w, x, t), w[2], ignore_index=-1),
+    "cross entropy, smoothing": lambda w, x, t, y, m: F.cross_entropy(*spread(w, x, t), ignore_index=-1, label_smoothing=0.2),
+    "cross entropy, all": lambda w, x, t, y, m: F.cross_entropy(*spread(w, x, t), w[2], ignore_index=-1, label_smoothing=0.3),
+    "cross entropy, sum": lambda w, x, t, y, m: F.cross_entropy(
+        *flat(w, x, t), w[2], ignore_index=-1, label_smoothing=0.3, reduction="sum"
+    ),
+    "cross entropy, probabilities": lambda w, x, t, y, m: F.cross_entropy(spread(w, x, t)[0], probabilities(y)),
+    "cross entropy, probabilities, all": lambda w, x, t, y, m: F.cross_entropy(
+        spread(w, x, t)[0], probabilities(y), w[2], label_smoothing=0.1
+    ),
+    "cross entropy, mean of none": lambda w, x, t, y, m: F.cross_entropy(*flat(w, x, t), ignore_index=-1, reduction="none").mean(),
+    "nll": lambda w, x, t, y, m: F.nll_loss(F.log_softmax(logits(w, x), -1).transpose(1, 2), t, w[2], ignore_index=-1),
+    "mse": lambda w, x, t, y, m: F.mse_loss(logits(w, x), y),
+    "mse, broadcast": lambda w, x, t, y, m: torch.ops.aten.mse_loss(logits(w, x), y[:, :1], 1),
+    "mse, sum": lambda w, x, t, y, m: F.mse_loss(logits(w, x), y, reduction="sum"),
+    "l1": lambda w, x, t, y, m: F.l1_loss(logits(w, x), y),
+    "smooth l1": lambda w, x, t, y, m: F.smooth_l1_loss(logits(w, x), y, beta=0.7),
+    "huber": lambda w, x, t, y, m: F.huber_loss(logits(w, x), y, delta=0.4),
+    "binary": lambda w, x, t, y, m: F.binary_cross_entropy(logits(w, x).sigmoid(), y.sigmoid()),
+    "binary, logits": lambda w, x, t, y, m: F.binary_cross_entropy_with_logits(logits(w, x), y.sigmoid(), pos_weight=w[2]),
+    "kl": lambda w, x, t, y, m: F.kl_div(logits(w, x).log_softmax(-1), y.softmax(-1)),
+    "kl, batchmean": lambda w, x, t, y, m: F.kl_div(
+        logits(w, x).log_softmax(-1), y.log_softmax(-1), reduction="batchmean", log_target=True
+    ),
+    "soft margin": lambda w, x, t, y, m: F.soft_margin_loss(logits(w, x), y.sign()),
+    "poisson": lambda w, x, t, y, m: F.poisson_nll_loss(logits(w, x), y.abs()),
+    "hinge": lambda w, x, t, y, m: F.hinge_embedding_loss(logits(w, x), y.sign()),
+    "cosine": lambda w, x, t, y, m: F.cosine_embedding_loss(logits(w, x)[:, 0], y[:, 0], y[:, 0, 0].sign()),
+    "triplet": lambda w, x, t, y, m: F.triplet_margin_loss(logits(w, x)[:, 0], y[:, 0], y[:, 1]),
+    "multi margin": lambda w, x, t, y, m: F.multi_margin_loss(logits(w, x)[:, 0], t[:, 0].clamp(min=0)),
+    "mean of mean": lambda w, x, t, y, m: logits(w, x).square().mean(-1).mean((0, 1)),
+    "mean, dims": lambda w, x, t, y, m: logits(w, x).square().sum((1, 2)).mean(0, keepdim=True).squeeze(),
+    "sum": lambda w, x, t, y, m: logits(w, x).square().sum(),
+    "sum over rows": lambda w, x, t, y, m: logits(w, x).square().sum() / x.shape[0],
+    "sum over elements": lambda w, x, t, y, m: logits(w, x).square().sum() / y.numel(),
+    "scaled inside": lambda w, x, t, y, m: (logits(w, x).square() / x.shape[0]).sum(),
+    "mean times rows": lambda w, x, t, y, m: logits(w, x).square().mean() * x.shape[0],
+    "masked mean": lambda w, x, t, y, m: (logits(w, x).sum(-1).square() * m).sum() / m.sum(),
+    "masked mean, bool": lambda w, x, t, y, m: (logits(w, x).sum(-1).square() * (t >= 0)).sum() / (t >= 0).sum(),
+    "masked mean, inside": lambda w, x, t, y, m: (logits(w, x).sum(-1).square() * m / m.sum()).sum(),
+    "masked mean, of means": lambda w, x, t, y, m: (logits(w, x).square() * m[..., None]).mean() / (2 * m.mean()),
+    "masked mean, clamped": lambda w, x, t, y, m: (logits(w, x).sum(-1).square() * m).sum() / m.sum().clamp(min=1.0),
+    "masked mean, large clamp": lambda w, x, t, y, m: (logits(w, x).sum(-1).square() * m).sum() / m.sum().clamp(min=100.0),
+    "masked mean, epsilon": lambda w, x, t, y, m: (logits(w, x).sum(-1).square() * m).sum() / (m.sum() + 0.5),
+    "masked mean, both": lambda w, x, t, y, m: (logits(w, x).sum(-1).square() * m).sum() / (m.sum() + 1e-3).clamp_min(1.0),
+    "dot": lambda w, x, t, y, m: torch.dot(logits(w, x)[:, 0, 0], y[:, 0, 0]),
+    "regulariser": lambda w, x, t, y, m: F.mse_loss(logits(w, x), y) + 0.1 * w[0].pow(2).sum() - 0.5,
+    "two terms": lambda w, x, t, y, m: 0.5 * F.cross_entropy(*flat(w, x, t), ignore_index=-1) - F.l1_loss(logits(w, x), y) / 3,
+    "sum of stack": lambda w, x, t, y, m: torch.stack([F.mse_loss(logits(w, x), y), logits(w, x).square().mean() * 2]).sum(),
+    "mean of stack": lambda w, x, t, y, m: torch.stack([F.mse_loss(logits(w, x), y), w[0].abs().sum()]).mean(),
+    "learned factor": lambda w, x, t, y, m: F.mse_loss(logits(w, x), y) * (-w[1]).exp() + w[1],
+    "divided by a parameter": lambda w, x, t, y, m: F.cross_entropy(*flat(w, x, t), ignore_index=-1) / w[1].exp(),
+    "in place": lambda w, x, t, y, m: in_place(w, x, y),
+    "negated, one minus": lambda w, x, t, y, m: 1.0 - (-F.mse_loss(logits(w, x), y)).reshape(1).squeeze(),
+    "detached addend": lambda w, x, t, y, m: F.mse_loss(logits(w, x), y) + F.l1_loss(logits(w, x), y).detach(),
+    "pair": lambda w, x, t, y, m: ((logits(w, x).sum(-1).square() * m).sum(), m.sum()),
+    "pair, rows": lambda w, x, t, y, m: (logits(w, x).square().sum(), torch.full((), 1.0, dtype=x.dtype) * x.shape[0]),
+    "pair, constant": lambda w, x, t, y, m: (logits(w, x).square().sum(), w[2].sum()),
+}
+
+INEXACT: dict[str, Loss] = {
+    "contrastive": lambda w, x, t, y, m: F.cross_entropy(logits(w, x)[:, 0] @ y[:, 0].T, torch.arange(x.shape[0])),
+    "contrastive, diagonal": lambda w, x, t, y, m: (logits(w, x)[:, 0] @ y[:, 0].T).softmax(1).diagonal().mean(),
+    "mean first": lambda w, x, t, y, m: logits(w, x).mean(0).square().sum(),
+    "variance": lambda w, x, t, y, m: (logits(w, x) - logits(w, x).mean(0)).square().mean(),
+    "root": lambda w, x, t, y, m: F.mse_loss(logits(w, x), y).sqrt(),
+    "broadcast to b x b": lambda w, x, t, y, m: torch.ops.aten.mse_loss(logits(w, x)[:, :1, 0], y[:, 0, 0], 1),
+    "learned divisor": lambda w, x, t, y, m: logits(w, x).square().sum() / logits(w, x).exp().sum(),
+    "regulariser over rows": lambda w, x, t, y, m: w[0].square().sum() / x.shape[0],
+    "product": lambda w, x, t, y, m: F.mse_loss(logits(w, x), y) * F.l1_loss(logits(w, x), y),
+    "pair of a mean": lambda w, x, t, y, m: (F.mse_loss(logits(w, x), y), m.sum()),
+}
+
+
+def make_batch(num_rows: int, seed: int) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, POSITIONS, FEATURES, dtype=torch.float64, generator=random)
+    t = torch.randint(-1, CLASSES, (num_rows, POSITIONS), generator=random)
+    y = torch.randn(num_rows, POSITIONS, CLASSES, dtype=torch.float64, generator=random)
+    m = torch.randint(0, 2, (num_rows, POSITIONS), generator=random).double()
+    t[-1, -1], m[-1, -1] = 0, 1.0
+    return [x, t, y, m]
+
+
+def make_weights() -> tuple[list[Tensor], list[Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    w = torch.randn(FEATURES, CLASSES, dtype=torch.float64, generator=random)
+    return [w, torch.tensor(0.3, dtype=torch.float64)], [torch.rand(CLASSES, dtype=torch.float64, generator=random) + 0.5]
+
+
+_SPLITS: dict[tuple[str, bool], Split] = {}
+
+
+def the_split(name: str, dynamic: bool = True) -> Split:
+    if (name, dynamic) not in _SPLITS:
+        parameters, frozen = make_weights()
+        loss = {**EXACT, **INEXACT}[name]
+        _SPLITS[name, dynamic] = split(loss, parameters, make_batch(7, 0), frozen=frozen, dynamic=dynamic)
+    return _SPLITS[name, dynamic]
+
+
+def loss_and_gradients(found: Split, value: object) -> tuple[Tensor, list[Tensor]]:
+    total = value[0] / value[1] if isinstance(value, tuple) else value
+    assert isinstance(total, Tensor)
+    weights = list(found.model.weights)
+    gradients = torch.autograd.grad(total, weights, allow_unused=True)
+    return total.detach(), [torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)]
+
+
+def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    largest = max([1e-3, *(float(value.abs().max()) for value in expected)])
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / largest
+
+
+def compare(found: Split, batch: Sequence[Tensor], sizes: Sequence[int]) -> tuple[float, float]:
+    loss, gradients = loss_and_gradients(found, found.pieces(batch, sizes))
+    expected, expected_gradients = loss_and_gradients(found, found.model(*batch))
+    return error([loss], [expected]), error(gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_losses(name: str) -> None:
+    found = the_split(name)
+    assert [(term.exact, term.reason) for term in found.terms] == [(True, "")] * len(found.terms)
+    for sizes in ((9,), (1, 5, 3)):
+        assert max(compare(found, make_batch(9, seed=3), sizes)) < 1e-12
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(EXACT)), st.lists(st.integers(1, 6), min_size=2, max_size=5), st.integers(0, 1000))
+def test_exact_losses_at_random(name: str, sizes: list[int], seed: int) -> None:
+    assert max(compare(the_split(name), make_batch(sum(sizes), seed), sizes)) < 1e-12
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_losses_that_are_no_sums(name: str) -> None:
+    found = the_split(name)
+    assert any(not term.exact and term.reason for term in found.terms)
+    if name != "pair of a mean":
+        assert max(compare(found, make_batch(6, seed=3), (6,))) < 1e-12, "one undivided batch is exact"
+    equal = compare(found, make_batch(6, seed=3), (4, 2))
+    assert name == "regulariser over rows" or max(equal) > 1e-6
+
+
+FIXED = (
+    "cross entropy, all",
+    "mse",
+    "kl, batchmean",
+    "sum over rows",
+    "scaled inside",
+    "masked mean",
+    "regulariser",
+    "in place",
+    "pair, rows",
+)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_capture_for_one_number_of_rows(name: str) -> None:
+    found = the_split(name, dynamic=False)
+    assert max(compare(found, make_batch(7, seed=3), (7,))) < 1e-12
+    for term in found.terms:
+        assert term.exact or "taken for" in term.reason
+
+
+def test_new_nodes_carry_the_line_of_the_loss() -> None:
+    found = the_split("two terms")
+    for term in found.terms:
+        assert "in forward" in (term.sum.stack_trace or "")
+        assert term.sum.meta["val"].shape == ()
+
+
+def test_halves_are_summed_in_float32() -> None:
+    weight = torch.ones(FEATURES, CLASSES, dtype=torch.float16)
+    x = torch.full((64, POSITIONS, FEATURES), 30.0, dtype=torch.float16)
+    found = split(lambda w, x: F.mse_loss(x @ w[0], torch.zeros_like(x @ w[0])), [weight], [x])
+    assert found.terms[0].sum.meta["val"].dtype == torch.float32
+    torch.testing.assert_close(found.pieces([x], (40, 24)).double(), torch.tensor(14400.0).double())
+
+
+def test_terms_of_a_sum() -> None:
+    found = the_split("two terms")
+    assert [round(term.coefficient, 9) for term in found.terms] == [0.5, round(-1 / 3, 9)]
+    assert all(term.weight is not None for term in found.terms)
+    assert the_split("sum").terms[0].weight is None

@@ -1,0 +1,184 @@
+"""The losses and reductions of torch as (sum, divisor): one rule per family of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from whale.capture.batch_facts import BatchFacts, constant_of, tensor_of
+from whale.capture.loss_parts import Counted, Emit, Part, PerRow, the_node
+from whale.capture.node_builder import NodeBuilder, example
+
+aten = torch.ops.aten
+
+MEANS = frozenset((aten.mean.default, aten.mean.dim))
+SUMS = frozenset((aten.sum.default, aten.sum.dim_IntList))
+_ADDITIVE = frozenset((aten.dot.default, aten.vdot.default, aten.count_nonzero.default))
+_CLASS_LOSSES = frozenset((aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd, aten.nll_loss2d))
+_ELEMENT_LOSSES = frozenset(
+    (aten.mse_loss, aten.l1_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy)
+    + (aten.binary_cross_entropy_with_logits, aten.kl_div, aten.soft_margin_loss, aten.poisson_nll_loss)
+    + (aten.hinge_embedding_loss, aten.margin_ranking_loss)
+)  # a value per element of the broadcast operands
+_SAMPLE_LOSSES = frozenset(
+    (aten.cosine_embedding_loss, aten.triplet_margin_loss, aten.multi_margin_loss, aten.multilabel_margin_loss)
+)  # a value per row of the operands
+_NONE, _MEAN, _SUM = 0, 1, 2
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call's arguments by the names of its op's schema, defaults filled in."""
+
+    node: Node
+    names: tuple[str, ...]
+    values: dict[str, Any]
+
+    @staticmethod
+    def of(node: Node) -> Call:
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        values = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+        values.update(zip((argument.name for argument in schema), node.args, strict=False))
+        values.update(node.kwargs)
+        return Call(node, tuple(argument.name for argument in schema if not argument.kwarg_only), values)
+
+    def arguments(self, **changes: object) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments, some of them changed."""
+        values = {**self.values, **changes}
+        return [values[name] for name in self.names], {name: value for name, value in values.items() if name not in self.names}
+
+    @property
+    def tensors(self) -> list[Node]:
+        """Its tensor arguments."""
+        return [value for value in self.values.values() if isinstance(value, Node) and tensor_of(value) is not None]
+
+
+def leaf_part(node: Node, facts: BatchFacts) -> Part | None:
+    """A loss op as a sum over rows and a divisor; None where no rule says that it is one."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if node.target in _ADDITIVE:
+        operands = [source for source in node.all_input_nodes if tensor_of(source) is not None]
+        whole = all(facts.has_rows(source) for source in operands)
+        return _checked(Part(node, the_node(node)), operands, facts) if whole else None
+    if packet in _CLASS_LOSSES:
+        return _class_loss(Call.of(node), facts)
+    if packet in _ELEMENT_LOSSES or packet in _SAMPLE_LOSSES:
+        return _element_loss(Call.of(node), facts, from_left=packet in _SAMPLE_LOSSES)
+    return None
+
+
+def reduction_part(node: Node, operand: Node, facts: BatchFacts, *, mean: bool) -> Part | None:
+    """The sum or mean of a tensor with rows over all its dimensions.
+
+    Args:
+        node: the user's op.
+        operand: what is summed.
+        mean: whether it is then divided by the number of the operand's elements.
+    """
+    if not facts.has_rows(operand):
+        return None
+    kept = not mean and node.target in SUMS and node.args[0] is operand
+    dtype = node.kwargs.get("dtype")
+    total: Emit = the_node(node) if kept else lambda build: _sum(build, operand, dtype)
+    divisor = PerRow(_elements_per_row(tensor_of(operand), facts)) if mean else None
+    return _checked(Part(node, total, divisor), [operand], facts)
+
+
+def _element_loss(call: Call, facts: BatchFacts, *, from_left: bool) -> Part | None:
+    """A loss that is the mean or sum of one value per element, or per row."""
+    if call.values["reduction"] not in (_MEAN, _SUM) or not _one_row_dim(call.tensors, facts, from_left):
+        return None
+    divisor = None
+    if call.values["reduction"] == _MEAN:
+        positional, named = call.arguments(reduction=_NONE)
+        each = example(call.node.target, *positional, **named, like=call.node)  # type: ignore[arg-type]
+        divisor = PerRow(_elements_per_row(each, facts))
+    return _checked(Part(call.node, lambda build: _with_sum(build, call), divisor), call.tensors, facts)
+
+
+def _class_loss(call: Call, facts: BatchFacts) -> Part | None:
+    """Cross-entropy and negative log likelihood: divided by the weights of the targets that count."""
+    logits, target, weights = call.values["self"], call.values["target"], call.values["weight"]
+    example_logits, example_target = tensor_of(logits), tensor_of(target)
+    if call.values["reduction"] not in (_MEAN, _SUM) or example_logits is None or example_target is None:
+        return None
+    class_dim = min(1, example_logits.ndim - 1)
+    if not facts.has_rows(logits) or not facts.has_rows(target) or facts.row_dims(logits) == (class_dim,):
+        return None
+    if weights is not None and (facts.depends(weights) or facts.needs_gradient(weights)):
+        return None
+    divisor: PerRow | Counted | None = None
+    if call.values["reduction"] == _MEAN and example_target.is_floating_point():  # probabilities: every row counts
+        divisor = PerRow(_elements_per_row(example_logits, facts) / int(example_logits.shape[class_dim]))
+    elif call.values["reduction"] == _MEAN:
+        ignored = call.values["ignore_index"]
+        divisor = Counted(lambda build: _count_targets(build, target, weights, ignored))
+    return _checked(Part(call.node, lambda build: _with_sum(build, call), divisor), call.tensors, facts)
+
+
+def _count_targets(build: NodeBuilder, target: Node, weights: Node | None, ignored: int) -> Node:
+    """The number of targets that are not ignored, or the sum of their classes' weights."""
+    counts = build.call(aten.ne.Scalar, target, ignored)
+    if weights is None:
+        return build.call(aten.sum.default, counts)
+    safe = build.call(aten.mul.Tensor, target, counts)  # an ignored target may be no class at all
+    picked = build.call(aten.index.Tensor, weights, [safe])
+    return build.call(aten.sum.default, build.call(aten.mul.Tensor, picked, counts))
+
+
+def _with_sum(build: NodeBuilder, call: Call) -> Node:
+    """The loss op again, summed; halves are summed in float32, where they cannot overflow."""
+    half = call.node.meta["val"].dtype in _HALF
+    if call.values["reduction"] == _SUM and not half:
+        return call.node
+    positional, named = call.arguments(reduction=_NONE if half else _SUM)
+    result = build.call(call.node.target, *positional, **named)  # type: ignore[arg-type]
+    return _sum(build, result, None) if half else result
+
+
+def _sum(build: NodeBuilder, operand: Node, dtype: object) -> Node:
+    kind = torch.float32 if dtype is None and operand.meta["val"].dtype in _HALF else dtype
+    return build.call(aten.sum.default, operand) if kind is None else build.call(aten.sum.default, operand, dtype=kind)
+
+
+def _checked(part: Part, operands: Sequence[Node], facts: BatchFacts) -> Part:
+    """The part, marked as not exact where its operands' rows depend on each other."""
+    culprit = facts.mixed(operands)
+    if culprit is None:
+        return part
+    return Part(part.leaf, part.total, part.divisor, exact=False, reason=f"{describe(culprit)} mixes the rows of the batch")
+
+
+def describe(node: Node) -> str:
+    """An op as a user may know it."""
+    return f"{node.target} (%{node.name})" if node.op == "call_function" else f"%{node.name}"
+
+
+def _one_row_dim(operands: Sequence[Node], facts: BatchFacts, from_left: bool) -> bool:
+    """Whether the rows of all operands meet in one dimension, when they are aligned."""
+    met: set[int] = set()
+    for operand in operands:
+        dims, value = facts.row_dims(operand), tensor_of(operand)
+        if dims is None or value is None:
+            return False
+        met.update(dim if from_left else dim - value.ndim for dim in dims)
+    return len(met) == 1
+
+
+def _elements_per_row(value: torch.Tensor | None, facts: BatchFacts) -> Fraction:
+    assert value is not None
+    per_row = facts.proportion(value.numel())
+    assert per_row is not None, "one dimension is in proportion to the rows"
+    return per_row
+
+
+def is_full_reduction(node: Node) -> bool:
+    """Whether a sum or mean leaves one element, whatever the batch."""
+    value = tensor_of(node)
+    return value is not None and all(constant_of(size) == 1 for size in value.shape)

@@ -1,0 +1,284 @@
+"""The way back from a loss to its leaves: sums, constant factors, quotients and changes of shape are taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import cast
+
+import torch
+from torch.fx import Node
+
+from whale.capture.batch_facts import BatchFacts, constant_of, is_scalar, tensor_of
+from whale.capture.loss_leaves import MEANS, describe, is_full_reduction, leaf_part, reduction_part
+from whale.capture.loss_parts import Counted, Factor, Part, PerRow, complete, the_node
+from whale.capture.node_builder import NodeBuilder
+
+aten = torch.ops.aten
+
+ONE = Fraction(1)
+
+
+class LossWalk:
+    """Takes scalars of one graph apart into parts.
+
+    Attributes:
+        passed: the ops that were taken apart.
+    """
+
+    def __init__(self, facts: BatchFacts, rows: Node | None) -> None:
+        self._facts = facts
+        self._rows = rows
+        self.passed: list[Node] = []
+
+    def parts(self, node: Node) -> list[Part]:
+        """What a scalar is the sum of; at worst one opaque part."""
+        if not self._facts.depends(node):
+            return [Part(node, lambda build: self._times_rows(build, node), PerRow(ONE))]
+        found = self._through(node)
+        return [self._opaque(node)] if found is None else found
+
+    def pair(self, total: Node, weight: Node) -> list[Part]:
+        """A (sum, weight) that the user returned."""
+        exact, reason = True, ""
+        if any(part.divisor is not None and part.exact for part in self.parts(total)):
+            exact, reason = False, "the sum of the returned (sum, weight) is a mean or does not grow with the rows"
+        elif self._facts.needs_gradient(weight):
+            exact, reason = False, "the weight of the returned (sum, weight) depends on the parameters"
+        part = Part(total, the_node(total), exact=exact, reason=reason)
+        if self._facts.depends(weight):
+            return [Part(total, the_node(total), Counted(the_node(weight)), exact=exact, reason=reason)]
+        number = constant_of(weight)  # the same for every piece: a factor, not a count
+        return [part.by(Factor(weight, divides=True)) if number is None else part.scaled(1.0 / number)]
+
+    def _through(self, node: Node) -> list[Part] | None:
+        rule = _RULES.get(functional_name(node))
+        if rule is not None:
+            found = rule(self, node)
+        else:
+            part = leaf_part(node, self._facts)
+            found = None if part is None else [part]
+        if found is not None:
+            self.passed.append(node)
+        return found
+
+    # -- rules ---------------------------------------------------------------------------------
+
+    def _same_value(self, node: Node) -> list[Part] | None:
+        source = node.args[0]
+        if not isinstance(source, Node) or not is_scalar(source) or node.target is aten.view.dtype:
+            return None
+        before, after = tensor_of(source), tensor_of(node)
+        assert before is not None and after is not None
+        return self.parts(source) if after.is_floating_point() or before.dtype == after.dtype else None
+
+    def _detached(self, node: Node) -> list[Part] | None:
+        found = self._same_value(node)
+        return None if found is None else [replace(part, total=_without_gradient(part), factors=()) for part in found]
+
+    def _negated(self, node: Node) -> list[Part] | None:
+        found = self._same_value(node)
+        return None if found is None else _scaled(found, -1.0)
+
+    def _sum_of_two(self, node: Node) -> list[Part] | None:
+        left, right = node.args[0], node.args[1]
+        alpha = constant_of(node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1))
+        if alpha is None:
+            return None
+        kind = functional_name(node)
+        signs = (1.0, alpha) if kind == "aten.add" else (1.0, -alpha) if kind == "aten.sub" else (-alpha, 1.0)
+        found: list[Part] = []
+        for operand, sign in zip((left, right), signs, strict=True):
+            addend = self._addend(node, operand)
+            if addend is None:
+                return None
+            found += _scaled(addend, sign)
+        return found
+
+    def _addend(self, node: Node, operand: object) -> list[Part] | None:
+        number = constant_of(operand)
+        if number is not None:
+            return [] if number == 0.0 else [Part(node, lambda build: self._ones(build, node), PerRow(ONE)).scaled(number)]
+        return self.parts(operand) if isinstance(operand, Node) and is_scalar(operand) else None
+
+    def _product(self, node: Node) -> list[Part] | None:
+        left, right = node.args[0], node.args[1]
+        if not is_scalar(left) or not self._facts.depends(left):
+            left, right = right, left
+        if not isinstance(left, Node) or not is_scalar(left):
+            return None
+        return self._scale(self.parts(left), right, divide=False)
+
+    def _quotient(self, node: Node) -> list[Part] | None:
+        left, right = node.args[0], node.args[1]
+        if node.kwargs.get("rounding_mode") is not None or not isinstance(left, Node) or not is_scalar(left):
+            return None
+        return self._scale(self.parts(left), right, divide=True)
+
+    def _reduction(self, node: Node) -> list[Part] | None:
+        operand = node.args[0]
+        if not isinstance(operand, Node) or not is_full_reduction(node):
+            return None
+        mean = node.target in MEANS
+        joined = operand.args[0] if operand.target in (aten.stack.default, aten.cat.default) else None
+        if isinstance(joined, (list, tuple)) and all(is_scalar(item) for item in joined):
+            share = 1.0 / len(joined) if mean else 1.0
+            return _scaled([part for item in joined for part in self.parts(cast(Node, item))], share)
+        return self._reduced(node, operand, mean)
+
+    def _reduced(self, node: Node, operand: Node, mean: bool) -> list[Part] | None:
+        """The reduction of an operand; a divisor that spans the batch is taken out: ``(x / s).sum() = x.sum() / s``."""
+        if operand.target is aten.div.Tensor:
+            inner, scalar = operand.args
+            if isinstance(inner, Node) and not is_scalar(inner) and self._spans_batch(scalar):
+                found = self._reduced(node, inner, mean)
+                scaled = None if found is None else self._scale(found, scalar, divide=True)
+                if scaled is not None:
+                    return scaled
+        part = reduction_part(node, operand, self._facts, mean=mean)
+        return None if part is None else [part]
+
+    def _spans_batch(self, scalar: object) -> bool:
+        """Whether a scalar is a number of rows, a sum over the batch, or the like."""
+        if self._rows is None and constant_of(scalar) is not None:
+            return True
+        return self._facts.depends(scalar) and (is_scalar(scalar) or tensor_of(cast(Node, scalar)) is None)
+
+    # -- scaling -------------------------------------------------------------------------------
+
+    def _scale(self, parts: list[Part], scalar: object, *, divide: bool) -> list[Part] | None:
+        """Parts times, or over, a scalar; None where the result is no sum of parts."""
+        number = constant_of(scalar)
+        if number is not None and self._rows is None and divide and _is_whole_sum(parts):
+            taken = self._over_baked_rows(parts, number)
+            if taken is not None:
+                return taken
+        if number is not None:
+            return None if divide and number == 0.0 else _scaled(parts, 1.0 / number if divide else number)
+        if not isinstance(scalar, Node):
+            return None
+        if tensor_of(scalar) is None:
+            share = self._facts.proportion(scalar)
+            if share is None or share == 0:
+                return None
+            return complete([part.over_rows(share) if divide else part.times_rows(share) for part in parts])
+        if not is_scalar(scalar):
+            return None
+        if not self._facts.depends(scalar):
+            return [part.by(Factor(scalar, divides=divide)) for part in parts]
+        return self._over_sum(parts, scalar) if divide else None
+
+    def _over_sum(self, parts: list[Part], divisor: Node) -> list[Part] | None:
+        """Parts over a sum over the batch, as in a masked mean."""
+        if self._facts.needs_gradient(divisor):
+            return None
+        core, offset, minimum = _peel(divisor)
+        below = self.parts(core)
+        if all(part.is_plain for part in below):
+            counted = Counted(the_node(core), offset, minimum)
+            return [replace(part, divisor=counted) for part in parts] if _is_whole_sum(parts) else None
+        if len(below) == 1 and below[0].exact and offset == 0.0 and minimum is None:
+            return complete([_over_mean(part, below[0]) for part in parts])
+        return None
+
+    def _over_baked_rows(self, parts: list[Part], number: float) -> list[Part] | None:
+        """A sum over a constant, in a capture that has the number of rows as a constant: is it that number?"""
+        if number <= 0 or number % self._facts.num_rows:
+            return None
+        count = Fraction(int(number), self._facts.num_rows)
+        reason = f"captured for {self._facts.num_rows} rows only, so the divisor {number:g} is taken for {count} x the rows"
+        return [replace(part, divisor=PerRow(count), exact=False, reason=reason) for part in parts]
+
+    # -- what has no rows ----------------------------------------------------------------------
+
+    def _opaque(self, node: Node) -> Part:
+        reason = f"{describe(node)} is no sum over the rows of the batch"
+        return Part(node, lambda build: self._times_rows(build, node), PerRow(ONE), exact=False, reason=reason)
+
+    def _times_rows(self, build: NodeBuilder, node: Node) -> Node:
+        value = tensor_of(node)
+        if value is not None and value.dtype in (torch.float16, torch.bfloat16):
+            node = build.call(aten._to_copy.default, node, dtype=torch.float32)
+        return build.call(aten.mul.Tensor, node, self._facts.num_rows if self._rows is None else self._rows)
+
+    def _ones(self, build: NodeBuilder, node: Node) -> Node:
+        like = tensor_of(node)
+        assert like is not None
+        one = build.call(aten.full.default, [], 1.0, dtype=like.dtype, device=like.device)
+        return self._times_rows(build, one)
+
+
+def functional_name(node: Node) -> str:
+    """The op's name without its overload, an in-place op's as that of its functional twin: ``aten.add``."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    return f"aten.{node.target.overloadpacket.__name__.rstrip('_')}"
+
+
+def _scaled(parts: list[Part], factor: float) -> list[Part]:
+    return [part.scaled(factor) for part in parts]
+
+
+def _is_whole_sum(parts: list[Part]) -> bool:
+    return all(part.divisor is None for part in parts)
+
+
+def _over_mean(part: Part, mean: Part) -> Part | None:
+    """A mean over a mean is a sum over a sum: ``(S / k rows) / (c M / l rows) = l / (k c) x S / M``."""
+    if not isinstance(part.divisor, PerRow) or not isinstance(mean.divisor, PerRow):
+        return None
+    factor = float(mean.divisor.count / part.divisor.count) / mean.coefficient
+    return replace(part, divisor=Counted(mean.emit_sum)).scaled(factor)
+
+
+def _without_gradient(part: Part) -> Callable[[NodeBuilder], Node]:
+    return lambda build: build.call(aten.detach.default, part.emit_sum(build))
+
+
+def _peel(divisor: Node) -> tuple[Node, float, float | None]:
+    """A divisor ``max(core + offset, minimum)`` as its three parts."""
+    core, offset, minimum = divisor, 0.0, None
+    while isinstance(core.args[0] if core.args else None, Node):
+        kind, inner = functional_name(core), cast(Node, core.args[0])
+        if kind in ("aten.clamp", "aten.clamp_min") and offset == 0.0 and minimum is None:
+            minimum = _lower_bound(core)
+            if minimum is None:
+                break
+        elif kind == "aten.add" and len(core.args) == 2 and not core.kwargs and constant_of(core.args[1]) is not None:
+            offset += constant_of(core.args[1]) or 0.0
+        elif _RULES.get(kind) is not LossWalk._same_value:
+            break
+        core = inner
+    return core, offset, minimum
+
+
+def _lower_bound(clamp: Node) -> float | None:
+    """The bound of a clamp that has a lower one only."""
+    bounds = (*clamp.args[1:], clamp.kwargs.get("min"), clamp.kwargs.get("max"))
+    given = [bound for bound in bounds if bound is not None]
+    is_lower = (len(clamp.args) > 1 and clamp.args[1] is not None) or "min" in clamp.kwargs
+    return constant_of(given[0]) if len(given) == 1 and is_lower else None
+
+
+_SAME_VALUE = (
+    ("view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "flatten", "expand", "contiguous", "view_as", "reshape_as")
+    + ("to", "_to_copy", "type_as", "clone", "alias", "lift_fresh_copy")
+)  # fmt: skip
+
+_RULES: dict[str, Callable[[LossWalk, Node], list[Part] | None]] = {
+    **{f"aten.{name}": LossWalk._same_value for name in _SAME_VALUE},
+    "aten.detach": LossWalk._detached,
+    "aten.neg": LossWalk._negated,
+    "aten.negative": LossWalk._negated,
+    "aten.add": LossWalk._sum_of_two,
+    "aten.sub": LossWalk._sum_of_two,
+    "aten.rsub": LossWalk._sum_of_two,
+    "aten.mul": LossWalk._product,
+    "aten.multiply": LossWalk._product,
+    "aten.div": LossWalk._quotient,
+    "aten.divide": LossWalk._quotient,
+    "aten.true_divide": LossWalk._quotient,
+    "aten.sum": LossWalk._reduction,
+    "aten.mean": LossWalk._reduction,
+}
