@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ from whale.runtime.reach import reached_parameters
 from whale.runtime.status import StatusBoard
 from whale.runtime.worker import Worker, find_seat
 from whale.schedules import forward_only, insert_communication
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -179,9 +181,7 @@ class Engine:
                 worker.close()
             plan = carry_plan(self.plan, self._modes["train"].graph, self._modes[name].graph)
             plan = dataclasses.replace(plan, num_micro_batch=num_micro_batch)
-            order = forward_only(
-                num_ranks=self.schedule.num_ranks, num_micro_batch=num_micro_batch, stage_rank=self.schedule.stage_rank
-            )
+            order = forward_only(num_ranks=self.schedule.num_ranks, num_micro_batch=num_micro_batch, stage_rank=self.schedule.stage_rank)
             worker = self._make_worker(name, plan, insert_communication(order, edges_of(plan)))
             self._workers[name] = worker
         return worker
@@ -246,9 +246,7 @@ class Engine:
         if self._seat is None:
             return None
         parameters: Mapping[str, nn.Parameter] = {n: p for n, p in self._tensors.items() if isinstance(p, nn.Parameter)}
-        return GradientSync(
-            buckets, self._seat.rank, self._seat.replica, self._world_ranks, parameters, self._groups, self._world.timeout
-        )
+        return GradientSync(buckets, self._seat.rank, self._seat.replica, self._world_ranks, parameters, self._groups, self._world.timeout)
 
     def _make_worker(self, name: ModeName, plan: Plan, schedule: Schedule) -> Worker:
         mode = self._modes[name]
@@ -286,7 +284,7 @@ class Engine:
         rank = None if self._seat is None else self._seat.rank
         merge_buffers(self.plan, rank, train.graph, self._tensors, names, self._groups, self._everyone, self._world.device)
 
-    def _guarded(self, action: Callable[[], Any]) -> Any:
+    def _guarded(self, action: Callable[[], T]) -> T:
         try:
             return action()
         except Exception as error:

@@ -71,13 +71,14 @@ class Executor:
         self._sync, self._status, self._device = sync, status, device
         self._flights: dict[tuple[int, int], Flight] = {}
         self._recomputed: frozenset[tuple[int | None, int | None]] = frozenset()
-        self._handed_on: frozenset[int | None] = frozenset()
-        self._handed_back: frozenset[int | None] = frozenset()
+        self._remaining: dict[int, frozenset[Kind]] = {}
         self._num_in_flight = 0
         self._handlers: dict[Kind, Callable[[StepState, int, int], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.SEND_BACKWARD: self._send_backward,
         }
@@ -98,8 +99,7 @@ class Executor:
         self._exchange.begin(state.micro_batches)
         self._flights.clear()
         self.peak_in_flight = self._num_in_flight = 0
-        self._handed_on = frozenset(a.stage for a in actions if a.kind is Kind.SEND_FORWARD)
-        self._handed_back = frozenset(a.stage for a in actions if a.kind is Kind.SEND_BACKWARD)
+        self._remaining = {stage: _after_forward(actions, stage) for stage in self._stages}
         self._recomputed = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.RECOMPUTE)
         last = _last_backward(actions)
         num_posted, is_ready = 0, False
@@ -151,7 +151,8 @@ class Executor:
         self._num_in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self._num_in_flight)
         self._exchange.send(("forward", stage, micro_batch), flight.tensors(), on_this_virtual_device=True)
-        if state.with_gradients or stage in self._handed_on:
+        flight.pending = set(self._remaining[stage])
+        if flight.pending:
             self._flights[stage, micro_batch] = flight
 
     def _collect(self, state: StepState, flight: Flight, start: int, stop: int) -> None:
@@ -166,13 +167,27 @@ class Executor:
 
     def _send_forward(self, state: StepState, stage: int, micro_batch: int) -> None:
         self._exchange.send(("forward", stage, micro_batch), self._flights[stage, micro_batch].tensors())
-        if not state.with_gradients:
-            del self._flights[stage, micro_batch]
+        self._done(stage, micro_batch, Kind.SEND_FORWARD)
 
     def _recompute(self, state: StepState, stage: int, micro_batch: int) -> None:
         self._stages[stage].recompute(self._flights[stage, micro_batch])
 
     def _backward(self, state: StepState, stage: int, micro_batch: int) -> None:
+        self._differentiate(state, stage, micro_batch)
+        self._flights[stage, micro_batch].weights.run()
+        self._num_in_flight -= 1
+        self._done(stage, micro_batch, Kind.BACKWARD)
+
+    def _backward_input(self, state: StepState, stage: int, micro_batch: int) -> None:
+        self._differentiate(state, stage, micro_batch)
+        self._done(stage, micro_batch, Kind.BACKWARD_INPUT)
+
+    def _backward_weight(self, state: StepState, stage: int, micro_batch: int) -> None:
+        self._flights[stage, micro_batch].weights.run()
+        self._num_in_flight -= 1
+        self._done(stage, micro_batch, Kind.BACKWARD_WEIGHT)
+
+    def _differentiate(self, state: StepState, stage: int, micro_batch: int) -> None:
         flight = self._flights[stage, micro_batch]
         place: Place = ("backward", stage, micro_batch)
         flight.gradients = self._exchange.take(place)
@@ -182,14 +197,18 @@ class Executor:
             if isinstance(total := flight.outputs.get(term.sum), torch.Tensor)
         }
         self._stages[stage].backward(flight, seeds)
-        self._num_in_flight -= 1
         self._exchange.send(place, flight.received_gradients(), on_this_virtual_device=True)
-        if stage not in self._handed_back:
-            del self._flights[stage, micro_batch]
 
     def _send_backward(self, state: StepState, stage: int, micro_batch: int) -> None:
-        flight = self._flights.pop((stage, micro_batch))
-        self._exchange.send(("backward", stage, micro_batch), flight.received_gradients())
+        self._exchange.send(("backward", stage, micro_batch), self._flights[stage, micro_batch].received_gradients())
+        self._done(stage, micro_batch, Kind.SEND_BACKWARD)
+
+    def _done(self, stage: int, micro_batch: int, kind: Kind) -> None:
+        """Forgets a micro-batch once nothing of it is left to do."""
+        flight = self._flights[stage, micro_batch]
+        flight.pending.discard(kind)
+        if not flight.pending:
+            del self._flights[stage, micro_batch]
 
 
 _RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
@@ -210,3 +229,11 @@ def _place(action: Action) -> Place:
 def _last_backward(actions: Sequence[Action]) -> dict[int | None, int]:
     """Per stage, where its last backward stands: after it every gradient of the stage is final."""
     return {action.stage: index for index, action in enumerate(actions) if action.kind in _BACKWARD_KINDS}
+
+
+def _after_forward(actions: Sequence[Action], stage: int) -> frozenset[Kind]:
+    """What happens to each micro-batch of a stage after its forward, receives aside."""
+    return frozenset(action.kind for action in actions if action.stage == stage) & _KEEPS
+
+
+_KEEPS = _BACKWARD_KINDS | {Kind.SEND_FORWARD, Kind.SEND_BACKWARD}

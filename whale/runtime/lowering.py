@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from whale.ir.graph import ModelGraph, Op
+from whale.runtime.deferred import defer_weights
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class StageProgram:
         module: takes `inputs` in order and returns a tuple in the order of `outputs`.
         inputs: ops whose values it takes: batch inputs, parameters, buffers, constants, received tensors.
         outputs: ops whose values it returns.
-        kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant`` or ``received``.
+        kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, or ``weight_queue``.
         keys: per input, the name its value is kept under: of the parameter or buffer, else of the op.
         mutated: names of the buffers that it changes in place.
         is_random: whether it draws random numbers.
@@ -36,7 +37,14 @@ class StageProgram:
 
 
 def lower(
-    graph: fx.Graph, model: ModelGraph, ops: Collection[str], received: Collection[str], outputs: Sequence[str], device: torch.device
+    graph: fx.Graph,
+    model: ModelGraph,
+    ops: Collection[str],
+    received: Collection[str],
+    outputs: Sequence[str],
+    device: torch.device,
+    *,
+    splits_backward: bool = False,
 ) -> StageProgram:
     """Cuts the ops of one stage out of the whole graph.
 
@@ -47,9 +55,11 @@ def lower(
         received: ops of earlier stages whose values it is handed.
         outputs: values it returns.
         device: every ``device=`` argument becomes this.
+        splits_backward: weight gradients wait in a queue (see `whale.runtime.deferred`), which the program takes first.
     """
     wanted, handed = set(ops), set(received)
     local = fx.Graph()
+    queue = local.placeholder(QUEUE) if splits_backward else None
     copies: dict[str, fx.Node] = {}
     read = _reads(model, wanted, handed, outputs)
     for op in model.ops:
@@ -64,16 +74,29 @@ def lower(
                 copied.target = torch.ops.aten.reshape.default  # what arrives is contiguous, whatever it was where it was made
             copies[node.name] = copied
     local.output(tuple(copies[name] for name in outputs))
+    if queue is not None:
+        defer_weights(local, _trainable(model, read), queue)
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
+    keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
+    first = () if queue is None else (QUEUE,)
     return StageProgram(
         module=fx.GraphModule(torch.nn.Module(), local),
-        inputs=tuple(read),
+        inputs=(*first, *read),
         outputs=tuple(outputs),
-        kinds=kinds,
-        keys=tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True)),
+        kinds=(*first, *kinds),
+        keys=(*first, *keys),
         mutated=mutated_buffers(model, local.nodes),
         is_random=any("random" in model.by_name[name].tags for name in wanted),
     )
+
+
+QUEUE = "weight_queue"
+
+
+def _trainable(model: ModelGraph, names: Iterable[str]) -> set[str]:
+    """The names that bring a trainable parameter."""
+    ops = (model.by_name[name] for name in names)
+    return {op.name for op in ops if op.kind == "parameter" and model.parameter_by_name[op.target].trainable}
 
 
 def _reads(model: ModelGraph, wanted: set[str], handed: set[str], outputs: Sequence[str]) -> dict[str, None]:

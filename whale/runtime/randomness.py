@@ -21,10 +21,7 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     if seed is None:
         yield
         return
-    if device.type == "cuda":
-        generator = torch.cuda.default_generators[device.index or 0]
-    else:
-        generator = torch.default_generator
+    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     before = generator.get_state()
     generator.manual_seed(seed)
     try:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from whale.ir.schedule import Kind
+from whale.runtime.deferred import WeightQueue
 from whale.runtime.loss import NUM_ROWS
-from whale.runtime.lowering import StageProgram
+from whale.runtime.lowering import QUEUE, StageProgram
 from whale.runtime.randomness import seeded
 
 ProgramSource = Callable[[int], StageProgram]
@@ -26,6 +28,8 @@ class Flight:
         outputs: what the program returned, by op name.
         gradients: of the outputs handed on, as they come back.
         seed: of its random numbers; None for a stage without any.
+        weights: gradients of the parameters that wait for their W.
+        pending: what still has to happen before it can be forgotten.
     """
 
     num_rows: int
@@ -34,6 +38,8 @@ class Flight:
     outputs: dict[str, object]
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     seed: int | None = None
+    weights: WeightQueue = field(default_factory=WeightQueue)
+    pending: set[Kind] = field(default_factory=set)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The outputs that are tensors."""
@@ -78,8 +84,9 @@ class StageRunner:
             seed: gives the seed of this place, asked for only where random numbers are drawn.
         """
         program = self._source(num_rows)
-        arguments = [self._argument(kind, key, num_rows, inputs, received) for kind, key in zip(program.kinds, program.keys, strict=True)]
-        flight = Flight(num_rows, arguments, received, {}, seed=seed() if program.is_random else None)
+        flight = Flight(num_rows, [], received, {}, seed=seed() if program.is_random else None)
+        arguments = [self._argument(kind, key, flight, inputs) for kind, key in zip(program.kinds, program.keys, strict=True)]
+        flight.arguments = arguments
         self._run(flight, program, arguments, with_graph)
         return flight
 
@@ -94,7 +101,7 @@ class StageRunner:
         self._run(flight, program, arguments, True)
 
     def backward(self, flight: Flight, loss_gradients: Mapping[str, torch.Tensor]) -> None:
-        """Accumulates the gradients of the parameters and of the received tensors.
+        """Accumulates the gradients of the received tensors, and of the parameters that do not wait for W.
 
         Args:
             flight: the micro-batch; its `gradients` hold what later stages sent back.
@@ -117,16 +124,11 @@ class StageRunner:
             values = program.module(*arguments)
         flight.outputs = dict(zip(program.outputs, values, strict=True))
 
-    def _argument(
-        self,
-        kind: str,
-        key: str,
-        num_rows: int,
-        inputs: Callable[[str], torch.Tensor],
-        received: Mapping[str, torch.Tensor],
-    ) -> object:
+    def _argument(self, kind: str, key: str, flight: Flight, inputs: Callable[[str], torch.Tensor]) -> object:
         if kind == "received":
-            return received[key]
+            return flight.received[key]
+        if kind == QUEUE:
+            return flight.weights
         if kind == "input":
-            return num_rows if key == NUM_ROWS else inputs(key)
+            return flight.num_rows if key == NUM_ROWS else inputs(key)
         return self._tensors[key]

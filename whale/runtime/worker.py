@@ -13,7 +13,7 @@ from whale.comm import Channels, Groups, World, wait
 from whale.errors import BatchError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica, Stage
-from whale.ir.schedule import Action, Schedule
+from whale.ir.schedule import Action, Kind, Schedule
 from whale.runtime.batch_view import BatchView
 from whale.runtime.boundary import Boundary
 from whale.runtime.exchange import Exchange
@@ -104,7 +104,9 @@ class Worker:
             self._actions = schedule.ranks[seat.pipeline_rank]
             known = set(self._weights.by_rows) | set(self._weights.measured)
             self.stages = {
-                index: StageSource(model, graphs, replica, replica.stages[index], known, world.device)
+                index: StageSource(
+                    model, graphs, replica, replica.stages[index], known, world.device, _splits_backward(self._actions, index)
+                )
                 for index in schedule.stages_of(seat.pipeline_rank)
             }
             runners = {index: StageRunner(source, tensors, world.device) for index, source in self.stages.items()}
@@ -231,14 +233,23 @@ class StageSource:
         stage: what to lower.
         known: loss terms whose weights are known beforehand and need not be returned.
         device: where it computes.
+        splits_backward: whether its schedule runs input and weight gradients apart.
 
     Attributes:
         outputs: names that the program returns.
     """
 
     def __init__(
-        self, model: ModelGraph, graphs: GraphSource, replica: Replica, stage: Stage, known: set[int], device: torch.device
+        self,
+        model: ModelGraph,
+        graphs: GraphSource,
+        replica: Replica,
+        stage: Stage,
+        known: set[int],
+        device: torch.device,
+        splits_backward: bool,
     ) -> None:
+        self._splits_backward = splits_backward
         self._model, self._graphs, self._stage, self._device = model, graphs, stage, device
         self._received = {name for edge in replica.edges if edge.target == stage.index for name in edge.tensors}
         sent = {name for edge in replica.edges if edge.source == stage.index for name in edge.tensors}
@@ -254,9 +265,15 @@ class StageSource:
         graph = self._graphs(num_rows)
         program = self._lowered.get(graph)
         if program is None:
-            program = lower(graph, self._model, self._stage.ops, self._received, self.outputs, self._device)
+            program = lower(
+                graph, self._model, self._stage.ops, self._received, self.outputs, self._device, splits_backward=self._splits_backward
+            )
             self._lowered[graph] = program
         return program
+
+
+def _splits_backward(actions: tuple[Action, ...], stage: int) -> bool:
+    return any(action.kind is Kind.BACKWARD_WEIGHT and action.stage == stage for action in actions)
 
 
 __all__ = ["GraphSource", "Seat", "StageSource", "WeightProgram", "Worker", "find_seat"]

@@ -1,0 +1,186 @@
+"""Backward in two parts: input gradients at once (I), weight gradients when the schedule says so (W).
+
+An op that reads a trainable parameter directly, and whose weight gradient is worth moving, is replaced by a function
+whose backward returns the input's gradient and puts the weight's on a queue:
+
+    F   y = linear(x, w)            queue: empty
+    I   x.grad = y.grad @ w         queue: (x, y.grad)
+    W   w.grad += y.grad.T @ x      queue: empty
+
+Every use of a parameter queues its own part, so shared weights add up; ops without a rule here give their weights'
+gradients in I, which is exact as well, only not delayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the backward of one op falls apart.
+
+    Attributes:
+        data: position of the input that is no parameter.
+        weights: positions of the parameters.
+        input_gradient: from the op's arguments and the output's gradient.
+        weight_gradients: likewise, one per position in `weights`.
+    """
+
+    data: int
+    weights: tuple[int, ...]
+    input_gradient: Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor | None]
+    weight_gradients: Callable[[tuple[Any, ...], torch.Tensor], Gradients]
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _linear_weights(args: tuple[Any, ...], gradient: torch.Tensor) -> Gradients:
+    flat = _rows(gradient)
+    return flat.t() @ _rows(args[0]), flat.sum(0)
+
+
+def _addmm_weights(args: tuple[Any, ...], gradient: torch.Tensor) -> Gradients:
+    return gradient.sum(0), args[1].t() @ gradient
+
+
+def _matmul_weights(args: tuple[Any, ...], gradient: torch.Tensor) -> Gradients:
+    return (_rows(args[0]).t() @ _rows(gradient),)
+
+
+def _convolution(args: tuple[Any, ...], gradient: torch.Tensor, mask: list[bool]) -> Gradients:
+    spatial = args[1].dim() - 2
+    stride, padding, dilation, groups = [*args[3:], *(1, 0, 1, 1)[max(len(args) - 3, 0) :]]
+    sizes = [list(value) if isinstance(value, (list, tuple)) else [value] * spatial for value in (stride, padding, dilation)]
+    bias_sizes = None if len(args) < 3 or args[2] is None else [args[1].shape[0]]
+    result: Gradients = aten.convolution_backward.default(
+        gradient, args[0], args[1], bias_sizes, *sizes, False, [0] * spatial, groups, mask
+    )
+    return result
+
+
+def _convolution_weights(args: tuple[Any, ...], gradient: torch.Tensor) -> Gradients:
+    has_bias = len(args) > 2 and args[2] is not None
+    return _convolution(args, gradient, [False, True, has_bias])[1:]
+
+
+def _embedding_weights(args: tuple[Any, ...], gradient: torch.Tensor) -> Gradients:
+    padding = args[2] if len(args) > 2 else -1
+    by_frequency = args[3] if len(args) > 3 else False
+    return (aten.embedding_dense_backward.default(gradient, args[1], args[0].shape[0], padding, by_frequency),)
+
+
+_CONVOLUTION = Rule(0, (1, 2), lambda args, g: _convolution(args, g, [True, False, False])[0], _convolution_weights)
+_MATMUL = Rule(0, (1,), lambda args, g: g @ args[1].t(), _matmul_weights)
+
+RULES: dict[Any, Rule] = {
+    aten.linear.default: Rule(0, (1, 2), lambda args, g: g @ args[1], _linear_weights),
+    aten.addmm.default: Rule(1, (0, 2), lambda args, g: g @ args[2].t(), _addmm_weights),
+    aten.mm.default: _MATMUL,
+    aten.matmul.default: _MATMUL,
+    aten.embedding.default: Rule(1, (0,), lambda args, g: None, _embedding_weights),
+    aten.conv1d.default: _CONVOLUTION,
+    aten.conv2d.default: _CONVOLUTION,
+    aten.conv3d.default: _CONVOLUTION,
+}
+
+
+class WeightQueue:
+    """The weight gradients of one micro-batch that are still to be computed."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Rule, tuple[Any, ...], torch.Tensor]] = []
+
+    def add(self, rule: Rule, args: tuple[Any, ...], gradient: torch.Tensor) -> None:
+        """Keeps what one op's weight gradients need."""
+        self._pending.append((rule, args, gradient))
+
+    def run(self) -> None:
+        """Adds every pending weight gradient to its parameter and forgets it."""
+        with torch.no_grad():
+            for rule, args, gradient in self._pending:
+                for position, value in zip(rule.weights, rule.weight_gradients(args, gradient), strict=False):
+                    parameter = args[position] if position < len(args) else None
+                    if parameter is not None and parameter.requires_grad and value is not None:
+                        parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
+        self._pending.clear()
+
+
+class _Deferred(torch.autograd.Function):
+    """An op whose weight gradients go to a queue."""
+
+    @staticmethod
+    def forward(ctx: Any, queue: WeightQueue, target: Any, *args: Any) -> torch.Tensor:
+        ctx.queue, ctx.target = queue, target
+        ctx.places = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        ctx.save_for_backward(*(args[position] for position in ctx.places))  # so that torch sees an in-place change in between
+        ctx.rest = tuple(None if isinstance(value, torch.Tensor) else value for value in args)
+        output: torch.Tensor = target(*args)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (gradient,) = gradients
+        rule = RULES[ctx.target]
+        restored = list(ctx.rest)
+        for position, value in zip(ctx.places, ctx.saved_tensors, strict=True):
+            restored[position] = value
+        args = tuple(restored)
+        ctx.queue.add(rule, args, gradient)
+        results: list[Any] = [None] * (2 + len(args))
+        if ctx.needs_input_grad[2 + rule.data]:
+            results[2 + rule.data] = rule.input_gradient(args, gradient)
+        return tuple(results)
+
+
+def deferred(queue: WeightQueue, target: Any, *args: Any) -> torch.Tensor:
+    """Runs an op so that its weight gradients wait in a queue."""
+    output: torch.Tensor = _Deferred.apply(queue, target, *args)  # type: ignore[no-untyped-call]
+    return output
+
+
+def defer_weights(graph: fx.Graph, parameters: Collection[str], queue: fx.Node) -> None:
+    """Replaces, in a stage's graph, the ops that have a rule and read trainable parameters directly.
+
+    Args:
+        graph: of the stage; changed in place.
+        parameters: names of the placeholders of trainable parameters.
+        queue: the placeholder of the `WeightQueue`.
+    """
+    for node in list(graph.nodes):
+        rule = RULES.get(node.target) if node.op == "call_function" else None
+        if rule is None or node.kwargs:
+            continue
+        weights = [node.args[p] for p in rule.weights if p < len(node.args) and node.args[p] is not None]
+        is_direct = all(isinstance(weight, fx.Node) and weight.name in parameters for weight in weights)
+        data = node.args[rule.data]
+        if is_direct and isinstance(data, fx.Node) and data.name not in parameters and _fits(node, rule):
+            with graph.inserting_before(node):
+                replacement = graph.call_function(deferred, (queue, node.target, *node.args))
+            replacement.meta = dict(node.meta)
+            node.replace_all_uses_with(replacement)
+            graph.erase_node(node)
+
+
+def _fits(node: fx.Node, rule: Rule) -> bool:
+    """Whether the op is of the plain form that the rule is for."""
+    dims = [argument.meta["val"].dim() if isinstance(argument, fx.Node) else None for argument in node.args]
+    if node.target is aten.matmul.default:
+        return dims[1] == 2 and (dims[0] or 0) >= 2
+    if node.target is aten.linear.default:
+        return (dims[0] or 0) >= 2
+    if node.target is aten.addmm.default:
+        return dims[0] == 1
+    if node.target is aten.embedding.default:
+        return not any(node.args[4:])
+    return True
