@@ -123,19 +123,20 @@ class Schedule:
         Raises:
             ValueError: naming the line that is not of the form.
         """
-        lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-        head = _HEAD.fullmatch(lines[0]) if lines else None
+        lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        number, first = lines[0] if lines else (1, "")
+        head = _HEAD.fullmatch(first)
         if head is None:
-            raise ValueError("line 1: expected 'schedule NAME, M micro-batches, stages on ranks R R ...[, peak in flight N N ...]'")
+            raise ValueError(f"line {number}: expected 'schedule NAME, M micro-batches, stages on ranks R R ...[, peak in flight N N ...]'")
         ranks = []
-        for number, line in enumerate(lines[1:]):
+        for rank, (number, line) in enumerate(lines[1:]):
             prefix, _, actions = line.partition(":")
-            if prefix != f"rank {number}":
-                raise ValueError(f"line {number + 2}: expected 'rank {number}: ...', got {line[:40]!r}")
+            if prefix != f"rank {rank}":
+                raise ValueError(f"line {number}: expected 'rank {rank}: ...', got {line[:40]!r}")
             try:
                 ranks.append(parse_actions(actions))
             except ValueError as error:
-                raise ValueError(f"line {number + 2}: {error}") from None
+                raise ValueError(f"line {number}: {error}") from None
         placement, promise = (tuple(int(word) for word in (part or "").split()) for part in (head[3], head[4]))
         return Schedule(head[1], int(head[2]), placement, tuple(ranks), promise)
 

@@ -11,11 +11,12 @@ from whale.schedules.positions import ABSENT, Fault, Positions
 
 def missing_computations(positions: Positions) -> Iterator[Fault]:
     """Every stage runs each micro-batch forward and, when training, backward: B, or both I and W."""
+    trains = positions.trains
     for stage in range(len(positions.stage_rank)):
         yield from _lacking(positions, stage, Kind.FORWARD)
-        if positions.trains:
+        if trains:
             yield from _backward(positions, stage)
-    if positions.trains:
+    if trains:
         yield from _missing_ends(positions)
 
 
@@ -31,11 +32,11 @@ def _missing_ends(positions: Positions) -> Iterator[Fault]:
 
 def _backward(positions: Positions, stage: int) -> Iterator[Fault]:
     whole = positions.of(Kind.BACKWARD, stage)
-    if ABSENT not in whole and not positions.any(Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
-        return
     inputs, weights = positions.of(Kind.BACKWARD_INPUT, stage), positions.of(Kind.BACKWARD_WEIGHT, stage)
+    splits = max(*inputs, *weights) > ABSENT
+    if not splits and ABSENT not in whole:
+        return
     rank = positions.stage_rank[stage]
-    splits = any(position > ABSENT for position in (*inputs, *weights))
     for micro_batch, found in enumerate(zip(whole, inputs, weights, strict=True)):
         has_whole, has_input, has_weight = (position > ABSENT for position in found)
         at = f"of stage {stage}, micro-batch {micro_batch}"
@@ -55,10 +56,13 @@ def communication_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
     """Every edge between ranks is sent along and received from, each micro-batch once; nothing else is."""
     crossing = edges.crossing()
     into, out_of = {target for _, target in crossing}, {source for source, _ in crossing}
-    wanted = [(Kind.RECV_FORWARD, into), (Kind.SEND_FORWARD, out_of)]
-    back: set[int] = out_of if positions.trains else set()
-    wanted += [(Kind.RECV_BACKWARD, back), (Kind.SEND_BACKWARD, into if positions.trains else back)]
-    for kind, stages in wanted:
+    into_back, out_of_back = (out_of, into) if positions.trains else (set[int](), set[int]())
+    for kind, stages in (
+        (Kind.RECV_FORWARD, into),
+        (Kind.SEND_FORWARD, out_of),
+        (Kind.RECV_BACKWARD, into_back),
+        (Kind.SEND_BACKWARD, out_of_back),
+    ):
         for stage in range(len(positions.stage_rank)):
             if stage in stages:
                 yield from _lacking(positions, stage, kind)

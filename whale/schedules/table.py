@@ -99,7 +99,7 @@ def _shape(builder: Builder, num_ranks: int, num_micro_batch: int, num_chunks: i
     if builder.chunks not in (None, chunks) and num_chunks >= 1:
         faults.append(
             ConfigError(
-                f"schedule {builder.name} runs {builder.chunks} per rank (chunks: {num_chunks})",
+                f"schedule {builder.name} has {builder.chunks} chunk(s) per rank (chunks: {num_chunks})",
                 hint=f"schedules with any number of chunks: {', '.join(name for name, other in BUILDERS.items() if other.chunks is None)}",
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import inf
 
 from whale.errors import ConfigError, raise_faults
 from whale.ir.schedule import Kind
@@ -35,7 +36,7 @@ class Costs:
         """Per kind of action, the duration per stage.
 
         Raises:
-            ConfigError: a list of figures of another length, or a negative figure.
+            ConfigError: a list of figures of another length, or a figure that is negative or not finite.
         """
         self._check(num_stages)
         forward, inputs, weights, recompute, sync = (
@@ -57,7 +58,9 @@ class Costs:
             figures = tuple(times) if isinstance(times, Sequence) else (times,)
             if isinstance(times, Sequence) and len(times) != num_stages:
                 faults.append(ConfigError(f"{field.name} is one figure, or one per stage ({len(times)} figures, stages: {num_stages})"))
-            faults += [ConfigError(f"{field.name} is not negative ({field.name}: {time:g})") for time in figures if time < 0]
+            faults += [
+                ConfigError(f"a time is finite and not negative ({field.name}: {time:g})") for time in figures if not 0 <= time < inf
+            ]
         raise_faults(faults)
 
 
