@@ -1,0 +1,75 @@
+"""What the verbs read: pairs, a user's function, a captured model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from whale.cli.inputs import load_function, parse_pairs, read_graph
+from whale.errors import CaptureError, ConfigError
+from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
+from whale.ir.serialization import to_json
+
+SPEC = TensorSpec((4, 2), "float32", (1, 0))
+GRAPH = ModelGraph((Op("x", "input", "x", outputs=(SPEC,)), Op("y", "call", "aten.relu.default", (Ref("x"),), outputs=(SPEC,))), (), 4)
+
+
+def test_pairs_are_json_where_they_can_be() -> None:
+    pairs = ["layers=4", "rate=3e-4", "deep=true", "name=gpt", "sizes=[1, 2]", "text=a=b", "empty="]
+    assert parse_pairs(pairs, "--arg") == {
+        "layers": 4,
+        "rate": 3e-4,
+        "deep": True,
+        "name": "gpt",
+        "sizes": [1, 2],
+        "text": "a=b",
+        "empty": "",
+    }
+
+
+@pytest.mark.parametrize("pairs", [["layers"], ["=4"], ["a=1", "a=2"]])
+def test_faulty_pairs(pairs: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--arg"):
+        parse_pairs(pairs, "--arg")
+
+
+def test_a_function_is_found_beside_the_files_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "its_neighbour_file.py").write_text("VALUE = 3\n")
+    (tmp_path / "its_model_file.py").write_text("from its_neighbour_file import VALUE\ndef build(n=1):\n    return VALUE * n\n")
+    assert load_function(f"{tmp_path}/its_model_file.py:build")(n=2) == 6
+
+
+@pytest.mark.parametrize("source", ["model", "model.py", "model.txt:build", "nowhere.py:build"])
+def test_no_such_source(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CaptureError, match=r"expected FILE\.py:FUNCTION|no file"):
+        load_function(source)
+
+
+def test_no_such_function(tmp_path: Path) -> None:
+    (tmp_path / "empty_model_file.py").write_text("build = 3\n")
+    for name in ("build", "other"):
+        with pytest.raises(CaptureError, match=f"no function '{name}'"):
+            load_function(f"{tmp_path}/empty_model_file.py:{name}")
+
+
+def test_a_captured_model_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(to_json(GRAPH))
+    assert read_graph(str(path), []) == GRAPH
+    with pytest.raises(ConfigError, match="already captured"):
+        read_graph(str(path), ["layers=4"])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", json.dumps({"nothing": 1})])
+def test_a_file_that_is_no_captured_model(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(text)
+    with pytest.raises(CaptureError, match="is not a captured model"):
+        read_graph(str(path), [])
+    with pytest.raises(CaptureError, match="cannot be read"):
+        read_graph(str(tmp_path / "none.json"), [])

@@ -1,0 +1,109 @@
+"""`whale run`'s words and its account of a death, without starting any rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from whale.cli import launch
+from whale.errors import ConfigError
+from whale.runtime.status import RankStatus
+
+
+@dataclass
+class Failure:
+    """As torchrun's `ProcessFailure`."""
+
+    exitcode: int
+    pid: int = 100
+    timestamp: int = 0
+    error_file: str = "<N/A>"
+
+    def signal_name(self) -> str:
+        return signal.Signals(-self.exitcode).name
+
+
+@dataclass
+class Failed:
+    """As torchrun's `ChildFailedError`."""
+
+    failures: dict[int, Failure] = field(default_factory=dict)
+
+
+def status(rank: int, state: Any, action: str, *waits_for: int) -> RankStatus:
+    return RankStatus(rank, 100 + rank, state, action, waits_for, len(waits_for), since=10.0)
+
+
+def describe(failures: dict[int, Failure], *statuses: RankStatus) -> list[str]:
+    return launch.describe_failure(cast(Any, Failed(failures)), {s.rank: s for s in statuses}, 12.0).splitlines()
+
+
+def test_the_killed_rank_comes_before_those_that_lost_it() -> None:
+    lines = describe(
+        {0: Failure(1, timestamp=5), 1: Failure(-9, timestamp=6), 2: Failure(-15, timestamp=6)},
+        status(0, "failed", "0RECV_B3: connection closed", 1),
+        status(1, "running", "1F3"),
+        status(2, "waiting", "2RECV_F3", 1),
+    )
+    assert lines == [
+        "whale run: rank 1 (pid 100) was killed by SIGKILL; last running in 1F3, for 2.0 s",
+        "whale run: rank 0 (pid 100) exited with code 1; last failed in 0RECV_B3: connection closed, while it waited for rank 1, 2.0 s ago",
+        "whale run: rank 2 (pid 100) was stopped by SIGTERM; last waiting in 2RECV_F3 for rank 1, for 2.0 s",
+    ]
+
+
+def test_a_rank_that_failed_by_itself_comes_before_those_that_waited() -> None:
+    failures = {0: Failure(1, timestamp=4), 1: Failure(1, timestamp=5)}
+    lines = describe(failures, status(0, "failed", "0RECV_B3: closed", 1), status(1, "failed", "1F3: bad value"))
+    assert lines[0].startswith("whale run: rank 1 ")
+
+
+def test_ranks_that_had_not_begun_or_still_run_are_told_too() -> None:
+    assert describe({0: Failure(1)}) == [
+        "whale run: rank 0 (pid 100) exited with code 1; last seen before its first action",
+        "  no rank had begun a step",
+    ]
+    lines = describe({0: Failure(1)}, status(1, "waiting", "0SYNC", 0))
+    assert lines[1] == "  rank 1 was waiting in 0SYNC for rank 0, for 2.0 s"
+
+
+def test_words_before_the_script_are_ours_and_torchruns_those_after_are_its_own() -> None:
+    words = ["--ranks", "3", "--timeout", "5", "--max-restarts", "1", "train.py", "--ranks", "7", "--recipe", "x"]
+    arguments = launch.make_parser().parse_args(words)
+    assert (arguments.nproc_per_node, arguments.timeout, arguments.max_restarts, arguments.recipe) == ("3", 5.0, 1, None)
+    assert arguments.training_script == "train.py"
+    assert arguments.training_script_args == ["--ranks", "7", "--recipe", "x"]
+
+
+def test_ranks_get_the_recipe_the_timeout_and_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("pipeline:\n  num_micro_batch: 2\n")
+    words = ["--ranks", "2", "--recipe", "recipe.yaml", "--timeout", "5", "train.py"]
+    assert launch._variables(launch.make_parser().parse_args(words)) == {
+        "OMP_NUM_THREADS": "1",
+        "WHALE_RECIPE": str(tmp_path / "recipe.yaml"),
+        "WHALE_COMMUNICATION_TIMEOUT_SECONDS": "5.0",
+    }
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert launch._variables(launch.make_parser().parse_args(["train.py"])) == {}
+
+
+@pytest.mark.parametrize("words", [["--timeout", "0"], ["--recipe", "none.yaml"]])
+def test_bad_flags_start_nothing(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError):
+        launch.run([*words, "train.py"])
+
+
+def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHALE_RECIPE", "before")
+    monkeypatch.delenv("WHALE_RUN_DIR", raising=False)
+    with launch._environment({"WHALE_RECIPE": "inside", "WHALE_RUN_DIR": "somewhere"}):
+        assert (os.environ["WHALE_RECIPE"], os.environ["WHALE_RUN_DIR"]) == ("inside", "somewhere")
+    assert os.environ["WHALE_RECIPE"] == "before" and "WHALE_RUN_DIR" not in os.environ

@@ -1,0 +1,105 @@
+"""The documentation holds: its Python runs, its commands parse and plan, its files and links are there."""
+
+from __future__ import annotations
+
+import contextvars
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from whale.cli import main
+from whale.cli.launch import make_parser as make_run_parser
+from whale.cli.main import make_parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+CHEAP = ("capture", "plan", "explain", "schedule")
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+
+
+def blocks(page: Path, *languages: str) -> Iterator[Block]:
+    text = page.read_text()
+    for match in FENCE.finditer(text):
+        if match[1] in languages:
+            yield Block(page, text[: match.start(2)].count("\n") + 1, match[1], match[2])
+
+
+def commands(page: Path) -> Iterator[tuple[Block, list[str]]]:
+    """The commands of a page's shell blocks, as words, comments and continuation lines resolved."""
+    for block in blocks(page, "bash", "console", "sh"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words:
+                yield block, words
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with the repository's data and examples in it, so that nothing is written beside them."""
+    for folder in ("examples", "strategies"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(blocks(p, "python"))], ids=name_of)
+def test_python_runs(page: Path, workplace: Path) -> None:
+    torch.set_num_threads(1)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+
+    def run() -> None:
+        for block in blocks(page, "python"):
+            # Blank lines before it give the code its line numbers in the page.
+            exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+
+    contextvars.copy_context().run(run)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_parse_and_their_files_exist(page: Path) -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for block, words in commands(page):
+        where = f"{name_of(page)}:{block.line}: {shlex.join(words)}"
+        if words[0] == "make":
+            assert set(words[1:]) <= set(targets), where
+        if words[:2] == ["whale", "run"]:
+            make_run_parser().parse_args(words[2:])
+        elif words[0] == "whale":
+            make_parser().parse_args(words[1:])
+        for word in words:
+            path = word.partition(":")[0]
+            if re.match(r"(examples|strategies|whale|tests|\.ci)/", path):
+                assert (ROOT / path).exists(), where
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(w[:1] == ["whale"] for _, w in commands(p))], ids=name_of)
+def test_planning_commands_succeed(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    for block, words in commands(page):
+        if block.language == "bash" and words[0] == "whale" and words[1] in CHEAP:
+            assert main(words[1:]) == 0, f"{name_of(page)}:{block.line}: {shlex.join(words)}\n{capsys.readouterr().err}"
+            assert capsys.readouterr().out or "--output" in words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        assert (page.parent / target).exists(), f"{name_of(page)}: {target}"
