@@ -9,9 +9,7 @@ import torch
 from whale.comm import Groups
 
 
-def global_norm(
-    counted: Sequence[torch.Tensor], device: torch.device, groups: Groups, everyone: tuple[int, ...]
-) -> torch.Tensor:
+def global_norm(counted: Sequence[torch.Tensor], device: torch.device, groups: Groups, everyone: tuple[int, ...]) -> torch.Tensor:
     """The 2-norm over all gradients of the model, equal on every rank.
 
     Args:
