@@ -52,7 +52,7 @@ def run(words: Sequence[str]) -> int:
     variables = _variables(arguments)
     with _run_directory() as directory, _environment({**variables, RUN_DIRECTORY: directory}):
         try:
-            run_torchrun(arguments)
+            run_torchrun(arguments)  # type: ignore[no-untyped-call]
         except ChildFailedError as error:
             print(describe_failure(error, read_all(directory), time.time()), file=sys.stderr)
             return 1
