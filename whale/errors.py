@@ -66,6 +66,10 @@ class BatchError(WhaleError):
     """A batch that cannot be divided as the plan says, or that differs between ranks."""
 
 
+class InitializationError(WhaleError):
+    """Initial weights that nothing provides."""
+
+
 class CheckpointError(WhaleError):
     """A checkpoint that is incomplete or belongs to another model."""
 
