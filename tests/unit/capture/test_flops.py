@@ -1,0 +1,91 @@
+"""FLOPs of ops against torch's own counter and against closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph
+from torch.utils.flop_counter import FlopCounterMode
+
+from whale.capture.flops import op_flops
+
+torch.set_num_threads(1)
+
+
+def graph_of(function: Callable[..., Tensor], parameters: list[Tensor], batch: list[Tensor], dynamic: bool = False) -> Graph:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = torch.nn.ParameterList([torch.nn.Parameter(value) for value in parameters])
+
+        def forward(self, *batch: Tensor) -> Tensor:
+            return function(*self.weights, *batch)
+
+    rows = torch.export.Dim("rows", min=2)
+    shapes = (tuple({0: rows} for _ in batch),) if dynamic else None
+    return torch.export.export(Model(), tuple(batch), dynamic_shapes=shapes, strict=False).graph
+
+
+def total(graph: Graph) -> tuple[int, int]:
+    counts = [op_flops(node) for node in graph.nodes]
+    return sum(forward for forward, _ in counts), sum(backward for _, backward in counts)
+
+
+PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], list[tuple[int, ...]]]] = {
+    "linear": (F.linear, [], [(6, 3, 4), (5, 4)]),
+    "matmul": (torch.matmul, [], [(6, 3, 4), (4, 5)]),
+    "batched": (torch.matmul, [], [(6, 3, 4), (6, 4, 5)]),
+    "bmm": (torch.bmm, [], [(6, 3, 4), (6, 4, 5)]),
+    "addmm": (torch.addmm, [], [(5,), (6, 4), (4, 5)]),
+    "einsum": (lambda a, b: torch.einsum("bik,kj->bij", a, b), [], [(6, 3, 4), (4, 5)]),
+    "conv": (lambda x, w: F.conv2d(x, w, padding=1), [], [(6, 4, 8, 8), (5, 4, 3, 3)]),
+    "conv transposed": (F.conv_transpose2d, [], [(6, 4, 8, 8), (4, 5, 3, 3)]),
+    "attention": (F.scaled_dot_product_attention, [], [(2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)]),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_agree_with_torch(name: str) -> None:
+    function, _, shapes = PRODUCTS[name]
+    values = [torch.randn(shape) for shape in shapes]
+    with FlopCounterMode(display=False) as counter:
+        function(*[value.to("meta") for value in values])
+    assert total(graph_of(function, [], values))[0] == counter.get_total_flops()
+
+
+def test_backward_counts_operands_with_a_gradient() -> None:
+    graph = graph_of(F.linear, [], [torch.randn(6, 4), torch.randn(5, 4)])
+    call = next(node for node in graph.nodes if node.op == "call_function")
+    x, weight = call.args[:2]
+    for gradients, factor in (({x: True, weight: True}, 2), ({x: False, weight: True}, 1), ({x: False, weight: False}, 0)):
+        forward, backward = op_flops(call, {**gradients, call: factor > 0})
+        assert (forward, backward) == (2 * 6 * 4 * 5, factor * forward)
+
+
+def test_a_bias_is_no_factor() -> None:
+    graph = graph_of(lambda w, b, x: F.linear(x, w, b), [torch.randn(5, 4), torch.randn(5)], [torch.randn(6, 4)])
+    assert total(graph) == (240, 480)
+
+
+def test_symbolic_sizes_count_at_their_hints() -> None:
+    graph = graph_of(lambda w, x: (x @ w).relu(), [torch.randn(4, 5)], [torch.randn(6, 4)], dynamic=True)
+    assert total(graph) == (240 + 30, 480 + 30)
+
+
+def test_views_are_free_and_pointwise_ops_count_elements() -> None:
+    graph = graph_of(lambda x: x.view(3, 8).t().unsqueeze(0) + 1, [], [torch.randn(6, 4)])
+    assert total(graph) == (24, 24)
+    lookup = graph_of(lambda w, i: F.embedding(i, w), [torch.randn(1000, 8)], [torch.zeros(3, 2, dtype=torch.long)])
+    assert total(lookup)[0] == 48
+
+
+def test_recurrent_layers() -> None:
+    model = torch.nn.LSTM(4, 5, num_layers=2, batch_first=True)
+    exported = torch.export.export(model, (torch.randn(3, 7, 4),), strict=False)
+    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
+    counts = [op_flops(node)[0] for node in exported.graph.nodes if "lstm" in str(node.target)]
+    assert counts == [2 * 3 * 7 * weights]
