@@ -1,0 +1,140 @@
+"""Batches of a dataset, of which every rank reads its own rows only.
+
+order of the epoch (on all ranks)    7 2 9 0 | 4 1 8 3 | 6 5
+the plan gives rank 0 rows 0:3       of the second batch rank 0 reads samples 4 1 8, rank 1 reads sample 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
+from whale.errors import BatchError, CheckpointError
+from whale.ir.plan import Plan
+from whale.runtime.randomness import seed_of
+from whale.runtime.rank_batch import RankBatch, check_rows, rank_rows
+
+_OWN_OPTIONS = frozenset({"batch_size", "batch_sampler", "sampler", "generator", "collate_fn"})
+
+
+def make_loader(
+    dataset: Any,
+    *,
+    global_batch_size: int,
+    plan: Plan,
+    rank: int | None,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate: Collate | None = None,
+    num_workers: int = 0,
+    **options: Any,
+) -> Loader:
+    """Makes a loader of a rank's rows.
+
+    Args:
+        dataset: with ``__getitem__`` and ``__len__``; or a `torch.utils.data.IterableDataset` that gives every rank the same samples,
+            of which each rank reads all and keeps its own, with at most one worker.
+        global_batch_size: rows of a batch over all ranks.
+        plan: says which rows a rank needs.
+        rank: this rank's number in the plan; None for a rank outside it, which gets batches without data.
+        shuffle: another order in every epoch, equal on all ranks; not for an iterable dataset.
+        seed: of the order, and of the workers' random numbers.
+        drop_last: leaves out a last batch of fewer rows, which otherwise is divided again in proportion.
+        collate: makes a batch of a list of samples, dimension 0 of its tensors being the samples; torch's default otherwise.
+        num_workers: processes that read ahead.
+        **options: of `torch.utils.data.DataLoader`: ``pin_memory``, ``prefetch_factor``, ``worker_init_fn``, ``timeout`` ...
+
+    Raises:
+        BatchError: full batches, or the short last one, are too small for the plan; or the options do not go together.
+    """
+    for name in sorted(_OWN_OPTIONS & options.keys()):
+        raise BatchError(f"a loader decides {name} itself (got {options[name]!r})", hint="see global_batch_size, shuffle, seed and collate")
+    if global_batch_size < 1:
+        raise BatchError(f"global_batch_size must be at least 1 (got {global_batch_size})")
+    check_rows(plan, global_batch_size)
+    division = Division(global_batch_size, plan, rank, drop_last, collate or default_collate)
+    source: RowSource
+    if isinstance(dataset, IterableDataset):
+        if shuffle or num_workers > 1:
+            raise BatchError(
+                f"an iterable dataset is read in its own order by at most one worker (shuffle={shuffle}, num_workers={num_workers})"
+            )
+        source = IterableSource(dataset, division)
+    else:
+        indexed = IndexedSource(dataset, division, shuffle, seed)
+        indexed.check()
+        source = indexed
+    return Loader(source, seed, {"num_workers": num_workers, **options})
+
+
+class Loader:
+    """Iterates over the batches of one epoch; iterate again for the next.
+
+    An iteration starts with the epoch's first batch, or where a `position` that was set says. An epoch left early starts again.
+    """
+
+    def __init__(self, source: RowSource, seed: int, options: Mapping[str, Any]) -> None:
+        self._source, self._seed, self._options = source, seed, dict(options)
+        self._epoch, self._row, self._resumes = 0, 0, False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Lets the next iteration start with the first batch of an epoch."""
+        self._epoch, self._row, self._resumes = epoch, 0, False
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Where to go on after the batches handed out so far, as plain data for a checkpoint.
+
+        Setting it raises a `CheckpointError` where it comes from a loader of other samples or another order.
+        """
+        return {"epoch": self._epoch, "row": self._row, **self._source.identity}
+
+    @position.setter
+    def position(self, position: Mapping[str, int]) -> None:
+        for key, value in self._source.identity.items():
+            if position.get(key) != value:
+                values = f"{key} there: {position.get(key)}, here: {value}"
+                raise CheckpointError(
+                    f"a data position must come from a loader of the same samples in the same order ({values})",
+                    hint="make the loader with the same dataset, shuffle and seed, or start an epoch with set_epoch",
+                )
+        self._epoch, self._row, self._resumes = position["epoch"], position["row"], True
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch.
+
+        Raises:
+            TypeError: the dataset is iterable and does not say.
+        """
+        return self._source.num_batches()
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        self._row = self._row if self._resumes else 0
+        self._resumes = False
+        epoch, division = self._epoch, self._source.division
+        shares = iter(self._fetch(epoch, self._row))
+        share = next(shares, None)
+        while share is not None:
+            num_rows, data = share
+            # The next one is read before this one is handed out, so that after the last one the position is the next epoch's start.
+            share = next(shares, None)
+            self._epoch, self._row = (epoch, self._row + num_rows) if share is not None else (epoch + 1, 0)
+            yield RankBatch(data, rank_rows(division.plan, division.rank, num_rows), num_rows)
+
+    def _fetch(self, epoch: int, row: int) -> DataLoader[Share]:
+        generator = torch.Generator().manual_seed(seed_of("workers", self._seed, epoch))
+        return DataLoader(batch_size=None, collate_fn=_as_it_is, generator=generator, **self._source.read(epoch, row), **self._options)
+
+
+def _as_it_is(share: Any) -> Any:
+    return share

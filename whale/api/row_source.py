@@ -1,0 +1,175 @@
+"""Where a loader's rows come from: datasets that are indexed, and datasets that are streams.
+
+Both read a whole share of a batch at once, in the worker process where there are workers, so that
+`torch.utils.data.DataLoader` only has to fetch and carry.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from whale.errors import BatchError
+from whale.ir.plan import Plan
+from whale.runtime.randomness import seed_of
+from whale.runtime.rank_batch import check_rows, rank_rows
+
+Collate = Callable[[list[Any]], Any]
+Share = tuple[int, Any]
+"""Rows of the global batch, and this rank's part of it (None where it needs no row)."""
+
+
+class Sized(Protocol):
+    """A dataset with samples by number."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Division:
+    """How batches are divided.
+
+    Attributes:
+        batch_size: rows of a full global batch.
+        plan, rank: say which rows are read; rank None reads none.
+        drop_last: whether a short last batch is left out.
+        collate: makes a batch of samples.
+    """
+
+    batch_size: int
+    plan: Plan
+    rank: int | None
+    drop_last: bool
+    collate: Collate
+
+    def positions(self, num_rows: int) -> Iterator[int]:
+        """Row numbers of a global batch that this rank reads, ascending."""
+        return itertools.chain.from_iterable(itertools.starmap(range, rank_rows(self.plan, self.rank, num_rows)))
+
+    def share(self, num_rows: int, samples: list[Any]) -> Share:
+        """This rank's share of a batch, from its samples."""
+        return num_rows, self.collate(samples) if samples else None
+
+
+class RowSource(Protocol):
+    """What a loader needs of its dataset."""
+
+    @property
+    def division(self) -> Division:
+        """How batches are divided."""
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What must be equal for a position in one loader to mean the same in another."""
+
+    def num_batches(self) -> int:
+        """Batches of an epoch; a TypeError where that is unknown."""
+
+    def read(self, epoch: int, row: int) -> dict[str, Any]:
+        """Arguments of a `DataLoader` that yields the shares of an epoch from a row on."""
+
+
+@dataclass(frozen=True)
+class IndexedSource:
+    """Rows of a dataset with ``__getitem__`` and ``__len__``, in order or shuffled."""
+
+    dataset: Sized
+    division: Division
+    shuffle: bool
+    seed: int
+
+    def check(self) -> None:
+        """Checks every batch size of an epoch against the plan.
+
+        Raises:
+            BatchError: the dataset has no batch, or the last batch is too small.
+        """
+        rest = len(self.dataset) % self.division.batch_size
+        if self.num_batches() == 0:
+            raise BatchError(
+                f"an epoch needs at least one batch of {self.division.batch_size} rows (the dataset: {len(self.dataset)} samples)",
+                hint="use a smaller global_batch_size, or drop_last=False",
+            )
+        if rest and not self.division.drop_last:
+            check_rows(self.division.plan, rest)
+
+    @property
+    def identity(self) -> dict[str, int]:
+        return {"samples": len(self.dataset), "shuffle": int(self.shuffle), "seed": self.seed}
+
+    def num_batches(self) -> int:
+        size, length = self.division.batch_size, len(self.dataset)
+        return length // size if self.division.drop_last else -(-length // size)
+
+    def read(self, epoch: int, row: int) -> dict[str, Any]:
+        return {"dataset": _IndexedShares(self.dataset, self.division), "sampler": _Requests(self, epoch, row)}
+
+    def order(self, epoch: int) -> torch.Tensor:
+        """Sample numbers in the order of an epoch, equal on every rank."""
+        if not self.shuffle:
+            return torch.arange(len(self.dataset))
+        generator = torch.Generator().manual_seed(seed_of("shuffle", self.seed, epoch))
+        return torch.randperm(len(self.dataset), generator=generator)
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """Per batch of an epoch, its number of rows and the samples that this rank reads."""
+
+    source: IndexedSource
+    epoch: int
+    row: int
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        division = self.source.division
+        for batch in torch.split(self.source.order(self.epoch)[self.row :], division.batch_size):
+            num_rows = len(batch)
+            if num_rows and not (division.drop_last and num_rows < division.batch_size):
+                yield num_rows, batch[list(division.positions(num_rows))].tolist()
+
+
+class _IndexedShares(Dataset[Share]):
+    def __init__(self, dataset: Sized, division: Division) -> None:
+        self.dataset, self.division = dataset, division
+
+    def __getitem__(self, request: tuple[int, list[int]]) -> Share:
+        num_rows, indices = request
+        fetch_all = getattr(self.dataset, "__getitems__", None)  # torch's protocol for reading several at once
+        samples = fetch_all(indices) if fetch_all is not None and indices else [self.dataset[index] for index in indices]
+        return self.division.share(num_rows, samples)
+
+
+@dataclass(frozen=True)
+class IterableSource:
+    """Rows of a stream that is the same on every rank; each rank reads all of it and keeps its own."""
+
+    dataset: Iterable[Any]
+    division: Division
+
+    @property
+    def identity(self) -> dict[str, int]:
+        return {}
+
+    def num_batches(self) -> int:
+        raise TypeError("a loader of an iterable dataset does not know its number of batches")
+
+    def read(self, epoch: int, row: int) -> dict[str, Any]:
+        return {"dataset": _StreamShares(self.dataset, self.division, row)}
+
+
+class _StreamShares(IterableDataset[Share]):
+    def __init__(self, dataset: Iterable[Any], division: Division, row: int) -> None:
+        self.dataset, self.division, self.row = dataset, division, row
+
+    def __iter__(self) -> Iterator[Share]:
+        stream = itertools.islice(iter(self.dataset), self.row, None)
+        while samples := list(itertools.islice(stream, self.division.batch_size)):
+            num_rows = len(samples)
+            if not (self.division.drop_last and num_rows < self.division.batch_size):
+                yield self.division.share(num_rows, [samples[position] for position in self.division.positions(num_rows)])
