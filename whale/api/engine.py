@@ -269,7 +269,8 @@ class Engine:
         structure = self._modes[name].program.batch
         with_rows = frozenset(part.name for part in structure.inputs if part.has_rows and part.name is not None)
         if isinstance(batch, RankBatch):
-            return BatchView(structure.leaves(batch.data), with_rows, batch.num_rows, batch.rows)
+            leaves = {} if batch.data is None else structure.leaves(batch.data)
+            return BatchView(leaves, with_rows, batch.num_rows, batch.rows)
         leaves = structure.leaves(batch)
         num_rows = leaves[next(iter(with_rows))].shape[0]
         return BatchView(leaves, with_rows, num_rows, ((0, num_rows),))

@@ -13,7 +13,7 @@ gradients in I, which is exact as well, only not delayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,12 +149,13 @@ def deferred(queue: WeightQueue, target: Any, *args: Any) -> torch.Tensor:
     return output
 
 
-def defer_weights(graph: fx.Graph, parameters: Collection[str], queue: fx.Node) -> None:
+def defer_weights(graph: fx.Graph, parameters: Collection[str], num_dims: Mapping[str, int], queue: fx.Node) -> None:
     """Replaces, in a stage's graph, the ops that have a rule and read trainable parameters directly.
 
     Args:
         graph: of the stage; changed in place.
         parameters: names of the placeholders of trainable parameters.
+        num_dims: dimensions of every value, by name.
         queue: the placeholder of the `WeightQueue`.
     """
     for node in list(graph.nodes):
@@ -164,7 +165,7 @@ def defer_weights(graph: fx.Graph, parameters: Collection[str], queue: fx.Node) 
         weights = [node.args[p] for p in rule.weights if p < len(node.args) and node.args[p] is not None]
         is_direct = all(isinstance(weight, fx.Node) and weight.name in parameters for weight in weights)
         data = node.args[rule.data]
-        if is_direct and isinstance(data, fx.Node) and data.name not in parameters and _fits(node, rule):
+        if is_direct and isinstance(data, fx.Node) and data.name not in parameters and _fits(node, num_dims):
             with graph.inserting_before(node):
                 replacement = graph.call_function(deferred, (queue, node.target, *node.args))
             replacement.meta = dict(node.meta)
@@ -172,9 +173,9 @@ def defer_weights(graph: fx.Graph, parameters: Collection[str], queue: fx.Node) 
             graph.erase_node(node)
 
 
-def _fits(node: fx.Node, rule: Rule) -> bool:
+def _fits(node: fx.Node, num_dims: Mapping[str, int]) -> bool:
     """Whether the op is of the plain form that the rule is for."""
-    dims = [argument.meta["val"].dim() if isinstance(argument, fx.Node) else None for argument in node.args]
+    dims = [num_dims[argument.name] if isinstance(argument, fx.Node) else None for argument in node.args]
     if node.target is aten.matmul.default:
         return dims[1] == 2 and (dims[0] or 0) >= 2
     if node.target is aten.linear.default:

@@ -75,7 +75,8 @@ def lower(
             copies[node.name] = copied
     local.output(tuple(copies[name] for name in outputs))
     if queue is not None:
-        defer_weights(local, _trainable(model, read), queue)
+        num_dims = {op.name: len(op.outputs[0].shape) for op in model.ops if op.outputs}
+        defer_weights(local, _trainable(model, read), num_dims, queue)
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
     keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
     first = () if queue is None else (QUEUE,)

@@ -21,6 +21,7 @@ from whale.runtime.executor import Executor, StepState
 from whale.runtime.gradient_sync import GradientSync
 from whale.runtime.loss import LossAccount, WeightProgram, weight_program
 from whale.runtime.lowering import StageProgram, lower
+from whale.runtime.rank_batch import check_rows
 from whale.runtime.stage import StageRunner
 from whale.runtime.status import StatusBoard
 
@@ -161,7 +162,7 @@ class Worker:
         refusal: BatchError | None = None
         measured = torch.zeros(len(self._weights.measured), dtype=torch.float64, device=self.world.device)
         try:
-            self._check(batch.num_rows)
+            check_rows(self.plan, batch.num_rows)
             measured = self._measure(batch)
         except BatchError as error:
             refusal = error
@@ -187,21 +188,6 @@ class Worker:
         if refusal is not None:
             end()
         return end
-
-    def _check(self, num_rows: int) -> None:
-        try:
-            for replica in self.plan.replicas:
-                for start, stop in self.plan.micro_batch_rows(replica.index, num_rows):
-                    for stage in replica.stages:
-                        stage.rows(stop - start)
-        except ValueError:
-            per_replica = max(len(s.virtual_device.devices) for r in self.plan.replicas for s in r.stages)
-            needed = len(self.plan.replicas) * self.plan.num_micro_batch * per_replica
-            raise BatchError(
-                f"a batch needs at least one row per replica, micro-batch and device: {len(self.plan.replicas)} x "
-                f"{self.plan.num_micro_batch} x {per_replica} = {needed} rows (this one has {num_rows})",
-                hint="give larger batches, or lower pipeline.num_micro_batch",
-            ) from None
 
     def _measure(self, batch: BatchView) -> torch.Tensor:
         """This rank's part of the weights that the batch decides: over its own rows, in the stages that hold the terms."""

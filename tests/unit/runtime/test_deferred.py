@@ -80,10 +80,7 @@ def test_only_direct_uses_of_parameters_are_replaced() -> None:
             return aten.linear.default(aten.linear.default(x, w), w * 2)
 
     graph = fx.symbolic_trace(Two()).graph
-    shapes = {"x": _tensor(3, 4), "w": _tensor(4, 4)}
-    for node in graph.nodes:
-        node.meta["val"] = shapes.get(node.name, shapes["x"])
     queue, *_ = graph.nodes
-    defer_weights(graph, {"w"}, queue)
+    defer_weights(graph, {"w"}, {node.name: 2 for node in graph.nodes}, queue)
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     assert targets.count(deferred) == 1 and targets.count(aten.linear.default) == 1
