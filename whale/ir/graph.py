@@ -166,7 +166,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """One term of the loss: ``coefficient x (sum over the batch of its sums) / (sum of its weights)``.
+    """One term of the loss: ``coefficient x (sum of its sums over the batch) / max(sum of its weights + offset, minimum)``.
 
     Attributes:
         coefficient: constant factor.
@@ -177,6 +177,8 @@ class LossTerm:
             before the forward pass.
         exact: False for a term that is no sum over samples (it is weighted by rows, and a warning says so).
         where: the user's line.
+        offset: added to the whole batch's weight.
+        minimum: least divisor of the whole batch; None for no bound.
     """
 
     coefficient: float
@@ -185,6 +187,8 @@ class LossTerm:
     weight_from_inputs: bool = True
     exact: bool = True
     where: SourceLine | None = None
+    offset: float = 0.0
+    minimum: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,178 @@
+"""The user's batch as a tree of leaves: which are tensors, which carry rows, and what every later batch must look like."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from whale.errors import BatchError, WhaleError, raise_faults
+
+_CONSTANTS = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the batch.
+
+    Attributes:
+        path: its place as the user writes it (``['labels']``, ``[0]``).
+        name: name of its input op; None for a constant.
+        shape: of the example; dimension 0 is the number of rows if `has_rows`.
+        dtype: None for a constant.
+        has_rows: whether dimension 0 is the batch.
+        value: the constant.
+    """
+
+    path: str
+    name: str | None
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    has_rows: bool = False
+    value: object = None
+
+
+@dataclass(frozen=True)
+class BatchStructure:
+    """How the user's batch is taken apart and put together.
+
+    Attributes:
+        spec: the tree, whose leaves are in the order of `parts`.
+        parts: the leaves.
+        example_rows: rows of the example batch.
+    """
+
+    spec: pytree.TreeSpec
+    parts: tuple[Leaf, ...]
+    example_rows: int
+
+    @staticmethod
+    def of(batch: object, least_rows: int = 2) -> BatchStructure:
+        """Reads the structure of an example batch.
+
+        Raises:
+            BatchError: no tensor in it, too few rows, or a leaf that is neither tensor nor constant.
+        """
+        leaves, spec = pytree.tree_flatten_with_path(_plain(batch))
+        _check_leaves(leaves)
+        rows = _most_common_rows([leaf for _, leaf in leaves if isinstance(leaf, Tensor)], least_rows)
+        names: set[str] = {"num_rows"}
+        return BatchStructure(spec, tuple(_describe(path, leaf, rows, names) for path, leaf in leaves), rows)
+
+    @property
+    def inputs(self) -> tuple[Leaf, ...]:
+        """The leaves that are tensors."""
+        return tuple(part for part in self.parts if part.name is not None)
+
+    def leaves(self, batch: object) -> dict[str, Tensor]:
+        """The tensors of a batch by the names of their input ops.
+
+        Raises:
+            BatchError: the batch differs from the example in structure, type, shape beside the rows, or constants.
+        """
+        found = self._by_path(batch)
+        faults = [fault for part in self.parts if (fault := _mismatch(part, found[part.path])) is not None]
+        raise_faults(faults)
+        self._rows(found)
+        return {part.name: found[part.path] for part in self.inputs if part.name is not None}
+
+    def rows(self, batch: object) -> int:
+        """The number of rows of a batch.
+
+        Raises:
+            BatchError: its tensors disagree, or its structure is not the example's.
+        """
+        return self._rows(self._by_path(batch))
+
+    def unflatten(self, tensors: list[Tensor]) -> Any:
+        """The batch with these tensors, given in the order of `inputs`."""
+        remaining = iter(tensors)
+        return pytree.tree_unflatten([part.value if part.name is None else next(remaining) for part in self.parts], self.spec)
+
+    def _by_path(self, batch: object) -> dict[str, Any]:
+        found = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(_plain(batch))[0]}
+        expected = {part.path for part in self.parts}
+        if set(found) != expected:
+            missing, extra = sorted(expected - set(found)), sorted(set(found) - expected)
+            raise BatchError(
+                "a batch has the parts of the example batch "
+                f"(missing: {', '.join(missing) or 'none'}; not in the example: {', '.join(extra) or 'none'})"
+            )
+        return found
+
+    def _rows(self, found: Mapping[str, Any]) -> int:
+        sizes = {part.path: found[part.path].shape[0] for part in self.parts if part.has_rows}
+        if len(set(sizes.values())) > 1:
+            listing = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+            raise BatchError(f"all tensors of a batch have the same number of rows ({listing})")
+        return int(next(iter(sizes.values())))
+
+
+def _plain(batch: object) -> object:
+    """Any mapping as a dict: torch knows no trees of other mappings, such as tokenizers return."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def _check_leaves(leaves: list[tuple[Any, Any]]) -> None:
+    faults: list[WhaleError] = [
+        BatchError(
+            f"a batch holds tensors and constants (batch{pytree.keystr(path)} is {type(leaf).__name__})",
+            hint="pass tensors, numbers, text or None in dicts, tuples and lists",
+        )
+        for path, leaf in leaves
+        if not isinstance(leaf, (Tensor, *_CONSTANTS))
+    ]
+    raise_faults(faults)
+    if not any(isinstance(leaf, Tensor) and leaf.dim() > 0 for _, leaf in leaves):
+        raise BatchError("a batch holds at least one tensor whose dimension 0 is the rows (this one has none)")
+
+
+def _most_common_rows(tensors: list[Tensor], least_rows: int) -> int:
+    counts = Counter(tensor.shape[0] for tensor in tensors if tensor.dim() > 0)
+    rows = counts.most_common(1)[0][0]
+    if rows < least_rows:
+        raise BatchError(
+            f"the example batch has at least {least_rows} rows ({rows})", hint="one row cannot be told from a dimension of size one"
+        )
+    return int(rows)
+
+
+def _describe(path: Any, leaf: object, rows: int, names: set[str]) -> Leaf:
+    text = pytree.keystr(path)
+    if not isinstance(leaf, Tensor):
+        return Leaf(text, None, value=leaf)
+    words = [re.sub(r"\W", "_", str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))) for key in path]
+    name = "_".join(words) if words and not words[0][:1].isdigit() else "_".join(["input", *(words or ["0"])])
+    while name in names:
+        name += "_"
+    names.add(name)
+    return Leaf(text, name, tuple(leaf.shape), leaf.dtype, leaf.dim() > 0 and leaf.shape[0] == rows)
+
+
+def _mismatch(part: Leaf, leaf: object) -> WhaleError | None:
+    if part.name is None:
+        same = type(leaf) is type(part.value) and leaf == part.value
+        hint = "constants are captured with the model; pass a tensor instead"
+        return None if same else BatchError(f"batch{part.path} is a constant of the example ({part.value!r}; now {leaf!r})", hint=hint)
+    if not isinstance(leaf, Tensor):
+        return BatchError(f"batch{part.path} is a tensor in the example (now {type(leaf).__name__})")
+    if leaf.dtype != part.dtype:
+        return BatchError(f"batch{part.path} is {part.dtype} in the example (now {leaf.dtype})")
+    start = 1 if part.has_rows else 0
+    if leaf.dim() != len(part.shape) or tuple(leaf.shape[start:]) != part.shape[start:]:
+        wanted = ("rows", *part.shape[1:]) if part.has_rows else part.shape
+        return BatchError(
+            f"batch{part.path} has the example's shape ({_shape(wanted)}; now {_shape(tuple(leaf.shape))})",
+            hint="only the number of rows may change from batch to batch; pad the other dimensions",
+        )
+    return None
+
+
+def _shape(sizes: tuple[object, ...]) -> str:
+    return "[" + ", ".join(str(size) for size in sizes) + "]"

@@ -1,0 +1,208 @@
+"""From the user's model, batch and loss to the ModelGraph and its Program.
+
+trace      torch exports model and loss without running them
+flatten    one graph, ties joined, inner regions inlined, one ``num_rows``
+split      the loss becomes terms of (sum, weight)
+clean      dead code and needless detaches go
+describe   nodes become ops, without torch
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+from torch import fx, nn
+
+from whale.capture.aliasing import memory_roots, written_arguments
+from whale.capture.batch import BatchStructure
+from whale.capture.errors import as_capture_error, check_model
+from whale.capture.flatten import Flat, flatten
+from whale.capture.liveness import drop_needless_detaches, remove_dead_code
+from whale.capture.loss_terms import TermNodes, split_loss
+from whale.capture.ops import describe
+from whale.capture.parameters import Holdings, holdings
+from whale.capture.program import OutputStructure, Program
+from whale.capture.scopes import default_scope, renumber
+from whale.capture.sizes import mark_factors
+from whale.capture.source import line_of_stack_trace
+from whale.capture.tagging import tag_of
+from whale.capture.trace import Traced, trace
+from whale.capture.wrapper import Loss, Mode
+from whale.errors import CaptureError
+from whale.ir.graph import LossTerm, ModelGraph, Op
+from whale.ir.scope import Scope
+from whale.ir.source import SourceLine
+
+
+def capture(
+    model: nn.Module, batch: object, loss: Loss | None = None, *, mode: Mode = "train", static: bool = False
+) -> tuple[ModelGraph, Program]:
+    """Captures a model and its loss as one graph, for any number of rows where its code allows that.
+
+    Nothing is computed and the model is not changed. It may be on the meta device; it is then captured as on the CPU.
+
+    Args:
+        model: an ordinary module.
+        batch: an example: a mapping goes to the model as the keyword arguments that its forward takes, a tuple or list
+            by position, a tensor alone. What forward does not take is for the loss.
+        loss: ``loss(output, batch)`` returns a scalar or a pair (sum, weight); None takes the output's own ``loss``.
+        mode: ``train`` and ``eval`` return the loss, ``predict`` the model's output.
+        static: capture for the example's number of rows alone (which may then be 1).
+
+    Raises:
+        CaptureError: something in the model would be lost, or depends on values in tensors.
+        BatchError: the example is no batch, or lacks what forward requires.
+    """
+    structure = BatchStructure.of(batch, 1 if static else 2)
+    check_model(model)
+    default = default_scope()
+    first, double = trace(model, loss, structure, mode, static)
+    try:
+        return _build(model, structure, first, double, mode, default)
+    except Exception as error:
+        raised = as_capture_error(error)
+        raise raised from (None if raised is error else error)
+
+
+def _build(
+    model: nn.Module, structure: BatchStructure, first: Traced, double: Traced | None, mode: Mode, default: Scope | None
+) -> tuple[ModelGraph, Program]:
+    held = holdings(model)
+    flat = flatten(first, structure, held)
+    second = None if double is None else flatten(double, structure, held)
+    if not first.dynamic:
+        mark_factors(flat.graph, None if second is None else second.graph, first.rows)
+    terms: list[TermNodes] = []
+    if mode != "predict":
+        terms = _split(flat, first)
+        if second is not None and double is not None:
+            _split(second, double)
+            mark_factors(flat.graph, second.graph, first.rows)
+    returned = [node for term in terms for node in (term.sum, term.weight) if node is not None]
+    flat.graph.output(tuple(returned or flat.results))
+    drop_needless_detaches(flat.graph)
+    remove_dead_code(flat.graph, frozenset(name for name, kind in flat.kinds.items() if kind in ("buffer", "parameter")))
+    ops = _with_stable_scopes(describe(flat, model, default), model, first.entered)
+    graph = ModelGraph(
+        ops=ops,
+        parameters=held.parameters,
+        num_rows=first.rows,
+        loss=_loss_terms(flat, terms, ops),
+        outputs=() if terms else tuple(node.name for node in _returned(flat.graph)),
+        mode=mode,
+        dynamic=first.dynamic,
+        warnings=_warnings(first, terms),
+    )
+    _check_trains(graph)
+    return graph, _program(flat, structure, held, first)
+
+
+def _split(flat: Flat, traced: Traced) -> list[TermNodes]:
+    """The terms of the loss that a traced program returns, alone or as a (sum, weight) pair."""
+    total, weight = flat.results[0], flat.results[1] if len(flat.results) > 1 else traced.result
+    if not isinstance(total, fx.Node):
+        raise CaptureError("the loss depends on the model and the batch (it is a constant)")
+    if isinstance(weight, (int, float)):
+        return [_constant_weight(flat, traced, total, float(weight))]
+    rows = flat.rows if traced.dynamic else None
+    assert weight is None or isinstance(weight, fx.Node)
+    return split_loss(flat.graph, total, weight, rows=rows, row_factors=flat.sizes.factors)
+
+
+def _constant_weight(flat: Flat, traced: Traced, total: fx.Node, weight: float) -> TermNodes:
+    """A weight that is a plain number: a constant factor; where rows are numbers too, a multiple of them counts rows."""
+    if weight == 0:
+        raise CaptureError("the weight of a loss is not zero (it is the constant 0)", where=_line(total))
+    if traced.dynamic or weight % traced.rows:
+        return TermNodes(1 / weight, total, None, True, total, "")
+    count = flat.graph.call_function(operator.mul, (traced.rows, int(weight) // traced.rows))
+    count.meta["val"] = int(weight)
+    reason = f"captured for {traced.rows} rows only, so the weight {weight:g} is taken for {int(weight) // traced.rows} x the rows"
+    return TermNodes(1.0, total, count, False, total, reason)
+
+
+def _loss_terms(flat: Flat, terms: list[TermNodes], ops: tuple[Op, ...]) -> tuple[LossTerm, ...]:
+    """The terms as values. Their nodes are read back from the output, since cleaning may have replaced them."""
+    returned = iter(_returned(flat.graph))
+    by_name = {op.name: op for op in ops}
+    found = []
+    for term in terms:
+        total = next(returned)
+        weight = None if term.weight is None else next(returned)
+        known = weight is None or _from_inputs(flat.graph, weight, by_name)
+        found.append(
+            LossTerm(
+                term.coefficient,
+                total.name,
+                None if weight is None else weight.name,
+                known,
+                term.exact,
+                _line(term.where),
+                term.offset,
+                term.minimum,
+            )
+        )
+    return tuple(found)
+
+
+def _from_inputs(graph: fx.Graph, weight: fx.Node, ops: dict[str, Op]) -> bool:
+    """Whether a weight can be computed from the batch alone, before the forward pass."""
+    ancestors: set[fx.Node] = set()
+    pending = [weight]
+    while pending:
+        node = pending.pop()
+        if node not in ancestors:
+            ancestors.add(node)
+            pending += node.all_input_nodes
+    roots = memory_roots(graph)
+    written = {roots[base] for node in graph.nodes if node not in ancestors for base in written_arguments(node)}
+    return not any(
+        ops[node.name].kind in ("parameter", "buffer")
+        or ops[node.name].requires_grad
+        or "random" in ops[node.name].tags
+        or roots[node] in written
+        for node in ancestors
+    )
+
+
+def _with_stable_scopes(ops: tuple[Op, ...], model: nn.Module, entered: tuple[Scope, ...]) -> tuple[Op, ...]:
+    """The ops with scopes numbered by order of entering, equal in every process and every capture of the model."""
+    paths = {op.scope for op in ops} | {tag_of(module) or () for module in model.modules()} | {(scope,) for scope in entered}
+    stable = renumber(paths)
+    return tuple(replace(op, scope=stable[op.scope]) if op.scope else op for op in ops)
+
+
+def _warnings(traced: Traced, terms: list[TermNodes]) -> tuple[str, ...]:
+    found = []
+    if not traced.dynamic:
+        found.append("the model's code depends on the number of rows, so it is captured anew for each other number of rows")
+    for term in terms:
+        if not term.exact:
+            found.append(f"{term.reason}; it is computed per micro-batch and weighted by rows (at {_line(term.where)})")
+    return tuple(found)
+
+
+def _check_trains(graph: ModelGraph) -> None:
+    if graph.mode == "train" and not any(graph.by_name[term.sum].requires_grad for term in graph.loss):
+        raise CaptureError(
+            "the loss depends on a parameter that requires a gradient (none was found)",
+            where=graph.loss[0].where if graph.loss else None,
+            hint="is the model frozen, or the loss detached or computed from integers?",
+        )
+
+
+def _program(flat: Flat, structure: BatchStructure, held: Holdings, traced: Traced) -> Program:
+    names = {node.name for node in flat.graph.find_nodes(op="placeholder")}
+    sources = {name: key for name, key in flat.sources.items() if name in names}
+    constants = {name: tensor for name, tensor in flat.constants.items() if name in names}
+    outputs = traced.result if isinstance(traced.result, OutputStructure) else None
+    return Program(flat.graph, {**held.tensors, **constants}, structure, sources, outputs)
+
+
+def _returned(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _line(node: fx.Node) -> SourceLine | None:
+    return line_of_stack_trace(node.meta.get("stack_trace"))

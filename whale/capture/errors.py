@@ -1,0 +1,100 @@
+"""Turns whatever goes wrong in a capture into a `CaptureError` with the user's line, and watches for what would be lost.
+
+Export follows the forward pass alone. What the user does to gradients beside it (custom backward functions, hooks) would
+vanish from the graph without a word, and so would the model's own recompute. `watched` makes each of them an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from whale.capture.source import line_of_traceback, user_line
+from whale.errors import CaptureError, WhaleError, raise_faults
+
+_RECOMPUTE = "recompute is Whale's: the model recomputes activations by torch.utils.checkpoint of its own"
+_RECOMPUTE_HINT = "switch the model's gradient checkpointing off (model.gradient_checkpointing_disable(), or no checkpoint call)"
+
+
+def as_capture_error(error: Exception) -> WhaleError:
+    """The error that the user sees for an exception that ended a capture."""
+    if isinstance(error, WhaleError):
+        return error
+    where = line_of_traceback(error.__traceback__)
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return CaptureError(
+            f"a captured model's control flow and sizes do not depend on values in tensors ({_first_line(error)})",
+            where=where,
+            hint="use torch.where or masks in place of Python's if, for, int() and bool() on tensors",
+        )
+    return CaptureError(f"the model cannot be captured: {type(error).__name__}: {_first_line(error)}", where=where)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def check_model(model: nn.Module) -> None:
+    """Finds what a capture would lose and that can be seen on the model itself.
+
+    Raises:
+        CaptureError: lazy parameters, or hooks on parameters.
+    """
+    faults: list[WhaleError] = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            faults.append(CaptureError(f"parameters have shapes before capture ({name} is lazy)", hint="run the model on one batch first"))
+        elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            faults.append(CaptureError(f"a captured parameter has no gradient hooks ({name} has)", hint="remove the hook"))
+    raise_faults(faults)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Raises `CaptureError` where the code that runs inside does what no captured graph keeps."""
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as stack:
+
+        def patch(owner: object, name: str, value: object) -> None:
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, value))
+
+        patch(torch.autograd.Function, "apply", classmethod(_guarded(apply)))
+        patch(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _refuse_recompute)
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            patch(torch.Tensor, name, _refuse_hook)
+        yield
+
+
+def _guarded(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return apply(cls, *args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            _refuse_recompute()
+        if cls.__module__ == "torch.nn.modules._functions" and cls.__name__ == "BackwardHookFunction":
+            _refuse_hook()
+        raise CaptureError(
+            f"a captured model has no custom autograd.Function: the backward of {cls.__name__} would be lost",
+            where=user_line(),
+            hint="write it with differentiable torch operations",
+        )
+
+    return guarded
+
+
+def _refuse_recompute(*args: Any, **kwargs: Any) -> NoReturn:
+    raise CaptureError(_RECOMPUTE, where=user_line(), hint=_RECOMPUTE_HINT)
+
+
+def _refuse_hook(*args: Any, **kwargs: Any) -> NoReturn:
+    raise CaptureError(
+        "a captured model has no gradient hooks: they would be lost", where=user_line(), hint="remove the hook, or change the forward pass"
+    )

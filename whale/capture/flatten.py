@@ -1,0 +1,275 @@
+"""Copies an exported program into one flat graph: ties joined, inner regions inlined, sizes read from one ``num_rows``.
+
+exported program                                  flat graph
+p_model_wte_weight, p_model_lm_head_weight   ->   p_wte_weight
+sym_size(x, 0), 9 * sym_size(x, 0)           ->   num_rows, 9 * num_rows
+wrap_with_set_grad_enabled(False, region)    ->   detached inputs, the region's ops
+wrap_with_autocast(bfloat16, region)         ->   the region's ops with the casts written out
+_assert_tensor_metadata(...)                 ->   nothing
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx.node import map_arg
+
+from whale.capture.batch import BatchStructure
+from whale.capture.parameters import Holdings
+from whale.capture.sizes import Sizes, tensors_of
+from whale.capture.source import line_of_stack_trace
+from whale.capture.trace import Traced
+from whale.errors import CaptureError
+
+aten = torch.ops.aten
+NUM_ROWS = "num_rows"
+
+_KEPT = ("val", "stack_trace", "nn_module_stack", "custom")
+_CHECKS = (
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+)
+_SUBSTITUTES = {aten.lift_fresh_copy.default: aten.clone.default}
+
+
+@dataclass
+class Flat:
+    """A flat graph.
+
+    Attributes:
+        graph: without an output node.
+        rows: the ``num_rows`` placeholder.
+        results: what the exported program returns.
+        sizes: how sizes depend on the rows.
+        sources: per parameter, buffer and constant placeholder, the key of its tensor.
+        kinds: per placeholder, the kind of its op.
+        constants: lifted constants by op name.
+    """
+
+    graph: fx.Graph
+    rows: fx.Node
+    sizes: Sizes
+    results: tuple[Any, ...] = ()
+    sources: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+
+def flatten(traced: Traced, structure: BatchStructure, held: Holdings) -> Flat:
+    """Makes the flat graph of an export.
+
+    Raises:
+        CaptureError: the program holds an operator that is a program of its own (a loop, a branch).
+    """
+    rows = _symbolic_rows(traced, structure)
+    graph = fx.Graph()
+    node = graph.placeholder(NUM_ROWS)
+    node.meta["val"] = rows
+    flat = Flat(graph, node, Sizes(rows.node.expr if isinstance(rows, torch.SymInt) else None, traced.rows))
+    flat.kinds[node.name] = "input"
+    _Flattening(traced, structure, held, flat).run()
+    return flat
+
+
+def _symbolic_rows(traced: Traced, structure: BatchStructure) -> int | torch.SymInt:
+    if not traced.dynamic:
+        return traced.rows
+    specs = [spec for spec in traced.exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    nodes = {node.name: node for node in traced.exported.graph.find_nodes(op="placeholder")}
+    found = next(spec for spec, leaf in zip(specs, structure.inputs, strict=True) if leaf.has_rows)
+    size = nodes[found.arg.name].meta["val"].shape[0]
+    assert isinstance(size, (int, torch.SymInt))
+    return size
+
+
+class _Flattening:
+    def __init__(self, traced: Traced, structure: BatchStructure, held: Holdings, flat: Flat) -> None:
+        self._exported = traced.exported
+        self._dynamic = traced.dynamic
+        self._structure = structure
+        self._held = held
+        self._flat = flat
+        self._graph = flat.graph
+        self._without_gradients = False
+        self._multiples: dict[tuple[int, int], fx.Node | int] = {(1, 0): flat.rows}
+
+    def run(self) -> None:
+        values: dict[fx.Node, Any] = {}
+        specs = {spec.arg.name: spec for spec in self._exported.graph_signature.input_specs}
+        order = {InputKind.USER_INPUT: 0, InputKind.PARAMETER: 1, InputKind.BUFFER: 2}
+        placeholders = self._exported.graph.find_nodes(op="placeholder")
+        leaves = iter(self._structure.inputs)
+        shared: dict[str, fx.Node] = {}
+        for node in sorted(placeholders, key=lambda node: order.get(specs[node.name].kind, 3)):
+            spec = specs[node.name]
+            leaf = next(leaves) if spec.kind is InputKind.USER_INPUT else None
+            kind, wanted, source = ("input", leaf.name or "", "") if leaf is not None else self._holding(spec)
+            if wanted not in shared:
+                shared[wanted] = self._placeholder(node, kind, wanted, source)
+                shared[wanted].meta["whale.has_rows"] = leaf is not None and leaf.has_rows
+            values[node] = shared[wanted]
+        self._flat.results = self._inline(self._exported.graph_module, values)
+
+    def _holding(self, spec: InputSpec) -> tuple[str, str, str]:
+        """Kind, wanted op name and tensor key of a placeholder that is no batch input."""
+        if not isinstance(spec.arg, TensorArgument) or spec.target is None:
+            raise CaptureError(f"a captured model holds tensors only ({spec.arg.name} is {spec.kind.name.lower()})")
+        name = spec.target.removeprefix("model.")
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            if not spec.target.startswith("model.") or name not in self._held.canonical:
+                raise CaptureError(f"the loss has no parameters of its own ({spec.target})", hint="make them part of the model")
+            name = self._held.canonical[name]
+            kind = next(parameter.kind for parameter in self._held.parameters if parameter.name == name)
+            return kind, f"{kind[0]}_{name.replace('.', '_')}", name
+        return "constant", f"c_{spec.target.replace('.', '_')}", spec.target
+
+    def _placeholder(self, old: fx.Node, kind: str, wanted: str, source: str) -> fx.Node:
+        node = self._graph.placeholder(wanted)
+        node.target = node.name
+        node.meta["val"] = old.meta["val"]
+        self._flat.kinds[node.name] = kind
+        if kind == "constant":
+            self._flat.constants[node.name] = self._exported.constants[source]
+            source = node.name
+        if source:
+            self._flat.sources[node.name] = source
+        return node
+
+    def _inline(self, module: fx.GraphModule, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
+        """Copies a module's ops; returns what it returns. `values` maps its placeholders."""
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return tuple(map_arg(node.args[0], lambda inner: values[inner]))
+            if node.op == "get_attr":
+                values[node] = getattr(module, str(node.target))
+            elif node.op == "call_function" and node.target not in _CHECKS:
+                values[node] = self._call(node, values)
+        raise AssertionError("a graph ends with its output")
+
+    def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        number = self._number(node)
+        if number is not None:
+            return number
+        args = tuple(map_arg(node.args, lambda inner: values[inner]))
+        kwargs = dict(map_arg(node.kwargs, lambda inner: values[inner]))
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self._region(node, args)
+        if node.target is operator.getitem and isinstance(args[0], tuple):
+            return args[0][cast(int, args[1])]
+        target: Any = _SUBSTITUTES.get(cast(Any, node.target), node.target)
+        if target is aten.detach_.default and len(node.all_input_nodes[0].users) == 1:
+            target = aten.detach.default
+        copied = self._graph.call_function(target, args, kwargs)
+        copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+        return copied
+
+    def _number(self, node: fx.Node) -> fx.Node | int | None:
+        """An integer that is a x rows + b, made from `num_rows` alone whatever tensor it was read from."""
+        value = node.meta.get("val")
+        linear = self._flat.sizes.linear(value) if isinstance(value, torch.SymInt) else None
+        if linear is None:
+            return None
+        factor, constant = linear
+        if factor == 0:
+            return constant
+        if linear not in self._multiples:
+            made: fx.Node | int = self._flat.rows
+            made = made if factor == 1 else self._integer(operator.mul, made, factor)
+            self._multiples[linear] = made if constant == 0 else self._integer(operator.add, made, constant)
+        return self._multiples[linear]
+
+    def _integer(self, function: Any, left: Any, right: int) -> fx.Node:
+        made = self._graph.call_function(function, (left, right))
+        made.meta["val"] = function(left.meta["val"], right)
+        return made
+
+    def _region(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        name = str(node.target)
+        if name == "wrap_with_set_grad_enabled":
+            return self._gradient_region(node, *args)
+        if name == "wrap_with_autocast":
+            _, dtype, enabled, _, module, *inputs = args
+            regions = dict(zip(_inputs(module), inputs, strict=True))
+            first = self._graph._root.prev
+            results = self._inline(module, regions)
+            if enabled:
+                self._write_casts(_after(first), dtype)
+            return results
+        raise CaptureError(
+            f"a captured model is one graph without inner programs (it has {name})",
+            where=line_of_stack_trace(node.meta.get("stack_trace")),
+            hint="write the loop or branch with ordinary tensor operations",
+        )
+
+    def _gradient_region(self, node: fx.Node, enabled: bool, module: fx.GraphModule, *inputs: Any) -> tuple[Any, ...]:
+        if enabled and self._without_gradients:
+            raise CaptureError(
+                "a captured model has no enable_grad() inside no_grad()", where=line_of_stack_trace(node.meta.get("stack_trace"))
+            )
+        before, self._without_gradients = self._without_gradients, not enabled
+        results = self._inline(module, dict(zip(_inputs(module), inputs if enabled else self._detached(inputs), strict=True)))
+        self._without_gradients = before
+        return results
+
+    def _detached(self, inputs: Iterable[Any]) -> list[Any]:
+        """The inputs of a region without gradients; `drop_needless_detaches` takes out those that change nothing."""
+        return [self._detach(item) if isinstance(item, fx.Node) and _is_floating(item) else item for item in inputs]
+
+    def _detach(self, node: fx.Node) -> fx.Node:
+        made = self._graph.call_function(aten.detach.default, (node,))
+        made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": node.meta["val"].detach()}
+        return made
+
+    def _write_casts(self, nodes: list[fx.Node], dtype: torch.dtype) -> None:
+        """Writes out the casts that autocast makes: the type of an op's result tells which it computed in."""
+        for node in nodes:
+            results = [tensor.dtype for tensor in tensors_of(node) if tensor.is_floating_point()]
+            if not results or results[0] not in (dtype, torch.float32) or _dtypes_without_casts(node) == results:
+                continue
+            for source in node.all_input_nodes:
+                value = source.meta.get("val")
+                if isinstance(value, Tensor) and value.dtype in (dtype, torch.float32) and value.dtype != results[0]:
+                    self._cast(node, source, results[0])
+
+    def _cast(self, node: fx.Node, source: fx.Node, dtype: torch.dtype) -> None:
+        with self._graph.inserting_before(node):
+            made = self._graph.call_function(aten.to.dtype, (source, dtype))
+        made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": source.meta["val"].to(dtype)}
+        node.replace_input_with(source, made)
+
+
+def _dtypes_without_casts(node: fx.Node) -> list[torch.dtype]:
+    """Floating-point result types of an op run as it stands; none if it does not run on such a mixture of types."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    try:
+        with torch.no_grad():
+            found = node.target(*args, **kwargs)  # type: ignore[operator]
+    except RuntimeError:
+        return []
+    values = found if isinstance(found, (tuple, list)) else (found,)
+    return [item.dtype for item in values if isinstance(item, Tensor) and item.is_floating_point()]
+
+
+def _inputs(module: fx.GraphModule) -> list[fx.Node]:
+    return module.graph.find_nodes(op="placeholder")
+
+
+def _after(first: fx.Node) -> list[fx.Node]:
+    found, node = [], first.next
+    while node.op != "root":
+        found.append(node)
+        node = node.next
+    return found
+
+
+def _is_floating(node: fx.Node) -> bool:
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_of(node))

@@ -1,0 +1,144 @@
+"""Describes the nodes of a flat graph as ops of the ModelGraph: arguments, specs, lines, costs and tags, without torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from whale.capture.aliasing import viewed_arguments, written_arguments
+from whale.capture.flatten import Flat
+from whale.capture.flops import op_flops
+from whale.capture.gradients import gradient_flow
+from whale.capture.scopes import DEFAULT_KEY, PATH_KEY
+from whale.capture.source import line_of_stack_trace
+from whale.capture.tagging import effective_tags
+from whale.errors import CaptureError
+from whale.ir.graph import Argument, Op, OpKind, Ref, TensorSpec
+from whale.ir.scope import Scope, ScopePath
+
+_CALL_NUMBER = re.compile(r"@\d+")
+_TEXT = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout", torch.memory_format: "memory_format"}
+
+
+def describe(flat: Flat, model: nn.Module, default: Scope | None) -> tuple[Op, ...]:
+    """The ops of a flat graph, in order, with the scopes as they were entered.
+
+    Args:
+        flat: the graph; its output node stands.
+        model: the user's model, for the tags of its modules.
+        default: the default strategy in force, for a model without a tag.
+    """
+    flow = gradient_flow(flat.graph)
+    tags = effective_tags(model)
+    rest = () if default is None or tags else (default,)
+    return tuple(_op(node, flat, flow, tags, rest) for node in flat.graph.nodes if node.op != "output")
+
+
+def _op(node: fx.Node, flat: Flat, flow: Mapping[fx.Node, bool], tags: Mapping[str, ScopePath], rest: ScopePath) -> Op:
+    outputs = _outputs(node, flat)
+    if node.op == "placeholder":
+        kind = cast(OpKind, flat.kinds[node.name])
+        integer = frozenset({"reads_rows"} if node is flat.rows else ())
+        target = flat.sources.get(node.name, node.name)
+        return Op(node.name, kind, target, outputs=outputs, tags=integer, requires_grad=flow[node])
+    modules = _modules(node)
+    forward, backward = op_flops(node, flow)
+    return Op(
+        name=node.name,
+        kind="call",
+        target=target_name(node.target),
+        args=tuple(argument(item) for item in node.args),
+        kwargs=tuple((name, argument(item)) for name, item in node.kwargs.items()),
+        outputs=outputs,
+        scope=_scope(node, modules, tags, rest),
+        module=modules[-1] if modules else "",
+        where=line_of_stack_trace(node.meta.get("stack_trace")),
+        forward_flops=forward,
+        backward_flops=backward,
+        tags=_tags(node, flat),
+        requires_grad=flow[node],
+    )
+
+
+def target_name(target: Any) -> str:
+    """``aten.linear.default``, ``operator.getitem``, ``torch.sym_max``."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    module = str(getattr(target, "__module__", "")).lstrip("_")
+    return f"{module.split('.')[0]}.{target.__name__}"
+
+
+def argument(value: Any) -> Argument:
+    """A node's argument without torch."""
+    if isinstance(value, fx.Node):
+        return Ref(value.name)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(argument(item) for item in value)
+    for kind, word in _TEXT.items():
+        if isinstance(value, kind):
+            return f"{word}:{str(value).removeprefix('torch.')}"
+    if isinstance(value, complex):
+        return f"complex:{value}"
+    raise CaptureError(f"an op's arguments are tensors and constants (got {type(value).__name__})")
+
+
+def _outputs(node: fx.Node, flat: Flat) -> tuple[TensorSpec, ...]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    tensors = [item for item in values if isinstance(item, Tensor)]
+    return tuple(flat.sizes.spec(tensor, node, position) for position, tensor in enumerate(tensors))
+
+
+def _modules(node: fx.Node) -> list[str]:
+    """Paths of the modules around a node, outermost first."""
+    found = []
+    for path, *_ in node.meta.get("nn_module_stack", {}).values():
+        path = _CALL_NUMBER.sub("", path)
+        if path.startswith("model."):
+            found.append(path.removeprefix("model."))
+    return found
+
+
+def _scope(node: fx.Node, modules: list[str], tags: Mapping[str, ScopePath], rest: ScopePath) -> ScopePath:
+    """The scope open in `forward`, else the innermost tagged module's; the default strategy's come last."""
+    custom = node.meta.get("custom") or {}
+    if custom.get(PATH_KEY):
+        return cast(ScopePath, custom[PATH_KEY])
+    tag = next((tags[path] for path in reversed(["", *modules]) if path in tags), ())
+    if DEFAULT_KEY in custom and (not tag or tag[0].is_default):
+        return (custom[DEFAULT_KEY],)
+    return tag or rest
+
+
+def _tags(node: fx.Node, flat: Flat) -> frozenset[str]:
+    found = set()
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        found.add("pointwise")
+    if written_arguments(node):
+        found.add("in_place")
+    elif viewed_arguments(node):
+        found.add("view")
+    if is_random(node):
+        found.add("random")
+    if flat.sizes.reads_rows(node.meta.get("val")):
+        found.add("reads_rows")
+    return frozenset(found)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an op draws random numbers as it is called here: a dropout of probability 0, or outside training, does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    values = {item.name: item.default_value for item in schema if item.has_default_value()}
+    values.update(zip((item.name for item in schema), node.args, strict=False))
+    values.update(node.kwargs)
+    probabilities = [values[name] for name in ("p", "dropout", "dropout_p") if isinstance(values.get(name), (int, float))]
+    active = [values[name] for name in ("train", "training") if isinstance(values.get(name), bool)]
+    return all(probability != 0 for probability in probabilities) and all(active)

@@ -1,0 +1,133 @@
+"""How sizes in a captured graph depend on the number of rows: as torch's symbolic expressions, or by two captures compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from whale.ir.graph import TensorSpec
+
+_FACTORS = "whale.row_factors"
+
+
+class Sizes:
+    """Reads sizes, given the symbol of the rows; without a symbol, factors stand on the nodes (`mark_factors`)."""
+
+    def __init__(self, symbol: Any, rows: int) -> None:
+        self.rows = rows
+        self._symbol = sympy.Symbol("rows") if symbol is None else symbol
+        self._linear: dict[Any, tuple[int, int] | None] = {}
+        self._bounds: dict[Any, int] = {}
+
+    def linear(self, size: object) -> tuple[int, int] | None:
+        """(a, b) for a size of a x rows + b; None for any other."""
+        if isinstance(size, int):
+            return (0, size)
+        if not isinstance(size, torch.SymInt):
+            return None
+        expression = size.node.expr
+        if expression not in self._linear:
+            self._linear[expression] = self._take_apart(size.node.shape_env.simplify(expression))
+        return self._linear[expression]
+
+    def reads_rows(self, value: object) -> bool:
+        """Whether a number depends on the rows."""
+        return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and self._symbol in value.node.expr.free_symbols
+
+    def spec(self, tensor: Tensor, node: fx.Node, position: int = 0) -> TensorSpec:
+        """The spec of an output of a node."""
+        marked = node.meta.get(_FACTORS)
+        factors = tuple(map(self._factor, tensor.shape)) if marked is None else marked[position]
+        shape = tuple(self._at_example(size, node) for size in tensor.shape)
+        return TensorSpec(shape, dtype_name(tensor.dtype), factors)
+
+    def factors(self, node: fx.Node) -> tuple[int, ...] | None:
+        """Row factors of a node that makes one tensor."""
+        value = node.meta.get("val")
+        return self.spec(value, node).row_factors if isinstance(value, Tensor) else None
+
+    def _factor(self, size: object) -> int:
+        linear = self.linear(size)
+        if linear is None:
+            return -1
+        factor, constant = linear
+        return factor if factor >= 0 and (factor == 0 or constant == 0) else -1
+
+    def _take_apart(self, expression: Any) -> tuple[int, int] | None:
+        expression = expression.expand()
+        factor = expression.coeff(self._symbol, 1)
+        constant = expression - factor * self._symbol
+        return (int(factor), int(constant)) if factor.is_Integer and constant.is_Integer else None
+
+    def _at_example(self, size: int | torch.SymInt, node: fx.Node) -> int:
+        if isinstance(size, int):
+            return size
+        expression = size.node.shape_env.simplify(size.node.expr).subs(self._symbol, self.rows)
+        return int(expression.subs({symbol: self._bound(symbol, node) for symbol in expression.free_symbols}))
+
+    def _bound(self, symbol: Any, node: fx.Node) -> int:
+        """A size that depends on values is taken for the elements of the smallest tensor that its op reads."""
+        if symbol not in self._bounds:
+            values = (source.meta.get("val") for source in node.all_input_nodes)
+            counts = [
+                _product(self._at_example(size, source) for size in value.shape)
+                for source, value in ((node, value) for value in values)
+                if isinstance(value, Tensor)
+            ]
+            self._bounds[symbol] = min(counts, default=1)
+        return self._bounds[symbol]
+
+
+def mark_factors(graph: fx.Graph, double: fx.Graph | None, rows: int) -> None:
+    """Writes row factors on the nodes of a graph of fixed rows, and on those of one of twice as many, by comparison.
+
+    Where the two graphs are not alike op by op, nothing is known but the inputs: every factor is -1.
+    """
+    nodes = list(graph.nodes)
+    others = [] if double is None else list(double.nodes)
+    alike = [(n.op, n.target) for n in nodes] == [(n.op, n.target) for n in others]
+    for index, node in enumerate(nodes):
+        shapes = _shapes(node)
+        doubled = _shapes(others[index]) if alike else []
+        if node.op == "placeholder" and not alike:
+            doubled = [tuple(2 * size if node.meta.get("whale.has_rows") and d == 0 else size for d, size in enumerate(s)) for s in shapes]
+        known = [len(s) for s in shapes] == [len(s) for s in doubled]
+        pairs = zip(shapes, doubled, strict=True) if known else ((shape, (-1,) * len(shape)) for shape in shapes)
+        node.meta[_FACTORS] = [tuple(_compared(a, b, rows) for a, b in zip(*pair, strict=True)) for pair in pairs]
+        if alike:
+            others[index].meta[_FACTORS] = node.meta[_FACTORS]
+
+
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """The tensors that a node makes."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [item for item in values if isinstance(item, Tensor)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _shapes(node: fx.Node) -> list[tuple[Any, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors_of(node)]
+
+
+def _compared(size: object, doubled: object, rows: int) -> int:
+    if not isinstance(size, int) or not isinstance(doubled, int):
+        return -1
+    if size == doubled:
+        return 0
+    return size // rows if doubled == 2 * size and size % rows == 0 else -1
+
+
+def _product(sizes: Iterable[int]) -> int:
+    count = 1
+    for size in sizes:
+        count *= size
+    return count

@@ -1,0 +1,59 @@
+"""Where in the user's code something happened: from live frames, from tracebacks and from torch's stack traces."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from whale.ir.source import SourceLine
+
+_NOT_THE_USERS = tuple(str(Path(file).resolve().parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent)))
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def user_line() -> SourceLine | None:
+    """The innermost frame of the caller's stack that is neither in whale nor in torch."""
+    frame = sys._getframe(1)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else SourceLine(_shorten(frame.f_code.co_filename), frame.f_lineno)
+
+
+def line_of_traceback(traceback: TracebackType | None) -> SourceLine | None:
+    """The innermost frame of a traceback that is neither in whale nor in torch."""
+    found = None
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if _is_users(file):
+            found = SourceLine(_shorten(file), traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return found
+
+
+@cache
+def line_of_stack_trace(text: str | None) -> SourceLine | None:
+    """The innermost user frame of the ``stack_trace`` that torch writes on a node."""
+    for file, line in reversed(_FRAME.findall(text or "")):
+        if _is_users(file):
+            return SourceLine(_shorten(file), int(line))
+    return None
+
+
+@cache
+def _is_users(file: str) -> bool:
+    if file.startswith("<") or file.startswith("torch/"):
+        return False
+    return not str(Path(file).resolve()).startswith(_NOT_THE_USERS)
+
+
+@cache
+def _shorten(file: str) -> str:
+    """A path under the working directory without that prefix, as compilers print it."""
+    inside = Path(file).resolve()
+    return str(inside.relative_to(Path.cwd())) if inside.is_relative_to(Path.cwd()) else file

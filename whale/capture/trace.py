@@ -1,0 +1,120 @@
+"""Exports the model and its loss as an ATen graph without running it, for any number of rows where that is possible."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.fx.traceback
+from torch import nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from whale.capture.batch import BatchStructure, Leaf
+from whale.capture.errors import as_capture_error, watched
+from whale.capture.modes import Faker, fake_tensors, training_flags
+from whale.capture.program import OutputStructure
+from whale.capture.scopes import capturing
+from whale.capture.wrapper import Loss, Mode, Wrapper
+from whale.errors import WhaleError
+from whale.ir.scope import Scope
+
+
+@dataclass(frozen=True)
+class Traced:
+    """An export and what was learnt while it ran.
+
+    Attributes:
+        exported: torch's program; its parameters are fake.
+        rows: the number of rows that it was exported with.
+        dynamic: whether that number is symbolic.
+        result: the output's structure, or the constant weight of the loss.
+        entered: the scopes entered in `forward`, in order.
+    """
+
+    exported: ExportedProgram
+    rows: int
+    dynamic: bool
+    result: OutputStructure | float | None
+    entered: tuple[Scope, ...]
+
+
+def trace(model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool) -> tuple[Traced, Traced | None]:
+    """Exports with a symbolic number of rows, or with two fixed ones where the model's code needs a number.
+
+    Args:
+        static: export at the example's rows alone.
+
+    Returns:
+        The export at the example's rows; and, if rows are not symbolic there, one at twice as many (None if that failed).
+
+    Raises:
+        WhaleError: the model cannot be captured.
+    """
+    export = _Export(model, loss, structure, mode)
+    first = export.attempt(structure.example_rows, dynamic=not static)
+    if isinstance(first, Traced):
+        return first, None
+    fixed = first if static or isinstance(first, WhaleError) else export.attempt(structure.example_rows, dynamic=False)
+    if not isinstance(fixed, Traced):
+        error = as_capture_error(fixed)
+        raise error from (None if error is fixed else fixed)
+    double = export.attempt(2 * structure.example_rows, dynamic=False)
+    return fixed, double if isinstance(double, Traced) else None
+
+
+@dataclass(frozen=True)
+class _Export:
+    model: nn.Module
+    loss: Loss | None
+    structure: BatchStructure
+    mode: Mode
+
+    def attempt(self, rows: int, dynamic: bool) -> Traced | Exception:
+        """One export; the exception where it fails."""
+        try:
+            return self._run(rows, dynamic)
+        except Exception as error:
+            return error
+
+    def _run(self, rows: int, dynamic: bool) -> Traced:
+        fake_mode = FakeTensorMode(
+            shape_env=ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True),
+            allow_non_fake_inputs=True,
+            export=True,
+        )
+        fake = Faker(fake_mode)
+        device = next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))
+        device = torch.device("cpu") if device.type == "meta" else device
+        leaves = [torch.empty(self._shape(leaf, rows), dtype=leaf.dtype, device=device) for leaf in self.structure.inputs]
+        size = Dim("rows", min=2)
+        shapes = tuple({0: size} if dynamic and leaf.has_rows else None for leaf in self.structure.inputs)
+        with capturing() as scopes:
+            wrapper = Wrapper(self.model, self.loss, self.structure, self.mode)
+            with _surroundings(self.model, self.mode, fake, fake_mode):
+                exported = torch.export.export(wrapper, tuple(leaves), strict=False, dynamic_shapes=(shapes,))
+        return Traced(exported, rows, dynamic, wrapper.result, tuple(scopes.entered))
+
+    @staticmethod
+    def _shape(leaf: Leaf, rows: int) -> tuple[int, ...]:
+        return (rows, *leaf.shape[1:]) if leaf.has_rows else leaf.shape
+
+
+@contextlib.contextmanager
+def _surroundings(model: nn.Module, mode: Mode, fake: Faker, fake_mode: FakeTensorMode) -> Iterator[None]:
+    with (
+        training_flags(model, mode),
+        fake_tensors(model, fake),
+        tracing(TracingContext(fake_mode)),
+        torch.fx.traceback.preserve_node_meta(),
+        torch.enable_grad(),
+        watched(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,131 @@
+"""The module that is exported: the batch's leaves in, the loss or the leaves of the model's output out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from whale.capture.batch import BatchStructure
+from whale.capture.program import OutputStructure
+from whale.errors import BatchError, CaptureError
+
+Mode = Literal["train", "eval", "predict"]
+Loss = Callable[[Any, Any], Any]
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class Wrapper(nn.Module):
+    """Calls the model on a batch, then the loss.
+
+    Attributes:
+        result: what the last call found out about its results: the output's structure in mode ``predict``, else the
+            constant weight of a (sum, weight) pair.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode) -> None:
+        super().__init__()
+        self.model = model
+        self.result: OutputStructure | float | None = None
+        self._loss = (loss,)  # in a tuple, so that a loss that is a module is not registered
+        self._structure = structure
+        self._mode = mode
+
+    def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
+        batch = self._structure.unflatten(list(tensors))
+        args, kwargs = call_arguments(self.model, batch)
+        output = self.model(*args, **kwargs)
+        if self._mode == "predict":
+            self.result, outputs = _take_apart(output)
+            return tuple(outputs)
+        loss = self._loss[0]
+        value = _own_loss(output) if loss is None else loss(output, batch)
+        total, weight = _checked_loss(value)
+        self.result = None if isinstance(weight, (Tensor, torch.SymInt)) else weight
+        return (total,) if self.result is not None or weight is None else (total, weight)
+
+
+def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How the model is called: a mapping by keyword, a tuple or list by position, a tensor alone.
+
+    What `forward` does not take is left to the loss.
+
+    Raises:
+        BatchError: the batch lacks an argument that `forward` requires.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
+    if isinstance(batch, Mapping):
+        names = {parameter.name for parameter in parameters if parameter.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)}
+        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        kwargs = {key: value for key, value in batch.items() if takes_all or key in names}
+        missing = [p.name for p in parameters if p.name not in kwargs and p.name in names and p.default is inspect.Parameter.empty]
+        _check_missing(model, missing, f"the batch has {', '.join(map(str, batch))}")
+        return (), kwargs
+    values = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    positional = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    args = values if inspect.Parameter.VAR_POSITIONAL in kinds else values[: len(positional)]
+    missing = [p.name for p in positional[len(args) :] if p.default is inspect.Parameter.empty]
+    _check_missing(model, missing, f"the batch has {len(values)} parts")
+    return args, {}
+
+
+def _check_missing(model: nn.Module, missing: list[str], given: str) -> None:
+    if missing:
+        raise BatchError(f"the batch holds what {type(model).__name__}.forward requires (it lacks {', '.join(missing)}; {given})")
+
+
+def _own_loss(output: Any) -> Any:
+    """The loss that a model computes itself: `output.loss`, ``output["loss"]``, or an output that is a scalar."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, Tensor) and output.dim() == 0:
+        found = output
+    if found is None:
+        raise CaptureError(
+            f"without loss= the model's output has a loss ({type(output).__name__} has none)",
+            hint="pass loss=function(output, batch), or put the labels into the batch",
+        )
+    return found
+
+
+def _checked_loss(value: Any) -> tuple[Tensor, Tensor | torch.SymInt | float | None]:
+    parts = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    numbers = (int, float, torch.SymInt)
+    fits = len(parts) in (1, 2) and isinstance(parts[0], Tensor) and parts[0].dim() == 0 and parts[0].is_floating_point()
+    if fits and len(parts) == 2:
+        fits = (isinstance(parts[1], Tensor) and parts[1].dim() == 0) or isinstance(parts[1], numbers)
+    if not fits:
+        raise CaptureError(
+            f"a loss is a floating-point scalar or a pair (sum, weight) of scalars (got {_describe(value)})",
+            hint="reduce it with .mean() or .sum()",
+        )
+    weight = parts[1] if len(parts) == 2 else None
+    return parts[0], float(weight) if isinstance(weight, (int, float)) else weight
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape [{', '.join(map(str, value.shape))}]"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(_describe(item) for item in value) + ")"
+    return type(value).__name__
+
+
+def _take_apart(output: Any) -> tuple[OutputStructure, list[Tensor]]:
+    leaves, spec = pytree.tree_flatten(output)
+    tensors: list[Tensor] = []
+    parts: list[tuple[int | None, object]] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            parts.append((len(tensors), None))
+            tensors.append(leaf)
+        elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CaptureError("a model's output holds tensors and constants (it holds a number that depends on the batch)")
+        else:
+            parts.append((None, leaf))
+    return OutputStructure(spec, tuple(parts)), tensors
