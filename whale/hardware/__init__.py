@@ -1,0 +1,7 @@
+"""What devices and links can do: the catalogue, cluster files, and clusters gathered from running ranks."""
+
+from whale.hardware.catalogue import CPU, Catalogue, KnownDevice, catalogue
+from whale.hardware.cluster_file import load_cluster, parse_cluster
+from whale.hardware.gathered import DeviceProfile, make_cluster
+
+__all__ = ["CPU", "Catalogue", "DeviceProfile", "KnownDevice", "catalogue", "load_cluster", "make_cluster", "parse_cluster"]

@@ -1,0 +1,151 @@
+"""The devices and links that Whale knows by name; the figures are in ``devices.yaml``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from whale.config import parse_yaml
+from whale.errors import ClusterError, raise_faults
+from whale.hardware.fields import Entry
+from whale.ir.cluster import Device, Link
+
+CPU = "cpu"
+FILE = "devices.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDevice:
+    """A model of device.
+
+    Attributes:
+        name: ``V100-32GB``; ``cpu`` is one core.
+        memory: bytes.
+        bandwidth: bytes per second of its own memory.
+        flops: peak FLOP/s per dtype, sorted pairs; float32 is among them.
+        efficiency: share of the peak that large matrix products reach.
+        link: name of the usual link inside a host.
+        nvml: word lists, each of which identifies the device in NVML's name for it.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    flops: tuple[tuple[str, float], ...]
+    efficiency: float
+    link: str
+    nvml: tuple[tuple[str, ...], ...]
+
+    def device(self, name: str, host: str, *, memory: int | None = None, num_cores: float = 1.0) -> Device:
+        """One of these, on a host.
+
+        Args:
+            name: unique in the cluster.
+            host: name of its host.
+            memory: bytes, where it has another amount than usual.
+            num_cores: of a CPU: its speeds are this many times those of one core.
+        """
+        flops = tuple((dtype, peak * num_cores) for dtype, peak in self.flops)
+        return Device(name, host, self.name, flops, memory or self.memory, self.bandwidth * num_cores, self.efficiency)
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Everything that is known by name.
+
+    Attributes:
+        devices: by name.
+        links: by name.
+        network: name of the link taken between hosts that nobody described.
+    """
+
+    devices: Mapping[str, KnownDevice]
+    links: Mapping[str, Link]
+    network: str
+
+    def usual_link(self, models: set[str]) -> Link | None:
+        """The link inside a host of these device models, as slow as the slowest of them; None if a model is not known."""
+        if not models <= set(self.devices):
+            return None
+        found = [self.links[self.devices[model].link] for model in models]
+        return Link(min(link.bandwidth for link in found), max(link.latency for link in found))
+
+    def match_nvml(self, name: str) -> KnownDevice | None:
+        """The device that NVML calls by this name (``NVIDIA A100-SXM4-80GB``); None if it is not known."""
+        words = set(_words(name))
+        hits = [(len(entry), device) for device in self.devices.values() for entry in device.nvml if words.issuperset(entry)]
+        return max(hits, key=lambda hit: hit[0])[1] if hits else None
+
+
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(name.upper().replace("-", " ").replace("_", " ").split())
+
+
+@cache
+def catalogue() -> Catalogue:
+    """The catalogue, read once."""
+    text = files("whale.hardware").joinpath(FILE).read_text(encoding="utf-8")
+    return read_catalogue(text)
+
+
+def read_catalogue(text: str) -> Catalogue:
+    """A catalogue from YAML text.
+
+    Raises:
+        ClusterError: a key is unknown or missing, or an amount is not one; all faults at once.
+    """
+    root = Entry(parse_yaml(text, FILE, ClusterError), "the catalogue", None)
+    root = Entry(root.document, root.name, root.document.data, (), root.faults)
+    root.is_mapping(("links", "network", "devices"), required=("links", "network", "devices"))
+    links = {name: read_link(entry) for name, entry in _named(root, "links", "link")}
+    raise_faults(root.faults)
+    devices = {name: _read_device(entry, name) for name, entry in _named(root, "devices", "device")}
+    known = {name: link for name, link in links.items() if link is not None}
+    for name, device in devices.items():
+        if device.link not in known:
+            root.fault(f"device {name}: unknown link {device.link!r}", "devices", name)
+    network = root.text("network") or ""
+    if network not in known:
+        root.fault(f"unknown link {network!r}", "network")
+    raise_faults(root.faults)
+    return Catalogue(devices, known, network)
+
+
+def _named(root: Entry, section: str, what: str) -> list[tuple[str, Entry]]:
+    content = root.get(section)
+    names = list(content) if isinstance(content, dict) else []
+    return [(name, root.below(section, section).below(name, f"{what} {name}")) for name in names]
+
+
+def read_link(entry: Entry) -> Link | None:
+    """A link written as ``{bandwidth: 25 Gbit/s, latency: 20 us}``; None, with faults noted, if it is wrong."""
+    if not entry.is_mapping(("bandwidth", "latency"), required=("bandwidth", "latency")):
+        return None
+    bandwidth, latency = entry.quantity("bandwidth", "B/s"), entry.quantity("latency", "s", zero=True)
+    return None if bandwidth is None or latency is None else Link(bandwidth, latency)
+
+
+def read_flops(entry: Entry) -> dict[str, float]:
+    """Peak FLOP/s per dtype, from ``{float32: 15.7 TFLOP/s, float16: 125 TFLOP/s}``."""
+    dtypes = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    if not entry.is_mapping(dtypes):
+        return {}
+    amounts = {dtype: entry.quantity(dtype, "FLOP/s") for dtype in dtypes}
+    return {dtype: amount for dtype, amount in amounts.items() if amount is not None}
+
+
+def _read_device(entry: Entry, name: str) -> KnownDevice:
+    keys = ("memory", "bandwidth", "flops", "efficiency", "link", "nvml")
+    entry.is_mapping(keys, required=keys)
+    nvml = entry.get("nvml")
+    return KnownDevice(
+        name,
+        int(entry.quantity("memory", "B") or 0),
+        entry.quantity("bandwidth", "B/s") or 0.0,
+        tuple(sorted(read_flops(entry.below("flops", f"device {name}: flops")).items())),
+        entry.number("efficiency", high=1) or 0.0,
+        entry.text("link") or "",
+        tuple(_words(str(item)) for item in nvml) if isinstance(nvml, list) else (),
+    )

@@ -1,0 +1,113 @@
+"""Checked access to a YAML file's values: a wrong one becomes a fault with its line, and reading goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from whale.config import Document, did_you_mean
+from whale.errors import ClusterError, WhaleError
+from whale.units import parse_quantity
+
+EXAMPLES = {"B": "16 GiB", "B/s": "25 Gbit/s", "s": "5 us", "FLOP/s": "15.7 TFLOP/s"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a document, with what to call it in errors.
+
+    Attributes:
+        document: the file.
+        name: in words (``host big``).
+        data: the plain value.
+        way: where it stands in the document.
+        faults: where faults go; shared by all entries of a document.
+    """
+
+    document: Document
+    name: str
+    data: object
+    way: tuple[str | int, ...] = ()
+    faults: list[WhaleError] = field(default_factory=list)
+
+    def fault(self, message: str, *way: str | int, hint: str | None = None) -> None:
+        """Notes a fault at this value, or at one below it."""
+        self.faults.append(ClusterError(message, where=self.document.place(*self.way, *way), hint=hint))
+
+    def get(self, key: str) -> object:
+        """The value under a key; None if there is none."""
+        return self.data.get(key) if isinstance(self.data, dict) else None
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, whatever its value."""
+        return isinstance(self.data, dict) and key in self.data
+
+    def below(self, key: str, name: str) -> Entry:
+        """The value under a key, as an entry."""
+        return Entry(self.document, name, self.get(key), (*self.way, key), self.faults)
+
+    def items(self, name: str) -> Iterator[Entry]:
+        """The values of a list, as entries."""
+        for index, item in enumerate(self.data if isinstance(self.data, list) else ()):
+            yield Entry(self.document, f"{name} {index + 1}", item, (*self.way, index), self.faults)
+
+    def is_mapping(self, known: Iterable[str], required: Iterable[str] = ()) -> bool:
+        """Whether this is a mapping with these keys; unknown and missing ones are faults."""
+        names = list(known)
+        if not isinstance(self.data, dict):
+            self.fault(f"{self.name} takes the keys {', '.join(names)} ({self.data!r} is not a mapping)")
+            return False
+        for key in self.data:
+            if key not in names:
+                self.fault(f"{self.name} has no key {key!r}", key, hint=did_you_mean(key, names))
+        missing = [key for key in required if self.data.get(key) is None]
+        for key in missing:
+            self.fault(f"{self.name} needs {key!r}")
+        return not missing
+
+    def quantity(self, key: str, unit: str, *, zero: bool = False) -> float | None:
+        """A positive amount (or zero, where allowed); None if it is absent or wrong."""
+        if not self.has(key):
+            return None
+        value = self.get(key)
+        rule = "at least 0" if zero else "above 0"
+        try:
+            amount = parse_quantity(value, unit)  # type: ignore[arg-type]  # refuses other types itself
+        except ValueError:
+            self.fault(f"{self.name}: {key} is an amount in {unit} {rule} ({value!r} is not)", key, hint=f"for example {EXAMPLES[unit]}")
+            return None
+        if not math.isfinite(amount) or amount < 0 or (amount == 0 and not zero):
+            self.fault(f"{self.name}: {key} must be {rule} ({value!r} is not)", key)
+            return None
+        return amount
+
+    def number(self, key: str, high: float = math.inf) -> float | None:
+        """A number above 0 and at most `high`; None if it is absent or wrong."""
+        if not self.has(key):
+            return None
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= high or math.isinf(value):
+            limit = f" and at most {high:g}" if math.isfinite(high) else ""
+            self.fault(f"{self.name}: {key} is a number above 0{limit} ({value!r} is not)", key)
+            return None
+        return float(value)
+
+    def count(self, key: str, default: int, high: int) -> int:
+        """A whole number from 1 to `high`; the default if it is absent or wrong."""
+        if not self.has(key):
+            return default
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+            self.fault(f"{self.name}: {key} is a whole number from 1 to {high} ({value!r} is not)", key)
+            return default
+        return value
+
+    def text(self, key: str) -> str | None:
+        """Text, or a number as text (a host may be called 7); None if it is absent or wrong."""
+        value = self.get(key)
+        if isinstance(value, (str, int)) and not isinstance(value, bool) and str(value):
+            return str(value)
+        if self.has(key):
+            self.fault(f"{self.name}: {key} is text ({value!r} is not)", key)
+        return None
