@@ -1,0 +1,105 @@
+"""A training run as a picklable case: what each rank does with it, and what the reference does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import whale
+from tests import reference
+from tests.distributed.world import World
+from tests.models import Description, build, make_batch
+from whale.ir.cluster import Cluster, Device, Host, Link
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batches and how to run it.
+
+    Attributes:
+        description: the model.
+        rows: rows of each step's global batch; the first is the example's number.
+        speeds: relative speed of each device, so of each rank.
+        config: settings by key.
+        optimizer: ``sgd`` or ``adam``.
+        seed: of weights and batches.
+    """
+
+    description: Description
+    rows: tuple[int, ...]
+    speeds: tuple[float, ...]
+    config: tuple[tuple[str, Any], ...] = ()
+    optimizer: str = "sgd"
+    seed: int = 0
+
+    @property
+    def batches(self) -> list[Any]:
+        return [make_batch(self.description, rows, self.seed + step) for step, rows in enumerate(self.rows)]
+
+    @property
+    def clip_norm(self) -> float | None:
+        return dict(self.config).get("gradient.clip_norm")
+
+
+OPTIMIZERS: dict[str, reference.Optimizer] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": partial(torch.optim.AdamW, lr=0.01, eps=1e-2),  # a large eps, so that rounding of zero gradients stays small
+}
+
+
+def make_cluster(speeds: tuple[float, ...], memory: int = 1 << 30) -> Cluster:
+    """A host of CPU devices with these relative speeds."""
+    devices = tuple(
+        Device(f"host0/{index}", "host0", "cpu", (("float32", speed * 1e9), ("float64", speed * 1e9)), memory, speed * 1e9)
+        for index, speed in enumerate(speeds)
+    )
+    return Cluster("test", (Host("host0", devices, Link(1e9, 1e-6)),), None)
+
+
+def train_rank(rank: int, num_ranks: int, case: Case) -> reference.Run:
+    """Trains the case on one rank, inside the process group that is there."""
+    model, _, loss = build(case.description, case.seed)
+    batches = case.batches
+    engine = whale.parallelize(
+        model,
+        loss=loss,
+        optimizer=OPTIMIZERS[case.optimizer],
+        batch=batches[0],
+        config=dict(case.config),
+        cluster=make_cluster(case.speeds),
+    )
+    try:
+        losses: list[float] = []
+        gradients: dict[str, torch.Tensor] = {}
+        for number, batch in enumerate(batches):
+            losses.append(float(engine.step(batch)))
+            if number == 0:
+                gradients = {name: value.clone() for name, value in engine.gradients().items()}
+        state = engine.state_dict()
+        assert state is not None
+        return reference.Run(losses, gradients, {name: value.clone() for name, value in state.items()})
+    finally:
+        engine.close()
+
+
+def train_reference(case: Case) -> reference.Run:
+    """Trains the case in this process."""
+    model, _, loss = build(case.description, case.seed)
+    return reference.train(model, loss, case.batches, OPTIMIZERS[case.optimizer], case.clip_norm)
+
+
+def errors(world: World, case: Case) -> tuple[float, str]:
+    """The largest error of any rank against the reference, and where it is; all gradients must be there, once or more."""
+    expected = train_reference(case)
+    runs: list[reference.Run] = world.run(train_rank, case, num_ranks=len(case.speeds))
+    worst = (0.0, "nothing")
+    for rank, run in enumerate(runs):
+        owned = {name: value for name, value in expected.gradients.items() if name in run.gradients}
+        error, where = reference.largest_error(run, reference.Run(expected.losses, owned, expected.state))
+        worst = max(worst, (error, f"{where} on rank {rank}"))
+    missing = set(expected.gradients) - {name for run in runs for name in run.gradients}
+    assert not missing, f"no rank has the gradients of {sorted(missing)}"
+    return worst

@@ -1,0 +1,341 @@
+"""Random models as picklable descriptions, so that every rank can build the same one.
+
+tokens -> [embedding] -> block 0 -> block 1 -> ... -> [head] -> logits        one hidden size throughout
+                            |                   ^
+                            +------- skip ------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import whale
+
+BlockKind = Literal["linear", "feed_forward", "norm", "attention", "convolution", "gelu", "buffer", "in_place", "batch_norm"]
+LossKind = Literal["cross_entropy", "mse", "pair", "two_terms", "penalty", "whole_mean"]
+Placement = Literal["construction", "forward", "none"]
+
+CLASSES = 11
+IGNORED = -100
+BLOCKS: tuple[BlockKind, ...] = ("linear", "feed_forward", "norm", "attention", "convolution", "gelu", "buffer", "in_place")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One step of the chain.
+
+    Attributes:
+        kind: what it computes.
+        skip_from: an earlier value to add to its input: 0 the chain's input, i the result of block i - 1; None for none.
+        tied_to: an earlier block of the same kind whose first weight it shares.
+        frozen: whether its parameters get no gradient.
+        repeats: how many times it is called in a row.
+    """
+
+    kind: BlockKind
+    skip_from: int | None = None
+    tied_to: int | None = None
+    frozen: bool = False
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A scope: the blocks from `start` up to the next segment, under ``whale.replicate(device_count)``."""
+
+    start: int
+    device_count: int | None = 1
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model, its inputs and its loss.
+
+    Attributes:
+        tokens: whether the input is token ids, embedded, rather than features.
+        blocks: the chain.
+        width, sequence: sizes of the hidden values ``[rows, sequence, width]``.
+        tied: whether the head shares the embedding's table.
+        extra_at: the block before which a second input is added; None for one input.
+        shift: whether a third input without rows is added at the end.
+        unused: whether the model holds a parameter that nothing reads.
+        loss: the form of the loss.
+        segments: scopes, in order of `start`, the first from 0.
+        placement: whether the scopes stand around construction or in `forward`.
+        as_tuple: whether the batch is a tuple rather than a mapping.
+    """
+
+    tokens: bool
+    blocks: tuple[Block, ...]
+    width: int = 8
+    sequence: int = 3
+    tied: bool = False
+    extra_at: int | None = None
+    shift: bool = False
+    unused: bool = False
+    loss: LossKind = "cross_entropy"
+    segments: tuple[Segment, ...] = (Segment(0),)
+    placement: Placement = "none"
+    as_tuple: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that one model replica takes, where every scope states its count."""
+        return sum(segment.device_count or 1 for segment in self.segments) if self.placement != "none" else 1
+
+
+Batch = dict[str, Tensor] | tuple[Tensor, ...]
+Loss = Callable[[Any, Any], Any]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with two heads and a fused projection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(x).view(rows, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+
+
+class Step(nn.Module):
+    """One block of the chain."""
+
+    def __init__(self, kind: BlockKind, width: int) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind in ("linear", "in_place"):
+            self.layer = nn.Linear(width, width)
+        elif kind == "feed_forward":
+            self.layer, self.back = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+        elif kind == "norm":
+            self.layer = nn.LayerNorm(width)
+        elif kind == "batch_norm":
+            self.layer = nn.BatchNorm1d(width)
+        elif kind == "attention":
+            self.layer = Attention(width)
+        elif kind == "convolution":
+            self.layer = nn.Conv1d(width, width, 3, padding=1)
+        elif kind == "buffer":
+            self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
+            self.register_buffer("offset", torch.linspace(-0.1, 0.1, width), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "gelu":
+            return F.gelu(x)
+        if self.kind == "buffer":
+            return x * self.scale + self.offset
+        if self.kind in ("convolution", "batch_norm"):
+            return self.layer(x.transpose(1, 2)).transpose(1, 2)
+        if self.kind == "feed_forward":
+            return x + self.back(F.gelu(self.layer(x)))
+        if self.kind == "in_place":
+            y = self.layer(x)
+            y += x
+            return y.mul_(0.5)
+        return self.layer(x)
+
+
+class Model(nn.Module):
+    """The model of a description."""
+
+    def __init__(self, description: Description) -> None:
+        super().__init__()
+        self.description = description
+        steps: list[Step] = []
+        for number in range(len(description.segments)):
+            with _scope(description, number, "construction"):
+                if number == 0:
+                    self.embedding = nn.Embedding(CLASSES, description.width) if description.tokens else nn.Identity()
+                steps += [Step(block.kind, description.width) for _, block in _blocks(description, number)]
+                if number == len(description.segments) - 1:
+                    self.head = nn.Linear(description.width, CLASSES, bias=not description.tied)
+        self.steps = nn.ModuleList(steps)
+        self._tie()
+        if description.unused:
+            self.unused = nn.Parameter(torch.ones(2))
+
+    def _tie(self) -> None:
+        for step, block in zip(self.steps, self.description.blocks, strict=True):
+            if block.tied_to is not None:
+                step.layer.weight = self.steps[block.tied_to].layer.weight
+            if block.frozen:
+                step.requires_grad_(False)
+        if self.description.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, extra: Tensor | None = None, shift: Tensor | None = None) -> Any:
+        description, values = self.description, []
+        for number in range(len(description.segments)):
+            with _scope(description, number, "forward"):
+                if number == 0:
+                    x = self.embedding(x)
+                    values.append(x)
+                for index, block in _blocks(description, number):
+                    x = self._step(index, block, x, values, extra)
+                if number == len(description.segments) - 1:
+                    return self._finish(x if shift is None else x + shift, values)
+        raise AssertionError("a description has segments")
+
+    def _step(self, index: int, block: Block, x: Tensor, values: list[Tensor], extra: Tensor | None) -> Tensor:
+        if extra is not None and index == self.description.extra_at:
+            x = x + extra
+        if block.skip_from is not None:
+            x = x + values[block.skip_from]
+        for _ in range(block.repeats):
+            x = self.steps[index](x)
+        values.append(x)
+        return x
+
+    def _finish(self, x: Tensor, values: list[Tensor]) -> Any:
+        logits = self.head(x)
+        if self.description.loss == "two_terms":
+            return logits, values[-1]
+        if self.description.loss == "penalty":
+            return logits, self.head.weight.square().sum()
+        return logits
+
+
+def _blocks(description: Description, number: int) -> list[tuple[int, Block]]:
+    """The blocks of a segment, with their positions."""
+    ends = [segment.start for segment in description.segments[1:]] + [len(description.blocks)]
+    start = description.segments[number].start
+    return list(enumerate(description.blocks))[start : ends[number]]
+
+
+def _scope(description: Description, number: int, placement: Placement) -> AbstractContextManager[Any]:
+    if description.placement != placement:
+        return nullcontext()
+    return whale.replicate(description.segments[number].device_count, name=f"part{number}")
+
+
+def make_loss(description: Description) -> Loss:
+    """The loss of a description: a function of the model's output and the batch."""
+    return {
+        "cross_entropy": _cross_entropy,
+        "mse": lambda output, batch: F.mse_loss(output, _targets(batch)[1]),
+        "pair": _masked_pair,
+        "two_terms": lambda output, batch: 0.7 * _cross_entropy(output[0], batch) + 0.1 * output[1].square().mean(),
+        "penalty": lambda output, batch: F.l1_loss(output[0], _targets(batch)[1]) + 0.01 * output[1],
+        "whole_mean": lambda output, batch: output.square().mean(),
+    }[description.loss]
+
+
+def _targets(batch: Any) -> tuple[Tensor, Tensor]:
+    """Class targets and value targets: the last two of the batch."""
+    labels, values = list(batch.values() if isinstance(batch, dict) else batch)[-2:]
+    return labels, values
+
+
+def _cross_entropy(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), _targets(batch)[0].flatten(), ignore_index=IGNORED)
+
+
+def _masked_pair(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    labels, values = _targets(batch)
+    counted = labels != IGNORED
+    return ((output - values).square().sum(-1) * counted).sum(), counted.sum()
+
+
+def make_batch(description: Description, num_rows: int, seed: int) -> Batch:
+    """A batch of a description's inputs and targets, about a third of the class targets ignored."""
+    random = torch.Generator().manual_seed(seed)
+    shape = (num_rows, description.sequence)
+
+    def values(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=random, dtype=torch.float64)
+
+    labels = torch.randint(0, CLASSES, shape, generator=random)
+    labels[torch.rand(shape, generator=random) < 0.3] = IGNORED
+    labels[:, 0] = 1  # no row, so no piece, is without a target
+    batch = {"x": torch.randint(0, CLASSES, shape, generator=random) if description.tokens else values(*shape, description.width)}
+    if description.extra_at is not None:
+        batch["extra"] = values(*shape, description.width)
+    if description.shift:
+        batch["shift"] = values(1, description.width)
+    batch |= {"labels": labels, "values": values(*shape, CLASSES)}
+    return tuple(batch.values()) if description.as_tuple else batch
+
+
+def build(description: Description, seed: int, num_rows: int = 8) -> tuple[nn.Module, Batch, Loss]:
+    """A model in float64 with random weights, an example batch, and the loss."""
+    torch.manual_seed(seed)
+    model = Model(description).double()
+    return model, make_batch(description, num_rows, seed), make_loss(description)
+
+
+# -- strategies ----------------------------------------------------------------------------------
+
+
+@st.composite
+def descriptions(draw: st.DrawFn, max_devices: int = 1, kinds: tuple[BlockKind, ...] = BLOCKS) -> Description:
+    """Random models whose scopes ask for at most `max_devices` devices."""
+    num_blocks = draw(st.integers(1, 6))
+    blocks = tuple(draw(_block(index, kinds)) for index in range(num_blocks))
+    blocks = tuple(_with_tie(draw, blocks, index) for index in range(num_blocks))
+    tokens = draw(st.booleans())
+    extra_at = draw(st.none() | st.integers(0, num_blocks - 1))
+    shift = draw(st.booleans())
+    return Description(
+        tokens=tokens,
+        blocks=blocks,
+        sequence=draw(st.integers(2, 3)),
+        tied=tokens and draw(st.booleans()),
+        extra_at=extra_at,
+        shift=shift,
+        unused=draw(st.booleans()),
+        loss=draw(st.sampled_from(("cross_entropy", "mse", "pair", "two_terms", "penalty", "whole_mean"))),
+        segments=draw(_segments(num_blocks, max_devices)),
+        placement=draw(st.sampled_from(("construction", "forward", "none"))),
+        as_tuple=extra_at is not None and shift and draw(st.booleans()),  # else targets would be taken for inputs
+    )
+
+
+@st.composite
+def _block(draw: st.DrawFn, index: int, kinds: tuple[BlockKind, ...]) -> Block:
+    return Block(
+        kind=draw(st.sampled_from(kinds)),
+        skip_from=draw(st.none() | st.integers(0, index)),
+        frozen=draw(st.integers(0, 4)) == 4,
+        repeats=2 if draw(st.integers(0, 4)) == 4 else 1,
+    )
+
+
+def _with_tie(draw: st.DrawFn, blocks: tuple[Block, ...], index: int) -> Block:
+    """The block, perhaps tied to an earlier one with the same weight."""
+    block = blocks[index]
+    partners = [
+        other
+        for other in range(index)
+        if blocks[other].kind == block.kind and block.kind in ("linear", "feed_forward", "convolution") and not blocks[other].frozen
+    ]
+    if not partners or block.frozen or draw(st.booleans()):
+        return block
+    return replace(block, tied_to=draw(st.sampled_from(partners)))
+
+
+@st.composite
+def _segments(draw: st.DrawFn, num_blocks: int, max_devices: int) -> tuple[Segment, ...]:
+    """Consecutive scopes that together take at most `max_devices` devices."""
+    wanted = draw(st.integers(1, min(max_devices, num_blocks)))
+    starts = sorted(draw(st.sets(st.integers(1, num_blocks - 1), min_size=wanted - 1, max_size=wanted - 1))) if wanted > 1 else []
+    spare = max_devices - wanted
+    segments = []
+    for start in (0, *starts):
+        extra = draw(st.integers(0, spare))
+        spare -= extra
+        segments.append(Segment(start, 1 + extra))
+    return tuple(segments)
