@@ -1,0 +1,112 @@
+"""An optimizer's state by parameter name, so that any plan can take over what another plan's optimizers kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale.errors import CheckpointError, raise_faults
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer keeps for each parameter.
+
+    Attributes:
+        state: per parameter name, its entries (``exp_avg`` ...): tensors or plain data. Empty before the first step.
+        options: per parameter name, the hyperparameters of its group (``lr`` ...); parameters of one group may share the mapping.
+    """
+
+    state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def read_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, Tensor]) -> OptimizerState:
+    """The state of an optimizer by name; the tensors are the optimizer's own.
+
+    Args:
+        optimizer: over some or all of the parameters, in any groups; None keeps nothing.
+        parameters: this rank's parameters by name, the very objects that the optimizer was built with.
+    """
+    if optimizer is None:
+        return OptimizerState()
+    names = _names(parameters)
+    # Through state_dict, not optimizer.state: optimizers may store differently from what they keep, and hooks may change it.
+    packed = optimizer.state_dict()
+    state: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for group, own in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        shared = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for index, parameter in zip(group["params"], own["params"], strict=True):
+            name = names[id(parameter)]
+            options[name] = shared
+            if index in packed["state"]:
+                state[name] = dict(packed["state"][index])
+    return OptimizerState(state, options)
+
+
+def write_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, Tensor], saved: OptimizerState) -> None:
+    """Gives an optimizer the state that was read from another, whatever parameters that one held beside.
+
+    Args:
+        optimizer: as in `read_optimizer`.
+        parameters: as in `read_optimizer`.
+        saved: of at least the optimizer's parameters.
+
+    Raises:
+        CheckpointError: parameters of one group were saved with different hyperparameters, or a parameter was not with an optimizer.
+    """
+    if optimizer is None:
+        return
+    names = _names(parameters)
+    packed = optimizer.state_dict()
+    groups = []
+    faults = []
+    state: dict[int, Mapping[str, Any]] = {}
+    for number, (group, own) in enumerate(zip(packed["param_groups"], optimizer.param_groups, strict=True)):
+        members = [names[id(parameter)] for parameter in own["params"]]
+        try:
+            groups.append({**group, **_common_options(number, members, saved.options)})
+        except CheckpointError as fault:
+            faults.append(fault)
+        state.update({index: saved.state[name] for index, name in zip(group["params"], members, strict=True) if name in saved.state})
+    raise_faults(faults)
+    optimizer.load_state_dict({**packed, "state": state, "param_groups": groups})
+    _keep_types(optimizer, names, saved)
+
+
+def _names(parameters: Mapping[str, Tensor]) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in parameters.items()}
+
+
+def _common_options(number: int, members: list[str], options: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    unknown = [name for name in members if name not in options]
+    if unknown:
+        raise CheckpointError(
+            f"every parameter of the optimizer must have been with the saved one ({len(unknown)} were not: {', '.join(unknown)})",
+            hint="the optimizer was built over other parameters when the checkpoint was written",
+        )
+    for name in members[1:]:
+        first, other = options[members[0]], options[name]
+        differing = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
+        if differing:
+            key = differing[0]
+            raise CheckpointError(
+                f"parameters of one group must have been saved with equal options (group {number}, {key}: "
+                f"{first.get(key)!r} for {members[0]}, {other.get(key)!r} for {name})",
+                hint="build the optimizer with the parameter groups that it was saved with",
+            )
+    return options[members[0]] if members else {}
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: OptimizerState) -> None:
+    """Undoes the cast of state to the parameter's type that loading does: an fp32 average of a bf16 weight stays fp32."""
+    for parameter, entries in optimizer.state.items():
+        for key, value in saved.state.get(names[id(parameter)], {}).items():
+            loaded = entries.get(key)
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                entries[key] = value.to(loaded.device, copy=True)
