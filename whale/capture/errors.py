@@ -15,6 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.parameter import UninitializedParameter
 
 from whale.capture.source import line_of_traceback, user_line
 from whale.errors import CaptureError, WhaleError, raise_faults
@@ -49,7 +50,7 @@ def check_model(model: nn.Module) -> None:
     """
     faults: list[WhaleError] = []
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if isinstance(parameter, UninitializedParameter):
             faults.append(CaptureError(f"parameters have shapes before capture ({name} is lazy)", hint="run the model on one batch first"))
         elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             faults.append(CaptureError(f"a captured parameter has no gradient hooks ({name} has)", hint="remove the hook"))
