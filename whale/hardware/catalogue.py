@@ -45,7 +45,7 @@ class KnownDevice:
             name: unique in the cluster.
             host: name of its host.
             memory: bytes, where it has another amount than usual.
-            num_cores: of a CPU: its speeds are this many times those of one core.
+            num_cores: its speeds are this many times the catalogue's: a CPU's number of cores, or the part of a shared GPU.
         """
         flops = tuple((dtype, peak * num_cores) for dtype, peak in self.flops)
         return Device(name, host, self.name, flops, memory or self.memory, self.bandwidth * num_cores, self.efficiency)
@@ -75,6 +75,8 @@ class Catalogue:
     def match_nvml(self, name: str) -> KnownDevice | None:
         """The device that NVML calls by this name (``NVIDIA A100-SXM4-80GB``); None if it is not known."""
         words = set(_words(name))
+        if "MIG" in words:  # a slice of a GPU is not the GPU
+            return None
         hits = [(len(entry), device) for device in self.devices.values() for entry in device.nvml if words.issuperset(entry)]
         return max(hits, key=lambda hit: hit[0])[1] if hits else None
 

@@ -20,7 +20,7 @@ class DeviceProfile:
         host: the host's name.
         model: catalogue name, or the device's own name where the catalogue has none.
         memory: bytes that this rank may count on.
-        num_cores: of a CPU rank: its share of the host's cores; may be less than one.
+        num_cores: of a CPU rank its share of the host's cores, of a shared GPU this rank's part; may be less than one.
         flops: peak FLOP/s per dtype, sorted pairs; empty for the catalogue's.
         bandwidth: bytes per second of the device's memory; 0 for the catalogue's.
         efficiency: share of the peak that large matrix products reach; 0 for the catalogue's.

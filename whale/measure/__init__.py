@@ -1,0 +1,5 @@
+"""What the machine at hand is: GPUs by NVML, otherwise the host's cores and memory."""
+
+from whale.measure.devices import devices_at_hand, local_profile
+
+__all__ = ["devices_at_hand", "local_profile"]
