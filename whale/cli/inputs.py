@@ -31,7 +31,7 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds all that a plan is made from."""
     add_source_arguments(parser)
     parser.add_argument("--cluster", metavar="C.yaml", help="the devices; without it, the recipe's, else this machine's")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="without --cluster: CPU ranks where there is no GPU")
+    parser.add_argument("--ranks", type=int, metavar="N", help="without --cluster: ranks on this machine (default: one per GPU, else one)")
     parser.add_argument("--recipe", metavar="R.yaml", help="configuration")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one configuration value; repeatable")
     parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch; those of the example by default")
@@ -63,7 +63,7 @@ def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
         return load_cluster(Path(file))
     from whale.measure import devices_at_hand
 
-    if arguments.ranks < 1:
+    if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, not {arguments.ranks}")
     return devices_at_hand(arguments.ranks)
 
