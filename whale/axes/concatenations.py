@@ -1,0 +1,171 @@
+"""The rules of concatenation and its inverses: ``cat``, ``split``, slices.
+
+Parts of one size are a product, ``3 x part``, and the parts are unified. Parts of unlike sizes are a concatenation,
+and stay apart. A slice alone is neither, and the dimension is whole there; slices of one tensor that together tile
+its dimension are a split.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from whale.axes.atoms import ROWS, Clash, Dim
+from whale.axes.binding import CLASHES
+from whale.axes.outcome import KEPT, Letter, Misfit, Outcome, Reading, Tiling, argument, number
+from whale.axes.values import Role
+from whale.ir.graph import ModelGraph, Op, Ref
+
+STACKS = Role("whole", reason="joins pieces along it")
+DIVIDES = Role("whole", reason="takes it apart")
+CUTS_OFF = Role("whole", reason="takes a part of it")
+PART = Role("whole", reason="makes a part of another axis")
+
+
+def cat(op: Op, reading: Reading) -> Outcome:
+    """``cat``: pieces along one dimension, all else unified."""
+    tensors = [dims for dims in reading.tensors_of(op.args[0]) if 0 not in reading.shape(dims)]
+    if not tensors:
+        raise Misfit("it joins nothing")
+    rank = len(tensors[0])
+    along = number(argument(op, 1, "dim", 0)) % rank
+    letters: list[Letter] = []
+    result: list[Dim] = []
+    for index in range(rank):
+        parts = [dims[index] for dims in tensors]
+        result.append(_join(parts, letters, reading) if index == along else _unified(parts, letters, reading))
+    return Outcome((tuple(result),), tuple(letters))
+
+
+def _unified(parts: list[Dim], letters: list[Letter], reading: Reading) -> Dim:
+    role = KEPT
+    for part in parts[1:]:
+        try:
+            reading.atoms.unify(parts[0], part)
+        except Clash:
+            role = CLASHES
+            letters.append(Letter("piece", CLASHES, part))
+    letters.append(Letter("dimension", role, parts[0]))
+    return parts[0]
+
+
+def _join(parts: list[Dim], letters: list[Letter], reading: Reading) -> Dim:
+    try:
+        joined = reading.atoms.concatenate(parts)
+    except Clash:
+        letters += [Letter("piece", CLASHES, part) for part in parts]
+        return reading.atoms.fresh(sum(reading.atoms.size(part) for part in parts))
+    letters += _letters(joined, parts[0], STACKS, reading)
+    return joined
+
+
+def _letters(joined: Dim, part: Dim, outer: Role, reading: Reading) -> list[Letter]:
+    """The letters of a dimension and its parts: of ``n x part`` the n is whole; check 4 judges a true concatenation."""
+    if reading.atoms.size(joined) == reading.atoms.size(part):
+        return [Letter("dimension", KEPT, joined)]
+    if len(joined) == len(part) + 1 and joined[1:] == part:
+        return [Letter("pieces", outer, joined[:1]), Letter("dimension", KEPT, part)]
+    return [Letter("dimension", KEPT, joined)]
+
+
+def split(op: Op, reading: Reading) -> Outcome:
+    """``split``, ``chunk``: all parts of one dimension; their sizes are read from the results."""
+    dims = reading.tensor(op.args[0])
+    if dims is None:
+        raise Misfit("its operand is no tensor")
+    along = number(argument(op, 2, "dim", 0)) % len(dims)
+    sizes = tuple(spec.shape_at(ROWS)[along] for spec in op.outputs)
+    parts, letters = _take_apart(dims[along], sizes, reading)
+    letters += [Letter("dimension", KEPT, dim) for index, dim in enumerate(dims) if index != along]
+    return Outcome(tuple(dims[:along] + (part,) + dims[along + 1 :] for part in parts), tuple(letters))
+
+
+def _take_apart(dim: Dim, sizes: tuple[int, ...], reading: Reading) -> tuple[tuple[Dim, ...], list[Letter]]:
+    atoms = reading.atoms
+    if sum(sizes) != atoms.size(dim):
+        raise Misfit("its parts are not the whole")
+    if len(sizes) == 1:
+        return (dim,), [Letter("dimension", KEPT, dim)]
+    try:
+        parts = atoms.partition(dim, sizes)
+    except Clash:
+        parts = tuple(atoms.fresh(size) for size in sizes)
+        return parts, [Letter("dimension", CLASHES, dim), *(Letter("part", PART, part) for part in parts)]
+    if len(set(sizes)) == 1:
+        outer = atoms.outer(dim, len(sizes))
+        return parts, [Letter("parts", DIVIDES, outer), Letter("dimension", KEPT, parts[0])]
+    return parts, [Letter("dimension", KEPT, dim)]
+
+
+def slice_(op: Op, reading: Reading) -> Outcome:
+    """``slice``, ``narrow``: all of a dimension, a tile of it, or a part of it."""
+    dims = reading.tensor(op.args[0])
+    if dims is None:
+        raise Misfit("its operand is no tensor")
+    along = number(argument(op, 1, "dim", 0)) % len(dims)
+    size = op.outputs[0].shape_at(ROWS)[along]
+    letters = [Letter("dimension", KEPT, dim) for index, dim in enumerate(dims) if index != along]
+    tiling = reading.tilings.get(op.name)
+    if size == reading.atoms.size(dims[along]):
+        part: Dim = dims[along]
+        letters.append(Letter("dimension", KEPT, part))
+    elif tiling:
+        parts, more = _take_apart(dims[along], tiling.sizes, reading)
+        part = parts[tiling.index]
+        letters += more
+    else:
+        part = reading.atoms.fresh(size)
+        letters += [Letter("dimension", CUTS_OFF, dims[along]), Letter("part", PART, part)]
+    return Outcome((dims[:along] + (part,) + dims[along + 1 :],), tuple(letters))
+
+
+def find_tilings(graph: ModelGraph) -> dict[str, Tiling]:
+    """Slices that tile a dimension together with other slices of the same tensor.
+
+    Slices that take all of a dimension are looked through, so ``x[:, :4]`` and ``x[:, 4:]`` are found
+    where each is two slices.
+    """
+    origin: dict[str, str] = {}
+    taken: dict[tuple[str, int], dict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for op in graph.ops:
+        found = _interval(op, graph) if op.target.startswith(SLICES) else None
+        if found is None:
+            continue
+        source, along, start, stop, size = found
+        source = origin.get(source, source)
+        if (start, stop) == (0, size):
+            origin[op.name] = source
+        else:
+            taken[source, along][start, stop].append(op.name)
+    tilings = {}
+    for (source, along), intervals in taken.items():
+        size = graph.by_name[source].outputs[0].shape[along]
+        ordered = sorted(intervals)
+        ends = [0, *(stop for _, stop in ordered)]
+        if len(ordered) < 2 or ends[-1] != size or any(start != end for (start, _), end in zip(ordered, ends, strict=False)):
+            continue
+        sizes = tuple(stop - start for start, stop in ordered)
+        tilings.update({name: Tiling(sizes, index) for index, interval in enumerate(ordered) for name in intervals[interval]})
+    return tilings
+
+
+SLICES = ("aten.slice.", "aten.narrow.")
+
+
+def _interval(op: Op, graph: ModelGraph) -> tuple[str, int, int, int, int] | None:
+    """Source, dimension, start, stop and the dimension's size of a slice whose bounds are known numbers; else None."""
+    source = op.args[0]
+    if not isinstance(source, Ref) or len(graph.by_name[source.op].outputs) != 1:
+        return None
+    spec = graph.by_name[source.op].outputs[0]
+    dim, start = argument(op, 1, "dim", 0), argument(op, 2, "start", 0)
+    if not isinstance(dim, int) or not isinstance(start, int | None) or argument(op, 4, "step", 1) != 1:
+        return None
+    along = dim % len(spec.shape)
+    size, length = spec.shape[along], op.outputs[0].shape[along]
+    if length == size:
+        return source.op, along, 0, size, size
+    if spec.row_factors[along]:
+        return None
+    begin = start or 0
+    begin = max(begin + size, 0) if begin < 0 else begin
+    return source.op, along, begin, begin + length, size

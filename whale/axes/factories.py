@@ -1,0 +1,26 @@
+"""The rules of factories: ops that make a tensor from sizes alone, so that any part of it can be made alone.
+
+``arange`` is special: a part keeps its positions in the whole, and an index by all positions of a dimension is that
+dimension itself. Which tensors hold positions is remembered.
+"""
+
+from __future__ import annotations
+
+from whale.axes.outcome import BROADCAST, Letter, Outcome, Reading, argument
+from whale.ir.graph import Op
+
+
+def factory(op: Op, reading: Reading) -> Outcome:
+    """New dimensions, made by the op."""
+    results = tuple(reading.fresh(spec) for spec in op.outputs)
+    letters = [Letter(f"dimension {index}", BROADCAST, dim) for dims in results for index, dim in enumerate(dims) if dim]
+    return Outcome(results, tuple(letters))
+
+
+def positions(op: Op, reading: Reading) -> Outcome:
+    """``arange``: a factory of positions, if it counts from 0 by 1."""
+    made = factory(op, reading)
+    overload = op.target.rsplit(".", 1)[-1]
+    start = 0 if overload == "default" else argument(op, 0, "start", 0)
+    step = argument(op, 2, "step", 1) if overload == "start_step" else 1
+    return Outcome(made.results, made.letters, is_position=(start, step) == (0, 1))

@@ -1,0 +1,128 @@
+"""What a rule gives for one op: the dimensions of its results, and its letters bound to dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whale.axes.atoms import ROWS, Atoms, Dim
+from whale.axes.values import Role
+from whale.ir.graph import Argument, ModelGraph, Op, Ref, TensorSpec
+
+Dims = tuple[Dim, ...]
+"""The dimensions of one tensor."""
+
+KEPT = Role("kept")
+BROADCAST = Role("broadcast")
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """One letter of a rule, bound to the dimension that it stands for in this op."""
+
+    name: str
+    role: Role
+    dim: Dim
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The dimensions of an op's results, and its letters.
+
+    Attributes:
+        is_position: whether the only result holds the positions 0, 1, ... along its one dimension.
+    """
+
+    results: tuple[Dims, ...]
+    letters: tuple[Letter, ...]
+    is_position: bool = False
+
+
+class Misfit(Exception):
+    """A rule does not fit the op's shapes or arguments; says in which way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """A slice that is one of several which tile a dimension.
+
+    Attributes:
+        sizes: of all the tiles, in order.
+        index: which of them this slice is.
+    """
+
+    sizes: tuple[int, ...]
+    index: int
+
+
+@dataclass(slots=True)
+class Reading:
+    """The graph as read so far: what families of rules may look at.
+
+    Attributes:
+        graph: the whole graph.
+        atoms: all atoms.
+        batch: the batch axis; empty if no input has it.
+        dims: per op, the dimensions of its results.
+        positions: ops that hold positions along their one dimension.
+        tilings: slices that tile a dimension together with others.
+    """
+
+    graph: ModelGraph
+    atoms: Atoms
+    batch: Dim
+    dims: dict[str, tuple[Dims, ...]]
+    positions: set[str]
+    tilings: Mapping[str, Tiling]
+
+    def tensor(self, argument: Argument) -> Dims | None:
+        """The dimensions of a tensor argument; None for any other argument."""
+        if isinstance(argument, Ref):
+            results = self.dims.get(argument.op, ())
+            return results[0] if len(results) == 1 else None
+        return None
+
+    def tensors(self, op: Op) -> list[Dims]:
+        """The dimensions of all tensors that an op reads, in argument order."""
+        return [dims for name in op.inputs for dims in self.dims.get(name, ())]
+
+    def tensors_of(self, argument: Argument) -> list[Dims]:
+        """The dimensions of the tensors in a list argument."""
+        listed = argument if isinstance(argument, tuple) else (argument,)
+        return [dims for item in listed if (dims := self.tensor(item)) is not None]
+
+    def fresh(self, spec: TensorSpec) -> Dims:
+        """New dimensions for a tensor."""
+        return tuple(self.atoms.fresh(size) for size in sizes_of(spec))
+
+    def shape(self, dims: Dims) -> tuple[int, ...]:
+        """Sizes, with `ROWS` for the rows of the batch."""
+        return tuple(self.atoms.size(dim) for dim in dims)
+
+
+def sizes_of(spec: TensorSpec) -> tuple[int, ...]:
+    """The shape of a tensor, with `ROWS` for the rows of the batch."""
+    return spec.shape_at(ROWS)
+
+
+def argument(op: Op, position: int, name: str, default: Argument = None) -> Argument:
+    """An argument by position or keyword."""
+    if position < len(op.args):
+        return op.args[position]
+    return next((value for key, value in op.kwargs if key == name), default)
+
+
+def number(value: Argument) -> int:
+    """An argument that must be a known integer.
+
+    Raises:
+        Misfit: it is computed, or something else.
+    """
+    if not isinstance(value, int):
+        raise Misfit(f"its argument {value} is no known integer")
+    return int(value)
+
+
+def numbers(value: Argument) -> tuple[int, ...]:
+    """An argument that must be known integers, or a single one."""
+    return tuple(number(item) for item in value) if isinstance(value, tuple) else (number(value),)

@@ -1,0 +1,189 @@
+"""What axis discovery finds, as frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Union
+
+from whale.ir.source import SourceLine
+
+RoleKind = Literal["kept", "contracted", "whole", "broadcast"]
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What an op does with an axis.
+
+    Attributes:
+        kind: ``kept`` (each part of the result needs that part of the operands), ``contracted`` (results for parts
+            are combined), ``broadcast`` (made by the op, any part alone) or ``whole`` (not to be cut here).
+        combine: for a contracted axis, how: ``sum``, ``mean``, ``lookup``, ...
+        reason: for a whole axis, why.
+    """
+
+    kind: RoleKind
+    combine: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return self.kind + (f" by {self.combine}" if self.combine else "") + (f": {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Why an axis cannot be cut: one op that needs it whole.
+
+    Attributes:
+        op: its name.
+        target: what it computes.
+        reason: what it does with the axis.
+        where: the user's line.
+    """
+
+    op: str
+    target: str
+    reason: str
+    where: SourceLine | None
+
+    def __str__(self) -> str:
+        return f"{self.target} {self.reason} (%{self.op}{f' at {self.where}' if self.where else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A logical axis of the model.
+
+    Attributes:
+        name: unique.
+        size: at the example's number of rows.
+        whole: why it cannot be cut everywhere, one entry per distinct reason, the first op that gives it;
+            empty for an axis that may be cut.
+    """
+
+    name: str
+    size: int
+    whole: tuple[Whole, ...] = ()
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether every op that has the axis can work on a part of it."""
+        return not self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class Concatenation:
+    """Dimensions one after another, as one factor of a dimension."""
+
+    pieces: tuple[tuple[Factor, ...], ...]
+
+    def __str__(self) -> str:
+        return "(" + " | ".join(show_dimension(piece) for piece in self.pieces) + ")"
+
+
+Factor = Union[str, Concatenation]
+"""A factor of a dimension: the name of an axis, or a concatenation."""
+
+Dimension = tuple[Factor, ...]
+"""A tensor dimension as an ordered product, outermost first; empty for a dimension of size 1."""
+
+
+def show_dimension(dimension: Dimension) -> str:
+    """A dimension in the style of the rules: ``3*heads*head_dim``."""
+    return "*".join(str(factor) for factor in dimension) or "1"
+
+
+@dataclass(frozen=True, slots=True)
+class OpAxes:
+    """The axes of one op.
+
+    Attributes:
+        outputs: per result, its dimensions.
+        roles: what the op does with each axis that it meets.
+    """
+
+    outputs: tuple[tuple[Dimension, ...], ...]
+    roles: Mapping[str, Role]
+
+    def __str__(self) -> str:
+        results = " ".join("[" + " ".join(show_dimension(d) for d in dims) + "]" for dims in self.outputs)
+        marked = ", ".join(f"{axis} {role}" for axis, role in self.roles.items() if role.kind != "kept")
+        return results + (f"  {marked}" if marked else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """An op whose result for one sample depends, or may depend, on other samples.
+
+    Attributes:
+        op: its name.
+        reason: what it does with the batch.
+        where: the user's line.
+        kind: ``mixes``, or ``no rule`` where there is no rule for the op and nobody can tell.
+    """
+
+    op: str
+    reason: str
+    where: SourceLine | None
+    kind: Literal["mixes", "no rule"]
+
+    def __str__(self) -> str:
+        return f"%{self.op} {self.reason}" + (f" at {self.where}" if self.where else "")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The logical axes of a model.
+
+    Attributes:
+        axes: in the order in which the graph meets them; the batch, if there is one, first.
+        ops: per op that makes tensors, their dimensions and what it does with each axis.
+        parameters: per parameter or buffer, the axes of its dimensions.
+        mixing: ops for which a cut of the batch may change numbers, the reductions of the loss left out.
+        positions: ops whose values are the positions 0, 1, ... along their axis; where such an axis is cut, a part
+            keeps its positions in the whole, and an index by it is local again.
+    """
+
+    axes: tuple[Axis, ...]
+    ops: Mapping[str, OpAxes]
+    parameters: Mapping[str, tuple[Dimension, ...]]
+    mixing: tuple[Mixing, ...]
+    positions: frozenset[str] = frozenset()
+
+    @cached_property
+    def by_name(self) -> dict[str, Axis]:
+        """Axes by name."""
+        return {axis.name: axis for axis in self.axes}
+
+    @cached_property
+    def held_by(self) -> dict[str, tuple[str, ...]]:
+        """Per axis, the parameters' dimensions that have it, as ``h.0.mlp.c_fc.weight:1``."""
+        found: dict[str, list[str]] = {axis.name: [] for axis in self.axes}
+        for parameter, dimensions in self.parameters.items():
+            for index, dimension in enumerate(dimensions):
+                for axis in dict.fromkeys(axes_of(dimension)):
+                    found[axis].append(f"{parameter}:{index}")
+        return {axis: tuple(holders) for axis, holders in found.items()}
+
+    def __str__(self) -> str:
+        lines = ["axes:"]
+        for axis in self.axes:
+            lines.append(f"  {axis.name}: {axis.size}" + ("" if axis.may_be_cut else f"  whole: {'; '.join(map(str, axis.whole))}"))
+        lines.append("parameters:")
+        for name, dimensions in self.parameters.items():
+            lines.append(f"  {name} [{' '.join(show_dimension(d) for d in dimensions)}]")
+        lines += ["mixing:", *(f"  {mixing}" for mixing in self.mixing)] if self.mixing else []
+        return "\n".join(lines)
+
+
+def axes_of(dimension: Dimension) -> tuple[str, ...]:
+    """The axes in a dimension, those of concatenated pieces included, in order; one may come twice."""
+    found: list[str] = []
+    for factor in dimension:
+        if isinstance(factor, str):
+            found.append(factor)
+        else:
+            for piece in factor.pieces:
+                found += axes_of(piece)
+    return tuple(found)
