@@ -9,12 +9,16 @@ from whale.ir.schedule import Action, Kind
 from whale.schedules.builder import Builder
 from whale.schedules.shape import Shape
 
-# 2 ranks, 2 chunks, 3 micro-batches; chunk 0 / chunk 1 as F / f and B / b, a backward as long as a forward.
-# Chunk 1 is done with its gradients, and may sync them, while chunk 0 still runs backward.
+# 2 chunks, B as long as F. The later stage of a rank is done with its gradients, and may sync them,
+# while the earlier one still runs backward.
 #
-# rank 0  F0 F1 F2 f0 f1 f2 .  b0 b1 b2 B0 B1 B2
-# rank 1  .  F0 F1 F2 f0 f1 f2 b0 b1 b2 B0 B1 B2       aiao
-# rank 1  .  F0 F1 F2 f0 b0 f1 b1 f2 b2 B0 B1 B2       aiao_early_loss: no logits are kept
+# rank 0  0F0 0F1 0F2 2F0 2F1 2F2         2B0 2B1 2B2 0B0 0B1 0B2
+# rank 1      1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2
+#
+# The same with early loss: stage 3 keeps one micro-batch's logits only
+#
+# rank 0  0F0 0F1 0F2 2F0 2F1 2F2 2B0     2B1     2B2 0B0 0B1 0B2
+# rank 1      1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2
 
 
 def order(shape: Shape, rank: int, *, early_loss: bool) -> Iterator[Action]:

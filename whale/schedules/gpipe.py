@@ -8,9 +8,11 @@ from whale.ir.schedule import Action, Kind
 from whale.schedules.builder import Builder
 from whale.schedules.shape import Shape
 
-# rank 0  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
-# rank 1  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3
-# rank 2  .  .  F0 F1 F2 F3 B0 B1 B2 B3
+# B as long as F
+#
+# rank 0  F0 F1 F2 F3             B0 B1 B2 B3
+# rank 1     F0 F1 F2 F3       B0 B1 B2 B3
+# rank 2        F0 F1 F2 F3 B0 B1 B2 B3
 
 
 def order(shape: Shape, rank: int) -> Iterator[Action]:

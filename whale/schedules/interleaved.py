@@ -10,10 +10,10 @@ from whale.ir.schedule import Action, Kind
 from whale.schedules.builder import Builder
 from whale.schedules.shape import Shape
 
-# 2 ranks, 2 chunks, 4 micro-batches, groups of 2; chunk 0 / chunk 1 as F / f and B / b, a backward as long as a forward
+# 2 chunks, groups of 2, B as long as F
 #
-# rank 0  F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .  b2 .  b3 B2 B3
-# rank 1  .  F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
+# rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
+# rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
 
 def turns(shape: Shape) -> Iterator[tuple[int, int]]:

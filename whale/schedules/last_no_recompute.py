@@ -11,9 +11,11 @@ from whale.schedules.recompute import before_backward
 from whale.schedules.recompute_early import cool_down
 from whale.schedules.shape import Shape
 
-# rank 0  F0 F1 F2 ...                         as in recompute_early
-# rank 1     F0 F1 R0 B0-- F2 R1 B1-- ...      R0 runs before the first gradient is there
-# rank 2        F0 B0-- F1 B1-- F2 B2-- F3 B3--
+# R as long as F, B twice as long
+#
+# rank 0  F0 F1 F2             R0 B0--- F3 R1 B1--- R2 B2--- R3 B3---
+# rank 1     F0 F1 R0    B0--- F2 R1 B1--- F3 R2 B2--- R3 B3---
+# rank 2        F0 B0--- F1 B1--- F2 B2---    F3 B3---
 
 
 def order(shape: Shape, rank: int) -> Iterator[Action]:

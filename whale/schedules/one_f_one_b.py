@@ -8,9 +8,11 @@ from whale.ir.schedule import Action, Kind
 from whale.schedules.builder import Builder
 from whale.schedules.shape import Shape
 
-# rank 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3       p - s activations on stage s
-# rank 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
-# rank 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
+# B as long as F; stage s keeps p - s activations
+#
+# rank 0  F0 F1 F2       B0 F3 B1    B2    B3
+# rank 1     F0 F1    B0 F2 B1 F3 B2    B3
+# rank 2        F0 B0 F1 B1 F2 B2 F3 B3
 
 
 def num_warm_up(shape: Shape, rank: int) -> int:

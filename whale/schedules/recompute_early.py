@@ -10,11 +10,11 @@ from whale.schedules.builder import Builder
 from whale.schedules.recompute import before_backward
 from whale.schedules.shape import Shape
 
-# R as long as F, B twice; from the second "|" on, stages 0 and 1 recompute while stage 2 still computes
+# R as long as F, B twice as long: R2 and R3 of rank 0, R3 of rank 1 run while their gradients are on the way
 #
-# rank 0  F0 F1 F2 | ...  R0 B0-- F3 ...       | R1 B1--  R2 B2--  R3 B3--
-# rank 1     F0 F1 | ... F2 R1 B1-- F3 R2 B2-- | R3 B3--
-# rank 2        F0 R0 B0-- F1 R1 B1-- F2 R2 B2-- F3 R3 B3--
+# rank 0  F0 F1 F2                   R0 B0--- F3 R1 B1--- R2 B2--- R3 B3---
+# rank 1     F0 F1          R0 B0--- F2 R1 B1--- F3 R2 B2--- R3 B3---
+# rank 2        F0 R0 B0--- F1 R1 B1--- F2 R2 B2--- F3 R3 B3---
 
 
 def order(shape: Shape, rank: int) -> Iterator[Action]:

@@ -11,8 +11,11 @@ from whale.schedules.recompute import before_backward
 from whale.schedules.recompute_early import cool_down
 from whale.schedules.shape import Shape
 
-# rank p-2  F0 F1 F2 R0 B0 R1 B1 F3 R2 B2 F4 R3 B3 ...      one activation more than in 1F1B
-# rank p-1     F0 B0 F1 B1 F2 B2 ...
+# R as long as F, B twice as long; one activation more than in 1F1B on the stage before the last
+#
+# rank 0  F0 F1 F2 R0          B0--- F3 R1 B1--- F4 R2 B2--- R3 B3--- R4 B4---
+# rank 1     F0 F1 F2 R0 B0--- R1 B1--- F3 R2 B2--- F4 R3 B3--- R4 B4---
+# rank 2        F0 B0--- F1 B1--- F2 B2--- F3 B3---    F4 B4---
 
 
 def order(shape: Shape, rank: int) -> Iterator[Action]:

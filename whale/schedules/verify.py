@@ -17,7 +17,7 @@ from whale.schedules.positions import Fault, locate
 def verify(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, *, places: Sequence[str] = ()) -> None:
     """Checks a schedule and reports all its faults at once.
 
-    Checked are, in this order: every action once and on its stage's rank; F before R before B (or I before W);
+    Checked are: every action once and on its stage's rank; F before R before B (or I before W);
     communication complete along the edges and in the same order at both ends of each; SYNC and STEP at their ends;
     no deadlock with sends that never block and receives that do; peak in flight as promised. A deadlock is
     looked for only where nothing is missing or out of order, because either would be reported again as one.
@@ -32,10 +32,12 @@ def verify(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, *
     Raises:
         ScheduleError: all the faults.
     """
-    lines = [(rank, message) for rank, message in _faults(schedule, edges)]
-    raise_faults(
-        [ScheduleError(message, where=places[rank] if rank is not None and rank < len(places) else None) for rank, message in lines]
-    )
+    by_rank = sorted(_faults(schedule, edges), key=lambda fault: -1 if fault[0] is None else fault[0])
+    raise_faults([ScheduleError(message, where=_place(rank, places)) for rank, message in by_rank])
+
+
+def _place(rank: int | None, places: Sequence[str]) -> str | None:
+    return None if rank is None or rank >= len(places) else places[rank]
 
 
 def _faults(schedule: Schedule, pairs: Iterable[tuple[int, int]] | None) -> list[Fault]:

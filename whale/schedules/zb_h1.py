@@ -9,9 +9,11 @@ from whale.schedules.builder import Builder
 from whale.schedules.one_f_one_b import num_warm_up
 from whale.schedules.shape import Shape
 
-# rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3       p activations on every stage
-# rank 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
-# rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+# F, I and W equally long; p activations on every stage
+#
+# rank 0  F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
+# rank 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+# rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
 
 def order(shape: Shape, rank: int) -> Iterator[Action]:

@@ -1,4 +1,4 @@
-"""ZB-H2: twice the forwards ahead, so that weight gradients fill the bubble wholly where 2 W <= F + I is an equality."""
+"""ZB-H2: twice the forwards ahead, so that weight gradients fill the bubble, wholly where 2 W = F + I."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from whale.ir.schedule import Action, Kind
 from whale.schedules.builder import Builder
 from whale.schedules.shape import Shape
 
-# rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5       2 p - 1 activations on every stage
-# rank 1  .  F0 F1 F2 .  I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
-# rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+# F, I and W equally long; 2 p - 1 activations on every stage
+#
+# rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
+# rank 1     F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
+# rank 2        F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
 
 def num_warm_up(shape: Shape, rank: int) -> int:

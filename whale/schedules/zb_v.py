@@ -8,11 +8,10 @@ from whale.ir.schedule import Action, Kind
 from whale.schedules.builder import Builder
 from whale.schedules.shape import Shape, v_shape
 
-# Capitals are the chunk on the way down (stage r), small letters the one on the way up (stage 2p - 1 - r).
-# Input and weight part follow each other except at the end, where the weight parts fill the gaps.
+# F, I and W equally long; 2 p chunk activations on every rank
 #
-# rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 I0 W0 f2 i2 w2 I1 W1 I2 W2
-# rank 1  .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 I1 i2 I2 W1 w2 W2
+# rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+# rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
 
 def order(shape: Shape, rank: int) -> Iterator[Action]:
@@ -27,6 +26,10 @@ def order(shape: Shape, rank: int) -> Iterator[Action]:
 
 
 def _full(shape: Shape, rank: int) -> Iterator[Action]:
+    """Capitals are the chunk on the way down (stage r), small letters the one on the way up (stage 2p - 1 - r).
+
+    Input and weight part follow each other except at the end, where the weight parts fill the gaps.
+    """
     p, m = shape.num_ranks, shape.num_micro_batch
     steps = _Steps(rank, 2 * p - 1 - rank)
     yield from steps.run("F" * (2 * (p - rank) - 1))  # until the first micro-batch is back from the turn

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from whale.cli import schedule as verb
 from whale.errors import ConfigError, ScheduleError
+from whale.schedules import BUILDERS
 
 
 def run(words: str) -> int:
@@ -139,3 +141,17 @@ def test_times_are_finite_and_not_negative(capsys: pytest.CaptureFixture[str]) -
         with pytest.raises(SystemExit) as caught:
             run(f"1f1b --stages 2 --micro-batches 2 --transfer {time}")
         assert caught.value.code == 2
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "schedules.md"
+PICTURES = re.findall(r"^```bash\nwhale schedule ([^\n]*)\n```\n\n```text\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(("words", "picture"), PICTURES, ids=[words.split()[0] for words, _ in PICTURES])
+def test_pictures_of_the_page_are_what_is_printed(words: str, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(words)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == picture.splitlines()
+
+
+def test_the_page_shows_every_schedule() -> None:
+    assert {words.split()[0] for words, _ in PICTURES} == set(BUILDERS)

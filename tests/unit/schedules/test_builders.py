@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whale.config import SCHEDULES
 from whale.errors import ConfigError
 from whale.ir.schedule import COMPUTE, Kind, Schedule
 from whale.schedules import BUILDERS, build, count_in_flight, forward_only, insert_communication, peak_in_flight, placement, verify
@@ -100,6 +101,10 @@ def test_interleaving_needs_groups_of_min_ranks_micro_batches() -> None:
     for num_micro_batch, group in ((8, 3), (3, 2)):
         with pytest.raises(ConfigError, match=f"at least {min(4, num_micro_batch)} micro-batches.*group size: {group}"):
             build("interleaved", num_ranks=4, num_micro_batch=num_micro_batch, num_chunks=2, group_size=group)
+
+
+def test_the_configuration_knows_every_builder() -> None:
+    assert sorted(SCHEDULES) == sorted(BUILDERS)
 
 
 def test_what_cannot_be_built_says_why() -> None:
