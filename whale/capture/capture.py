@@ -22,7 +22,7 @@ from whale.capture.liveness import drop_needless_detaches, remove_dead_code
 from whale.capture.loss_terms import TermNodes, split_loss
 from whale.capture.ops import describe
 from whale.capture.parameters import Holdings, holdings
-from whale.capture.program import OutputStructure, Program
+from whale.capture.program import Program
 from whale.capture.scopes import default_scope, renumber
 from whale.capture.sizes import mark_factors
 from whale.capture.source import line_of_stack_trace
@@ -100,7 +100,7 @@ def _build(
 
 def _split(flat: Flat, traced: Traced) -> list[TermNodes]:
     """The terms of the loss that a traced program returns, alone or as a (sum, weight) pair."""
-    total, weight = flat.results[0], flat.results[1] if len(flat.results) > 1 else traced.result
+    total, weight = flat.results[0], flat.results[1] if len(flat.results) > 1 else traced.found.weight
     if not isinstance(total, fx.Node):
         raise CaptureError("the loss depends on the model and the batch (it is a constant)")
     if isinstance(weight, (int, float)):
@@ -196,8 +196,7 @@ def _program(flat: Flat, structure: BatchStructure, held: Holdings, traced: Trac
     names = {node.name for node in flat.graph.find_nodes(op="placeholder")}
     sources = {name: key for name, key in flat.sources.items() if name in names}
     constants = {name: tensor for name, tensor in flat.constants.items() if name in names}
-    outputs = traced.result if isinstance(traced.result, OutputStructure) else None
-    return Program(flat.graph, {**held.tensors, **constants}, structure, sources, outputs)
+    return Program(flat.graph, {**held.tensors, **constants}, structure, sources, traced.found.outputs)
 
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:

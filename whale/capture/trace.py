@@ -18,9 +18,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from whale.capture.batch import BatchStructure, Leaf
 from whale.capture.errors import as_capture_error, watched
 from whale.capture.modes import Faker, fake_tensors, training_flags
-from whale.capture.program import OutputStructure
 from whale.capture.scopes import capturing
-from whale.capture.wrapper import Loss, Mode, Wrapper
+from whale.capture.wrapper import Findings, Loss, Mode, Wrapper
 from whale.errors import WhaleError
 from whale.ir.scope import Scope
 
@@ -33,14 +32,14 @@ class Traced:
         exported: torch's program; its parameters are fake.
         rows: the number of rows that it was exported with.
         dynamic: whether that number is symbolic.
-        result: the output's structure, or the constant weight of the loss.
+        found: the output's structure, or the constant weight of the loss.
         entered: the scopes entered in `forward`, in order.
     """
 
     exported: ExportedProgram
     rows: int
     dynamic: bool
-    result: OutputStructure | float | None
+    found: Findings
     entered: tuple[Scope, ...]
 
 
@@ -98,7 +97,7 @@ class _Export:
             wrapper = Wrapper(self.model, self.loss, self.structure, self.mode)
             with _surroundings(self.model, self.mode, fake, fake_mode):
                 exported = torch.export.export(wrapper, tuple(leaves), strict=False, dynamic_shapes=(shapes,))
-        return Traced(exported, rows, dynamic, wrapper.result, tuple(scopes.entered))
+        return Traced(exported, rows, dynamic, wrapper.found, tuple(scopes.entered))
 
     @staticmethod
     def _shape(leaf: Leaf, rows: int) -> tuple[int, ...]:

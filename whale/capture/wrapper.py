@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,18 +21,26 @@ Loss = Callable[[Any, Any], Any]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-class Wrapper(nn.Module):
-    """Calls the model on a batch, then the loss.
+@dataclass
+class Findings:
+    """What a call of the wrapper found out about its results.
 
     Attributes:
-        result: what the last call found out about its results: the output's structure in mode ``predict``, else the
-            constant weight of a (sum, weight) pair.
+        outputs: structure of the model's output, in mode ``predict``.
+        weight: constant weight of a (sum, weight) pair.
     """
+
+    outputs: OutputStructure | None = None
+    weight: float | None = None
+
+
+class Wrapper(nn.Module):
+    """Calls the model on a batch, then the loss; `found` is of the last call (export would undo a plain attribute)."""
 
     def __init__(self, model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode) -> None:
         super().__init__()
         self.model = model
-        self.result: OutputStructure | float | None = None
+        self.found = Findings()
         self._loss = (loss,)  # in a tuple, so that a loss that is a module is not registered
         self._structure = structure
         self._mode = mode
@@ -41,13 +50,13 @@ class Wrapper(nn.Module):
         args, kwargs = call_arguments(self.model, batch)
         output = self.model(*args, **kwargs)
         if self._mode == "predict":
-            self.result, outputs = _take_apart(output)
+            self.found.outputs, outputs = _take_apart(output)
             return tuple(outputs)
         loss = self._loss[0]
         value = _own_loss(output) if loss is None else loss(output, batch)
         total, weight = _checked_loss(value)
-        self.result = None if isinstance(weight, (Tensor, torch.SymInt)) else weight
-        return (total,) if self.result is not None or weight is None else (total, weight)
+        self.found.weight = weight if isinstance(weight, float) else None
+        return (total,) if weight is None or isinstance(weight, float) else (total, weight)
 
 
 def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
