@@ -1,0 +1,117 @@
+"""The verbs that plan: what they print, what they write, and how they end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from whale.cli import main
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
+from whale.ir.serialization import from_json
+
+MODEL = """
+import torch
+import whale
+
+def build(width=8, stages=2):
+    def part(number):
+        with whale.replicate(device_count=1, name=f"part{number}"):
+            return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU())
+    model = torch.nn.Sequential(*(part(number) for number in range(stages)))
+    batch = (torch.randn(8, width),)
+    return model, batch, lambda output, batch: output.square().mean()
+
+def only_model():
+    return torch.nn.Linear(2, 2)
+"""
+
+CLUSTER = """
+name: pair
+hosts:
+  - name: host0
+    devices:
+      - {model: V100-32GB, count: 2}
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("verb_model.py").write_text(MODEL)
+    return "verb_model.py:build"
+
+
+def test_capture_prints_the_scopes_and_writes_the_graph(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capture", model, "--arg", "stages=3", "--output", "model.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "replicate(1, name='part2')" in printed and "verb_model.py:" in printed
+    graph = from_json(ModelGraph, Path("model.json").read_text())
+    assert graph.num_rows == 8
+    assert main(["capture", model, "--arg", "stages=3", "--json"]) == 0
+    assert from_json(ModelGraph, capsys.readouterr().out) == graph
+    assert main(["capture", model, "--arg", "stages=3", "--ops"]) == 0
+    assert "aten.gelu.default" in capsys.readouterr().out
+
+
+def test_a_plan_is_the_same_from_the_function_and_from_the_captured_model(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ranks", "4", "--set", "pipeline.num_micro_batch=2", "--rows", "16"]
+    main(["capture", model, "--output", "model.json"])
+    capsys.readouterr()
+    assert main(["plan", model, *words, "--output", "plan.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 replica(s) x 2 stage(s) on 4 device(s)" in printed and "part0" in printed and "predicted" in printed
+    assert main(["plan", "model.json", *words, "--json"]) == 0
+    plan = from_json(Plan, capsys.readouterr().out)
+    assert plan == from_json(Plan, Path("plan.json").read_text())
+    assert (plan.num_micro_batch, plan.planned_rows) == (2, 16)
+
+
+def test_explain_prints_every_choice(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", model, "--ranks", "2", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["choices"] and explained["warnings"] == []
+    assert main(["explain", model, "--ranks", "2"]) == 0
+    printed = capsys.readouterr().out
+    for heading in ("decision", "cost", "bound by", "runner-up"):
+        assert heading in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "verb_model.py:only_model"], "must return (model, batch, loss), not Linear"),
+        (["plan", "verb_model.py:build", "--cluster", "none.yaml"], "none.yaml"),
+        (["plan", "verb_model.py:build", "--ranks", "0"], "--ranks must be at least 1, not 0"),
+        (["plan", "verb_model.py:build", "--set", "pipeline.num_micro_batches=2"], "num_micro_batch"),
+        (["plan", "verb_model.py:build", "--recipe", "none.yaml"], "none.yaml"),
+        (["capture", "verb_model.py:build", "--output", "no/such/folder.json"], "cannot be written"),
+    ],
+)
+def test_faults_are_told_plainly_and_end_with_1(model: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("whale: ") and said in error
+
+
+@pytest.mark.parametrize("words", [[], ["paln"], ["plan"], ["plan", "a.py:f", "--no-such-flag"]])
+def test_a_wrong_command_line_ends_with_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+
+
+def test_planning_a_captured_model_needs_no_torch(model: str) -> None:
+    main(["capture", model, "--output", "model.json"])
+    Path("cluster.yaml").write_text(CLUSTER)
+    code = "import sys; from whale.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code, "plan", "model.json", "--cluster", "cluster.yaml"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "2 stage(s)" in result.stdout
