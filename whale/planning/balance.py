@@ -1,0 +1,188 @@
+"""How many units each of several unlike workers takes, so that the slowest is as fast as can be and all fit in memory.
+
+Worker i needs t_i(n) seconds and m_i(n) bytes for n units, both monotone. Give out the units one by one, each to the
+worker that would finish it first: the last one given sets T. That T is the N-th smallest of all the values t_i(n)
+that fit in memory, so one partial sort finds it, and every n_i is then the most that worker i can do within T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from whale.cost import Line
+from whale.cost.op_table import Floats
+from whale.errors import PlanError
+from whale.units import format_bytes
+
+
+class MemoryShortage(PlanError):
+    """No division fits.
+
+    Attributes:
+        num_bytes: the least, over all divisions, of the largest shortage on one device.
+        sizes: a division that attains it.
+    """
+
+    num_bytes: int = 0
+    sizes: tuple[int, ...] = ()
+
+
+def _shortage(num_bytes: int, place: str, sizes: tuple[int, ...]) -> MemoryShortage:
+    error = MemoryShortage(
+        f"the model does not fit in memory: {format_bytes(num_bytes)} ({num_bytes} bytes) short on {place}",
+        hint="more micro-batches (pipeline.num_micro_batch), fewer rows, more stages, or devices with more memory",
+    )
+    error.num_bytes, error.sizes = num_bytes, sizes
+    return error
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What 0, 1, ... N units cost one worker.
+
+    Attributes:
+        seconds: time for n units at index n; does not fall.
+        excess: bytes by which n units overflow its memory, 0 where they fit; does not fall.
+        minimum: the fewest units that it can be given.
+        place: the device that overflows first, for messages.
+    """
+
+    seconds: Floats
+    excess: Floats
+    minimum: int = 0
+    place: str = ""
+
+    @cached_property
+    def most(self) -> int:
+        """The most units that fit; -1 where not even none does."""
+        return int(np.searchsorted(self.excess, 0.0, side="right")) - 1
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether its minimum fits."""
+        return self.most >= self.minimum
+
+
+def device_curve(num_units: int, seconds: Line, memory: Line, capacity: float, place: str, minimum: int = 1) -> Curve:
+    """The curve of one device whose time and memory (bytes) grow in proportion to its units."""
+    units = np.arange(num_units + 1, dtype=np.float64)
+    need = memory.fixed + memory.per_row * units
+    return Curve(seconds.fixed + seconds.per_row * units, np.maximum(need - capacity, 0.0), minimum, place)
+
+
+def combine(num_units: int, curves: Sequence[Curve]) -> Curve:
+    """The curve of several workers that divide their units in the best way, for every number of units."""
+    if len(curves) == 1:
+        return curves[0]
+    minimum = sum(curve.minimum for curve in curves)
+    bounds = [min(curve.most, num_units) for curve in curves]
+    if not all(curve.fits for curve in curves):
+        bounds = [num_units] * len(curves)
+    seconds = _merge(num_units, [curve.seconds for curve in curves], [curve.minimum for curve in curves], bounds)
+    excess = _merge(num_units, [curve.excess for curve in curves], [curve.minimum for curve in curves], [num_units] * len(curves))
+    worst = max(curves, key=lambda curve: float(curve.excess[-1]))
+    return Curve(seconds, excess, minimum, worst.place)
+
+
+def divide_units(num_units: int, curves: Sequence[Curve]) -> tuple[int, ...]:
+    """The division with the least time of the slowest worker, and below that the least tail.
+
+    Raises:
+        MemoryShortage: no division fits.
+        ValueError: there are fewer units than the minimums.
+    """
+    minimums = [curve.minimum for curve in curves]
+    if sum(minimums) > num_units:
+        raise ValueError(f"{num_units} units for {len(curves)} workers that need at least {sum(minimums)}")
+    bounds = [min(curve.most, num_units) for curve in curves]
+    if sum(bounds) < num_units or not all(curve.fits for curve in curves):
+        sizes = _give_out(num_units, [curve.excess for curve in curves], minimums, [num_units] * len(curves))
+        worst = max(range(len(curves)), key=lambda i: float(curves[i].excess[sizes[i]]))
+        raise _shortage(int(np.ceil(curves[worst].excess[sizes[worst]])), curves[worst].place, sizes)
+    return _give_out(num_units, [curve.seconds for curve in curves], minimums, bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """Memory of one worker: ``fixed + per_unit x n <= capacity``, in bytes."""
+
+    fixed: float
+    per_unit: float
+    capacity: float
+    place: str = ""
+
+
+def balance(
+    num_units: int, times: Sequence[Callable[[int], float]], limits: Sequence[MemoryLimit | None], minimum: int = 0
+) -> tuple[int, ...]:
+    """Divides units over workers: least time of the slowest, each within its memory; optimal for integers.
+
+    Args:
+        times: per worker, seconds for n units; must not fall with n.
+        limits: per worker, its memory; None where it has no bound.
+        minimum: units that each worker must get.
+
+    Raises:
+        MemoryShortage: no division fits; it says by how many bytes, and where.
+        ValueError: there are fewer units than the minimum of each.
+    """
+    units = np.arange(num_units + 1)
+    curves = []
+    for index, (time, limit) in enumerate(zip(times, limits, strict=True)):
+        seconds = np.array([time(int(n)) for n in units], dtype=np.float64)
+        excess = np.zeros(num_units + 1)
+        if limit is not None:
+            excess = np.maximum(limit.fixed + limit.per_unit * units - limit.capacity, 0.0)
+        curves.append(Curve(seconds, excess, minimum, (limit.place if limit else "") or f"worker {index}"))
+    return divide_units(num_units, curves)
+
+
+def _candidates(num_units: int, values: Sequence[Floats], minimums: Sequence[int], bounds: Sequence[int]) -> Floats:
+    """The values beyond the minimums, unsorted; those above what an even division reaches are left out."""
+    even = -(-num_units // len(values))
+    level = np.inf
+    if all(low <= even <= high for low, high in zip(minimums, bounds, strict=True)):
+        level = max(float(value[even]) for value in values)
+    parts = []
+    for value, low, high in zip(values, minimums, bounds, strict=True):
+        stop = high + 1 if level == np.inf else max(even, int(np.searchsorted(value[: high + 1], level, side="right")) - 1) + 1
+        parts.append(value[low + 1 : stop])
+    return np.concatenate(parts)
+
+
+def _merge(num_units: int, values: Sequence[Floats], minimums: Sequence[int], bounds: Sequence[int]) -> Floats:
+    """Per number of units, the least largest value; beyond what the bounds admit, the last one."""
+    floor = max(float(value[low]) for value, low in zip(values, minimums, strict=True))
+    merged = np.full(num_units + 1, floor)
+    given = np.sort(_candidates(num_units, values, minimums, bounds))[: max(0, num_units - sum(minimums))]
+    start = min(sum(minimums) + 1, num_units + 1)
+    merged[start : start + len(given)] = np.maximum(given, floor)
+    if len(given):
+        merged[start + len(given) :] = merged[start + len(given) - 1]
+    return merged
+
+
+def _give_out(num_units: int, values: Sequence[Floats], minimums: Sequence[int], bounds: Sequence[int]) -> tuple[int, ...]:
+    left = num_units - sum(minimums)
+    if left == 0:
+        return tuple(minimums)
+    level = np.partition(_candidates(num_units, values, minimums, bounds), left - 1)[left - 1]
+    sizes, below = [], []
+    for value, low, high in zip(values, minimums, bounds, strict=True):
+        sizes.append(max(low, int(np.searchsorted(value[: high + 1], level, side="right")) - 1))
+        below.append(max(low, int(np.searchsorted(value[: high + 1], level, side="left")) - 1))
+    _hand_back(sizes, below, sum(sizes) - num_units)
+    return tuple(sizes)
+
+
+def _hand_back(sizes: list[int], below: Iterable[int], surplus: int) -> None:
+    """Takes back units that end exactly at T, whole steps first so that most workers end earlier; later workers first."""
+    steps = sorted((size - low, -index) for index, (size, low) in enumerate(zip(sizes, below, strict=True)) if size > low)
+    for step, negative in steps:
+        taken = min(step, surplus)
+        sizes[-negative] -= taken
+        surplus -= taken

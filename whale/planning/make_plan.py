@@ -1,0 +1,153 @@
+"""From a graph, a cluster and a configuration to the plan: runs the passes in order and keeps the best placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whale.axes import batch_axes, discover
+from whale.config import Config
+from whale.errors import WhaleError, raise_faults
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import BatchAxis, Choice, Plan, Replica
+from whale.planning.bridging import crossing, crossing_faults
+from whale.planning.choices import explain_choices, explain_mixing
+from whale.planning.cut_points import find_cut_points
+from whale.planning.placement import Placement, placements
+from whale.planning.pricing import Pricing
+from whale.planning.replica import make_replica
+from whale.planning.scheduling import Pipeline, shape_pipeline
+from whale.planning.solve import Solution, Solver
+from whale.planning.structure import analyse
+from whale.planning.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
+from whale.planning.verify import verify
+from whale.units import format_seconds
+
+
+def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None) -> Plan:
+    """Decides which devices run which ops on how many rows.
+
+    Args:
+        graph: the captured model.
+        cluster: the devices there are.
+        config: what the user set.
+        rows: rows of the global batch to plan for; None for the example's.
+
+    Raises:
+        AnnotationError: scopes that cannot be honoured.
+        ConfigError: keys that do not fit the model or one another.
+        BatchError: fewer rows than devices and micro-batches need.
+        PlanError: no plan fits, or a tensor cannot travel between stages.
+    """
+    annotations = read_scopes(graph, config, len(cluster.devices))
+    pipeline = shape_pipeline(config, annotations, len(cluster.devices))
+    if annotations is not None:
+        check_enough_devices(annotations, pipeline.num_devices, len(cluster.devices))
+    solver = _solver(graph, cluster, config, pipeline, annotations, graph.num_rows if rows is None else rows)
+    candidates = placements(cluster, pipeline, *_demand(pipeline, solver), prefer_intra_node=config.cluster.device_place_prefer_intra_node)
+    best, others = _best(solver, candidates)
+    return _state(graph, cluster, pipeline, annotations, solver, best, others)
+
+
+def _solver(
+    graph: ModelGraph, cluster: Cluster, config: Config, pipeline: Pipeline, annotations: Annotations | None, num_rows: int
+) -> Solver:
+    pricing = Pricing(graph, cluster, config.memory.fraction, config.memory.optimizer_states)
+    if annotations is None:
+        structure = analyse(graph)
+        return Solver(graph, structure, pricing, pipeline, num_rows, points=find_cut_points(graph, structure, pricing))
+    assignment, structure = assign_by_scopes(graph, annotations)
+    return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment)
+
+
+def _demand(pipeline: Pipeline, solver: Solver) -> tuple[list[float], list[float] | None]:
+    """Per rank, what one of its devices holds and computes; where the stages are still to be cut, what is in flight."""
+    ranks = range(pipeline.num_ranks)
+    if solver.fixed is None:
+        return [float(sum(pipeline.in_flight[stage] for stage in pipeline.stages_of(rank))) for rank in ranks], None
+    rows = solver.num_rows / pipeline.num_micro_batch
+    memory, work = [], []
+    for rank, width in enumerate(pipeline.devices):
+        parts = [(stage, solver.fixed.parts[stage]) for stage in pipeline.stages_of(rank)]
+        costs = [(stage, solver.pricing.part(part)) for stage, part in parts]
+        memory.append(sum(cost.parameter_bytes + cost.activation.at(rows / width) * pipeline.in_flight[stage] for stage, cost in costs))
+        ops = [solver.graph.by_name[name] for _, part in parts for name in part.ops]
+        work.append(sum(op.forward_flops + op.backward_flops for op in ops) / width)
+    return memory, work
+
+
+def _best(solver: Solver, candidates: Sequence[Placement]) -> tuple[Solution, dict[str, str]]:
+    """The placement with the fastest step, and what is to be said of the others."""
+    solutions: list[Solution] = []
+    remarks: dict[str, str] = {}
+    first_error: WhaleError | None = None
+    for candidate in candidates:
+        try:
+            solutions.append(solver.solve(candidate))
+            remarks[candidate.rule] = format_seconds(solutions[-1].step_seconds)
+        except WhaleError as error:
+            first_error = first_error or error
+            remarks[candidate.rule] = error.message.splitlines()[0]
+    if not solutions:
+        assert first_error is not None
+        raise first_error
+    best = min(solutions, key=lambda solution: solution.step_seconds)
+    del remarks[best.placement.rule]
+    return best, remarks
+
+
+def _state(
+    graph: ModelGraph,
+    cluster: Cluster,
+    pipeline: Pipeline,
+    annotations: Annotations | None,
+    solver: Solver,
+    best: Solution,
+    others: dict[str, str],
+) -> Plan:
+    names = _stage_names(pipeline, annotations)
+    replicas = tuple(
+        make_replica(solver.pricing, pipeline, model, names, index, share)
+        for index, (model, share) in enumerate(zip(best.replicas, best.rows, strict=True))
+    )
+    axes, mixing = find_batch_axes(graph, replicas)
+    raise_faults(crossing_faults(graph, replicas, dict(axes)))
+    plan = Plan(
+        model=graph.fingerprint,
+        cluster=cluster.name,
+        devices=tuple(device for model in best.replicas for names_of_rank in model.placed for device in names_of_rank),
+        idle_devices=best.placement.idle,
+        task_graphs=task_graphs(graph, annotations, best.replicas[0].assignment.stage_of),
+        replicas=replicas,
+        schedule=pipeline.schedule,
+        num_micro_batch=pipeline.num_micro_batch,
+        stage_rank=pipeline.stage_rank,
+        batch_axes=axes,
+        planned_rows=solver.num_rows,
+        num_chunks=pipeline.num_chunks,
+        group_size=pipeline.group_size,
+        step_seconds=best.step_seconds,
+        choices=(*explain_choices(pipeline, annotations, best, others, replicas), *mixing),
+    )
+    verify(plan, graph, cluster)
+    return plan
+
+
+def _stage_names(pipeline: Pipeline, annotations: Annotations | None) -> list[list[str]]:
+    if annotations is None:
+        return [["model"] for _ in pipeline.stage_rank]
+    return [
+        [name for name, own in zip(annotations.names, annotations.stages, strict=True) if own == stage]
+        for stage in range(pipeline.num_stages)
+    ]
+
+
+def find_batch_axes(graph: ModelGraph, replicas: Sequence[Replica]) -> tuple[tuple[tuple[str, BatchAxis], ...], tuple[Choice, ...]]:
+    """Where the batch is in the tensors that travel, and the ops that mix samples where the batch is cut."""
+    travelling = crossing(replicas)
+    is_cut = len(replicas) > 1 or any(len(stage.shares) > 1 for replica in replicas for stage in replica.stages)
+    if not travelling and not is_cut:
+        return (), ()
+    axes = discover(graph)
+    found = batch_axes(graph, axes)
+    return tuple((name, found[name]) for name in travelling if name in found), tuple(explain_mixing(axes.mixing))

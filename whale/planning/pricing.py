@@ -1,0 +1,192 @@
+"""What a stage costs on a device: the cost model applied to the parts of one graph, each question answered once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from whale.cost import (
+    Line,
+    OpSeconds,
+    OpTable,
+    activation_line,
+    edge_line,
+    kept_tensors,
+    op_seconds,
+    op_table,
+    parameter_bytes,
+    spec_line,
+    working_line,
+)
+from whale.ir.cluster import Cluster, Device, Link
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Estimate
+from whale.planning.stages import Assignment, Part
+
+
+def device_kind(device: Device) -> tuple[Hashable, ...]:
+    """Devices of equal kind cost the same."""
+    return device.model, device.memory, device.flops, device.bandwidth, device.efficiency
+
+
+@dataclass(frozen=True, slots=True)
+class PartCost:
+    """What a part needs on any device.
+
+    Attributes:
+        parameter_bytes: weights, gradients and optimizer state.
+        activation: bytes kept for backward, by rows of one micro-batch.
+        working: bytes of the op at work.
+        sends: per source stage, bytes that arrive forward and gradients that return, by rows.
+    """
+
+    parameter_bytes: int
+    activation: Line
+    working: Line
+    sends: tuple[tuple[int, Line, Line], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCost:
+    """What one stage costs one device of its virtual device, by the rows that it takes of a micro-batch.
+
+    Attributes:
+        forward, backward: seconds of computing.
+        receive: seconds of waiting for what arrives, both ways.
+        part: bytes.
+        capacity: bytes that a plan may use on the device.
+    """
+
+    forward: Line
+    backward: Line
+    receive: Line
+    part: PartCost
+    capacity: int
+
+    @property
+    def seconds(self) -> Line:
+        return self.forward + self.backward + self.receive
+
+    def memory(self, in_flight: int) -> Line:
+        """Bytes kept, without the op at work."""
+        return Line(float(self.part.parameter_bytes)) + self.part.activation * in_flight
+
+    def estimate(self, num_rows: int, in_flight: int) -> Estimate:
+        """The figures for the plan, at a number of rows."""
+        kept = self.part.activation.at(num_rows) * in_flight + self.part.working.at(num_rows)
+        return Estimate(self.forward.at(num_rows), self.backward.at(num_rows), self.part.parameter_bytes, round(kept), self.capacity)
+
+
+@dataclass(eq=False)
+class Pricing:
+    """Prices for one graph on one cluster. Equal devices and equal parts are priced once.
+
+    Args:
+        fraction: share of each device's memory that a plan may use.
+        optimizer_states: tensors that the optimizer keeps per parameter.
+    """
+
+    graph: ModelGraph
+    cluster: Cluster
+    fraction: float
+    optimizer_states: int
+    _seconds: dict[Hashable, OpSeconds] = field(default_factory=dict)
+    _parts: dict[int, tuple[Part, PartCost]] = field(default_factory=dict)
+    _computing: dict[Hashable, tuple[Line, Line]] = field(default_factory=dict)
+    _links: dict[tuple[str, str], Link] = field(default_factory=dict)
+
+    @cached_property
+    def table(self) -> OpTable:
+        """Figures of all ops."""
+        return op_table(self.graph)
+
+    @cached_property
+    def kept(self) -> dict[str, tuple[str, ...]]:
+        """Per op, what it keeps for backward."""
+        return dict(kept_tensors(self.graph))
+
+    @property
+    def training(self) -> bool:
+        return self.graph.mode == "train"
+
+    def capacity(self, device: str) -> int:
+        """Bytes that a plan may use."""
+        return int(self.cluster.by_name[device].memory * self.fraction)
+
+    def seconds(self, device: Device, num_rows: float) -> OpSeconds:
+        """Times of all ops on a device, as lines about a number of rows. Without training nothing runs backward."""
+        key = (device_kind(device), num_rows)
+        if key not in self._seconds:
+            found = op_seconds(self.table, device, num_rows)
+            if not self.training:
+                zero = np.zeros_like(found.backward_fixed)
+                found = OpSeconds(found.forward_fixed, found.forward_per_row, zero, zero)
+            self._seconds[key] = found
+        return self._seconds[key]
+
+    def parameter_bytes(self, name: str) -> int:
+        """Bytes of a parameter or buffer with all that training keeps beside it."""
+        return parameter_bytes(self.graph.parameter_by_name[name], self.optimizer_states, training=self.training)
+
+    def part(self, part: Part) -> PartCost:
+        """What a part needs anywhere."""
+        if id(part) not in self._parts:
+            self._parts[id(part)] = part, self._price_part(part)
+        return self._parts[id(part)][1]
+
+    def _price_part(self, part: Part) -> PartCost:
+        return PartCost(
+            parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters),
+            activation=activation_line(self.graph, part.ops, self.kept),
+            working=working_line(self.graph, part.ops),
+            sends=tuple((source, *self.payload(tensors)) for source, tensors in part.received.items()),
+        )
+
+    def payload(self, tensors: Sequence[str]) -> tuple[Line, Line]:
+        """Bytes of tensors that travel, and of the gradients that return, by rows."""
+        ops = [self.graph.by_name[name] for name in tensors]
+        forward = Line.sum(spec_line(spec, self.graph.num_rows) for op in ops for spec in op.outputs)
+        if not self.training:
+            return forward, Line()
+        return forward, Line.sum(spec_line(spec, self.graph.num_rows) for op in ops if op.requires_grad for spec in op.outputs)
+
+    def link(self, a: str, b: str) -> Link:
+        """The link between two devices."""
+        hosts = self.cluster.by_name[a].host, self.cluster.by_name[b].host
+        if hosts not in self._links:
+            self._links[hosts] = self.cluster.link(a, b)
+        return self._links[hosts]
+
+    def stage(self, assignment: Assignment, stage: int, devices: Sequence[Sequence[str]], num_rows: float) -> tuple[DeviceCost, ...]:
+        """What a stage costs each device of its virtual device.
+
+        Args:
+            devices: per stage, the devices that run it.
+            num_rows: rows of a micro-batch on one device, about which the lines are taken.
+        """
+        part, own = self.part(assignment.parts[stage]), devices[stage]
+        costs = []
+        for position, name in enumerate(own):
+            device = self.cluster.by_name[name]
+            forward, backward = self._compute(assignment.parts[stage], device, num_rows)
+            receive = Line()
+            for source, there, back in part.sends:
+                sender = devices[source][position * len(devices[source]) // len(own)]
+                if sender != name:
+                    link = self.link(sender, name)
+                    receive = receive + edge_line(link, there) + edge_line(link, back)
+            costs.append(DeviceCost(forward, backward, receive, part, self.capacity(name)))
+        return tuple(costs)
+
+    def _compute(self, part: Part, device: Device, num_rows: float) -> tuple[Line, Line]:
+        key = (id(part), device_kind(device), num_rows)
+        if key not in self._computing:
+            seconds = self.seconds(device, num_rows)
+            index = np.array([self.table.position[name] for name in part.ops], dtype=np.int64)
+            forward = Line(float(seconds.forward_fixed[index].sum()), float(seconds.forward_per_row[index].sum()))
+            backward = Line(float(seconds.backward_fixed[index].sum()), float(seconds.backward_per_row[index].sum()))
+            self._computing[key] = forward, backward
+        return self._computing[key]

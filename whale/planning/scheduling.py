@@ -1,0 +1,135 @@
+"""The first pass: which schedule, how many micro-batches and chunks, hence what each stage holds in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whale.config import Config
+from whale.errors import AnnotationError, ConfigError
+from whale.ir.plan import Choice
+from whale.planning.scope_tree import Copies
+from whale.planning.taskgraphs import Annotations
+from whale.schedules import peak_in_flight, placement
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The shape of every replica's pipeline. A rank is one virtual device of a replica.
+
+    Attributes:
+        schedule: its kind.
+        num_micro_batch: micro-batches of a step.
+        num_chunks: stages per rank.
+        group_size: of interleaving.
+        stage_rank: per stage, its rank.
+        devices: per rank, how many devices it has.
+        in_flight: per stage, micro-batches whose activations it holds at once.
+        copies: how the ranks nest.
+    """
+
+    schedule: str
+    num_micro_batch: int
+    num_chunks: int
+    group_size: int | None
+    stage_rank: tuple[int, ...]
+    devices: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    copies: Copies
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_rank)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.devices)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that one model replica takes."""
+        return sum(self.devices)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that a rank runs, in order."""
+        return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
+
+
+def shape_pipeline(config: Config, annotations: Annotations | None, num_devices: int) -> Pipeline:
+    """The pipeline's shape, from the scopes, or else from ``pipeline.num_stages``.
+
+    Raises:
+        ConfigError: stages, chunks and schedule do not fit together, or there are fewer devices than stages.
+        AnnotationError: TaskGraphs of one virtual device ask for unlike numbers of devices.
+    """
+    wanted = config.pipeline
+    chunks = len(placement(wanted.schedule, num_ranks=1, num_chunks=wanted.num_chunks))
+    if annotations is None:
+        num_ranks = wanted.num_stages or 1
+        if num_ranks > num_devices:
+            raise ConfigError(f"each of the {num_ranks} stages takes a device (pipeline.num_stages: {num_ranks}, devices: {num_devices})")
+        devices, copies = (1,) * num_ranks, Copies(1, tuple(range(num_ranks)))
+    else:
+        num_ranks = _ranks_of_scopes(config, annotations, chunks)
+        devices = annotations.devices[:num_ranks]
+        copies = annotations.copies if chunks == 1 else Copies(1, tuple(range(num_ranks)))
+    stage_rank = placement(wanted.schedule, num_ranks=num_ranks, num_chunks=wanted.num_chunks)
+    if annotations is not None:
+        _check_chunks_alike(annotations, stage_rank, devices)
+    peaks = peak_in_flight(
+        wanted.schedule,
+        num_ranks=num_ranks,
+        num_micro_batch=wanted.num_micro_batch,
+        num_chunks=wanted.num_chunks,
+        group_size=wanted.group_size,
+    )
+    in_flight = tuple(-(-peaks[rank] // chunks) for rank in stage_rank)
+    return Pipeline(wanted.schedule, wanted.num_micro_batch, chunks, wanted.group_size, stage_rank, devices, in_flight, copies)
+
+
+def _ranks_of_scopes(config: Config, annotations: Annotations, chunks: int) -> int:
+    num_stages = annotations.num_stages
+    listing = ", ".join(annotations.names)
+    if num_stages % chunks:
+        raise ConfigError(
+            f"schedule {config.pipeline.schedule} with {chunks} chunks needs a multiple of {chunks} stages "
+            f"(the scopes make {num_stages}: {listing})",
+            where=annotations.scopes[0].where,
+        )
+    num_ranks = num_stages // chunks
+    asked = config.pipeline.num_stages
+    if asked is not None and asked != num_ranks:
+        raise ConfigError(
+            f"the scopes make a pipeline of {num_ranks} virtual devices (pipeline.num_stages: {asked}, scopes: {listing})",
+            where=annotations.scopes[0].where,
+            hint="remove the key or the scopes",
+        )
+    return num_ranks
+
+
+def _check_chunks_alike(annotations: Annotations, stage_rank: tuple[int, ...], devices: tuple[int, ...]) -> None:
+    for stage, rank in enumerate(stage_rank):
+        if annotations.devices[stage] != devices[rank]:
+            task_graph = annotations.stages.index(stage)
+            raise AnnotationError(
+                f"stages on one virtual device ask for the same number of devices (stage {stage}: {annotations.devices[stage]}, "
+                f"stage {rank}: {devices[rank]})",
+                where=annotations.scopes[task_graph].where,
+            )
+
+
+def explain_schedule(pipeline: Pipeline) -> Choice:
+    """Why the schedule is what it is."""
+    held = ", ".join(str(count) for count in pipeline.in_flight)
+    other = "gpipe" if pipeline.schedule != "gpipe" else "1f1b"
+    runner_up = ""
+    if pipeline.num_chunks == 1 and pipeline.num_stages > 1:
+        peaks = peak_in_flight(other, num_ranks=pipeline.num_ranks, num_micro_batch=pipeline.num_micro_batch)
+        runner_up = f"{other} would hold {', '.join(str(count) for count in peaks)}"
+    return Choice(
+        "scheduling",
+        "schedule",
+        f"{pipeline.schedule}, {pipeline.num_micro_batch} micro-batch(es)",
+        cost=f"micro-batches in flight per stage: {held}",
+        bound="the configuration",
+        runner_up=runner_up,
+    )

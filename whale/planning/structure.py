@@ -1,0 +1,159 @@
+"""What the graph itself demands of any cut into stages: which ops stay together, and which are repeated, not sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+
+from whale.cost import storage_of
+from whale.cost.op_table import operator
+from whale.ir.graph import ModelGraph, Op
+
+CHEAP_FLOPS = 8
+"""A repeatable op computes at most this many FLOPs per element that it reads or writes."""
+
+
+SILENT_WRITERS = frozenset({"batch_norm", "instance_norm"})
+"""Ops that change the buffers they read, although they are not in-place ops."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The graph as the planner sees it.
+
+    Attributes:
+        inputs: per op, the ops that it reads.
+        repeatable: cheap ops that derive from batch inputs, integers, constants and buffers alone.
+        atom_of: per other call, its atom: ops of one atom share a stage.
+        atoms: per atom its ops, in graph order.
+        producers: per atom, the atoms that it reads, without itself.
+        order: the atoms, producers first.
+    """
+
+    inputs: Mapping[str, tuple[str, ...]]
+    repeatable: frozenset[str]
+    atom_of: Mapping[str, int]
+    atoms: tuple[tuple[str, ...], ...]
+    producers: tuple[frozenset[int], ...]
+    order: tuple[int, ...]
+
+
+def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset()) -> Structure:
+    """Finds the structure of a graph.
+
+    Args:
+        pinned: ops that are not to be repeated, although they could be.
+    """
+    inputs = {op.name: op.inputs for op in graph.ops}
+    owner = storage_of(graph)
+    mutated = frozenset(name for op in graph.ops for name in _written(graph, op, owner))
+    repeatable = _repeatable(graph, inputs, lambda op: op.name in pinned or owner[op.name] in mutated)
+    parents = {op.name: op.name for op in graph.ops if op.kind == "call" and op.name not in repeatable}
+    for first, second in _bonds(graph, inputs, owner):
+        if first in parents and second in parents:
+            _unite(parents, first, second)
+    while True:
+        edges = _atom_edges(parents, inputs)
+        try:
+            order = tuple(TopologicalSorter(edges).static_order())
+            break
+        except CycleError as cycle:
+            for name in cycle.args[1]:
+                _unite(parents, cycle.args[1][0], name)
+    return _number(graph, inputs, repeatable, parents, edges, order)
+
+
+def _number(
+    graph: ModelGraph,
+    inputs: Mapping[str, tuple[str, ...]],
+    repeatable: frozenset[str],
+    parents: dict[str, str],
+    edges: Mapping[str, set[str]],
+    order: tuple[str, ...],
+) -> Structure:
+    roots: dict[str, list[str]] = {}
+    for op in graph.ops:
+        if op.name in parents:
+            roots.setdefault(_root(parents, op.name), []).append(op.name)
+    number = {root: index for index, root in enumerate(roots)}
+    return Structure(
+        inputs=inputs,
+        repeatable=repeatable,
+        atom_of={name: number[root] for root, names in roots.items() for name in names},
+        atoms=tuple(tuple(names) for names in roots.values()),
+        producers=tuple(frozenset(number[source] for source in edges[root]) for root in roots),
+        order=tuple(number[root] for root in order),
+    )
+
+
+def _repeatable(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]], excluded: Callable[[Op], bool]) -> frozenset[str]:
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.kind != "call" or excluded(op) or op.requires_grad or "random" in op.tags:
+            continue
+        sources = [graph.by_name[name] for name in inputs[op.name]]
+        if all(s.name in found or s.kind in ("input", "constant", "buffer") for s in sources) and _is_cheap(op, sources):
+            found.add(op.name)
+    return frozenset(found)
+
+
+def _is_cheap(op: Op, sources: Iterable[Op]) -> bool:
+    elements = max((spec.num_elements for each in (op, *sources) for spec in each.outputs), default=0)
+    return op.forward_flops <= CHEAP_FLOPS * elements
+
+
+def _bonds(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]], owner: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    """Pairs of ops that share a stage.
+
+    An item of a tuple stays with the tuple. A tensor that is changed in place stays with its views, with the ops
+    that change it, and with those that read it before a later change: over a wire each would see another state.
+    All readers of a buffer that is changed stay together.
+    """
+    position = {op.name: index for index, op in enumerate(graph.ops)}
+    last_change: dict[str, float] = {}
+    first: dict[str, str] = {}
+    for op in graph.ops:
+        for name in _written(graph, op, owner):
+            last_change[name] = position[op.name] if graph.by_name[name].kind == "call" else math.inf
+            first.setdefault(name, op.name)
+    for op in graph.ops:
+        if op.target == "operator.getitem":
+            yield op.name, inputs[op.name][0]
+        if owner[op.name] in first:
+            yield op.name, first[owner[op.name]]
+        for name in inputs[op.name]:
+            if position[op.name] < last_change.get(owner[name], -1):
+                yield op.name, first[owner[name]]
+    for term in graph.loss:
+        if term.weight is not None:
+            yield term.sum, term.weight
+
+
+def _written(graph: ModelGraph, op: Op, owner: Mapping[str, str]) -> tuple[str, ...]:
+    """The storages that an op changes."""
+    if operator(op) in SILENT_WRITERS:
+        return tuple(name for name in op.inputs if graph.by_name[name].kind == "buffer")
+    return (owner[op.name],) if "in_place" in op.tags else ()
+
+
+def _root(parents: dict[str, str], name: str) -> str:
+    while parents[name] != name:
+        parents[name] = parents[parents[name]]
+        name = parents[name]
+    return name
+
+
+def _unite(parents: dict[str, str], first: str, second: str) -> None:
+    parents[_root(parents, second)] = _root(parents, first)
+
+
+def _atom_edges(parents: dict[str, str], inputs: Mapping[str, tuple[str, ...]]) -> dict[str, set[str]]:
+    edges: dict[str, set[str]] = {}
+    for name in parents:
+        sources = edges.setdefault(_root(parents, name), set())
+        sources.update(_root(parents, source) for source in inputs[name] if source in parents)
+    for root, sources in edges.items():
+        sources.discard(root)
+    return edges

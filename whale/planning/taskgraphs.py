@@ -1,0 +1,186 @@
+"""From the scopes of the ops to TaskGraphs, and from TaskGraphs to the stages they form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from whale.config import Config
+from whale.errors import AnnotationError, WhaleError, raise_faults
+from whale.ir.graph import ModelGraph, Op
+from whale.ir.plan import TaskGraph
+from whale.ir.scope import Scope
+from whale.planning.scope_tree import Copies, ScopeNode, effective_path, resolve_sizes, scope_tree
+from whale.planning.stages import Assignment, Late, Wish, assign
+from whale.planning.structure import Structure, analyse
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """What the user's scopes say.
+
+    Attributes:
+        names: per TaskGraph; `scopes` and `stages` likewise: its scope and its stage.
+        task_graph_of: per scoped op, its TaskGraph.
+        devices: per stage, how many it asks for (all copies together).
+        copies: how the stages nest.
+    """
+
+    names: tuple[str, ...]
+    scopes: tuple[Scope, ...]
+    stages: tuple[int, ...]
+    task_graph_of: Mapping[str, int]
+    devices: tuple[int, ...]
+    copies: Copies
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.devices)
+
+
+def read_scopes(graph: ModelGraph, config: Config, num_devices: int) -> Annotations | None:
+    """The TaskGraphs that the scopes make; None for a model without scopes.
+
+    Raises:
+        AnnotationError: scopes that cannot be honoured; all reasons at once.
+    """
+    roots, faults = scope_tree(graph)
+    raise_faults(faults)
+    if not roots:
+        return None
+    sizes = resolve_sizes(roots, num_devices, colocate=config.cluster.colocate_split_and_replicate)
+    leaves = sorted((leaf for node in roots.values() for leaf in node.leaves), key=lambda leaf: leaf.number)
+    index = {leaf.number: position for position, leaf in enumerate(leaves)}
+    task_graph_of = {}
+    for op in graph.ops:
+        node = _node_of(op, roots)
+        if node is not None and not node.inner:
+            task_graph_of[op.name] = index[node.number]
+    return Annotations(
+        names=tuple(_names(leaves)),
+        scopes=tuple(leaf.scope for leaf in leaves),
+        stages=tuple(sizes.stage_of[leaf.number] for leaf in leaves),
+        task_graph_of=task_graph_of,
+        devices=sizes.devices,
+        copies=sizes.copies,
+    )
+
+
+def _node_of(op: Op, roots: Mapping[str, ScopeNode]) -> ScopeNode | None:
+    """The innermost scope around an op; None for one that has no scope, or is no call."""
+    if op.kind != "call" or not op.scope:
+        return None
+    level, node = roots, None
+    for scope in effective_path(op.scope):
+        node = level[scope.key]
+        level = node.inner
+    return node
+
+
+def _names(leaves: Sequence[ScopeNode]) -> Iterator[str]:
+    for position, leaf in enumerate(leaves):
+        yield leaf.scope.name if leaf.scope.name is not None else f"{leaf.scope.kind}_{position}"
+
+
+def check_enough_devices(annotations: Annotations, wanted: int, num_devices: int) -> None:
+    """Checks that the cluster has the devices that one model replica takes.
+
+    Args:
+        wanted: devices of one model replica.
+
+    Raises:
+        AnnotationError: it has not.
+    """
+    if wanted <= num_devices:
+        return
+    asked = [
+        f"{name}: {annotations.devices[stage]} ({scope} at {scope.where})"
+        for name, scope, stage in zip(annotations.names, annotations.scopes, annotations.stages, strict=True)
+    ]
+    raise AnnotationError(
+        f"the scopes ask for {wanted} devices and the cluster has {num_devices}: " + "; ".join(asked),
+        where=annotations.scopes[0].where,
+        hint="ask for fewer devices, or colocate the TaskGraphs (cluster.colocate_split_and_replicate)",
+    )
+
+
+def assign_by_scopes(graph: ModelGraph, annotations: Annotations) -> tuple[Assignment, Structure]:
+    """Assigns ops to the stages that their scopes say.
+
+    Raises:
+        AnnotationError: an op needs the value of a later stage.
+    """
+    structure = analyse(graph)
+    pinned = _only_cheap(annotations, structure)
+    if pinned:
+        structure = analyse(graph, pinned)
+    wishes = {
+        name: Wish((annotations.stages[task_graph],), _is_firm(graph, annotations.scopes[task_graph], name))
+        for name, task_graph in annotations.task_graph_of.items()
+    }
+    assignment, late = assign(graph, structure, wishes, annotations.num_stages)
+    raise_faults(list(_late_faults(graph, annotations, late)))
+    return assignment, structure
+
+
+def _only_cheap(annotations: Annotations, structure: Structure) -> frozenset[str]:
+    """Ops of TaskGraphs that would be left without any op if all cheap ones were repeated elsewhere."""
+    kept = {task_graph for name, task_graph in annotations.task_graph_of.items() if name not in structure.repeatable}
+    return frozenset(name for name, task_graph in annotations.task_graph_of.items() if task_graph not in kept)
+
+
+def _is_firm(graph: ModelGraph, scope: Scope, name: str) -> bool:
+    """A default strategy's glue between other scopes may move to where its values are; its parameters may not."""
+    return not scope.is_default or any(graph.by_name[source].kind == "parameter" for source in graph.by_name[name].inputs)
+
+
+def _late_faults(graph: ModelGraph, annotations: Annotations, late: Sequence[Late]) -> Iterator[WhaleError]:
+    seen: set[tuple[int, int]] = set()
+    for fault in late:
+        if (fault.stage, fault.needed_stage) in seen:
+            continue
+        seen.add((fault.stage, fault.needed_stage))
+        op, needs = graph.by_name[fault.op], graph.by_name[fault.needs]
+        own = annotations.names[annotations.task_graph_of[fault.op]]
+        other = ", ".join(name for name, stage in zip(annotations.names, annotations.stages, strict=True) if stage == fault.needed_stage)
+        yield AnnotationError(
+            f"an op needs only values of its own stage and of earlier ones ({op.name} in {own}, stage {fault.stage}, "
+            f"needs {needs.name} of {other}, stage {fault.needed_stage}, at {needs.where})",
+            where=op.where,
+            hint=f"enter {own} once, or give the ops that run after {other} a scope of their own",
+        )
+
+
+def task_graphs(graph: ModelGraph, annotations: Annotations | None, stage_of: Mapping[str, int]) -> tuple[TaskGraph, ...]:
+    """The TaskGraphs, which cover the calls of the graph without overlap.
+
+    An op without a scope joins the TaskGraph of its first scoped consumer, else of a producer, as far as these are in
+    the stage that it runs in.
+    """
+    calls = [op for op in graph.ops if op.kind == "call"]
+    if annotations is None:
+        return (TaskGraph(0, "model", "replicate", tuple(op.name for op in calls)),)
+    found = dict(annotations.task_graph_of)
+    for name in [name for name in found if stage_of.get(name, annotations.stages[found[name]]) != annotations.stages[found[name]]]:
+        del found[name]
+    for op in reversed(calls):
+        _join(op.name, graph.users[op.name], found, annotations, stage_of)
+    for op in calls:
+        _join(op.name, op.inputs, found, annotations, stage_of)
+        found.setdefault(op.name, annotations.stages.index(stage_of.get(op.name, 0)))
+    members: list[list[str]] = [[] for _ in annotations.names]
+    for op in calls:
+        members[found[op.name]].append(op.name)
+    return tuple(
+        TaskGraph(index, name, scope.kind, tuple(members[index]))
+        for index, (name, scope) in enumerate(zip(annotations.names, annotations.scopes, strict=True))
+    )
+
+
+def _join(name: str, others: Sequence[str], found: dict[str, int], annotations: Annotations, stage_of: Mapping[str, int]) -> None:
+    if name in found:
+        return
+    for other in others:
+        if other in found and stage_of.get(name, annotations.stages[found[other]]) == annotations.stages[found[other]]:
+            found[name] = found[other]
+            return
