@@ -31,10 +31,10 @@ class MemoryShortage(PlanError):
     sizes: tuple[int, ...] = ()
 
 
-def _shortage(num_bytes: int, place: str, sizes: tuple[int, ...]) -> MemoryShortage:
+def shortage(message: str, num_bytes: int, sizes: tuple[int, ...]) -> MemoryShortage:
+    """A `MemoryShortage` with its figures."""
     error = MemoryShortage(
-        f"the model does not fit in memory: {format_bytes(num_bytes)} ({num_bytes} bytes) short on {place}",
-        hint="more micro-batches (pipeline.num_micro_batch), fewer rows, more stages, or devices with more memory",
+        message, hint="more micro-batches (pipeline.num_micro_batch), fewer rows, more stages, or devices with more memory"
     )
     error.num_bytes, error.sizes = num_bytes, sizes
     return error
@@ -102,7 +102,9 @@ def divide_units(num_units: int, curves: Sequence[Curve]) -> tuple[int, ...]:
     if sum(bounds) < num_units or not all(curve.fits for curve in curves):
         sizes = _give_out(num_units, [curve.excess for curve in curves], minimums, [num_units] * len(curves))
         worst = max(range(len(curves)), key=lambda i: float(curves[i].excess[sizes[i]]))
-        raise _shortage(int(np.ceil(curves[worst].excess[sizes[worst]])), curves[worst].place, sizes)
+        short = int(np.ceil(curves[worst].excess[sizes[worst]]))
+        place = curves[worst].place or f"worker {worst}"
+        raise shortage(f"a division fits in memory ({format_bytes(short)}, {short} bytes, short on {place})", short, sizes)
     return _give_out(num_units, [curve.seconds for curve in curves], minimums, bounds)
 
 
@@ -132,12 +134,12 @@ def balance(
     """
     units = np.arange(num_units + 1)
     curves = []
-    for index, (time, limit) in enumerate(zip(times, limits, strict=True)):
+    for time, limit in zip(times, limits, strict=True):
         seconds = np.array([time(int(n)) for n in units], dtype=np.float64)
         excess = np.zeros(num_units + 1)
         if limit is not None:
             excess = np.maximum(limit.fixed + limit.per_unit * units - limit.capacity, 0.0)
-        curves.append(Curve(seconds, excess, minimum, (limit.place if limit else "") or f"worker {index}"))
+        curves.append(Curve(seconds, excess, minimum, limit.place if limit else ""))
     return divide_units(num_units, curves)
 
 

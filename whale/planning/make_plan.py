@@ -10,6 +10,7 @@ from whale.errors import WhaleError, raise_faults
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis, Choice, Plan, Replica
+from whale.planning.balance import MemoryShortage
 from whale.planning.bridging import crossing, crossing_faults
 from whale.planning.choices import explain_choices, explain_mixing
 from whale.planning.cut_points import find_cut_points
@@ -44,8 +45,7 @@ def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int 
     if annotations is not None:
         check_enough_devices(annotations, pipeline.num_devices, len(cluster.devices))
     solver = _solver(graph, cluster, config, pipeline, annotations, graph.num_rows if rows is None else rows)
-    candidates = placements(cluster, pipeline, *_demand(pipeline, solver), prefer_intra_node=config.cluster.device_place_prefer_intra_node)
-    best, others = _best(solver, candidates)
+    best, others = _choose(solver, cluster, prefers_intra_node=config.cluster.device_place_prefer_intra_node)
     return _state(graph, cluster, pipeline, annotations, solver, best, others)
 
 
@@ -76,18 +76,49 @@ def _demand(pipeline: Pipeline, solver: Solver) -> tuple[list[float], list[float
     return memory, work
 
 
+def _choose(solver: Solver, cluster: Cluster, *, prefers_intra_node: bool) -> tuple[Solution, dict[str, str]]:
+    """The fastest placement of replicas grouped as preferred; grouped the other way where only that fits in memory."""
+    memory, work = _demand(solver.pipeline, solver)
+    preferred = placements(cluster, solver.pipeline, memory, work, prefer_intra_node=prefers_intra_node)
+    other = placements(cluster, solver.pipeline, memory, work, prefer_intra_node=not prefers_intra_node)
+    try:
+        best, remarks = _best(solver, preferred)
+    except MemoryShortage as error:
+        try:
+            best, remarks = _best(solver, other)
+        except MemoryShortage:
+            raise error from None
+        return best, remarks | {f"replicas grouped by {_grouping(prefers_intra_node)}": error.message}
+    groups = [{frozenset(device for rank in placed for device in rank) for placed in each.replicas} for each in (best.placement, other[0])]
+    if groups[0] != groups[1]:
+        remarks[f"replicas grouped by {_grouping(not prefers_intra_node)}"] = _price(solver, other[0])
+    return best, remarks
+
+
+def _grouping(prefers_intra_node: bool) -> str:
+    setting = "true" if prefers_intra_node else "false"
+    return f"{'host' if prefers_intra_node else 'likeness'} (cluster.device_place_prefer_intra_node: {setting})"
+
+
+def _price(solver: Solver, placement: Placement) -> str:
+    try:
+        return format_seconds(solver.solve(placement).step_seconds)
+    except WhaleError as error:
+        return error.message
+
+
 def _best(solver: Solver, candidates: Sequence[Placement]) -> tuple[Solution, dict[str, str]]:
     """The placement with the fastest step, and what is to be said of the others."""
     solutions: list[Solution] = []
     remarks: dict[str, str] = {}
-    first_error: WhaleError | None = None
+    first_error: MemoryShortage | None = None
     for candidate in candidates:
         try:
             solutions.append(solver.solve(candidate))
             remarks[candidate.rule] = format_seconds(solutions[-1].step_seconds)
-        except WhaleError as error:
+        except MemoryShortage as error:
             first_error = first_error or error
-            remarks[candidate.rule] = error.message.splitlines()[0]
+            remarks[candidate.rule] = error.message
     if not solutions:
         assert first_error is not None
         raise first_error

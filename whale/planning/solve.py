@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from whale.errors import BatchError, WhaleError, raise_faults
+from whale.errors import BatchError
 from whale.ir.graph import ModelGraph
-from whale.planning.balance import MemoryShortage, divide_units
+from whale.planning.balance import Curve, MemoryShortage, divide_units, shortage
 from whale.planning.cut_points import CutPoints
 from whale.planning.partition import Partition, cut_into_stages, wishes_of
 from whale.planning.placement import Placed, Placement
@@ -19,6 +19,7 @@ from whale.planning.scheduling import Pipeline
 from whale.planning.stages import Assignment, assign
 from whale.planning.structure import Structure
 from whale.planning.sync import EndOfStep, end_of_step
+from whale.units import format_bytes
 
 MAX_ROUNDS = 5
 MARGIN_STEP = 0.93
@@ -45,6 +46,14 @@ class Solution:
     step_seconds: float
     partitions: tuple[Partition | None, ...]
     rounds: int
+
+
+def _nearest_rows(num_rows: int, curves: Sequence[Curve]) -> tuple[int, ...]:
+    """The division of the rows of a micro-batch that fits, or comes nearest to it."""
+    try:
+        return divide_units(num_rows, curves)
+    except MemoryShortage as error:
+        return error.sizes
 
 
 @dataclass(eq=False)
@@ -77,14 +86,14 @@ class Solver:
         self._check_rows(num_replicas)
         rows = tuple(int(size) for size in np.full(num_replicas, -(-self.num_rows // num_replicas)))
         best: Solution | None = None
-        shortage: WhaleError | None = None
+        lack: MemoryShortage | None = None
         margin = 1.0
         for round_number in range(1, MAX_ROUNDS + 1):
             models, partitions = self._models_of(placement, rows, margin)
             try:
                 divided = divide_units(self.num_rows, [model.curve for model in models])
             except MemoryShortage as error:
-                shortage = shortage or self._name_shortages(models, error)
+                lack = lack or self._name_shortages(models, error)
                 margin *= MARGIN_STEP
                 rows = error.sizes
                 if self.fixed is not None:
@@ -97,8 +106,8 @@ class Solver:
                 break
             rows = divided
         if best is None:
-            assert shortage is not None
-            raise shortage
+            assert lack is not None
+            raise lack
         return best
 
     def _check_rows(self, num_replicas: int) -> None:
@@ -156,20 +165,26 @@ class Solver:
         one_of = {self.pricing.cluster.by_name[name].host: name for names in placed for name in names}
         return {(a, b): (one_of[a], one_of[b]) for a in one_of for b in one_of}
 
-    def _name_shortages(self, models: Sequence[ReplicaModel], error: MemoryShortage) -> WhaleError:
-        """All devices that lack memory, with what each lacks."""
-        faults: list[WhaleError] = []
+    def _name_shortages(self, models: Sequence[ReplicaModel], error: MemoryShortage) -> MemoryShortage:
+        """Which devices lack memory, and how much; devices that lack the same are named together."""
+        lacking: dict[tuple[int, int, int], list[str]] = {}
         for model, share in zip(models, error.sizes, strict=True):
-            for curves in model.ranks.values():
-                try:
-                    divide_units(-(-share // self.pipeline.num_micro_batch), curves)
-                except MemoryShortage as fault:
-                    faults.append(fault)
-        try:
-            raise_faults(faults)
-        except WhaleError as together:
-            return together
-        return error
+            largest = -(-share // self.pipeline.num_micro_batch)
+            for rank, curves in model.ranks.items():
+                for name, num_rows, curve in zip(model.placed[rank], _nearest_rows(largest, curves), curves, strict=True):
+                    short = int(np.ceil(curve.excess[num_rows]))
+                    if short > 0:
+                        lacking.setdefault((rank, num_rows, short), []).append(name)
+        lines = []
+        for (rank, num_rows, short), names in lacking.items():
+            has = self.pricing.capacity(names[0])
+            others = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+            stages = ", ".join(str(stage) for stage in self.pipeline.stages_of(rank))
+            lines.append(
+                f"stage {stages} on {names[0]}{others} needs {format_bytes(has + short)} for {num_rows} row(s) and may use "
+                f"{format_bytes(has)}: {format_bytes(short)} ({short} bytes) short"
+            )
+        return shortage("a plan fits in memory: " + "; ".join(lines), error.num_bytes, error.sizes) if lines else error
 
     def _solution(
         self,
