@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from whale.capture.aliasing import memory_roots, written_arguments
 from whale.capture.batch import BatchStructure
-from whale.capture.errors import as_capture_error, check_model
+from whale.capture.errors import check_model
 from whale.capture.flatten import Flat, flatten
 from whale.capture.liveness import drop_needless_detaches, remove_dead_code
 from whale.capture.loss_terms import TermNodes, split_loss
@@ -58,11 +58,7 @@ def capture(
     check_model(model)
     default = default_scope()
     first, double = trace(model, loss, structure, mode, static)
-    try:
-        return _build(model, structure, first, double, mode, default)
-    except Exception as error:
-        raised = as_capture_error(error)
-        raise raised from (None if raised is error else error)
+    return _build(model, structure, first, double, mode, default)
 
 
 def _build(

@@ -168,7 +168,7 @@ class _Flattening:
         target: Any = _SUBSTITUTES.get(cast(Any, node.target), node.target)
         if target is aten.detach_.default and len(node.all_input_nodes[0].users) == 1:
             target = aten.detach.default
-        copied = self._graph.call_function(target, args, kwargs)
+        copied = self._graph.create_node("call_function", target, args, kwargs, node.name)
         copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
         return copied
 

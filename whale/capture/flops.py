@@ -184,4 +184,7 @@ def _is_floating(node: Node) -> bool:
 
 
 def _hint(size: Any) -> Any:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    """A size at the example's rows; one that depends on values in tensors counts as 1."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    return 1 if size.node.hint is None else size.node.hint

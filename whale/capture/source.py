@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -25,14 +26,14 @@ def user_line() -> SourceLine | None:
     return None if frame is None else SourceLine(_shorten(frame.f_code.co_filename), frame.f_lineno)
 
 
-def line_of_traceback(traceback: TracebackType | None) -> SourceLine | None:
+def line_of_traceback(last: TracebackType | None) -> SourceLine | None:
     """The innermost frame of a traceback that is neither in whale nor in torch."""
     found = None
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
+    while last is not None:
+        file = last.tb_frame.f_code.co_filename
         if _is_users(file):
-            found = SourceLine(_shorten(file), traceback.tb_lineno)
-        traceback = traceback.tb_next
+            found = SourceLine(_shorten(file), last.tb_lineno)
+        last = last.tb_next
     return found
 
 
@@ -43,6 +44,12 @@ def line_of_stack_trace(text: str | None) -> SourceLine | None:
         if _is_users(file):
             return SourceLine(_shorten(file), int(line))
     return None
+
+
+def inner_frames(summary: traceback.StackSummary, outermost: str) -> traceback.StackSummary:
+    """The user's frames inside the outermost call of `forward` in a file."""
+    start = next((index for index, frame in enumerate(summary) if frame.name == "forward" and frame.filename == outermost), len(summary))
+    return traceback.StackSummary.from_list([frame for frame in summary[start:] if _is_users(frame.filename)])
 
 
 @cache

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.fx.traceback
@@ -14,11 +17,13 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.proxy import TracerBase
 
 from whale.capture.batch import BatchStructure, Leaf
 from whale.capture.errors import as_capture_error, watched
 from whale.capture.modes import Faker, fake_tensors, training_flags
 from whale.capture.scopes import capturing
+from whale.capture.source import inner_frames
 from whale.capture.wrapper import Findings, Loss, Mode, Wrapper
 from whale.errors import WhaleError
 from whale.ir.scope import Scope
@@ -106,7 +111,11 @@ class _Export:
 
 @contextlib.contextmanager
 def _surroundings(model: nn.Module, mode: Mode, fake: Faker, fake_mode: FakeTensorMode) -> Iterator[None]:
+    def frames(tracer: object, summary: traceback.StackSummary) -> traceback.StackSummary:
+        return inner_frames(summary, str(inspect.getsourcefile(Wrapper)))
+
     with (
+        mock.patch.object(TracerBase, "_filter_traceback_frames", frames),  # torch keeps none of a loss function
         training_flags(model, mode),
         fake_tensors(model, fake),
         tracing(TracingContext(fake_mode)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale.capture import Program
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import ModelGraph, Op
 
 
 def loss_of(graph: ModelGraph, returned: tuple[Any, ...]) -> Tensor:
@@ -32,6 +32,7 @@ class Checked(fx.Interpreter):
         super().__init__(program.module())
         self._ops = graph.by_name
         self._num_rows = num_rows
+        self._made: list[tuple[Op, list[Tensor]]] = []
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -41,12 +42,17 @@ class Checked(fx.Interpreter):
         items = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [item for item in items if isinstance(item, Tensor)]
         assert len(tensors) == len(op.outputs), op
+        self._made.append((op, tensors))
         for tensor, spec in zip(tensors, op.outputs, strict=True):
             assert str(tensor.dtype) == f"torch.{spec.dtype}", op
             if -1 not in spec.row_factors:
                 assert tuple(tensor.shape) == spec.shape_at(self._num_rows), op
-        assert any(tensor.requires_grad for tensor in tensors) == op.requires_grad, op
         return value
+
+    def check_gradients(self) -> None:
+        """Which values have gradients; known only when all in-place ops have run."""
+        for op, tensors in self._made:
+            assert any(tensor.requires_grad for tensor in tensors) == op.requires_grad, op
 
 
 def assert_same(
@@ -71,7 +77,9 @@ def assert_same(
     bound = Program(program.graph, tensors, program.batch, program.sources)
     torch.manual_seed(0)
     with torch.enable_grad():
-        loss = loss_of(graph, Checked(graph, bound, program.batch.rows(batch)).run(*bound.arguments(batch)))
+        checked = Checked(graph, bound, program.batch.rows(batch))
+        loss = loss_of(graph, checked.run(*bound.arguments(batch)))
+        checked.check_gradients()
     close(loss, expected, tolerance, "loss")
     loss.backward()
     for name, parameter in own.named_parameters():
