@@ -55,7 +55,7 @@ def write_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping
     Args:
         optimizer: as in `read_optimizer`.
         parameters: as in `read_optimizer`.
-        saved: of at least the optimizer's parameters.
+        saved: of at least the optimizer's parameters; its tensors become the optimizer's own.
 
     Raises:
         CheckpointError: parameters of one group were saved with different hyperparameters, or a parameter was not with an optimizer.

@@ -7,10 +7,13 @@ from typing import Any
 
 from whale.errors import BatchError
 from whale.ir.division import intervals
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, Stage
 
 Rows = tuple[tuple[int, int], ...]
 """Half-open intervals of global row numbers, ascending, none adjacent to the next."""
+
+
+_SMALL_BATCH = "use larger batches or fewer micro-batches (pipeline.num_micro_batch); drop_last=True leaves out a loader's short last batch"
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,32 @@ def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
         return ()
     device = plan.devices[rank]
     needed: list[tuple[int, int]] = []
-    try:
-        for replica in plan.replicas:
-            for stage in replica.stages:
-                if device not in stage.virtual_device.devices:
-                    continue
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            if device in stage.virtual_device.devices:
                 position = stage.virtual_device.devices.index(device)
-                for start, stop in plan.micro_batch_rows(replica.index, num_rows):
-                    needed.append(intervals(stage.rows(stop - start), start)[position])
-    except ValueError:
-        raise _too_small(plan, num_rows) from None
+                needed += [cut[position] for cut in _cuts(plan, replica.index, stage, num_rows)]
     return merge(needed)
+
+
+def _cuts(plan: Plan, replica: int, stage: Stage, num_rows: int) -> list[Rows]:
+    """Per micro-batch, the rows of each device of a stage."""
+    try:
+        micro_batches = plan.micro_batch_rows(replica, num_rows)
+    except ValueError:
+        needed = f"{len(plan.replicas)} replica(s) x {plan.num_micro_batch} micro-batch(es)"
+        raise BatchError(
+            f"a batch needs at least one row for each micro-batch: {needed} (the batch: {num_rows} rows)", hint=_SMALL_BATCH
+        ) from None
+    smallest = min(stop - start for start, stop in micro_batches)
+    num_devices = len(stage.virtual_device.devices)
+    if smallest < num_devices:
+        raise BatchError(
+            f"a micro-batch needs at least one row for each device of a stage: stage {stage.index} of replica {replica} "
+            f"has {num_devices} (a micro-batch of a batch of {num_rows} rows: {smallest})",
+            hint=_SMALL_BATCH,
+        )
+    return [intervals(stage.rows(stop - start), start) for start, stop in micro_batches]
 
 
 def merge(parts: list[tuple[int, int]]) -> Rows:
@@ -70,13 +88,3 @@ def check_rows(plan: Plan, num_rows: int) -> None:
     """
     for rank in range(len(plan.devices)):
         rank_rows(plan, rank, num_rows)
-
-
-def _too_small(plan: Plan, num_rows: int) -> BatchError:
-    replicas, micro_batches = len(plan.replicas), plan.num_micro_batch
-    widest = max(len(stage.virtual_device.devices) for replica in plan.replicas for stage in replica.stages)
-    needed = f"{replicas} replica(s) x {micro_batches} micro-batch(es)" + (f" x {widest} devices of a stage" if widest > 1 else "")
-    return BatchError(
-        f"a batch needs at least one row for each device and micro-batch: {needed} (the batch: {num_rows} rows)",
-        hint="use larger batches or fewer micro-batches (pipeline.num_micro_batch); drop_last=True leaves out a loader's short last batch",
-    )

@@ -1,0 +1,104 @@
+"""Checkpoints among ranks: any split of the tensors over any number of ranks reads any other's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.world import RankFailure, World
+from whale.comm import connect
+from whale.errors import CheckpointError
+from whale.ir.graph import TensorSpec
+from whale.runtime.checkpoint import Extras, load, save
+from whale.runtime.optimizer_state import OptimizerState
+
+NAMES = [f"layer.{number}.weight" for number in range(6)]
+Owners = dict[str, tuple[int, ...]]
+ONE: Owners = dict.fromkeys(NAMES, (0,))
+STAGES: Owners = {name: (number // 3,) for number, name in enumerate(NAMES)}
+NESTED: Owners = {name: (number // 3, number // 3 + 2) for number, name in enumerate(NAMES)}
+UNLIKE: Owners = {name: tuple(sorted({number % 3, 3})) for number, name in enumerate(NAMES)}
+
+
+def value(name: str) -> Tensor:
+    return torch.arange(6.0).reshape(2, 3) + 100 * NAMES.index(name)
+
+
+def specs() -> dict[str, TensorSpec]:
+    return {name: TensorSpec((2, 3), "float32", (0, 0)) for name in NAMES}
+
+
+def write(rank: int, num_ranks: int, path: str, owners: Owners) -> None:
+    own = {name: value(name) if ranks[0] == rank else torch.zeros(2, 3) for name, ranks in owners.items() if rank in ranks}
+    options = {"lr": 0.5}
+    optimizer = OptimizerState({name: {"exp_avg": -own[name], "step": 4} for name in own}, dict.fromkeys(own, options))
+    extras = Extras({"step": 4, "from": rank} if own else {}, {"random": rank * 10})
+    writers = {name: ranks[0] for name, ranks in owners.items()}
+    save(Path(path), tensors=own, optimizer=optimizer, extras=extras, writers=writers, world=connect(60), plan="plan")
+
+
+def read(rank: int, num_ranks: int, path: str, owners: Owners) -> dict[str, Any]:
+    own = {name: torch.zeros(2, 3) for name, ranks in owners.items() if rank in ranks}
+    optimizer, extras = load(Path(path), tensors=own, specs=specs(), world=connect(60))
+    assert optimizer.options == {name: {"lr": 0.5} for name in own}
+    assert all(torch.equal(own[name], value(name)) for name in own)
+    assert all(torch.equal(optimizer.state[name]["exp_avg"], -value(name)) and optimizer.state[name]["step"] == 4 for name in own)
+    assert optimizer.state.keys() == own.keys() and extras.shared == {"step": 4, "from": 0}
+    return dict(extras.own)
+
+
+PLANS = [(ONE, 1), (STAGES, 2), (NESTED, 4), (UNLIKE, 4), (STAGES, 3)]
+
+
+@pytest.mark.parametrize(("owners", "num_ranks"), PLANS)
+def test_any_plan_reads_any_plans_checkpoint(world: World, tmp_path: Path, owners: Owners, num_ranks: int) -> None:
+    path = str(tmp_path / "c")
+    world.run(write, path, owners, num_ranks=num_ranks)
+    for other, other_ranks in PLANS:
+        found = world.run(read, path, other, num_ranks=other_ranks)
+        assert found == [{"random": rank * 10} if rank < num_ranks else {} for rank in range(other_ranks)]
+
+
+def test_each_tensor_is_written_once(world: World, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    world.run(write, str(tmp_path / "c"), NESTED)
+    metadata = FileSystemReader(tmp_path / "c").read_metadata()
+    writers = {index.fqn: place.relative_path for index, place in (metadata.storage_data or {}).items()}
+    assert {writers[f"model.{name}"] for name in NAMES} == {"__0_0.distcp", "__1_0.distcp"}
+    assert len(writers) == len(metadata.storage_data or {})
+
+
+def break_one(rank: int, num_ranks: int, path: str) -> str:
+    own = {name: torch.zeros(2, 3) for name, ranks in NESTED.items() if rank in ranks}
+    shapes = specs()
+    if rank == 2:
+        shapes["more"] = TensorSpec((1,), "float32", (0,))
+    try:
+        load(Path(path), tensors=own, specs=shapes, world=connect(60))
+    except CheckpointError as error:
+        return error.message
+    return "loaded"
+
+
+def test_where_one_rank_cannot_load_all_say_so(world: World, tmp_path: Path) -> None:
+    world.run(write, str(tmp_path / "c"), NESTED)
+    messages = world.run(break_one, str(tmp_path / "c"))
+    assert messages[2].startswith("a checkpoint must be of the same model")
+    assert all(message.startswith("rank 2: a checkpoint must be of the same model") for message in (*messages[:2], messages[3]))
+
+
+def write_to_a_file(rank: int, num_ranks: int, path: str) -> None:
+    save(Path(path), tensors={}, optimizer=OptimizerState(), extras=Extras(), writers={}, world=connect(60))
+
+
+def test_where_the_path_cannot_be_written_all_ranks_say_so(world: World, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RankFailure) as caught:
+            world.run(write_to_a_file, str(path))
+        assert len(caught.value.errors) == 4 and all(isinstance(error, CheckpointError) for error in caught.value.errors.values())

@@ -1,0 +1,246 @@
+"""The loader: over all ranks every row is read, by exactly the ranks whose stages need it, in any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from whale.api.loader import Loader, make_loader
+from whale.errors import BatchError, CheckpointError
+from whale.ir.division import intervals
+from whale.ir.plan import Plan, Replica, Stage, VirtualDevice
+from whale.runtime.rank_batch import check_rows, merge, rank_rows
+
+
+def plan_of(replicas: list[tuple[int, list[list[int]]]], num_micro_batch: int = 1) -> Plan:
+    """A plan of (share, per stage the shares of its devices)."""
+    devices: list[str] = []
+    made = []
+    for index, (share, stages) in enumerate(replicas):
+        made_stages = []
+        for number, shares in enumerate(stages):
+            names = tuple(f"d{len(devices) + position}" for position in range(len(shares)))
+            devices += names
+            made_stages.append(Stage(number, ("t",), (), VirtualDevice(names), tuple(shares), ()))
+        made.append(Replica(index, share, tuple(made_stages), ()))
+    stage_rank = tuple(range(len(replicas[0][1])))
+    return Plan("m", "c", tuple(devices), (), (), tuple(made), "1f1b", num_micro_batch, stage_rank, (), 8)
+
+
+SOLO = plan_of([(1, [[1]])])
+FIVE_THREE = plan_of([(5, [[1]]), (3, [[1]])])
+
+
+class Samples:
+    """Samples that are their own numbers, and a record of which were read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def load(dataset: Any, size: int, plan: Plan = SOLO, rank: int | None = 0, **options: Any) -> Loader:
+    return make_loader(dataset, global_batch_size=size, plan=plan, rank=rank, **options)
+
+
+def values(loader: Loader) -> list[list[int]]:
+    return [[] if batch.data is None else batch.data.tolist() for batch in loader]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    num_stages = draw(st.integers(1, 3))
+    shares = st.lists(st.integers(1, 5), min_size=1, max_size=3)
+    replicas = draw(
+        st.lists(st.tuples(st.integers(1, 7), st.lists(shares, min_size=num_stages, max_size=num_stages)), min_size=1, max_size=3)
+    )
+    return plan_of(replicas, draw(st.integers(1, 3)))
+
+
+def fits(plan: Plan, num_rows: int) -> bool:
+    try:
+        check_rows(plan, num_rows)
+    except BatchError:
+        return False
+    return True
+
+
+@given(plans(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_row_is_read_by_exactly_the_ranks_that_need_it(plan: Plan, data: st.DataObject) -> None:
+    fitting = [num_rows for num_rows in range(1, 64) if fits(plan, num_rows)]
+    assume(fitting)
+    size = data.draw(st.sampled_from(fitting))
+    rest = data.draw(st.sampled_from([0, *(num_rows for num_rows in fitting if num_rows < size)]))
+    length = data.draw(st.integers(1, 3)) * size + rest
+    options: dict[str, Any] = {"shuffle": data.draw(st.booleans()), "seed": data.draw(st.integers(0, 5))}
+    reference = [batch.data.tolist() for batch in load(Samples(length), size, **options)]
+    datasets = [Samples(length) for _ in plan.devices]
+    ranks = [list(load(dataset, size, plan, rank, **options)) for rank, dataset in enumerate(datasets)]
+    assert sorted(index for batch in reference for index in batch) == list(range(length))
+    for number, samples in enumerate(reference):
+        for replica in plan.replicas:
+            for stage in replica.stages:
+                for position, device in enumerate(stage.virtual_device.devices):
+                    batch = ranks[plan.rank_of[device]][number]
+                    needed = [
+                        row
+                        for start, stop in plan.micro_batch_rows(replica.index, len(samples))
+                        for row in range(*intervals(stage.rows(stop - start), start)[position])
+                    ]
+                    assert [row for interval in batch.rows for row in range(*interval)] == needed
+                    assert batch.data.tolist() == [samples[row] for row in needed]
+                    assert batch.num_rows == len(samples)
+    for rank, dataset in enumerate(datasets):
+        assert len(dataset.read) == sum(len(batch.data) for batch in ranks[rank])
+
+
+def test_uneven_shares_and_a_ragged_end() -> None:
+    assert values(load(Samples(20), 8, FIVE_THREE, 0)) == [[0, 1, 2, 3, 4], [8, 9, 10, 11, 12], [16, 17, 18]]
+    assert values(load(Samples(20), 8, FIVE_THREE, 1)) == [[5, 6, 7], [13, 14, 15], [19]]
+
+
+def test_rows_of_micro_batches_are_held_apart_where_they_do_not_touch() -> None:
+    plan = plan_of([(1, [[1, 1]])], num_micro_batch=2)
+    assert rank_rows(plan, 0, 8) == ((0, 2), (4, 6))
+    assert rank_rows(plan, 1, 8) == ((2, 4), (6, 8))
+    assert rank_rows(plan, None, 8) == ()
+    assert merge([(4, 6), (0, 2), (2, 3), (5, 5)]) == ((0, 3), (4, 6))
+
+
+def test_a_rank_outside_the_plan_gets_marks_without_data() -> None:
+    dataset = Samples(8)
+    assert [(batch.data, batch.rows, batch.num_rows) for batch in load(dataset, 4, rank=None)] == [(None, (), 4)] * 2
+    assert dataset.read == []
+
+
+def test_the_order_is_another_in_each_epoch_and_equal_on_all_ranks() -> None:
+    one, other = load(Samples(12), 6, shuffle=True, seed=1), load(Samples(12), 6, shuffle=True, seed=1)
+    first, second = values(one), values(one)
+    assert first != second and sorted(chain(*first)) == sorted(chain(*second))
+    assert values(other) == first
+    other.set_epoch(0)
+    assert values(other) == first
+    assert one.epoch == 2 and len(one) == 2
+
+
+def test_loading_draws_none_of_the_callers_random_numbers() -> None:
+    state = torch.random.get_rng_state()
+    values(load(Samples(8), 4, shuffle=True))
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", [Samples, Stream])
+def test_a_position_resumes_at_the_next_batch(kind: type) -> None:
+    options: dict[str, Any] = {} if kind is Stream else {"shuffle": True}
+    expected = values(load(kind(20), 8, **options))
+    loader = load(kind(20), 8, **options)
+    seen = []
+    for batch in loader:
+        seen.append(batch.data.tolist())
+        position = loader.position
+        resumed = load(kind(20), 8, **options)
+        resumed.position = position
+        following = values(resumed)
+        if len(seen) < len(expected):
+            assert seen + following == expected
+        else:
+            assert position["epoch"] == 1 and position["row"] == 0 and len(following) == len(expected)
+
+
+def test_a_position_holds_for_another_batch_size_and_plan() -> None:
+    loader = load(Samples(24), 8, shuffle=True)
+    order = list(chain(*values(loader)))
+    loader.set_epoch(0)
+    next(iter(loader))
+    resumed = load(Samples(24), 4, FIVE_THREE, 0, shuffle=True)
+    resumed.position = loader.position
+    assert next(iter(resumed)).data.tolist() == order[8:11]
+
+
+def test_an_iteration_left_early_starts_again() -> None:
+    loader = load(Samples(8), 2)
+    assert next(iter(loader)).data.tolist() == [0, 1]
+    assert values(loader)[0] == [0, 1]
+
+
+def test_a_position_of_other_samples_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="samples there: 20, here: 21"):
+        load(Samples(21), 8).position = load(Samples(20), 8).position
+    with pytest.raises(CheckpointError, match="shuffle there: 0, here: 1"):
+        load(Samples(20), 8, shuffle=True).position = load(Samples(20), 8).position
+
+
+def test_batches_that_are_too_small_fail_when_the_loader_is_made() -> None:
+    plan = plan_of([(1, [[1]]), (1, [[1]])], num_micro_batch=4)
+    with pytest.raises(BatchError, match=r"2 replica\(s\) x 4 micro-batch\(es\) \(the batch: 6 rows\)"):
+        load(Samples(12), 6, plan)
+    with pytest.raises(BatchError, match="the batch: 3 rows"):
+        load(Samples(19), 16, plan)
+    assert len(load(Samples(19), 16, plan, drop_last=True)) == 1
+    with pytest.raises(BatchError, match=r"stage 0 of replica 0 has 2 \(a micro-batch of a batch of 3 rows: 1\)"):
+        load(Samples(12), 3, plan_of([(1, [[1, 1]])], num_micro_batch=2))
+
+
+def test_options_that_do_not_go_together() -> None:
+    with pytest.raises(BatchError, match=r"at least one batch of 8 rows \(the dataset: 5 samples\)"):
+        load(Samples(5), 8, drop_last=True)
+    with pytest.raises(BatchError, match="at least 1"):
+        load(Samples(5), 0)
+    with pytest.raises(BatchError, match="decides sampler itself"):
+        load(Samples(5), 2, sampler=[1, 2])
+    with pytest.raises(BatchError, match="iterable dataset"):
+        load(Stream(5), 2, shuffle=True)
+
+
+def test_streams_are_read_by_all_and_kept_in_part() -> None:
+    assert values(load(Stream(11), 8, FIVE_THREE, 1)) == [[5, 6, 7], [10]]
+    assert values(load(Stream(11), 8, FIVE_THREE, 1, drop_last=True)) == [[5, 6, 7]]
+    with pytest.raises(BatchError, match="the batch: 1 rows"):
+        values(load(Stream(9), 8, FIVE_THREE, 1))
+    with pytest.raises(TypeError):
+        len(load(Stream(9), 8))
+
+
+class Pairs(Samples):
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.full((2,), float(index)), "y": index}
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.read.append(len(indices))
+        return [self[index] for index in indices]
+
+
+def test_samples_are_fetched_together_and_collated() -> None:
+    dataset = Pairs(8)
+    batch = next(iter(load(dataset, 8, FIVE_THREE, 1)))
+    assert dataset.read == [3] and batch.data["x"].shape == (3, 2) and batch.data["y"].tolist() == [5, 6, 7]
+    assert next(iter(load(dataset, 8, collate=len))).data == 8
+
+
+@pytest.mark.parametrize("kind", [Samples, Stream])
+def test_workers_read_the_same_rows(kind: type) -> None:
+    workers = 2 if kind is Samples else 1
+    assert values(load(kind(20), 8, FIVE_THREE, 1, num_workers=workers)) == values(load(kind(20), 8, FIVE_THREE, 1))
