@@ -88,13 +88,16 @@ def _known(setting: Setting) -> str:
 
 
 def hint_for_key(name: str) -> str:
-    """The key a user most likely meant by an unknown name."""
-    section = name.partition(".")[0]
-    siblings = [key for key in KEYS if key.startswith(f"{section}.")]
-    found = nearest(name, KEYS) or nearest(name.rpartition(".")[2], [key.partition(".")[2] for key in KEYS])
-    if found is not None:
-        return f"did you mean {next(key for key in KEYS if key == found or key.endswith('.' + found))!r}?"
-    return f"keys of {section}: {', '.join(siblings)}" if siblings else f"sections: {', '.join(SECTIONS)}"
+    """The key a user most likely meant by an unknown name: one of its section, else one of another."""
+    section, _, attribute = name.rpartition(".")
+    own = {key.partition(".")[2]: key for key in KEYS if key.startswith(f"{section}.")}
+    every = {key.partition(".")[2]: key for key in KEYS}
+    for keys in (own, every):
+        if found := nearest(attribute, keys):
+            return f"did you mean {keys[found]!r}?"
+    if found := nearest(name, KEYS, cutoff=0.8):
+        return f"did you mean {found!r}?"
+    return f"keys of {section}: {', '.join(own)}" if own else f"sections: {', '.join(SECTIONS)}"
 
 
 def _checked(key: Key, setting: Setting) -> object:

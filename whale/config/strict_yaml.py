@@ -65,6 +65,9 @@ def parse_yaml(text: str, file: str, kind: type[WhaleError] = ConfigError) -> Do
     except yaml.YAMLError as error:
         raise kind(f"not YAML: {str(error).splitlines()[0]}", where=SourceLine(file, 1)) from None
     reader = _Reader(file, kind)
+    for token in yaml.scan(text):
+        if isinstance(token, yaml.TagToken):
+            reader.fault(f"tag {''.join(part or '' for part in token.value)!r} has no meaning here", token)
     data = None if root is None else reader.read(root, (), ())
     raise_faults(reader.faults)
     return Document(file, data, reader.lines)
@@ -90,10 +93,7 @@ class _Reader:
     def read(self, node: yaml.Node, way: PathKey, above: tuple[yaml.Node, ...]) -> object:
         self.lines.setdefault(way, node.start_mark.line + 1)
         if any(node is other for other in above):
-            self._fault("an alias stands inside the value it stands for", node)
-            return None
-        if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.endswith(":binary"):
-            self._fault(f"tag {node.tag!r} has no meaning here", node)
+            self.fault("an alias stands inside the value it stands for", node)
             return None
         above = (*above, node)
         if isinstance(node, yaml.SequenceNode):
@@ -106,17 +106,17 @@ class _Reader:
         result: dict[str, object] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                self._fault("a key is text, not a list or a mapping", key_node)
+                self.fault("a key is text, not a list or a mapping", key_node)
                 continue
             name = str(key_node.value)
             if name in result:
-                self._fault(f"key {name!r} stands twice (first in line {self.lines[(*way, name)]})", key_node)
+                self.fault(f"key {name!r} stands twice (first in line {self.lines[(*way, name)]})", key_node)
                 continue
             self.lines[(*way, name)] = key_node.start_mark.line + 1
             result[name] = self.read(value_node, (*way, name), above)
         return result
 
-    def _fault(self, message: str, node: yaml.Node) -> None:
+    def fault(self, message: str, node: yaml.Node | yaml.Token) -> None:
         self.faults.append(self.kind(message, where=SourceLine(self.file, node.start_mark.line + 1)))
 
 

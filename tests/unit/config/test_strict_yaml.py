@@ -1,0 +1,90 @@
+"""Strict YAML: places, duplicates, and what bare words mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whale.config import parse_yaml, read_yaml
+from whale.errors import ClusterError, ConfigError
+
+text = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"], exclude_characters="\x7f"))
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text,
+    lambda inner: st.lists(inner) | st.dictionaries(text, inner),
+    max_leaves=20,
+)
+
+
+@given(plain)
+def test_reads_what_json_writes(value: object) -> None:
+    assert parse_yaml(json.dumps(value), "f").data == json.loads(json.dumps(value))
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z]{1,6}", fullmatch=True), st.integers() | st.text() | st.none() | st.booleans()))
+def test_reads_what_yaml_writes(value: object) -> None:
+    assert parse_yaml(yaml.safe_dump(value), "f").data == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("no", "no"), ("on", "on"), ("true", True), ("False", False), ("null", None), ("~", None), ("1e-3", 0.001), ("12:30", "12:30"),
+        ("0x10", "0x10"), ("2020-01-01", "2020-01-01"), (".5", 0.5), ("7.", 7.0), ("-3", -3),
+        ("'3'", "3"), ('"true"', "true"), ("1_000", "1_000"),
+    ],
+)  # fmt: skip
+def test_bare_words(text: str, value: object) -> None:
+    found = parse_yaml(f"key: {text}", "f").data
+    assert found == {"key": value}
+    assert type(found["key"]) is type(value)  # type: ignore[index]
+
+
+def test_places() -> None:
+    document = parse_yaml("a: 1\nb:\n  - x\n  - c: 2\n    d: 3\n", "file.yaml")
+    assert str(document.place("b")) == "file.yaml:2"
+    assert str(document.place("b", 1, "d")) == "file.yaml:5"
+    assert str(document.place("b", 1, "nothing", "deeper")) == "file.yaml:4"
+    assert str(document.place()) == "file.yaml:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\na: 2\n", "key 'a' stands twice (first in line 1)\n  at f:2"),
+        ("a: {b: 1, b: 2}\nc: {d: 1, d: 2}\n", "2 faults"),
+        ("a: &x [*x]\n", "an alias stands inside the value it stands for"),
+        ("a: !!python/object:os.system x\n", "tag '!!python/object:os.system' has no meaning here"),
+        ("a: !mine x\n", "tag '!mine' has no meaning here"),
+        ("? [1, 2]\n: 3\n", "a key is text"),
+        ("a: 1\n---\nb: 2\n", "not YAML"),
+        ("a: [1\n", "not YAML"),
+        ("a: \x00\n", "not YAML"),
+        ("\tb: 1\n", "not YAML"),
+    ],
+)
+def test_refuses(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text, "f")
+    assert message in str(caught.value)
+
+
+def test_aliases_stand_for_values() -> None:
+    assert parse_yaml("a: &x {b: 1}\nc: *x\n", "f").data == {"a": {"b": 1}, "c": {"b": 1}}
+
+
+def test_an_empty_file() -> None:
+    assert parse_yaml("# nothing\n", "f").data is None
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="cannot read"):
+        read_yaml(tmp_path, ClusterError)
+    (tmp_path / "latin").write_bytes(b"a: \xe9\n")
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        read_yaml(tmp_path / "latin")
