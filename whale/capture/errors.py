@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
 
@@ -71,6 +72,26 @@ def watched() -> Iterator[None]:
         patch(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _refuse_recompute)
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
             patch(torch.Tensor, name, _refuse_hook)
+        yield
+
+
+@contextlib.contextmanager
+def refused_parameters(mode: FakeTensorMode) -> Iterator[None]:
+    """Raises `CaptureError` where a tensor that requires a gradient is read and is none of the model's (they are fake by then)."""
+    converter = mode.fake_tensor_converter
+    convert = converter.from_real_tensor
+
+    def guarded(fake_mode: FakeTensorMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.requires_grad and not isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                "what requires a gradient is a parameter of the model "
+                f"(a tensor of shape [{', '.join(map(str, tensor.shape))}] from elsewhere requires one)",
+                where=user_line(),
+                hint="make it part of the model, or detach it",
+            )
+        return convert(fake_mode, tensor, *args, **kwargs)
+
+    with mock.patch.object(converter, "from_real_tensor", guarded):
         yield
 
 

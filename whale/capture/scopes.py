@@ -111,7 +111,7 @@ class Annotation:
         capture = _capture.get()
         if capture is None or not args or not isinstance(args[0], nn.Module):
             return self.entry()
-        key = (id(self), id(args[0]))
+        key = (id(self), id(vars(args[0])))  # while it traces, torch calls modules through proxies that share their dict
         if key not in capture.of_module:
             capture.of_module[key] = self.entry()
         return capture.of_module[key]

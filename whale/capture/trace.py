@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 
 from whale.capture.batch import BatchStructure, Leaf
-from whale.capture.errors import as_capture_error, watched
+from whale.capture.errors import as_capture_error, refused_parameters, watched
 from whale.capture.modes import Faker, fake_tensors, training_flags
 from whale.capture.scopes import capturing
 from whale.capture.source import inner_frames
@@ -67,7 +67,7 @@ def trace(model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: 
     fixed = first if static or isinstance(first, WhaleError) else export.attempt(structure.example_rows, dynamic=False)
     if not isinstance(fixed, Traced):
         error = as_capture_error(fixed)
-        raise error from (None if error is fixed else fixed)
+        raise error.with_traceback(None) from (None if error is fixed else fixed)
     double = export.attempt(2 * structure.example_rows, dynamic=False)
     return fixed, double if isinstance(double, Traced) else None
 
@@ -122,6 +122,7 @@ def _surroundings(model: nn.Module, mode: Mode, fake: Faker, fake_mode: FakeTens
         torch.fx.traceback.preserve_node_meta(),
         torch.enable_grad(),
         watched(),
+        refused_parameters(fake_mode) if mode == "train" else contextlib.nullcontext(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

@@ -1,0 +1,66 @@
+"""The structure of batches: names, rows, and what a later batch may change."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+
+from whale.capture import BatchStructure
+from whale.errors import BatchError
+
+
+def example(rows: int = 4) -> dict[str, Any]:
+    return {"ids": torch.zeros(rows, 3, dtype=torch.long), "input": torch.zeros(rows), "scale": 2.0, "table": torch.zeros(7, 2)}
+
+
+def test_rows_are_the_most_common_size() -> None:
+    structure = BatchStructure.of(example())
+    assert structure.example_rows == 4
+    assert {leaf.name: leaf.has_rows for leaf in structure.inputs} == {"ids": True, "input": True, "table": False}
+    assert structure.rows(example(9)) == 9
+
+
+def test_order_of_keys_and_kind_of_mapping_do_not_matter() -> None:
+    structure = BatchStructure.of(example())
+    other = UserDict(reversed(example(2).items()))
+    assert list(structure.leaves(other)) == ["ids", "input", "table"]
+
+
+def test_names_are_identifiers_and_unique() -> None:
+    batch = {"a": [torch.zeros(2), {"b-c": torch.zeros(2)}], "a_0": torch.zeros(2), "num_rows": torch.zeros(2)}
+    assert [leaf.name for leaf in BatchStructure.of(batch).inputs] == ["a_0", "a_1_b_c", "a_0_", "num_rows_"]
+    assert [leaf.name for leaf in BatchStructure.of((torch.zeros(2), torch.zeros(2))).inputs] == ["input_0", "input_1"]
+    assert [leaf.name for leaf in BatchStructure.of(torch.zeros(2)).inputs] == ["input_0"]
+
+
+def test_unflatten_puts_constants_back() -> None:
+    batch = example()
+    structure = BatchStructure.of(batch)
+    again = structure.unflatten(list(structure.leaves(batch).values()))
+    assert list(again) == list(batch) and again["scale"] == 2.0 and again["ids"] is batch["ids"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": torch.zeros(4, 5, dtype=torch.long)}, r"\[rows, 3\]; now \[4, 5\]"),
+        ({"ids": torch.zeros(4, 3)}, "int64 in the example .now torch.float32"),
+        ({"ids": 3}, "a tensor in the example .now int"),
+        ({"scale": 3.0}, r"constant of the example \(2.0; now 3.0\)"),
+        ({"scale": 2}, r"constant of the example \(2.0; now 2\)"),
+        ({"input": torch.zeros(5)}, r"\['ids'\]: 4, \['input'\]: 5"),
+        ({"more": 1}, r"not in the example: \['more'\]"),
+        ({"table": torch.zeros(6, 2)}, r"\[7, 2\]; now \[6, 2\]"),
+    ],
+)
+def test_what_a_later_batch_may_not_change(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        BatchStructure.of(example()).leaves(example() | change)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(BatchError, match="2 faults"):
+        BatchStructure.of(example()).leaves(example() | {"scale": 3.0, "ids": 3})

@@ -1,0 +1,197 @@
+"""What cannot be captured is one clear error with the user's line, and the model is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.hf_models import gpt2
+from whale.capture import capture
+from whale.errors import BatchError, CaptureError
+
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.linear, x)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 7
+
+
+def own_function(linear: nn.Linear, x: Tensor) -> Tensor:
+    return Doubled.apply(linear(x))  # type: ignore[no-any-return]
+
+
+def recomputed(linear: nn.Linear, x: Tensor) -> Any:
+    return checkpoint(linear, x, use_reentrant=False)
+
+
+def recomputed_reentrant(linear: nn.Linear, x: Tensor) -> Any:
+    return checkpoint(linear, x, use_reentrant=True)
+
+
+def branch(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) if x.sum() > 0 else x
+
+
+def counted(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x)[: int(x.sum())].expand(int(x.max()), 4)
+
+
+def hooked(linear: nn.Linear, x: Tensor) -> Tensor:
+    y: Tensor = linear(x)
+    y.register_hook(lambda gradient: gradient * 2)
+    return y
+
+
+def numpy(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) * float(x.numpy().sum())
+
+
+def mistaken(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x[:, :3])
+
+
+def looped(linear: nn.Linear, x: Tensor) -> Tensor:
+    return torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), linear(x)))[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (own_function, "no custom autograd.Function: the backward of Doubled would be lost"),
+        (recomputed, "recompute is Whale's"),
+        (recomputed_reentrant, "recompute is Whale's"),
+        (branch, "do not depend on values in tensors"),
+        (hooked, "no gradient hooks"),
+        (numpy, "numpy"),
+        (mistaken, "cannot be captured"),
+        (looped, "inner programs|cannot be captured"),
+    ],
+)
+def test_what_would_be_lost_is_an_error_with_the_line(function: Callable[..., Any], message: str) -> None:
+    model = Net(function)
+    model.eval()
+    apply = torch.autograd.Function.apply
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture(model, torch.randn(4, 4), lambda output, batch: output.mean())
+    assert caught.value.where is not None
+    file, line = str(caught.value.where).rsplit(":", 1)
+    start = function.__code__.co_firstlineno
+    assert file.endswith("test_errors.py") and start < int(line) <= start + 3
+    assert not model.training and not isinstance(model.linear.weight.data, torch._subclasses.FakeTensor)
+    assert torch.autograd.Function.apply == apply
+
+
+def test_own_function_without_gradients_is_harmless() -> None:
+    def frozen(linear: nn.Linear, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = Doubled.apply(x)
+        return linear(x) + y
+
+    capture(Net(frozen), torch.randn(4, 4), lambda output, batch: output.mean())
+
+
+def test_gradient_checkpointing_of_a_library_model() -> None:
+    model, batch = gpt2()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    with pytest.raises(CaptureError, match="recompute is Whale's"):
+        capture(model, batch)
+
+
+def test_module_and_parameter_hooks() -> None:
+    model = Net(lambda linear, x: linear(x))
+    handle = model.linear.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="no gradient hooks"):
+        capture(model, torch.randn(4, 4), lambda output, batch: output.mean())
+    handle.remove()
+    model.linear.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(CaptureError, match=r"linear\.weight has"):
+        capture(model, torch.randn(4, 4), lambda output, batch: output.mean())
+
+
+def test_lazy_parameters() -> None:
+    with pytest.raises(CaptureError, match="is lazy"):
+        capture(nn.LazyLinear(3), torch.randn(4, 4), lambda output, batch: output.mean())
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda output, batch: output, r"float32 of shape \[.*4\]"),
+        (lambda output, batch: (output.sum(), output), r"\(float32 of shape \[\], float32 of shape"),
+        (lambda output, batch: None, "got NoneType"),
+        (lambda output, batch: output.argmax(), "int64 of shape"),
+        (lambda output, batch: output.detach().mean(), "requires a gradient"),
+    ],
+)
+def test_a_loss_is_a_scalar_or_a_pair(loss: Callable[..., Any], message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(Net(lambda linear, x: linear(x)), torch.randn(4, 4), loss)
+
+
+def test_missing_loss() -> None:
+    with pytest.raises(CaptureError, match="Tensor has none") as caught:
+        capture(nn.Linear(4, 4), torch.randn(4, 4))
+    assert "loss=" in str(caught.value)
+
+
+def test_loss_with_parameters_of_its_own() -> None:
+    head = nn.Linear(4, 1)
+    with pytest.raises(CaptureError, match=r"\[1, 4\] from elsewhere") as caught:
+        capture(nn.Linear(4, 4), torch.randn(4, 4), lambda output, batch: head(output).mean())
+    assert "test_errors.py" in str(caught.value)
+
+
+def test_loss_that_reads_the_models_parameters() -> None:
+    model = nn.Linear(4, 4)
+    graph, _ = capture(model, torch.randn(4, 4), lambda output, batch: output.square().mean() + model.weight.square().sum())
+    assert len(graph.loss) == 2 and all(term.exact for term in graph.loss)
+
+
+def test_frozen_model() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(CaptureError, match="requires a gradient"):
+        capture(model, torch.randn(4, 4), lambda output, batch: output.mean())
+    capture(model, torch.randn(4, 4), lambda output, batch: output.mean(), mode="eval")
+
+
+def test_loss_lines_are_the_users() -> None:
+    graph, _ = capture(nn.Linear(4, 4), (torch.randn(4, 4), torch.randint(0, 4, (4,))), lambda o, b: F.cross_entropy(o, b[1]))
+    where = graph.loss[0].where
+    assert where is not None and where.file.endswith("test_errors.py")
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.randn(1, 4), "at least 2 rows"),
+        ({"x": 3}, "at least one tensor"),
+        ({"x": torch.randn(2, 4), "y": object()}, r"batch\['y'\] is object"),
+        ({"y": torch.randn(2, 4)}, "lacks x"),
+        ((), "at least one tensor"),
+    ],
+)
+def test_bad_examples(batch: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        capture(Net(lambda linear, x: linear(x)), batch, lambda output, batch: output.mean())
