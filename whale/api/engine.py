@@ -16,6 +16,7 @@ from whale.api.loader import Loader, make_loader
 from whale.api.mode import CapturedMode, ModeName
 from whale.comm import Groups, World
 from whale.config import Config
+from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.planning import carry_plan
@@ -81,6 +82,7 @@ class Engine:
         self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
         self._workers["train"] = self._make_worker("train", plan, schedule)
         self._loader: Loader | None = None
+        self._position: Any = None
         self._statistics_moved = False
 
     # ---- training --------------------------------------------------------------------------------------------
@@ -188,6 +190,45 @@ class Engine:
 
     # ---- state -----------------------------------------------------------------------------------------------
 
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The parameters and buffers that this rank owns, by name."""
+        return self._tensors
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that this rank owns, by name."""
+        return self._parameters
+
+    @property
+    def world(self) -> World:
+        """This process among its peers."""
+        return self._world
+
+    @property
+    def model_graph(self) -> ModelGraph:
+        """The captured model that the plan was made for."""
+        return self._modes["train"].graph
+
+    @property
+    def writers(self) -> dict[str, int]:
+        """Per parameter and buffer, the world rank that answers for it: its lowest owner."""
+        return {name: self._in_world(owners)[0] for name, owners in self.plan.owners.items()}
+
+    @property
+    def current_loader(self) -> Loader | None:
+        """The loader made last."""
+        return self._loader
+
+    def take_position(self, position: Any) -> None:
+        """Sets where the current loader, or the next one made, goes on; None changes nothing."""
+        if position is None:
+            return
+        if self._loader is None:
+            self._position = position
+        else:
+            self._loader.position = position
+
     def loader(self, dataset: Any, *, global_batch_size: int, **options: Any) -> Loader:
         """Batches of a dataset, of which every rank reads its own rows only.
 
@@ -198,6 +239,9 @@ class Engine:
         """
         rank = None if self._seat is None else self._seat.rank
         self._loader = make_loader(dataset, global_batch_size=global_batch_size, plan=self.plan, rank=rank, **options)
+        if self._position is not None:
+            self._loader.position = self._position
+            self._position = None
         return self._loader
 
     def state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor] | None:
@@ -207,9 +251,8 @@ class Engine:
             rank: gather on this rank's CPU only (the others get None); None gathers on every rank.
         """
         self._merge_buffers()
-        graph = self._modes["train"].graph
-        names = {p.name: self._in_world(self.plan.owners[p.name])[0] for p in graph.parameters if p.name in self.plan.owners}
-        found = gather_tensors(graph, self._tensors, names, self._world, only=rank)
+        graph = self.model_graph
+        found = gather_tensors(graph, self._tensors, self.writers, self._world, only=rank)
         if found is None:
             return None
         return {key: found[graph.parameter_by_name[key].name] for key in self._model.state_dict()}
@@ -245,8 +288,9 @@ class Engine:
     def _make_sync(self, buckets: Sequence[Any]) -> GradientSync | None:
         if self._seat is None:
             return None
+        stages = {(self._seat.replica, stage) for stage in self.schedule.stages_of(self._seat.pipeline_rank)}
         parameters: Mapping[str, nn.Parameter] = {n: p for n, p in self._tensors.items() if isinstance(p, nn.Parameter)}
-        return GradientSync(buckets, self._seat.rank, self._seat.replica, self._world_ranks, parameters, self._groups, self._world.timeout)
+        return GradientSync(buckets, self._seat.rank, stages, self._world_ranks, parameters, self._groups, self._world.timeout)
 
     def _make_worker(self, name: ModeName, plan: Plan, schedule: Schedule) -> Worker:
         mode = self._modes[name]

@@ -60,7 +60,8 @@ def _matmul_weights(args: tuple[Any, ...], gradient: torch.Tensor) -> Gradients:
 
 def _convolution(args: tuple[Any, ...], gradient: torch.Tensor, mask: list[bool]) -> Gradients:
     spatial = args[1].dim() - 2
-    stride, padding, dilation, groups = [*args[3:], *(1, 0, 1, 1)[max(len(args) - 3, 0) :]]
+    settings: list[Any] = [*args[3:], *(1, 0, 1, 1)[max(len(args) - 3, 0) :]]
+    stride, padding, dilation, groups = settings
     sizes = [list(value) if isinstance(value, (list, tuple)) else [value] * spatial for value in (stride, padding, dilation)]
     bias_sizes = None if len(args) < 3 or args[2] is None else [args[1].shape[0]]
     result: Gradients = aten.convolution_backward.default(

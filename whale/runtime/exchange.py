@@ -8,7 +8,7 @@ added (gradients from several readers).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -97,9 +97,11 @@ class Exchange:
         return tuple(sorted({parcel.peer for parcel in self._parcels.get(place, ()) if parcel.work is not None}))
 
     def wait(self, place: Place) -> None:
-        """Waits for the parcels that have been posted."""
-        for parcel in self._parcels.get(place, ()):
+        """Waits for the parcels that have been posted, each once: Gloo's receives cannot be waited for again."""
+        parcels = self._parcels.get(place, [])
+        for parcel in parcels:
             wait(parcel.work, _name(place, "RECV"), (parcel.peer,), self._timeout)
+        parcels[:] = [replace(parcel, work=None) for parcel in parcels]
 
     def take(self, place: Place) -> dict[str, torch.Tensor]:
         """The tensors of a place, put together; what was handed over on this virtual device is waited for here."""

@@ -12,7 +12,7 @@ Buckets of one group start in one order on every rank, whatever order the gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -96,7 +96,7 @@ class GradientSync:
     Args:
         buckets: of the whole plan; those of a single owner need nothing.
         rank: this rank of the plan.
-        replica: the replica it belongs to.
+        stages: (replica, stage) pairs that it runs.
         world_ranks: per rank of the plan, the rank in the world.
         parameters: what this rank owns.
         groups: one per owner set.
@@ -107,7 +107,7 @@ class GradientSync:
         self,
         buckets: Sequence[BucketPlan],
         rank: int,
-        replica: int,
+        stages: Collection[tuple[int, int]],
         world_ranks: Sequence[int],
         parameters: Mapping[str, torch.nn.Parameter],
         groups: Groups,
@@ -121,7 +121,7 @@ class GradientSync:
         for plan in buckets:
             if rank not in plan.owners or len(plan.owners) == 1:
                 continue
-            bucket = _make_bucket(plan, replica, tuple(sorted(world_ranks[owner] for owner in plan.owners)), parameters)
+            bucket = _make_bucket(plan, stages, tuple(sorted(world_ranks[owner] for owner in plan.owners)), parameters)
             self._buckets.append(bucket)
             self._queues.setdefault(bucket.ranks, []).append(bucket)
             for parameter in bucket.parameters:
@@ -188,12 +188,12 @@ class GradientSync:
         bucket.work = self._groups.all_reduce(bucket.flat, bucket.ranks)
 
 
-def _make_bucket(plan: BucketPlan, replica: int, ranks: tuple[int, ...], parameters: Mapping[str, torch.nn.Parameter]) -> _Bucket:
+def _make_bucket(plan: BucketPlan, stages: Collection[tuple[int, int]], ranks: tuple[int, ...], parameters: Mapping[str, torch.nn.Parameter]) -> _Bucket:
     owned = [parameters[name] for name in plan.names]
     flat = torch.zeros(sum(p.numel() for p in owned), dtype=owned[0].dtype, device=owned[0].device)
     views, offset = [], 0
     for parameter in owned:
         views.append(flat[offset : offset + parameter.numel()].view(parameter.shape))
         offset += parameter.numel()
-    stages = frozenset(stage for index, stage in plan.stages if index == replica)
-    return _Bucket(plan, ranks, owned, stages, flat, views)
+    mine = frozenset(stage for replica, stage in plan.stages if (replica, stage) in stages)
+    return _Bucket(plan, ranks, owned, mine, flat, views)
