@@ -71,7 +71,7 @@ class _Binder:
             self.bound[letter] = self.atoms.fresh(self.rule.sizes[letter])
             unknown.remove(letter)
         known = prod(self.atoms.size(self.bound[letter]) for letter in term if letter in self.bound)
-        if len(unknown) > 1 or size % known or (not unknown and known != size):
+        if len(unknown) > 1 or not known or size % known or (not unknown and known != size):
             raise Misfit("its sizes do not fit its rule")
         for letter in unknown:
             self.bound[letter] = self.atoms.fresh(size // known)
@@ -118,12 +118,16 @@ def _expand(rule: Notation, ranks: tuple[int | None, ...]) -> tuple[list[tuple[T
             continue
         length = _ellipsis_length(operand, rank)
         longest = max(longest, length)
-        operands.append(_fill(operand.terms, length))
+        terms = _fill(operand.terms, length)
+        operands.append(terms[len(terms) - rank :])
     return operands, [_fill(terms, longest) for terms in rule.results]
 
 
 def _ellipsis_length(operand: Operand, rank: int) -> int:
+    """How many dimensions `...` stands for. An added operand may lack leading dimensions: it is broadcast."""
     length = rank - sum("..." not in term for term in operand.terms)
+    if operand.added and length < 0:
+        return 0
     if length < 0 or (length > 0 and not any("..." in term for term in operand.terms)):
         raise Misfit(f"its {operand.name} has {rank} dimensions where its rule has {len(operand.terms)}")
     return length

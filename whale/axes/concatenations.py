@@ -43,8 +43,8 @@ def _unified(parts: list[Dim], letters: list[Letter], reading: Reading) -> Dim:
             reading.atoms.unify(parts[0], part)
         except Clash:
             role = CLASHES
-            letters.append(Letter("piece", CLASHES, part))
-    letters.append(Letter("dimension", role, parts[0]))
+            letters.append(Letter("its piece", CLASHES, part))
+    letters.append(Letter("its dimension", role, parts[0]))
     return parts[0]
 
 
@@ -52,7 +52,7 @@ def _join(parts: list[Dim], letters: list[Letter], reading: Reading) -> Dim:
     try:
         joined = reading.atoms.concatenate(parts)
     except Clash:
-        letters += [Letter("piece", CLASHES, part) for part in parts]
+        letters += [Letter("its piece", CLASHES, part) for part in parts]
         return reading.atoms.fresh(sum(reading.atoms.size(part) for part in parts))
     letters += _letters(joined, parts[0], STACKS, reading)
     return joined
@@ -61,10 +61,10 @@ def _join(parts: list[Dim], letters: list[Letter], reading: Reading) -> Dim:
 def _letters(joined: Dim, part: Dim, outer: Role, reading: Reading) -> list[Letter]:
     """The letters of a dimension and its parts: of ``n x part`` the n is whole; check 4 judges a true concatenation."""
     if reading.atoms.size(joined) == reading.atoms.size(part):
-        return [Letter("dimension", KEPT, joined)]
+        return [Letter("its dimension", KEPT, joined)]
     if len(joined) == len(part) + 1 and joined[1:] == part:
-        return [Letter("pieces", outer, joined[:1]), Letter("dimension", KEPT, part)]
-    return [Letter("dimension", KEPT, joined)]
+        return [Letter("its pieces", outer, joined[:1]), Letter("its dimension", KEPT, part)]
+    return [Letter("its dimension", KEPT, joined)]
 
 
 def split(op: Op, reading: Reading) -> Outcome:
@@ -75,7 +75,7 @@ def split(op: Op, reading: Reading) -> Outcome:
     along = number(argument(op, 2, "dim", 0)) % len(dims)
     sizes = tuple(spec.shape_at(ROWS)[along] for spec in op.outputs)
     parts, letters = _take_apart(dims[along], sizes, reading)
-    letters += [Letter("dimension", KEPT, dim) for index, dim in enumerate(dims) if index != along]
+    letters += [Letter("its dimension", KEPT, dim) for index, dim in enumerate(dims) if index != along]
     return Outcome(tuple(dims[:along] + (part,) + dims[along + 1 :] for part in parts), tuple(letters))
 
 
@@ -84,16 +84,16 @@ def _take_apart(dim: Dim, sizes: tuple[int, ...], reading: Reading) -> tuple[tup
     if sum(sizes) != atoms.size(dim):
         raise Misfit("its parts are not the whole")
     if len(sizes) == 1:
-        return (dim,), [Letter("dimension", KEPT, dim)]
+        return (dim,), [Letter("its dimension", KEPT, dim)]
     try:
         parts = atoms.partition(dim, sizes)
     except Clash:
         parts = tuple(atoms.fresh(size) for size in sizes)
-        return parts, [Letter("dimension", CLASHES, dim), *(Letter("part", PART, part) for part in parts)]
+        return parts, [Letter("its dimension", CLASHES, dim), *(Letter("its part", PART, part) for part in parts)]
     if len(set(sizes)) == 1:
         outer = atoms.outer(dim, len(sizes))
-        return parts, [Letter("parts", DIVIDES, outer), Letter("dimension", KEPT, parts[0])]
-    return parts, [Letter("dimension", KEPT, dim)]
+        return parts, [Letter("its parts", DIVIDES, outer), Letter("its dimension", KEPT, parts[0])]
+    return parts, [Letter("its dimension", KEPT, dim)]
 
 
 def slice_(op: Op, reading: Reading) -> Outcome:
@@ -103,18 +103,18 @@ def slice_(op: Op, reading: Reading) -> Outcome:
         raise Misfit("its operand is no tensor")
     along = number(argument(op, 1, "dim", 0)) % len(dims)
     size = op.outputs[0].shape_at(ROWS)[along]
-    letters = [Letter("dimension", KEPT, dim) for index, dim in enumerate(dims) if index != along]
+    letters = [Letter("its dimension", KEPT, dim) for index, dim in enumerate(dims) if index != along]
     tiling = reading.tilings.get(op.name)
     if size == reading.atoms.size(dims[along]):
-        part: Dim = dims[along]
-        letters.append(Letter("dimension", KEPT, part))
-    elif tiling:
+        return Outcome((dims,), (*letters, Letter("its dimension", KEPT, dims[along])), reading.is_position(op.args[0]))
+    part: Dim
+    if tiling:
         parts, more = _take_apart(dims[along], tiling.sizes, reading)
         part = parts[tiling.index]
         letters += more
     else:
         part = reading.atoms.fresh(size)
-        letters += [Letter("dimension", CUTS_OFF, dims[along]), Letter("part", PART, part)]
+        letters += [Letter("its dimension", CUTS_OFF, dims[along]), Letter("its part", PART, part)]
     return Outcome((dims[:along] + (part,) + dims[along + 1 :],), tuple(letters))
 
 

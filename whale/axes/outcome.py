@@ -91,6 +91,10 @@ class Reading:
         listed = argument if isinstance(argument, tuple) else (argument,)
         return [dims for item in listed if (dims := self.tensor(item)) is not None]
 
+    def is_position(self, argument: Argument) -> bool:
+        """Whether an argument holds the positions 0, 1, ... along its one dimension."""
+        return isinstance(argument, Ref) and argument.op in self.positions
+
     def fresh(self, spec: TensorSpec) -> Dims:
         """New dimensions for a tensor."""
         return tuple(self.atoms.fresh(size) for size in sizes_of(spec))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from whale.axes.atoms import Clash, Dim
 from whale.axes.binding import CLASHES
 from whale.axes.outcome import KEPT, Dims, Letter, Misfit, Outcome, Reading, sizes_of
-from whale.ir.graph import Op, Ref
+from whale.ir.graph import Op
 
 
 def pointwise(op: Op, reading: Reading) -> Outcome:
@@ -45,7 +45,7 @@ def _result(sizes: tuple[int, ...], tensors: list[Dims], reading: Reading, lette
 def _moves_nothing(op: Op, reading: Reading) -> bool:
     """Whether the values are its operand's: a copy, or 0 added. Keeps positions known."""
     first, *rest = op.args or (None,)
-    if not isinstance(first, Ref) or first.op not in reading.positions:
+    if not reading.is_position(first):
         return False
     name = op.target.split(".")[1]
     return name in COPIES or (name in ("add", "sub", "add_") and rest == [0])

@@ -124,6 +124,8 @@ def expansion(op: Op, reading: Reading) -> str:
     lead = len(wanted) - len(given)
     source = [letters[lead + index] if size != 1 else "1" for index, size in enumerate(given)]
     result = [letter if index >= lead and given[index - lead] != 1 else letter + "^" for index, letter in enumerate(letters)]
+    if len(op.args) > 1 and reading.tensor(op.args[1]) is not None:  # expand_as
+        return write([("input", source), ("other", letters)], letters)
     return write([("input", source)], result)
 
 
@@ -312,24 +314,23 @@ def chosen_rows(op: Op, reading: Reading) -> str:
     return write([("input", source), ("index", ["_found"] if operand(op, reading, 2) else [])], result)
 
 
-def gathering(op: Op, reading: Reading) -> str:
+def gathering(dim: int, index: int) -> Template:
     """``gather``: positions of one dimension, looked up element by element; other dimensions must match to be kept."""
-    source, index = operand(op, reading), operand(op, reading, 2)
-    letters = names(len(source))
-    dim = number(op.args[1]) % len(letters)
-    whole, equal = reading.shape(source), reading.shape(index)
-    left, right = [], []
-    for position, letter in enumerate(letters):
-        if position == dim:
-            left.append(f"({letter}:lookup)")
-            right.append("_found")
-        elif whole[position] == equal[position]:
-            left.append(letter)
-            right.append(letter)
-        else:
-            left.append(letter + "!")
-            right.append(f"_part_{letter}!")
-    return write([("input", left), ("index", right)], right)
+
+    def rule(op: Op, reading: Reading) -> str:
+        source, places = operand(op, reading), operand(op, reading, index)
+        if len(source) != len(places):
+            raise Misfit("its index has another rank")
+        letters = names(len(source))
+        along = number(argument(op, dim, "dim")) % len(letters)
+        left, right = [], []
+        for position, (letter, size, taken) in enumerate(zip(letters, reading.shape(source), reading.shape(places), strict=True)):
+            looked_up, equal = position == along, size == taken
+            left.append(f"({letter}:lookup)" if looked_up else letter if equal else letter + "!")
+            right.append("_found" if looked_up else letter if equal else f"_part_{letter}!")
+        return write([("input", left), ("index", right)], right)
+
+    return rule
 
 
 def scattering(op: Op, reading: Reading) -> str:
@@ -477,3 +478,15 @@ def similarity(op: Op, reading: Reading) -> str:
     terms = [letter + "!" if place == dim else letter for place, letter in enumerate(letters)]
     operands = [(name, terms[rank - len(dims) :]) for name, dims in zip(("x1", "x2"), shapes, strict=True)]
     return write(operands, letters[:dim] + letters[dim + 1 :])
+
+
+def difference(op: Op, reading: Reading) -> str:
+    """``diff``: neighbours along a dimension, which may first be lengthened at both ends."""
+    letters = names(len(operand(op, reading)))
+    dim = number(argument(op, 2, "dim", -1)) % len(letters)
+    shapes = {name: [f"{stem}!" if place == dim else letter for place, letter in enumerate(letters)] for name, stem in _DIFFERENCE.items()}
+    result = shapes.pop("result")
+    return write(shapes.items(), result)
+
+
+_DIFFERENCE = {"input": "_old", "prepend": "_before", "append": "_after", "result": "_new"}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from whale.axes.atoms import Clash, Dim
 from whale.axes.binding import CLASHES
 from whale.axes.outcome import KEPT, Dims, Letter, Misfit, Outcome, Reading, sizes_of
-from whale.ir.graph import Op, Ref
+from whale.ir.graph import Op
 
 
 def view(op: Op, reading: Reading) -> Outcome:
@@ -30,8 +30,7 @@ def view(op: Op, reading: Reading) -> Outcome:
         flat = tuple(atom for index in olds for atom in dims[index])
         letters.append(_regroup(f"group {number}", flat, news, sizes, made, reading))
     result: Dims = tuple(made)
-    moved = isinstance(source, Ref) and source.op in reading.positions and sum(1 for dim in result if dim) == 1
-    return Outcome((result,), tuple(letters), is_position=moved)
+    return Outcome((result,), tuple(letters), is_position=reading.is_position(source) and sum(dim != () for dim in result) == 1)
 
 
 def _regroup(name: str, flat: Dim, news: list[int], sizes: tuple[int, ...], made: list[Dim], reading: Reading) -> Letter:
