@@ -14,7 +14,7 @@ from whale.api.attach import Attachment
 from whale.api.checkpointing import load_engine, save_engine
 from whale.api.loader import Loader, make_loader
 from whale.api.mode import CapturedMode, ModeName
-from whale.comm import Groups, World
+from whale.comm import Groups, World, together
 from whale.config import Config
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -25,8 +25,8 @@ from whale.runtime.buffers import merge_buffers
 from whale.runtime.clipping import clip, global_norm
 from whale.runtime.gathering import gather_outputs, gather_tensors
 from whale.runtime.gradient_sync import GradientSync, plan_buckets
-from whale.runtime.rank_batch import RankBatch
 from whale.runtime.lowering import mutated_buffers
+from whale.runtime.rank_batch import RankBatch
 from whale.runtime.reach import reached_parameters
 from whale.runtime.status import StatusBoard
 from whale.runtime.worker import Worker, find_seat
@@ -78,8 +78,10 @@ class Engine:
         self._sync = self._make_sync(buckets)
         parameters = [(name, value) for name, value in tensors.items() if isinstance(value, nn.Parameter)]
         self._parameters = dict(parameters)
-        self.optimizer = optimizer(parameters) if optimizer is not None and parameters else None
-        self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        self.optimizer = together(world, lambda: optimizer(parameters) if optimizer is not None and parameters else None)
+        self.scheduler = together(
+            world, lambda: scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        )
         self._workers["train"] = self._make_worker("train", plan, schedule)
         self._loader: Loader | None = None
         self._position: Any = None

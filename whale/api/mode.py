@@ -63,7 +63,7 @@ class CapturedMode:
         if ours != theirs:
             odd = next((a for a, b in zip(ours, theirs, strict=False) if a != b), "the number of ops")
             raise CaptureError(
-                f"the model must run the same ops for any number of rows (they differ from %{odd} on between {example} and {num_rows} rows)",
+                f"the model must run the same ops for any number of rows ({example} and {num_rows} rows differ from %{odd} on)",
                 hint="a Python loop or a condition in forward depends on the batch size",
             )
         return program.graph

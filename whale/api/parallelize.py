@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from whale.api.attach import Attachment, attach
+from whale.api.attach import attach
 from whale.api.engine import Engine, edges_of
 from whale.api.mode import CapturedMode
 from whale.api.session import resolve_config
 from whale.api.weights import agree_on_weights
-from whale.comm import World, connect
+from whale.comm import World, connect, on_first_rank, together
 from whale.config import Config
-from whale.errors import CaptureError, PlanError, WhaleError
+from whale.errors import CaptureError, PlanError
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -65,9 +65,9 @@ def parallelize(
     settings = resolve_config(config)
     world = connect(settings.communication.timeout_seconds)
     attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
-    train = CapturedMode(model, batch, loss, "train")
+    train = together(world, lambda: CapturedMode(model, batch, loss, "train"))
     _compare_captures(train.graph, world)
-    decided = _decide(plan, train.graph, attachment, settings, world)
+    decided = on_first_rank(world, lambda: _plan(plan, train.graph, attachment.cluster, settings))
     schedule = make_schedule(decided)
     rank = {name: position for position, name in enumerate(decided.devices)}
     mine = [name for name, world_rank in attachment.rank_of.items() if world_rank == world.rank and name in rank]
@@ -98,21 +98,6 @@ def _compare_captures(graph: ModelGraph, world: World) -> None:
             f"every rank must capture the same model (ranks {odd} differ from rank 0)",
             hint="build the model, its scopes and the example batch's shapes the same on every rank; no random structure",
         )
-
-
-def _decide(plan: Plan | str | Path | None, graph: ModelGraph, attachment: Attachment, config: Config, world: World) -> Plan:
-    """Rank 0's plan, on every rank; its errors are every rank's errors."""
-    outcome: object = None
-    if world.rank == 0:
-        try:
-            outcome = _plan(plan, graph, attachment.cluster, config)
-        except WhaleError as error:
-            outcome = error
-    outcome = world.broadcast_object(outcome)
-    if isinstance(outcome, WhaleError):
-        raise outcome
-    assert isinstance(outcome, Plan)
-    return outcome
 
 
 def _plan(plan: Plan | str | Path | None, graph: ModelGraph, cluster: Cluster, config: Config) -> Plan:

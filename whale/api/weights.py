@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from whale.comm import Groups, World
+from whale.comm import Groups, World, together
 from whale.runtime.checksums import checksums
 from whale.runtime.initialize import initial_tensors
 
@@ -34,7 +34,7 @@ def agree_on_weights(
         seed: for a meta model.
         initialize: the user's own filling of a module.
     """
-    tensors = initial_tensors(model, owned, seed=seed, initialize=initialize, device=world.device)
+    tensors = together(world, lambda: initial_tensors(model, owned, seed=seed, initialize=initialize, device=world.device))
     if not world.is_alone:
         real = {name for name, tensor in users.items() if not tensor.is_meta and name in holders}
         _take_from_rank_0(tensors, {name: users[name].detach() for name in real}, holders, world)

@@ -1,8 +1,9 @@
 """Process groups and collectives over `torch.distributed`: the only road between ranks."""
 
+from whale.comm.agreement import on_first_rank, together
 from whale.comm.channels import Channels, Lane
 from whale.comm.groups import Groups
 from whale.comm.waiting import wait
 from whale.comm.world import World, connect
 
-__all__ = ["Channels", "Groups", "Lane", "World", "connect", "wait"]
+__all__ = ["Channels", "Groups", "Lane", "World", "connect", "on_first_rank", "together", "wait"]

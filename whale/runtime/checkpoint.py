@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as read_entries
 from torch.distributed.checkpoint.state_dict_saver import save as write_entries
 
-from whale.comm import World
-from whale.errors import CheckpointError, WhaleError
+from whale.comm import World, on_first_rank, together
+from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
 from whale.runtime.checkpoint_files import aside, check_complete, complete, prepare
 from whale.runtime.optimizer_state import OptimizerState
@@ -76,11 +76,11 @@ def save(
     Raises:
         CheckpointError: it cannot be written; the same on all ranks, and the previous one is intact.
     """
-    _on_first_rank(world, path, lambda: prepare(path))
+    on_first_rank(world, lambda: _writing(path, lambda: prepare(path)))
     entries = _entries(tensors, optimizer, extras, writers, world.rank)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
     metadata = _quietly(path, lambda: write_entries(entries, checkpoint_id=aside(path), planner=planner, no_dist=world.is_alone))
-    _on_first_rank(world, path, lambda: complete(path, _files(metadata), plan))
+    on_first_rank(world, lambda: _writing(path, lambda: complete(path, _files(metadata), plan)))
 
 
 def load(path: Path, *, tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], world: World) -> tuple[OptimizerState, Extras]:
@@ -98,7 +98,7 @@ def load(path: Path, *, tensors: Mapping[str, Tensor], specs: Mapping[str, Tenso
     Raises:
         CheckpointError: it is incomplete, damaged, or of another model; the same kind on all ranks.
     """
-    return _together(world, lambda: _load(path, tensors, specs, world.rank))
+    return together(world, lambda: _load(path, tensors, specs, world.rank))
 
 
 def _load(path: Path, tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], rank: int) -> tuple[OptimizerState, Extras]:
@@ -209,30 +209,9 @@ def _quietly(path: Path, action: Callable[[], T]) -> T:
         raise CheckpointError(f"{path} can be neither written nor read in full: {type(error).__name__}: {error}") from error
 
 
-def _on_first_rank(world: World, path: Path, action: Callable[[], None]) -> None:
-    """Runs an action on rank 0 while the others wait; all raise its error."""
-    error: WhaleError | None = None
-    if world.rank == 0:
-        try:
-            action()
-        except WhaleError as raised:
-            error = raised
-        except OSError as raised:
-            error = CheckpointError(f"{path} cannot be written: {raised}")
-    shared = world.broadcast_object(error)
-    if isinstance(shared, WhaleError):
-        raise shared
-
-
-def _together(world: World, action: Callable[[], T]) -> T:
-    """Runs an action on every rank; where one fails, all raise."""
+def _writing(path: Path, action: Callable[[], None]) -> None:
+    """Runs a part of the work on files, with the system's failures as ours."""
     try:
-        result, error = action(), None
-    except WhaleError as raised:
-        result, error = None, raised
-    errors = world.gather_objects(error)
-    for rank, other in enumerate(errors):
-        if isinstance(other, WhaleError):
-            raise error or CheckpointError(f"rank {rank}: {other.message}", where=other.where, hint=other.hint)
-    assert result is not None
-    return result
+        action()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error

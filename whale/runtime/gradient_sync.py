@@ -188,7 +188,9 @@ class GradientSync:
         bucket.work = self._groups.all_reduce(bucket.flat, bucket.ranks)
 
 
-def _make_bucket(plan: BucketPlan, stages: Collection[tuple[int, int]], ranks: tuple[int, ...], parameters: Mapping[str, torch.nn.Parameter]) -> _Bucket:
+def _make_bucket(
+    plan: BucketPlan, stages: Collection[tuple[int, int]], ranks: tuple[int, ...], parameters: Mapping[str, torch.nn.Parameter]
+) -> _Bucket:
     owned = [parameters[name] for name in plan.names]
     flat = torch.zeros(sum(p.numel() for p in owned), dtype=owned[0].dtype, device=owned[0].device)
     views, offset = [], 0
