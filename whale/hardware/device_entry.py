@@ -91,7 +91,7 @@ def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[
     changed = replace(
         usual,
         flops=tuple(sorted(flops.items())),
-        memory=int(memory) if memory is not None else usual.memory,
+        memory=max(1, int(memory)) if memory is not None else usual.memory,
         bandwidth=bandwidth if bandwidth is not None else usual.bandwidth,
         efficiency=entry.number("efficiency", high=1) or usual.efficiency,
     )

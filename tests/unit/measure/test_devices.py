@@ -1,0 +1,190 @@
+"""The devices at hand, with NVML played by a stand-in."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from whale.errors import ClusterError
+from whale.hardware import catalogue
+from whale.measure import devices_at_hand, local_profile
+from whale.measure.gpus import Gpu, gpus, in_cuda_order
+from whale.measure.host import host_cores, host_memory
+
+
+class NVMLError(Exception):
+    pass
+
+
+@dataclass
+class Nvml:
+    """What is used of the module pynvml; a handle is a position among `names`."""
+
+    names: list[str]
+    details: bool = True
+    broken: bool = False
+    started: int = 0
+    NVMLError: type[Exception] = field(default=NVMLError)
+    NVML_CLOCK_SM: int = 1
+    NVML_CLOCK_MEM: int = 2
+
+    def nvmlInit(self) -> None:
+        if self.broken:
+            raise NVMLError("driver not loaded")
+        self.started += 1
+
+    def nvmlShutdown(self) -> None:
+        self.started -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.names)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        raise NVMLError(f"no {uuid}")
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{'abcdef'[handle]}000"
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return self.names[handle].encode()
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=(handle + 1) * 2**30)
+
+    def nvmlDeviceGetNumGpuCores(self, handle: int) -> int:
+        if not self.details:
+            raise NVMLError("not supported")
+        return 1000
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: int, clock: int) -> int:
+        return {1: 2000, 2: 5000}[clock]
+
+    def nvmlDeviceGetMemoryBusWidth(self, handle: int) -> int:
+        return 256
+
+
+def play(monkeypatch: pytest.MonkeyPatch, nvml: Nvml, visible: str | None = None, cuda: str | None = "13.0") -> Nvml:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    return nvml
+
+
+def test_gpus_with_the_figures_of_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = play(monkeypatch, Nvml(["Tesla V100-SXM2-32GB", "Tesla T4"]))
+    cluster = devices_at_hand()
+    assert [device.model for device in cluster.devices] == ["V100-32GB", "T4"]
+    assert [device.memory for device in cluster.devices] == [2**30, 2**31]
+    assert cluster.devices[0].peak_flops("float16") == 125e12
+    assert cluster.hosts[0].link == catalogue().links["pcie3"]
+    assert nvml.started == 0
+
+
+def test_fewer_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, Nvml(["NVIDIA H200"] * 4))
+    assert len(devices_at_hand(2).devices) == 2
+    assert len(devices_at_hand().devices) == 4
+
+
+def test_more_ranks_than_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, Nvml(["Tesla T4", "Tesla T4"]))
+    whole = catalogue().devices["T4"]
+    first, second, third = devices_at_hand(3).devices
+    assert (first.memory, second.memory, third.memory) == (2**29, 2**31, 2**29)
+    assert first.peak_flops("float32") == dict(whole.flops)["float32"] / 2
+    assert second.peak_flops("float32") == dict(whole.flops)["float32"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, "abc"), ("2,0", "ca"), ("GPU-b", "b"), ("", ""), ("-1", ""), ("1,7,0", "b"), (" 1 , 2 ", "bc"), ("GPU-", "")],
+)
+def test_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: str) -> None:
+    play(monkeypatch, Nvml(["Tesla T4"] * 3))
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert [gpu.uuid[4] for gpu in gpus(environment)] == list(expected)
+
+
+def test_a_gpu_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = play(monkeypatch, Nvml(["Tesla T4"]), visible="MIG-1")
+    with pytest.raises(ClusterError, match=r"a GPU does not answer \(no MIG-1\)"):
+        devices_at_hand(1)
+    assert nvml.started == 0
+
+
+def test_an_unknown_gpu_is_described_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, Nvml(["Brand New"]))
+    device = devices_at_hand(1).devices[0]
+    assert device.model == "Brand New"
+    assert device.peak_flops("float32") == device.peak_flops("bfloat16") == 2 * 1000 * 2e9
+    assert device.bandwidth == 2 * 32 * 5e9
+
+
+def test_an_unknown_gpu_that_nvml_cannot_describe(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, Nvml(["Brand New"], details=False))
+    assert local_profile(0, 1).model == "Brand New"  # harmless with a cluster file
+    with pytest.raises(ClusterError, match="nothing is known of device model 'Brand New'") as caught:
+        devices_at_hand(1)
+    assert "cluster file" in str(caught.value)
+
+
+@pytest.mark.parametrize("why", ["no driver", "no library", "hidden", "torch without CUDA"])
+def test_cpu_ranks_otherwise(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    play(
+        monkeypatch,
+        Nvml(["Tesla T4"], broken=why == "no driver"),
+        visible="" if why == "hidden" else None,
+        cuda=None if "torch" in why else "13",
+    )
+    if why == "no library":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    cluster = devices_at_hand(4)
+    assert [device.model for device in cluster.devices] == ["cpu"] * 4
+    assert sum(device.memory for device in cluster.devices) <= host_memory()
+    core = dict(catalogue().devices["cpu"].flops)["float32"]
+    assert sum(device.peak_flops("float32") for device in cluster.devices) == pytest.approx(host_cores() * core)
+    assert len(devices_at_hand().devices) == 1
+
+
+def test_less_than_one_rank() -> None:
+    with pytest.raises(ClusterError, match=r"at least one rank \(0 asked for\)"):
+        devices_at_hand(0)
+
+
+def test_cuda_counts_unlike_gpus_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = Gpu("GPU-a", "slow", 1), Gpu("GPU-b", "fast", 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="ba"[index]))
+    assert in_cuda_order((slow, fast), {}) == (fast, slow)
+    assert in_cuda_order((slow, fast), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}) == (slow, fast)
+    assert in_cuda_order((slow, slow), {}) == (slow, slow)
+    with pytest.raises(ClusterError, match="CUDA and NVML disagree"):
+        in_cuda_order((slow, Gpu("GPU-c", "fast", 2)), {})
+
+
+def test_limits_of_a_container(tmp_path: Path) -> None:
+    assert host_memory(tmp_path) > 2**20
+    assert host_cores(tmp_path) >= 1
+    (tmp_path / "memory.max").write_text("1048576\n")
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert host_memory(tmp_path) == 2**20
+    assert host_cores(tmp_path) == 0.5
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("2097152\n")
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert host_memory(tmp_path) == 2**21
+    assert host_cores(tmp_path) == host_cores(tmp_path / "none")
