@@ -27,13 +27,17 @@ class Groups:
         everyone = tuple(range(world.size))
         for ranks in sorted(set(rank_sets)):
             assert ranks == tuple(sorted(set(ranks))), ranks
-            if world.rank not in ranks or len(ranks) == 1:
+            if len(ranks) == 1:
                 continue
             if ranks == everyone:
                 assert dist.group.WORLD is not None
                 self._groups[ranks] = dist.group.WORLD
-            else:
-                self._groups[ranks] = dist.new_group(list(ranks), timeout=world.timeout, use_local_synchronization=True)
+                continue
+            # All ranks take part: where members alone do, torch names a group by how many each has already, and
+            # members that have unlike numbers of groups wait for each other under unlike names.
+            group = dist.new_group(list(ranks), timeout=world.timeout)
+            if world.rank in ranks:
+                self._groups[ranks] = group
 
     def __getitem__(self, ranks: RankSet) -> dist.ProcessGroup:
         return self._groups[ranks]
