@@ -1,7 +1,7 @@
 """Point-to-point channels: one per (pair of ranks, lane), so that messages of one lane keep their order.
 
 On Gloo a lane is a tag of the world's group. NCCL has no tags and makes two-rank communicators lazily, which can
-deadlock: there every lane gets its own group, made in sorted order on both ends.
+deadlock: there every lane gets its own group, made in sorted order on all ranks.
 """
 
 from __future__ import annotations
@@ -52,9 +52,12 @@ class Channels:
         if not has_nccl:
             return
         for lane in sorted(set(lanes)):
-            if world.rank in (lane.source, lane.target) and lane.source != lane.target:
-                ranks = sorted((lane.source, lane.target))
-                self._groups[lane] = dist.new_group(ranks, timeout=world.timeout, use_local_synchronization=True)
+            if lane.source == lane.target:
+                continue
+            # All ranks take part, as in `Groups`: else members with unlike numbers of groups name this one differently.
+            group = dist.new_group(sorted((lane.source, lane.target)), timeout=world.timeout)
+            if world.rank in (lane.source, lane.target):
+                self._groups[lane] = group
 
     def send(self, tensor: torch.Tensor, lane: Lane) -> dist.Work:
         """Starts a send; the tensor must stay untouched until the work is done."""
