@@ -6,6 +6,7 @@ parameters, and would tag modules that were built elsewhere and only passed in. 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,37 +15,46 @@ from torch import nn
 
 from whale.ir.scope import ScopePath
 
+Init = Callable[..., None]
+
 _TAG = "_whale_scope_path"
 _lock = threading.Lock()
 _depth = 0
-_original: Callable[..., None] = nn.Module.__init__
-_path: Callable[[], ScopePath] = tuple
+_wrapped: tuple[Init, Init] | None = None  # what `nn.Module.__init__` was, and what it was replaced by
 
 
 def install(path: Callable[[], ScopePath]) -> None:
     """Wraps `nn.Module.__init__`, once however often it is asked for; `path` gives the tag of a module made now."""
-    global _depth, _original, _path
+    global _depth, _wrapped
     with _lock:
-        if _depth == 0 and nn.Module.__init__ is not _tagging_init:
-            _original, _path = nn.Module.__init__, path
-            nn.Module.__init__ = _tagging_init  # type: ignore[method-assign]
+        if _depth == 0:
+            _wrapped = (nn.Module.__init__, _tagging(nn.Module.__init__, path))
+            nn.Module.__init__ = _wrapped[1]  # type: ignore[method-assign]
         _depth += 1
 
 
 def uninstall() -> None:
-    """Undoes one `install`; the last one restores `nn.Module.__init__`."""
-    global _depth
+    """Undoes one `install`; the last one restores `nn.Module.__init__`.
+
+    If another library has wrapped it meanwhile, our wrapper stays underneath and does nothing while no scope is open.
+    """
+    global _depth, _wrapped
     with _lock:
         _depth -= 1
-        if _depth == 0 and nn.Module.__init__ is _tagging_init:
-            nn.Module.__init__ = _original  # type: ignore[method-assign]
+        if _depth == 0 and _wrapped is not None:
+            if nn.Module.__init__ is _wrapped[1]:
+                nn.Module.__init__ = _wrapped[0]  # type: ignore[method-assign]
+            _wrapped = None
 
 
-def _tagging_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    _original(self, *args, **kwargs)
-    path = _path()
-    if path:
-        set_tag(self, path)
+def _tagging(original: Init, path: Callable[[], ScopePath]) -> Init:
+    @functools.wraps(original)
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if found := path():
+            set_tag(self, found)
+
+    return init
 
 
 def set_tag(module: nn.Module, path: ScopePath) -> None:

@@ -16,14 +16,14 @@ from whale.errors import AnnotationError
 from whale.ir.scope import ScopePath
 
 torch.set_num_threads(1)
-BARE_INIT = nn.Module.__init__
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    yield
+def bare_init() -> Iterator[Any]:
+    before = nn.Module.__init__
+    yield before
     set_default_strategy(None)
-    assert nn.Module.__init__ is BARE_INIT
+    assert nn.Module.__init__ is before
 
 
 def scopes(model: nn.Module) -> list[ScopePath]:
@@ -195,7 +195,7 @@ def test_modules_built_elsewhere_are_not_tagged() -> None:
     assert names(model) == ["late", "late"]  # run by a module that is
 
 
-def test_default_strategy_starts_a_task_graph_each_time() -> None:
+def test_default_strategy_starts_a_task_graph_each_time(bare_init: Any) -> None:
     set_default_strategy(replicate(1))
     first = nn.Linear(4, 4)
     with split(2, name="head"):
@@ -207,7 +207,7 @@ def test_default_strategy_starts_a_task_graph_each_time() -> None:
     a, b, c = scopes(model)
     assert a[0].is_default and c[0].is_default and not b[0].is_default
     assert [path[0].key for path in (a, b, c)] == ["replicate#0", "head", "replicate#2"]
-    assert nn.Module.__init__ is BARE_INIT
+    assert nn.Module.__init__ is bare_init
 
 
 def test_default_strategy_in_forward() -> None:
@@ -234,10 +234,10 @@ def test_default_strategy_of_a_model_built_before() -> None:
     assert only.is_default and only.device_count == 4
 
 
-def test_an_exception_restores_everything() -> None:
+def test_an_exception_restores_everything(bare_init: Any) -> None:
     with pytest.raises(KeyError), replicate(1), replicate(2):
         raise KeyError
-    assert nn.Module.__init__ is BARE_INIT
+    assert nn.Module.__init__ is bare_init
     assert tag_of(nn.Linear(1, 1)) is None
 
 
@@ -282,3 +282,17 @@ def test_one_scope_may_be_entered_twice_and_inside_itself() -> None:
             inner = nn.Linear(1, 1)
     paths = [tag_of(outer), tag_of(inner)]
     assert [None if path is None else len(path) for path in paths] == [1, 2]
+
+
+def test_a_library_that_wraps_modules_meanwhile(bare_init: Any) -> None:
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        ours(self, *args, **kwargs)
+
+    with replicate(1):
+        ours = nn.Module.__init__
+        nn.Module.__init__ = wrapped  # type: ignore[method-assign]
+    assert nn.Module.__init__ is wrapped and tag_of(nn.Linear(1, 1)) is None
+    with replicate(1):
+        assert tag_of(nn.Linear(1, 1)) is not None
+    assert nn.Module.__init__ is wrapped
+    nn.Module.__init__ = bare_init  # type: ignore[method-assign]
