@@ -58,7 +58,7 @@ def main() -> None:
     if options.resume and (newest := newest_checkpoint(options.checkpoint)) is not None:
         engine.load(newest)
         report.say(f"resumed from {newest}")
-    loader = engine.loader(train, global_batch_size=options.global_batch_size)
+    loader = engine.loader(train, global_batch_size=options.global_batch_size, shuffle=True, seed=options.seed)
     with report:
         while engine.step_number < options.steps:
             for batch in itertools.islice(loader, options.steps - engine.step_number):

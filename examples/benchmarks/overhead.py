@@ -133,7 +133,7 @@ def torch_pipeline_step(options: argparse.Namespace) -> Step:
         else:
             schedule.step(target=batch["targets"], losses=losses)
         optimizer.step()
-        return torch.stack(losses).mean() if losses else None
+        return torch.stack(losses).detach().mean() if losses else None
 
     return step
 
