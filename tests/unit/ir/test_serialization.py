@@ -1,0 +1,118 @@
+"""JSON for the values: what is written reads back equal."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whale.ir.cluster import Cluster, Device, Host, Link
+from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter, Ref, TensorSpec
+from whale.ir.layout import Layout, Region
+from whale.ir.plan import BatchAxis, Choice, Edge, Estimate, Plan, Replica, Stage, TaskGraph, VirtualDevice
+from whale.ir.scope import Scope
+from whale.ir.serialization import from_json, to_json
+from whale.ir.source import SourceLine
+from whale.ir.timeline import Timeline
+
+names = st.text("abc.%", min_size=1, max_size=4)
+counts = st.integers(0, 2**40)
+seconds = st.floats(0, 1e3)
+dtypes = st.sampled_from(["float32", "int64", "bool"])
+
+
+def tuples(of: st.SearchStrategy[Any], **limits: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(of, max_size=limits.get("max_size", 3)).map(tuple)
+
+
+def optional(of: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | of
+
+
+lines = st.builds(SourceLine, names, st.integers(1, 999))
+arguments = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | names | st.builds(Ref, names),
+    lambda inner: st.lists(inner, max_size=3).map(tuple),
+    max_leaves=6,
+)
+specs = st.builds(
+    lambda sizes, dtype: TensorSpec(tuple(size for size, _ in sizes), dtype, tuple(factor for _, factor in sizes)),
+    tuples(st.tuples(counts, st.integers(-1, 4))),
+    dtypes,
+)
+scopes = st.builds(
+    Scope, st.sampled_from(["replicate", "split"]), optional(st.integers(1, 9)), optional(names), optional(names), optional(lines), counts
+)
+ops = st.builds(
+    Op, names, st.sampled_from(["input", "parameter", "buffer", "constant", "call"]), names,
+    tuples(arguments), tuples(st.tuples(names, arguments)), tuples(specs), tuples(scopes), names,
+    optional(lines), counts, counts, st.frozensets(names, max_size=2), st.booleans(),
+)  # fmt: skip
+parameters = st.builds(Parameter, names, specs, st.sampled_from(["parameter", "buffer"]), st.booleans(), tuples(names), st.booleans())
+terms = st.builds(LossTerm, seconds, names, optional(names), st.booleans(), st.booleans(), optional(lines))
+graphs = st.builds(
+    ModelGraph, tuples(ops), tuples(parameters), counts, tuples(terms), tuples(names), st.sampled_from(["train", "eval", "predict"]),
+    st.booleans(), tuples(names),
+)  # fmt: skip
+links = st.builds(Link, seconds, seconds)
+devices = st.builds(Device, names, names, names, tuples(st.tuples(dtypes, seconds)), counts, seconds, seconds)
+clusters = st.builds(
+    Cluster,
+    names,
+    tuples(st.builds(Host, names, tuples(devices), links)),
+    optional(links),
+    tuples(st.tuples(st.tuples(names, names), links)),
+)
+stages = st.builds(
+    Stage, counts, tuples(names), tuples(names), st.builds(VirtualDevice, tuples(names)), tuples(counts), tuples(names),
+    tuples(st.builds(Estimate, seconds, seconds, counts, counts, counts)),
+)  # fmt: skip
+replicas = st.builds(Replica, counts, counts, tuples(stages), tuples(st.builds(Edge, counts, counts, tuples(names), counts)))
+plans = st.builds(
+    Plan, names, names, tuples(names), tuples(names), tuples(st.builds(TaskGraph, counts, names, names, tuples(names))),
+    tuples(replicas), names, counts, tuples(counts), tuples(st.tuples(names, st.builds(BatchAxis, counts, counts, counts))),
+    counts, counts, optional(counts), seconds,
+    tuples(st.builds(Choice, names, names, names, names, names, names)),
+)  # fmt: skip
+regions = st.builds(Region, tuples(st.tuples(names, counts, counts)))
+layouts = st.builds(Layout, tuples(regions), st.booleans())
+
+
+@given(st.one_of(graphs, clusters, plans, layouts, ops, scopes))
+def test_reads_back_equal(value: object) -> None:
+    again = from_json(type(value), to_json(value))
+    assert again == value
+    assert hash(again) == hash(value)  # tuples stay tuples
+
+
+@given(graphs)
+def test_equal_graphs_have_equal_fingerprints(graph: ModelGraph) -> None:
+    assert from_json(ModelGraph, to_json(graph)).fingerprint == graph.fingerprint
+
+
+def test_a_number_written_without_a_point_is_still_a_float() -> None:
+    link = from_json(Link, '{"bandwidth": 1, "latency": 0}')
+    assert link == Link(1.0, 0.0)
+    assert isinstance(link.bandwidth, float)
+
+
+def test_an_empty_timeline() -> None:
+    assert from_json(Timeline, to_json(Timeline(()))) == Timeline(())
+    assert Timeline(()).makespan == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('{"file": "a"}', "SourceLine"), ('{"file": "a", "line": 1, "column": 2}', "SourceLine has no field 'column'"), ("{", "")],
+)
+def test_refuses(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_json(SourceLine, text)
+
+
+def test_is_plain_json() -> None:
+    value = Layout.cut("batch", (1, 2))
+    assert json.loads(to_json(value)) == {"regions": [{"intervals": [["batch", 0, 1]]}, {"intervals": [["batch", 1, 3]]}], "partial": False}

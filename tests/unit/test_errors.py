@@ -1,0 +1,42 @@
+"""Errors: rule, place, hint, and several at once."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from whale.errors import ClusterError, ConfigError, WhaleError, raise_faults
+from whale.ir.source import SourceLine
+
+
+def test_prints_rule_place_and_hint() -> None:
+    error = ConfigError("a must be b (c)", where=SourceLine("train.py", 41), hint="do d")
+    assert str(error) == "a must be b (c)\n  at train.py:41\n  hint: do d"
+    assert str(ConfigError("a")) == "a"
+
+
+def test_travels_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(ClusterError("m", where=SourceLine("f", 1), hint="h")))
+    assert type(error) is ClusterError
+    assert str(error) == "m\n  at f:1\n  hint: h"
+
+
+def test_no_fault_and_one_fault() -> None:
+    raise_faults([])
+    one = ConfigError("only")
+    with pytest.raises(ConfigError) as caught:
+        raise_faults([one])
+    assert caught.value is one
+
+
+def test_several_faults_are_numbered() -> None:
+    with pytest.raises(ConfigError) as caught:
+        raise_faults([ConfigError("a", hint="h"), ConfigError("b")])
+    assert str(caught.value) == "2 faults\n1. a\n  hint: h\n2. b"
+
+
+def test_faults_of_several_kinds_are_of_their_common_class() -> None:
+    with pytest.raises(WhaleError) as caught:
+        raise_faults([ConfigError("a"), ClusterError("b")])
+    assert type(caught.value) is WhaleError
