@@ -42,7 +42,8 @@ def test_reads_what_yaml_writes(value: object) -> None:
 def test_bare_words(text: str, value: object) -> None:
     found = parse_yaml(f"key: {text}", "f").data
     assert found == {"key": value}
-    assert type(found["key"]) is type(value)  # type: ignore[index]
+    assert isinstance(found, dict)
+    assert type(found["key"]) is type(value)
 
 
 def test_places() -> None:

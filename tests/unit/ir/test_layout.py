@@ -16,8 +16,8 @@ Element = tuple[int, int]
 
 def elements(region: Region) -> Counter[Element]:
     """The elements of a region of a (batch, heads) tensor."""
-    ranges = [range(*(region.interval(axis) or (0, length))) for axis, length in LENGTHS.items()]
-    return Counter(product(*ranges))
+    rows, heads = (range(*(region.interval(axis) or (0, length))) for axis, length in LENGTHS.items())
+    return Counter(product(rows, heads))
 
 
 @st.composite
