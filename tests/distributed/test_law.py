@@ -36,7 +36,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_law(world: World, case: Case) -> None:
     note(f"{case!r}")
