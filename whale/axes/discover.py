@@ -35,10 +35,9 @@ def discover(graph: ModelGraph) -> Axes:
     show = _Names(names, reading.atoms)
     roles = {op: checker.roles(outcome.letters) for op, outcome in outcomes.items()}
     ops = {op: _op_axes(outcomes[op], roles[op], show) for op in outcomes}
-    used = {leaf: name for leaf, name in names.items() if reading.atoms.size((leaf,))}
     reasons = _reasons(graph, roles)
     return Axes(
-        axes=tuple(Axis(name, _size(reading.atoms.size((leaf,)), graph.num_rows), reasons.get(leaf, ())) for leaf, name in used.items()),
+        axes=tuple(Axis(name, _size(reading.atoms.size((leaf,)), graph.num_rows), reasons.get(leaf, ())) for leaf, name in names.items()),
         ops=MappingProxyType(ops),
         parameters=MappingProxyType({name: show.dimensions(dims) for name, dims in held.items()}),
         mixing=find_mixing(graph, ops),

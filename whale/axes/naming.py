@@ -27,7 +27,7 @@ _WORD = re.compile(r"[a-z]{3,}(_[a-z]+)*$")
 def name_axes(
     graph: ModelGraph, outcomes: Mapping[str, Outcome], parameters: Mapping[str, Dims], batch: Dim, checker: Checker
 ) -> dict[int, str]:
-    """A unique name per leaf, in the order in which the graph meets them."""
+    """A unique name per leaf, the batch first, the others in the order in which the graph meets them."""
     words = _words(graph, outcomes, checker)
     places = _first_places(((name, dims) for name, dims in parameters.items()), checker)
     met = _first_places(
@@ -35,9 +35,9 @@ def name_axes(
     )
     names: dict[int, str] = {}
     taken: set[str] = set()
-    leaves = {leaf: None for leaf, _ in checker.met(batch)} | dict.fromkeys(met)
-    for leaf in leaves:
-        name = BATCH if (leaf, True) in checker.met(batch) else words.get(leaf) or places.get(leaf) or met[leaf]
+    rows = {leaf for leaf, _ in checker.met(batch)}
+    for leaf in sorted(met, key=lambda leaf: leaf not in rows):
+        name = BATCH if leaf in rows else words.get(leaf) or places.get(leaf) or met[leaf]
         names[leaf] = _unused(name, taken)
         taken.add(names[leaf])
     return names

@@ -16,7 +16,7 @@ from torch import Tensor
 from whale.axes.atoms import Atoms, Dim
 from whale.axes.checks import Checker
 from whale.axes.notation import parse
-from whale.axes.outcome import Outcome, Reading
+from whale.axes.outcome import Outcome
 from whale.axes.reading import read
 from whale.axes.rules import find_rule
 from whale.axes.values import Role
@@ -123,7 +123,7 @@ class Law:
                     if role.kind == "contracted"
                     else local[0]
                 )
-            torch.testing.assert_close(made, expected, msg=lambda m: f"{self.case} cut {role} of {parts[-1][1]}: {m}")  # noqa: B023
+            torch.testing.assert_close(made, expected, msg=lambda m: f"{self.case} cut {role} of {parts[-1][1]}: {m}")
             inputs = [t for t in tensors if t.requires_grad]
             if inputs and expected.is_floating_point() and expected.requires_grad:
                 seed = torch.randn_like(expected)

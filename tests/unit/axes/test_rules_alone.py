@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.axes.law import Case, Cut, Law
 from torch import Tensor
 
+from tests.unit.axes.law import Case, Cut, Law
 from whale.axes.rules import TABLE
 
 torch.manual_seed(0)
