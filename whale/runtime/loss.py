@@ -90,13 +90,19 @@ def _integer(model: ModelGraph, graph: torch.fx.Graph, name: str) -> int:
     return value
 
 
+def whole_divisor(term: LossTerm, weight: torch.Tensor) -> torch.Tensor:
+    """What the sum of a term over the global batch is divided by, from the sum of its weights."""
+    divisor = weight + term.offset
+    return divisor if term.minimum is None else divisor.clamp(min=term.minimum)
+
+
 class LossAccount:
     """Sums and weights of one step on this rank.
 
     Args:
         terms: of the loss.
         num_rows: rows of the global batch.
-        known: global weights that are known beforehand, by term.
+        known: divisors of the global sums that are known beforehand, by term.
         device: where sums are kept.
     """
 
@@ -155,10 +161,12 @@ class LossAccount:
     def correction(self, vector: torch.Tensor) -> torch.Tensor:
         """What the gradients must be multiplied by."""
         index = next(i for i, term in enumerate(self.terms) if term.weight is not None and i not in self._known)
-        return self._num_rows / vector[len(self.terms) + index]
+        return self._num_rows / self._weight(index, vector)
 
     def _weight(self, index: int, vector: torch.Tensor) -> float | torch.Tensor:
         if self.terms[index].weight is None:
             return 1.0
         known = self._known.get(index)
-        return vector[len(self.terms) + index] if known is None else known.to(self._device) if isinstance(known, torch.Tensor) else known
+        if known is None:
+            return whole_divisor(self.terms[index], vector[len(self.terms) + index])
+        return known.to(self._device) if isinstance(known, torch.Tensor) else known

@@ -19,7 +19,7 @@ from whale.runtime.boundary import Boundary
 from whale.runtime.exchange import Exchange
 from whale.runtime.executor import Executor, StepState
 from whale.runtime.gradient_sync import GradientSync
-from whale.runtime.loss import LossAccount, WeightProgram, weight_program
+from whale.runtime.loss import LossAccount, WeightProgram, weight_program, whole_divisor
 from whale.runtime.lowering import StageProgram, lower
 from whale.runtime.rank_batch import check_rows
 from whale.runtime.stage import StageRunner
@@ -135,7 +135,7 @@ class Worker:
 
         def ready() -> None:
             for index, weight in zip(self._weights.measured, agreement(), strict=True):
-                known[index] = weight
+                known[index] = whole_divisor(self.model.loss[index], weight)
 
         if self.executor is None:
             ready()
