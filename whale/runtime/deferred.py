@@ -159,6 +159,7 @@ def defer_weights(graph: fx.Graph, parameters: Collection[str], num_dims: Mappin
         num_dims: dimensions of every value, by name.
         queue: the placeholder of the `WeightQueue`.
     """
+    dims = dict(num_dims)
     for node in list(graph.nodes):
         rule = RULES.get(node.target) if node.op == "call_function" else None
         if rule is None or node.kwargs:
@@ -166,10 +167,11 @@ def defer_weights(graph: fx.Graph, parameters: Collection[str], num_dims: Mappin
         weights = [node.args[p] for p in rule.weights if p < len(node.args) and node.args[p] is not None]
         is_direct = all(isinstance(weight, fx.Node) and weight.name in parameters for weight in weights)
         data = node.args[rule.data]
-        if is_direct and isinstance(data, fx.Node) and data.name not in parameters and _fits(node, num_dims):
+        if is_direct and isinstance(data, fx.Node) and data.name not in parameters and _fits(node, dims):
             with graph.inserting_before(node):
                 replacement = graph.call_function(deferred, (queue, node.target, *node.args))
             replacement.meta = dict(node.meta)
+            dims[replacement.name] = dims[node.name]
             node.replace_all_uses_with(replacement)
             graph.erase_node(node)
 
