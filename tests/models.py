@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import whale
 
 BlockKind = Literal["linear", "feed_forward", "norm", "attention", "convolution", "gelu", "buffer", "in_place", "batch_norm"]
-LossKind = Literal["cross_entropy", "mse", "pair", "two_terms", "penalty", "whole_mean"]
+LossKind = Literal["cross_entropy", "mse", "pair", "late_pair", "two_terms", "penalty", "whole_mean", "clamped", "plain_sum"]
 Placement = Literal["construction", "forward", "none"]
 
 CLASSES = 11
@@ -230,6 +230,9 @@ def make_loss(description: Description) -> Loss:
         "pair": _masked_pair,
         "two_terms": lambda output, batch: 0.7 * _cross_entropy(output[0], batch) + 0.1 * output[1].square().mean(),
         "penalty": lambda output, batch: F.l1_loss(output[0], _targets(batch)[1]) + 0.01 * output[1],
+        "late_pair": _pair_by_output,
+        "clamped": _clamped_mean,
+        "plain_sum": lambda output, batch: 0.01 * F.smooth_l1_loss(output, _targets(batch)[1], reduction="sum"),
         "whole_mean": lambda output, batch: output.square().mean(),
     }[description.loss]
 
@@ -248,6 +251,17 @@ def _masked_pair(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
     labels, values = _targets(batch)
     counted = labels != IGNORED
     return ((output - values).square().sum(-1) * counted).sum(), counted.sum()
+
+
+def _pair_by_output(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """A weight that is known only after the forward pass."""
+    confidence = 1 + output.detach().softmax(-1).amax(-1)
+    return ((output - _targets(batch)[1]).square().mean(-1) * confidence).sum(), confidence.sum()
+
+
+def _clamped_mean(output: Tensor, batch: Any) -> Tensor:
+    total, counted = _masked_pair(output, batch)
+    return total / (counted + 0.5).clamp(min=20.0)
 
 
 def make_batch(description: Description, num_rows: int, seed: int) -> Batch:
@@ -297,7 +311,7 @@ def descriptions(draw: st.DrawFn, max_devices: int = 1, kinds: tuple[BlockKind, 
         extra_at=extra_at,
         shift=shift,
         unused=draw(st.booleans()),
-        loss=draw(st.sampled_from(("cross_entropy", "mse", "pair", "two_terms", "penalty", "whole_mean"))),
+        loss=draw(st.sampled_from(get_args(LossKind))),
         segments=draw(_segments(num_blocks, max_devices)),
         placement=draw(st.sampled_from(("construction", "forward", "none"))),
         as_tuple=extra_at is not None and shift and draw(st.booleans()),  # else targets would be taken for inputs

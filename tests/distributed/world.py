@@ -138,8 +138,8 @@ class World:
         texts = {rank: outcome.text for rank, outcome in outcomes.items() if outcome.text}
         for worker in silent:
             code = worker.process.exitcode
-            state = f"died with exit code {code}" if code is not None else f"not done after {limit:g} s, at\n{worker.stack_text()}"
-            texts[worker.rank] = state
+            when = f"{GRACE_SECONDS:g} s after another rank failed" if texts else f"after {limit:g} s"
+            texts[worker.rank] = f"died with exit code {code}" if code is not None else f"not done {when}, at\n{worker.stack_text()}"
         if silent:
             self._stop()
             self._start()

@@ -161,7 +161,7 @@ class LossAccount:
     def correction(self, vector: torch.Tensor) -> torch.Tensor:
         """What the gradients must be multiplied by."""
         index = next(i for i, term in enumerate(self.terms) if term.weight is not None and i not in self._known)
-        return self._num_rows / self._weight(index, vector)
+        return self._num_rows / whole_divisor(self.terms[index], vector[len(self.terms) + index])
 
     def _weight(self, index: int, vector: torch.Tensor) -> float | torch.Tensor:
         if self.terms[index].weight is None:

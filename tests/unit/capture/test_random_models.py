@@ -12,7 +12,7 @@ from tests import reference
 from tests.models import Batch, Description, build, descriptions, make_batch
 from whale.capture import capture
 from whale.capture.program import Program
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import LossTerm, ModelGraph
 
 torch.set_num_threads(1)
 
@@ -37,8 +37,13 @@ def pieces_loss(graph: ModelGraph, program: Program, batch: Batch, sizes: list[i
             totals[index] = totals[index] + values.pop(0)
             weights[index] = 1.0 if term.weight is None else weights[index] + values.pop(0)
         start += size
-    parts = [term.coefficient * total / weight for term, total, weight in zip(graph.loss, totals, weights, strict=True)]
+    parts = [term.coefficient * total / divisor(term, weight) for term, total, weight in zip(graph.loss, totals, weights, strict=True)]
     return torch.stack(parts).sum()
+
+
+def divisor(term: LossTerm, weight: Any) -> torch.Tensor:
+    whole = torch.as_tensor(weight, dtype=torch.float64) + term.offset
+    return whole if term.minimum is None else whole.clamp(min=term.minimum)
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
