@@ -136,9 +136,10 @@ class World:
 
     def _fail(self, outcomes: dict[int, Outcome], silent: list[Worker], limit: float) -> None:
         texts = {rank: outcome.text for rank, outcome in outcomes.items() if outcome.text}
+        another_failed = bool(texts) or any(worker.process.exitcode is not None for worker in silent)
+        when = f"{GRACE_SECONDS:g} s after another rank failed" if another_failed else f"after {limit:g} s"
         for worker in silent:
             code = worker.process.exitcode
-            when = f"{GRACE_SECONDS:g} s after another rank failed" if texts else f"after {limit:g} s"
             texts[worker.rank] = f"died with exit code {code}" if code is not None else f"not done {when}, at\n{worker.stack_text()}"
         if silent:
             self._stop()
