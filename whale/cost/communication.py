@@ -13,11 +13,9 @@ def p2p_seconds(cluster: Cluster, source: str, target: str, num_bytes: float) ->
     return 0.0 if source == target else cluster.link(source, target).seconds(num_bytes)
 
 
-def edge_line(link: Link, payload: Line) -> Line:
-    """Seconds to send a payload (bytes by rows) over a link, by rows; nothing for an empty payload."""
-    if payload.fixed == 0 and payload.per_row == 0:
-        return Line()
-    return Line(link.latency + payload.fixed / link.bandwidth, payload.per_row / link.bandwidth)
+def edge_line(link: Link, payload: Line, num_messages: int) -> Line:
+    """Seconds to send a payload (bytes by rows) over a link in so many messages, by rows."""
+    return Line(num_messages * link.latency + payload.fixed / link.bandwidth, payload.per_row / link.bandwidth)
 
 
 def ring_all_reduce_seconds(cluster: Cluster, devices: Sequence[str], num_bytes: float) -> float:

@@ -11,14 +11,14 @@ from whale.ir.plan import Edge, Plan, Replica, TaskGraph
 from whale.planning.bridging import crossing_faults
 from whale.planning.make_plan import find_batch_axes
 from whale.planning.stages import Assignment, Late, Wish, assign
-from whale.planning.structure import Structure, analyse
+from whale.planning.structure import Structure, analyse, floating_ops
 
 
 def carry_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
     """A plan with the devices, shares and parameters of `plan` for the ops of `other`.
 
-    An op that reads parameters runs on the first stage that holds them all and is not before its producers; the others
-    follow their consumers, or else their producers.
+    An op that reads parameters runs on the first stage that holds them all and is not before its producers. What is
+    computed from these stays with its producers, what is computed from the batch alone goes where it is read.
 
     Args:
         plan: made for `train_graph`.
@@ -73,6 +73,8 @@ def _assign_by_holders(graph: ModelGraph, structure: Structure, held: tuple[tupl
     for stage, names in enumerate(held):
         for name in names:
             holders.setdefault(name, set()).add(stage)
+    floating = floating_ops(graph, structure)
+    anywhere = tuple(range(len(held)))
     wishes: dict[str, Wish] = {}
     for name in structure.atom_of:
         sources = [graph.by_name[source] for source in structure.inputs[name]]
@@ -80,6 +82,8 @@ def _assign_by_holders(graph: ModelGraph, structure: Structure, held: tuple[tupl
         if read:
             common = set.intersection(*(holders[parameter] for parameter in read))
             wishes[name] = Wish(tuple(sorted(common)) or (len(held) - 1,), firm=True)
+        elif name not in floating:
+            wishes[name] = Wish(anywhere)
     assignment, late = assign(graph, structure, wishes, len(held))
     faults: list[WhaleError] = [_fault(graph, fault) for fault in late]
     for stage, part in enumerate(assignment.parts):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from whale.cost.op_table import Floats
 from whale.ir.graph import ModelGraph
 from whale.planning.pricing import Pricing
-from whale.planning.structure import Structure
+from whale.planning.structure import Structure, floating_ops
 
 MAX_UNITS = 320
 """The ops are bundled into at most this many units, cut where least crosses, before the stages are sought."""
@@ -27,6 +27,7 @@ class CutPoints:
         floating: those of them that need no parameter and no gradient; they go where they are read.
         bounds: index into `spine` where each unit starts, and its length at the end.
         crossing_fixed, crossing_per_row: per bound, bytes that travel there both ways, by rows.
+        messages: per bound, how many tensors and gradients these are.
         kept_fixed, kept_per_row: per bound, bytes kept for backward by all ops before it, by rows.
         parameters: ``[i, j]``: bytes of the parameters that units i to j - 1 read, each once.
     """
@@ -36,6 +37,7 @@ class CutPoints:
     bounds: NDArray[np.int64]
     crossing_fixed: Floats
     crossing_per_row: Floats
+    messages: Floats
     kept_fixed: Floats
     kept_per_row: Floats
     parameters: Floats
@@ -49,32 +51,24 @@ def find_cut_points(graph: ModelGraph, structure: Structure, pricing: Pricing) -
     """Finds the units of a graph."""
     spine = tuple(op.name for op in graph.ops if op.name in structure.atom_of)
     position = {name: index for index, name in enumerate(spine)}
-    floating = _floating(graph, structure)
+    floating = floating_ops(graph, structure)
     crossing, forbidden = _crossing(graph, structure, pricing, spine, position, floating)
     for names in structure.atoms:
         if len(names) > 1:
             places = [position[name] for name in names]
             forbidden[min(places) + 1 : max(places) + 1] = True
-    bounds = _choose(crossing.sum(axis=0), forbidden)
+    bounds = _choose(crossing[:2].sum(axis=0), forbidden)
     kept = _kept(graph, pricing, spine, position)
     parameters = _parameters(graph, structure, pricing, spine, bounds)
-    return CutPoints(spine, floating, bounds, crossing[0][bounds], crossing[1][bounds], kept[0][bounds], kept[1][bounds], parameters)
-
-
-def _floating(graph: ModelGraph, structure: Structure) -> frozenset[str]:
-    bound = {op.name for op in graph.ops if op.kind == "parameter" or op.requires_grad}
-    for op in graph.ops:
-        if any(source in bound for source in structure.inputs[op.name]):
-            bound.add(op.name)
-    atoms = {structure.atom_of[name] for name in bound if name in structure.atom_of}
-    return frozenset(name for name, atom in structure.atom_of.items() if atom not in atoms)
+    fixed, per_row, messages = crossing[:, bounds]
+    return CutPoints(spine, floating, bounds, fixed, per_row, messages, kept[0][bounds], kept[1][bounds], parameters)
 
 
 def _crossing(
     graph: ModelGraph, structure: Structure, pricing: Pricing, spine: Sequence[str], position: dict[str, int], floating: frozenset[str]
 ) -> tuple[Floats, NDArray[np.bool_]]:
-    """Per place between two ops, the bytes alive across it (fixed, per row), and whether no cut is allowed there."""
-    steps = np.zeros((2, len(spine) + 1))
+    """Per place between two ops, the bytes alive across it (fixed, per row), their messages, and whether no cut is allowed there."""
+    steps = np.zeros((3, len(spine) + 1))
     mixed = np.zeros(len(spine) + 1)
     for index, name in enumerate(spine):
         readers = [position[user] for user in graph.users[name] if user in position]
@@ -82,7 +76,7 @@ def _crossing(
         if last == index or name in floating:
             continue
         forward, backward = pricing.payload((name,))
-        payload = (forward.fixed + backward.fixed, forward.per_row + backward.per_row)
+        payload = (forward.fixed + backward.fixed, forward.per_row + backward.per_row, 1 + pricing.num_gradients((name,)))
         steps[:, index + 1] += payload
         steps[:, last + 1] -= payload
         if any(factor < 0 for spec in graph.by_name[name].outputs for factor in spec.row_factors):

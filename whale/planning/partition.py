@@ -91,7 +91,7 @@ def _stage_table(
     before = devices[pipeline.stage_rank[stage - 1]] if stage else name
     if before != name:
         link = pricing.link(before, name)
-        time = time + np.where(crossing > 0, 2 * link.latency + crossing / link.bandwidth, 0.0)[:, None]
+        time = time + (points.messages * link.latency + crossing / link.bandwidth)[:, None]
     kept = points.kept_fixed + points.kept_per_row * num_rows
     received = crossing / 2 if stage else np.zeros_like(crossing)
     memory = points.parameters + pipeline.in_flight[stage] * (kept[None, :] - kept[:, None] + received[:, None])

@@ -40,13 +40,13 @@ class PartCost:
         parameter_bytes: weights, gradients and optimizer state.
         activation: bytes kept for backward, by rows of one micro-batch.
         working: bytes of the op at work.
-        sends: per source stage, bytes that arrive forward and gradients that return, by rows.
+        sends: per source stage, bytes that arrive forward and return as gradients, by rows, and in how many messages.
     """
 
     parameter_bytes: int
     activation: Line
     working: Line
-    sends: tuple[tuple[int, Line, Line], ...]
+    sends: tuple[tuple[int, Line, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Pricing:
             parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters),
             activation=activation_line(self.graph, part.ops, self.kept),
             working=working_line(self.graph, part.ops),
-            sends=tuple((source, *self.payload(tensors)) for source, tensors in part.received.items()),
+            sends=tuple((source, *self._both_ways(tensors)) for source, tensors in part.received.items()),
         )
 
     def payload(self, tensors: Sequence[str]) -> tuple[Line, Line]:
@@ -152,6 +152,14 @@ class Pricing:
         if not self.training:
             return forward, Line()
         return forward, Line.sum(spec_line(spec, self.graph.num_rows) for op in ops if op.requires_grad for spec in op.outputs)
+
+    def _both_ways(self, tensors: Sequence[str]) -> tuple[Line, int]:
+        forward, backward = self.payload(tensors)
+        return forward + backward, len(tensors) + self.num_gradients(tensors)
+
+    def num_gradients(self, tensors: Sequence[str]) -> int:
+        """How many of these tensors have a gradient that returns."""
+        return sum(self.training and self.graph.by_name[name].requires_grad for name in tensors)
 
     def link(self, a: str, b: str) -> Link:
         """The link between two devices."""
@@ -173,11 +181,10 @@ class Pricing:
             device = self.cluster.by_name[name]
             forward, backward = self._compute(assignment.parts[stage], device, num_rows)
             receive = Line()
-            for source, there, back in part.sends:
+            for source, payload, num_messages in part.sends:
                 sender = devices[source][position * len(devices[source]) // len(own)]
                 if sender != name:
-                    link = self.link(sender, name)
-                    receive = receive + edge_line(link, there) + edge_line(link, back)
+                    receive = receive + edge_line(self.link(sender, name), payload, num_messages)
             costs.append(DeviceCost(forward, backward, receive, part, self.capacity(name)))
         return tuple(costs)
 

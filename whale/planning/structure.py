@@ -65,6 +65,16 @@ def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset()) -> Structur
     return _number(graph, inputs, repeatable, parents, edges, order)
 
 
+def floating_ops(graph: ModelGraph, structure: Structure) -> frozenset[str]:
+    """Ops computed once that need no parameter and no gradient: nothing binds them to a place, so they go where they are read."""
+    bound = {op.name for op in graph.ops if op.kind == "parameter" or op.requires_grad}
+    for op in graph.ops:
+        if any(source in bound for source in structure.inputs[op.name]):
+            bound.add(op.name)
+    atoms = {structure.atom_of[name] for name in bound if name in structure.atom_of}
+    return frozenset(name for name, atom in structure.atom_of.items() if atom not in atoms)
+
+
 def _number(
     graph: ModelGraph,
     inputs: Mapping[str, tuple[str, ...]],

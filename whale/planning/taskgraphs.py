@@ -119,7 +119,7 @@ def assign_by_scopes(graph: ModelGraph, annotations: Annotations) -> tuple[Assig
         for name, task_graph in annotations.task_graph_of.items()
     }
     assignment, late = assign(graph, structure, wishes, annotations.num_stages)
-    raise_faults(list(_late_faults(graph, annotations, late)))
+    raise_faults([*_late_faults(graph, annotations, late), *_empty_faults(annotations, assignment)])
     return assignment, structure
 
 
@@ -149,6 +149,17 @@ def _late_faults(graph: ModelGraph, annotations: Annotations, late: Sequence[Lat
             where=op.where,
             hint=f"enter {own} once, or give the ops that run after {other} a scope of their own",
         )
+
+
+def _empty_faults(annotations: Annotations, assignment: Assignment) -> Iterator[WhaleError]:
+    for stage, part in enumerate(assignment.parts):
+        if not part.ops:
+            task_graph = annotations.stages.index(stage)
+            yield AnnotationError(
+                f"every stage has an op of its own ({annotations.names[task_graph]}: all its ops are bound to those of another stage)",
+                where=annotations.scopes[task_graph].where,
+                hint="a tensor that is changed in place stays with the ops that made, view and change it: change it out of place",
+            )
 
 
 def task_graphs(graph: ModelGraph, annotations: Annotations | None, stage_of: Mapping[str, int]) -> tuple[TaskGraph, ...]:

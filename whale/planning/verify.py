@@ -38,7 +38,7 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
     unknown = sorted({name for name in plan.devices if name not in cluster.by_name})
     if unknown:
         yield PlanError(f"a plan names devices of the cluster ({', '.join(unknown)} not in {cluster.name})")
-    used = [device for replica in plan.replicas for device in _replica_devices(replica)]
+    used = [device for replica in plan.replicas for device in _replica_devices(plan, replica)]
     twice = sorted({name for name in used if used.count(name) > 1}) if len(set(used)) < len(used) else []
     if twice:
         yield PlanError(f"a device belongs to one virtual device of one replica ({', '.join(twice)} to several)")
@@ -59,16 +59,20 @@ def _chunk_pairs(plan: Plan) -> Iterator[tuple[int, int]]:
         yield first.setdefault(rank, stage), stage
 
 
-def _replica_devices(replica: Replica) -> Iterator[str]:
-    """The devices of a replica, those of a virtual device with several stages once."""
-    for virtual_device in dict.fromkeys(stage.virtual_device for stage in replica.stages):
-        yield from virtual_device.devices
+def _replica_devices(plan: Plan, replica: Replica) -> Iterator[str]:
+    """The devices of a replica, rank by rank."""
+    first = dict(reversed([(rank, stage) for stage, rank in enumerate(plan.stage_rank)]))
+    for stage in first.values():
+        if stage < len(replica.stages):
+            yield from replica.stages[stage].virtual_device.devices
 
 
 def _shares(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
     for stage in replica.stages:
         if len(stage.shares) != len(stage.virtual_device.devices) or any(share < 1 for share in stage.shares):
             yield PlanError(f"every device of a stage has a share ({_name(replica, stage)}: {stage.shares} for {stage.virtual_device})")
+        if not stage.ops and graph.mode == "train":
+            yield PlanError(f"every stage has an op ({_name(replica, stage)}: none)", hint="fewer stages (pipeline.num_stages)")
 
 
 def _values(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:

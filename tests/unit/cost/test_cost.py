@@ -1,0 +1,108 @@
+"""The closed forms against figures worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device
+from whale.cost import (
+    Line,
+    activation_line,
+    bubble_share,
+    kept_tensors,
+    op_seconds,
+    op_table,
+    optimizer_seconds,
+    p2p_seconds,
+    parameter_bytes,
+    pipeline_seconds,
+    ring_all_reduce_seconds,
+)
+from whale.cost.compute import LAUNCH_SECONDS
+from whale.ir.cluster import Cluster, Host, Link
+from whale.ir.graph import Parameter, TensorSpec
+
+
+def test_an_op_takes_the_larger_of_arithmetic_and_traffic() -> None:
+    graph = chain(1, width=100)
+    table = op_table(graph)
+    place = table.position["layer0"]
+    flops, moved = 2 * 100 * 100, (100 + 100) * 4
+    fast_memory = op_seconds(table, device("d", "h", flops=1e6, bandwidth=1e12), 1)
+    assert fast_memory.forward_per_row[place] == pytest.approx(flops / 1e6)
+    assert fast_memory.forward_fixed[place] == pytest.approx(LAUNCH_SECONDS)
+    slow_memory = op_seconds(table, device("d", "h", flops=1e12, bandwidth=1e6), 1)
+    assert slow_memory.forward_per_row[place] == pytest.approx(moved / 1e6)
+    assert slow_memory.forward_fixed[place] == pytest.approx(100 * 100 * 4 / 1e6 + LAUNCH_SECONDS)  # the weight
+
+
+def test_views_and_placeholders_are_free() -> None:
+    graph = Graph()
+    x = graph.input("x")
+    graph.call("seen", "aten.view.default", x, tags=("view",))
+    graph.sum_loss("seen")
+    seconds = op_seconds(op_table(graph.build()), device("d", "h"), 1)
+    assert seconds.forward_fixed[:2].tolist() == [0, 0] and seconds.forward_per_row[:2].tolist() == [0, 0]
+
+
+def test_training_keeps_gradient_and_optimizer_states() -> None:
+    spec = TensorSpec((10,), "float32", (0,))
+    assert parameter_bytes(Parameter("w", spec), 2) == 160
+    assert parameter_bytes(Parameter("w", spec), 0) == 80
+    assert parameter_bytes(Parameter("w", spec, trainable=False), 2) == 40
+    assert parameter_bytes(Parameter("w", spec, "buffer"), 2) == 40
+    assert parameter_bytes(Parameter("w", spec), 2, training=False) == 40
+
+
+def test_kept_activations() -> None:
+    graph = Graph()
+    x = graph.input("x")
+    h = graph.linear("layer0", x)
+    graph.call("view", "aten.view.default", h, tags=("view",))
+    graph.call("bent", "aten.tanh.default", "view")
+    graph.call("sum", "aten.add.Tensor", "bent", h)
+    graph.sum_loss(graph.linear("layer1", "sum"))
+    built = graph.build()
+    kept = kept_tensors(built)
+    assert kept == {"layer0": (), "bent": ("bent",), "sum": (), "layer1": ("sum",), "loss": ()}
+    assert activation_line(built, ["bent", "sum", "layer1"], kept) == Line(0.0, 2 * 8 * 4)
+    assert kept_tensors(graph.build(mode="eval")) == {}
+    assert built.num_rows == ROWS
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
+    there = Cluster(
+        "c",
+        (Host("a", (device("a/0", "a"), device("a/1", "a")), Link(4e9, 1e-6)), Host("b", (device("b/0", "b"),), Link(1e9, 1e-6))),
+        Link(1e9, 1e-5),
+    )
+    assert p2p_seconds(there, "a/0", "a/1", 4e9) == pytest.approx(1 + 1e-6)
+    assert p2p_seconds(there, "a/0", "a/0", 4e9) == 0
+    assert ring_all_reduce_seconds(there, ("a/0",), 1e9) == 0
+    assert ring_all_reduce_seconds(there, ("a/0", "a/1"), 4e9) == pytest.approx(2 * (0.5 + 1e-6))
+    assert ring_all_reduce_seconds(there, ("a/0", "a/1", "b/0"), 3e9) == pytest.approx(4 * (1 + 1e-5))
+
+
+def test_optimizer_traffic() -> None:
+    assert optimizer_seconds(device("d", "h", bandwidth=7e9), 1e9, 2) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "expected"),
+    [("1f1b", 1, (8 + 3) * 3.0), ("gpipe", 1, 33.0), ("interleaved", 3, 24 + 3), ("zb_h1", 1, 24 + 3), ("zb_v", 2, 24)],
+)
+def test_equal_stages(schedule: str, chunks: int, expected: float) -> None:
+    """p = 4, m = 8, F = 1, B = 2: the bubbles of the schedules."""
+    assert float(pipeline_seconds(schedule, [3.0] * 4, 8, chunks)) == pytest.approx(expected)
+
+
+def test_unequal_stages_and_many_cases_at_once() -> None:
+    assert float(pipeline_seconds("1f1b", [1.0, 3.0, 2.0], 5)) == 4 * 3 + 6
+    cases = pipeline_seconds("1f1b", [np.array([1.0, 2.0]), np.array([3.0, 1.0])], 2)
+    assert cases.tolist() == [7.0, 5.0]
+    assert bubble_share("1f1b") == 1
+
+
+def test_a_cluster_for_tests_has_the_speeds_asked_for() -> None:
+    assert [d.peak_flops("float32") for d in cluster((2e9, 1e9)).devices] == [2e9, 1e9]
