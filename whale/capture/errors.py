@@ -7,13 +7,16 @@ vanish from the graph without a word, and so would the model's own recompute. `w
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+import torch.export._trace
 import torch.utils.checkpoint
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException, UserError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
@@ -21,6 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 from whale.capture.source import line_of_traceback, user_line
 from whale.errors import CaptureError, WhaleError, raise_faults
 
+INNER_HINT = "write torch.cond, while_loop and the like with ordinary tensor operations"
 _RECOMPUTE = "recompute is Whale's: the model recomputes activations by torch.utils.checkpoint of its own"
 _RECOMPUTE_HINT = "switch the model's gradient checkpointing off (model.gradient_checkpointing_disable(), or no checkpoint call)"
 
@@ -36,6 +40,8 @@ def as_capture_error(error: Exception) -> WhaleError:
             where=where,
             hint="use torch.where or masks in place of Python's if, for, int() and bool() on tensors",
         )
+    if isinstance(error, TorchDynamoException) and not isinstance(error, UserError):  # such an export compiles those alone
+        return CaptureError(f"a captured model is one graph without inner programs ({_first_line(error)})", where=where, hint=INNER_HINT)
     return CaptureError(f"the model cannot be captured: {type(error).__name__}: {_first_line(error)}", where=where)
 
 
@@ -76,6 +82,22 @@ def watched() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """Keeps torch from printing the graph so far, and its own advice, when an export fails: the error says it all."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    with (
+        mock.patch.object(torch.export._trace, "print", nothing, create=True),
+        mock.patch.object(torch.export._trace.log, "error", nothing),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
 def refused_parameters(mode: FakeTensorMode) -> Iterator[None]:
     """Raises `CaptureError` where a tensor that requires a gradient is read and is none of the model's (they are fake by then)."""
     converter = mode.fake_tensor_converter
@@ -97,8 +119,8 @@ def refused_parameters(mode: FakeTensorMode) -> Iterator[None]:
 
 def _guarded(apply: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return apply(cls, *args, **kwargs)
+        if not torch.is_grad_enabled() or cls.__module__.startswith("torch._library"):
+            return apply(cls, *args, **kwargs)  # of a registered operator: the graph keeps the operator, with its backward
         if cls is torch.utils.checkpoint.CheckpointFunction:
             _refuse_recompute()
         if cls.__module__ == "torch.nn.modules._functions" and cls.__name__ == "BackwardHookFunction":

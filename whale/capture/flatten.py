@@ -21,6 +21,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx.node import map_arg
 
 from whale.capture.batch import BatchStructure
+from whale.capture.errors import INNER_HINT
 from whale.capture.parameters import Holdings
 from whale.capture.sizes import Sizes, tensors_of
 from whale.capture.source import line_of_stack_trace
@@ -207,7 +208,7 @@ class _Flattening:
         raise CaptureError(
             f"a captured model is one graph without inner programs (it has {name})",
             where=line_of_stack_trace(node.meta.get("stack_trace")),
-            hint="write the loop or branch with ordinary tensor operations",
+            hint=INNER_HINT,
         )
 
     def _gradient_region(self, node: fx.Node, enabled: bool, module: fx.GraphModule, *inputs: Any) -> tuple[Any, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
@@ -20,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 
 from whale.capture.batch import BatchStructure, Leaf
-from whale.capture.errors import as_capture_error, refused_parameters, watched
+from whale.capture.errors import as_capture_error, quiet_export, refused_parameters, watched
 from whale.capture.modes import Faker, fake_tensors, training_flags
 from whale.capture.scopes import capturing
 from whale.capture.source import inner_frames
@@ -123,7 +122,6 @@ def _surroundings(model: nn.Module, mode: Mode, fake: Faker, fake_mode: FakeTens
         torch.enable_grad(),
         watched(),
         refused_parameters(fake_mode) if mode == "train" else contextlib.nullcontext(),
-        warnings.catch_warnings(),
+        quiet_export(),
     ):
-        warnings.simplefilter("ignore")
         yield

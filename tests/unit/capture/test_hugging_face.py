@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.hf_models import BUILDERS
 from tests.unit.capture.running import assert_same
 from whale.capture import capture
+from whale.errors import CaptureError
 from whale.ir.graph import ModelGraph
 from whale.ir.serialization import from_json, to_json
 
@@ -48,6 +49,26 @@ def test_meta_model_is_captured_as_on_the_cpu(family: str) -> None:
     assert all(meta_program.tensors[name] is parameter for name, parameter in empty.named_parameters())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+def test_other_implementations_of_experts(experts: str) -> None:
+    model, batch = BUILDERS["mixtral"](experts_implementation=experts)
+    if experts == "eager":  # loops over the experts that were hit
+        with pytest.raises(CaptureError, match="do not depend on values"):
+            capture(model, batch)
+        return
+    graph, program = capture(model, batch)
+    assert_same(model, graph, program, batch, own_loss)
+
+
+@pytest.mark.slow
+def test_dropout_draws_the_same_numbers() -> None:
+    model, batch = BUILDERS["gpt2"](dropout=0.1)
+    graph, program = capture(model, batch)
+    assert_same(model, graph, program, batch, own_loss)
+
+
+@pytest.mark.slow
 def test_predict_returns_the_models_output() -> None:
     model, batch = BUILDERS["gpt2"]()
     inputs = {"input_ids": batch["input_ids"]}
@@ -60,6 +81,7 @@ def test_predict_returns_the_models_output() -> None:
     torch.testing.assert_close(output.logits, expected.logits)
 
 
+@pytest.mark.slow
 def test_stacks_trace_to_the_models_own_file() -> None:
     model, batch = BUILDERS["gpt2"]()
     graph, _ = capture(model, batch)
