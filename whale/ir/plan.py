@@ -77,6 +77,22 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """One axis of a split stage, divided over the devices of each split group.
+
+    Attributes:
+        axis: name of the logical axis.
+        sizes: per device of a group, its units of the axis; their sum is the axis.
+    """
+
+    axis: str
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.axis} {':'.join(str(size) for size in self.sizes)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """What one virtual device of one model replica runs.
 
@@ -85,9 +101,12 @@ class Stage:
         task_graphs: names of the TaskGraphs it is made of.
         ops: op names in graph order, with the cheap ones that several stages repeat.
         virtual_device: where.
-        shares: per device of the virtual device, its weight in the rows of a micro-batch.
+        shares: per split group of the virtual device (per device, where nothing is split), its weight in the rows of a
+            micro-batch.
         parameters: names of the parameters and buffers it holds.
         estimates: per device.
+        split: devices of a split group. Groups are consecutive devices; all devices of a group take the same rows.
+        cuts: what is divided over the devices of each group.
     """
 
     index: int
@@ -97,14 +116,25 @@ class Stage:
     shares: tuple[int, ...]
     parameters: tuple[str, ...]
     estimates: tuple[Estimate, ...] = ()
+    split: int = 1
+    cuts: tuple[Cut, ...] = ()
 
     def rows(self, num_rows: int) -> tuple[int, ...]:
-        """Rows of a micro-batch that each device takes.
+        """Rows of a micro-batch that each device takes; the devices of a split group take the same ones.
 
         Raises:
-            ValueError: there is less than one row per device.
+            ValueError: there is less than one row per split group.
         """
-        return divide(num_rows, self.shares, minimum=1)
+        return tuple(size for size in divide(num_rows, self.shares, minimum=1) for _ in range(self.split))
+
+    def row_intervals(self, num_rows: int, start: int = 0) -> tuple[tuple[int, int], ...]:
+        """Per device, the rows of a micro-batch that it takes, counted from `start`.
+
+        Raises:
+            ValueError: there is less than one row per split group.
+        """
+        parts = intervals(divide(num_rows, self.shares, minimum=1), start)
+        return tuple(part for part in parts for _ in range(self.split))
 
 
 @dataclass(frozen=True, slots=True)
