@@ -54,3 +54,13 @@ def test_a_faulty_recipe_starts_no_rank(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "ConfigError" in result.stderr and "num_micro_batch" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("how", "said"), [("dies", "was killed by SIGKILL"), ("hangs", "was stopped by SIGTERM")])
+def test_a_pipeline_that_loses_a_rank_ends_and_says_where(how: str, said: str) -> None:
+    """A killed rank is noticed at once, one that hangs after the time that a rank may wait."""
+    result, seconds = whale_run("--ranks", "2", "--timeout", "5", str(SCRIPT.with_name("engine_death_script.py")), how)
+    assert result.returncode == 1
+    assert re.search(rf"whale run: rank 1 \(pid \d+\) {said}; last running in STEP", result.stderr), result.stderr
+    assert re.search(r"whale run: rank 0 .*(waited|waiting in \S+) for rank 1", result.stderr), result.stderr
+    assert seconds < 60
