@@ -125,7 +125,7 @@ class Atoms:
             return (part,) * len(sizes)
         head, *tail = self.leaves(dim)
         inner = self.size(tuple(tail))
-        if any(size % inner for size in sizes):
+        if not inner or any(size % inner for size in sizes):
             raise Clash
         return tuple(part + tuple(tail) for part in self._cut(head, [size // inner for size in sizes]))
 
@@ -184,7 +184,7 @@ class Atoms:
     def _refine(self, leaf: int, outer: int) -> None:
         """Cuts a leaf into ``outer x (the rest)``."""
         size = self._size[leaf]
-        if size % outer:
+        if not outer or size % outer:
             raise Clash
         inner = self.fresh(size // outer)
         if leaf not in self._pieces:
@@ -193,7 +193,7 @@ class Atoms:
         # a concatenation whose pieces share an inner factor: (a x r | b x r) = (a | b) x r
         quotients = []
         for piece in self.pieces(leaf):
-            if self.size(piece) % self.size(inner):
+            if not self.size(inner) or self.size(piece) % self.size(inner):
                 raise Clash
             quotients.append(self.fresh(self.size(piece) // self.size(inner)))
             self.unify(piece, quotients[-1] + inner)

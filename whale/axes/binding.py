@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 
@@ -29,6 +30,7 @@ def bind(rule: Notation, op: Op, reading: Reading) -> Outcome:
             for term, dim in zip(terms, dims or (), strict=False):
                 if dim and (len(term) == 1) == simple:
                     binder.bind(term, dim)
+    binder.settle(letter for terms, dims in zip(operands, tensors, strict=True) if dims is not None for term in terms for letter in term)
     if len(results) != len(op.outputs):
         raise Misfit(f"it has {len(op.outputs)} results where its rule has {len(results)}")
     made = tuple(binder.result(terms, sizes_of(spec)) for terms, spec in zip(results, op.outputs, strict=True))
@@ -53,6 +55,11 @@ class _Binder:
             self.atoms.unify(known, dim)
         except Clash:
             self.clashed += [(letter, dim) for letter in term]
+
+    def settle(self, letters: Iterable[str]) -> None:
+        """Letters of operands that are still unbound stand for sizes of 1."""
+        for letter in letters:
+            self.bound.setdefault(letter, ())
 
     def result(self, terms: tuple[Term, ...], sizes: tuple[int, ...]) -> Dims:
         """The dimensions of a result; letters that no operand bound get fresh ones."""

@@ -233,13 +233,19 @@ FACTORIES: dict[str, Rule] = {
 }
 
 POINTWISE: dict[str, Rule] = {
+    "prelu": t.prelu,
+    "view_as_complex": "self[... _two!] -> [...]",
+    "view_as_real": "self[...] -> [... _two!]",
     **dict.fromkeys(sorted(COPIES), pointwise),
     **dict.fromkeys(
         (
             "copy", "fill", "zero", "dropout", "native_dropout", "feature_dropout", "alpha_dropout", "bernoulli", "where",
             "masked_fill", "lerp", "nan_to_num", "softplus", "hardtanh", "rrelu_with_noise", "relu6", "selu", "celu", "normal",
             "uniform", "bitwise_not", "_conj", "resolve_conj", "resolve_neg", "requires_grad",
-            "__and__", "__or__", "__xor__", "__lshift__", "__rshift__",
+            "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "__iand__", "__ior__", "__ixor__",
+            "floor_divide", "multiply", "divide", "subtract", "negative", "absolute", "fix", "greater", "greater_equal", "less",
+            "less_equal", "not_equal", "isclose", "arctan", "arctan2", "hardswish", "log_sigmoid",
+            "conj", "real", "imag", "polar", "complex",
         ),
         pointwise,
     ),

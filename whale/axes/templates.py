@@ -490,3 +490,10 @@ def difference(op: Op, reading: Reading) -> str:
 
 
 _DIFFERENCE = {"input": "_old", "prepend": "_before", "append": "_after", "result": "_new"}
+
+
+def prelu(op: Op, reading: Reading) -> str:
+    """``prelu``: pointwise, with one weight per channel (dimension 1) or one for all."""
+    if len(operand(op, reading)) < 2:
+        return "input[...] weight[1] -> [...]"
+    return "input[n channels ...] weight[channels] -> [n channels ...]"

@@ -257,6 +257,7 @@ SHAPES = [
         {"broadcast": [2, 4], "kept": [3, 5]},
         local=lambda c: c.args[0].repeat([n // m for n, m in zip(c.shape, (1, *c.args[0].shape), strict=True)]),  # type: ignore[attr-defined]
     ),
+    Case("repeat.default", (x(1, 5), [3, 1]), {"broadcast": [3], "kept": [5]}, local=lambda c: c.args[0].repeat(c.shape[0], 1)),  # type: ignore[attr-defined]
     Case(
         "repeat_interleave.self_int",
         (x(3, 5), 4, 1),
@@ -355,6 +356,12 @@ POINTWISE = [
     Case("softplus.default", (x(2, 3),), {"kept": [2, 3]}),
     Case("lerp.Tensor", (x(2, 3), x(2, 3), x(3)), {"kept": [2, 3]}),
     Case("__and__.Tensor", (bits(2, 3), bits(3)), {"kept": [2, 3]}),
+    Case("floor_divide.default", (ids(9, 2, 3), 2), {"kept": [2, 3]}),
+    Case("log_sigmoid.default", (x(2, 3),), {"kept": [2, 3]}),
+    Case("prelu.default", (x(2, 3, 5), x(3)), {"kept": [2, 3, 5]}),
+    Case("prelu.default", (x(2, 3, 5), x(1)), {"kept": [2, 3, 5]}),
+    Case("view_as_complex.default", (x(3, 5, 2),), {"kept": [3, 5], "whole": [2]}, grad=False),
+    Case("view_as_real.default", (torch.complex(x(3, 5), x(3, 5)),), {"kept": [3, 5], "whole": [2]}, grad=False),
     Case("gelu.default", (x(2, 3),), {"kept": [2, 3]}),
 ]
 
