@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 Optimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -20,11 +21,15 @@ class Run:
         losses: of each step, before it is applied.
         gradients: of the first step, by parameter name.
         state: weights and buffers at the end, as ``state_dict`` names them.
+        evaluation: the loss of the first batch in eval mode, at the end; None where it was not asked for.
+        prediction: the tensors of the model's output for it, likewise.
     """
 
     losses: list[float]
     gradients: dict[str, Tensor]
     state: dict[str, Tensor] = field(default_factory=dict)
+    evaluation: float | None = None
+    prediction: tuple[Tensor, ...] = ()
 
 
 def train(
@@ -44,7 +49,80 @@ def train(
         if number == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         stepper.step()
-    return Run(losses, gradients, {name: value.detach().clone() for name, value in model.state_dict().items()})
+    return Run(losses, gradients, copy_of(model.state_dict()))
+
+
+def evaluate(model: nn.Module, loss: Callable[[Any, Any], Any], batch: Any) -> tuple[float, tuple[Tensor, ...]]:
+    """The loss of a batch in eval mode, and the tensors of the model's output."""
+    model.eval()
+    with torch.no_grad():
+        output = call(model, batch)
+        return float(loss_value(loss(output, batch))), tensors_of(output)
+
+
+Pieces = Sequence[Sequence[Sequence[tuple[int, int]]]]
+"""Per step and device, the intervals of rows that it takes, one after another."""
+
+
+def train_in_pieces(model: nn.Module, loss: Callable[[Any, Any], Any], batches: Sequence[Any], pieces: Pieces, optimizer: Optimizer) -> Run:
+    """Trains on pieces of each batch, as batch normalisation sees them; each device keeps running statistics of its own.
+
+    At the end they are averaged by the rows that each device saw in the last step.
+
+    Args:
+        loss: returns (sum, weight).
+    """
+    stepper = optimizer(list(model.named_parameters()))
+    kept = [copy_of(dict(model.named_buffers())) for _ in pieces[0]]
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for number, (batch, devices) in enumerate(zip(batches, pieces, strict=True)):
+        stepper.zero_grad()
+        total, weight = 0.0, 0.0
+        for own, intervals in zip(kept, devices, strict=True):
+            restore(model, own)
+            for start, stop in intervals:
+                piece = rows_of(batch, start, stop)
+                summed, counted = loss(call(model, piece), piece)
+                summed.backward()
+                total, weight = total + float(summed.detach()), weight + float(counted)
+            own.update(copy_of(dict(model.named_buffers())))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= weight
+        losses.append(total / weight)
+        if number == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        stepper.step()
+    rows = [sum(stop - start for start, stop in intervals) for intervals in pieces[-1]]
+    merged = {name: sum(own[name] * n for own, n in zip(kept, rows, strict=True)) / sum(rows) for name in kept[0]}
+    restore(model, merged)
+    return Run(losses, gradients, copy_of(model.state_dict()))
+
+
+def rows_of(batch: Any, start: int, stop: int) -> Any:
+    """Some rows of a batch; what has one row only stays whole."""
+
+    def cut(value: Tensor) -> Tensor:
+        return value if value.shape[0] == 1 else value[start:stop]
+
+    return {name: cut(value) for name, value in batch.items()} if isinstance(batch, Mapping) else tuple(cut(value) for value in batch)
+
+
+def restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Puts values into a model's buffers."""
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def copy_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors in memory of their own."""
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+def tensors_of(output: Any) -> tuple[Tensor, ...]:
+    """The tensors of a model's output."""
+    return tuple(value.detach().clone() for value in pytree.tree_leaves(output) if isinstance(value, Tensor))
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -93,5 +171,9 @@ def largest_error(found: Run, expected: Run) -> tuple[float, str]:
     errors |= {f"gradient of {name}": error for name, error in gradient_errors(found.gradients, expected.gradients).items()}
     assert list(found.state) == list(expected.state), (list(found.state), list(expected.state))
     errors |= {name: relative_error(found.state[name], value) for name, value in expected.state.items()}
+    if expected.evaluation is not None and found.evaluation is not None:
+        errors["evaluation"] = relative_error(torch.tensor(found.evaluation), torch.tensor(expected.evaluation))
+        for index, (a, b) in enumerate(zip(found.prediction, expected.prediction, strict=True)):
+            errors[f"prediction {index}"] = relative_error(a, b)
     where = max(errors, key=lambda name: errors[name])
     return errors[where], where

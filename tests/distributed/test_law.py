@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from tests.distributed.training import Case, errors
+from tests import reference
+from tests.distributed.training import OPTIMIZERS, Case, errors, largest_of, train_rank, train_rank_and_plan, train_reference
 from tests.distributed.world import World
-from tests.models import Block, Description, Segment, descriptions
+from tests.models import Block, Description, Segment, build, descriptions
+from whale.ir.division import intervals
+from whale.ir.plan import Plan
+from whale.runtime.gradient_sync import GradientSync
 
 TOLERANCE = 1e-10
 
@@ -32,7 +38,13 @@ def cases(draw: st.DrawFn) -> Case:
     rows = draw(st.lists(st.integers(least, least + 5), min_size=3, max_size=3))
     speeds = draw(st.lists(st.sampled_from((1.0, 1.0, 2.0, 3.0)), min_size=num_ranks, max_size=num_ranks))
     return Case(
-        description, tuple(rows), tuple(speeds), tuple(config.items()), draw(st.sampled_from(("sgd", "adam"))), draw(st.integers(0, 99))
+        description,
+        tuple(rows),
+        tuple(speeds),
+        tuple(config.items()),
+        optimizer=draw(st.sampled_from(("sgd", "adam"))),
+        seed=draw(st.integers(0, 99)),
+        evaluates=draw(st.integers(0, 3)) == 3,
     )
 
 
@@ -62,11 +74,75 @@ FIXED: dict[str, Case] = {
     "pipeline, gpipe": Case(with_scopes(*TWO), (8, 8), (1.0, 1.0), (("pipeline.num_micro_batch", 4), ("pipeline.schedule", "gpipe"))),
     "data parallel around": Case(with_scopes(*TWO), (8, 9), (1.0, 2.0, 1.0, 1.0), (("pipeline.num_micro_batch", 2),)),
     "data parallel inside": Case(with_scopes(Segment(0, 2), Segment(3, 1)), (8, 11), (1.0, 2.0, 1.0), (("pipeline.num_micro_batch", 2),)),
-    "automatic stages": Case(TOKENS, (8, 8), (1.0, 1.0, 1.0), (("pipeline.num_stages", 3), ("pipeline.num_micro_batch", 3))),
+    "automatic stages": Case(
+        TOKENS, (8, 8), (1.0, 1.0, 1.0), (("pipeline.num_stages", 3), ("pipeline.num_micro_batch", 3)), evaluates=True
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FIXED)
 def test_law_of_fixed_plans(world: World, name: str) -> None:
     error, where = errors(world, FIXED[name])
+    assert error < TOLERANCE, where
+
+
+def train_without_synchronisation(rank: int, num_ranks: int, case: Case) -> reference.Run:
+    """The same run, except that ranks keep their own gradients."""
+
+    def keep(self: GradientSync, bucket: Any) -> None:
+        bucket.is_started = True
+
+    with mock.patch.object(GradientSync, "_start", keep):
+        return train_rank(rank, num_ranks, case)
+
+
+def test_the_law_would_notice_gradients_that_are_not_summed(world: World) -> None:
+    case = FIXED["uneven data parallel"]
+    runs = world.run(train_without_synchronisation, case, num_ranks=2)
+    assert largest_of(runs, train_reference(case))[0] > 1e-3
+
+
+def test_the_law_would_notice_another_seed(world: World) -> None:
+    case = FIXED["pipeline"]
+    runs = world.run(train_rank, case, num_ranks=2)
+    assert largest_of(runs, train_reference(replace(case, seed=1)))[0] > 1e-3
+
+
+NORMALISED = Description(
+    tokens=False,
+    blocks=(Block("linear"), Block("batch_norm"), Block("gelu"), Block("linear"), Block("batch_norm", skip_from=1)),
+    loss="pair",
+    segments=TWO,
+)
+WITH_STATISTICS: dict[str, Case] = {
+    "accumulation": Case(NORMALISED, (8, 8), (1.0,), (("pipeline.num_micro_batch", 2),)),
+    "uneven data parallel": Case(NORMALISED, (8, 8), (1.0, 3.0)),
+    "pipeline": Case(replace(NORMALISED, placement="construction"), (8, 8), (1.0, 1.0), (("pipeline.num_micro_batch", 2),)),
+    "data parallel around": Case(
+        replace(NORMALISED, placement="forward"), (12, 12), (1.0, 2.0, 1.0, 1.0), (("pipeline.num_micro_batch", 2),)
+    ),
+}
+
+
+def pieces_of(plan: Plan, num_rows: int) -> list[list[tuple[int, int]]]:
+    """Per device of a replica's first stage, the rows of its micro-batches."""
+    found = []
+    for replica in plan.replicas:
+        stage = replica.stages[0]
+        micro_batches = plan.micro_batch_rows(replica.index, num_rows)
+        parts = [intervals(stage.rows(stop - start), start) for start, stop in micro_batches]
+        found += [[part[position] for part in parts] for position in range(len(stage.shares))]
+    return found
+
+
+@pytest.mark.parametrize("name", WITH_STATISTICS)
+def test_batch_normalisation_per_replica(world: World, name: str) -> None:
+    """The reference runs the same micro-batches; running statistics are averaged by rows."""
+    case = WITH_STATISTICS[name]
+    results = world.run(train_rank_and_plan, case, num_ranks=len(case.speeds))
+    plan = results[0][1]
+    model, _, loss = build(case.description, case.seed)
+    pieces = [pieces_of(plan, rows) for rows in case.rows]
+    expected = reference.train_in_pieces(model, loss, case.batches, pieces, OPTIMIZERS[case.optimizer])
+    error, where = largest_of([run for run, _ in results], expected)
     assert error < TOLERANCE, where

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests import reference
 from tests.distributed.world import World
 from tests.models import Description, build, make_batch
 from whale.ir.cluster import Cluster, Device, Host, Link
+from whale.ir.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Case:
         config: settings by key.
         optimizer: ``sgd`` or ``adam``.
         seed: of weights and batches.
+        evaluates: whether the trained model is evaluated and asked for its output.
     """
 
     description: Description
@@ -34,6 +37,7 @@ class Case:
     config: tuple[tuple[str, Any], ...] = ()
     optimizer: str = "sgd"
     seed: int = 0
+    evaluates: bool = False
 
     @property
     def batches(self) -> list[Any]:
@@ -61,44 +65,64 @@ def make_cluster(speeds: tuple[float, ...], memory: int = 1 << 30) -> Cluster:
 
 def train_rank(rank: int, num_ranks: int, case: Case) -> reference.Run:
     """Trains the case on one rank, inside the process group that is there."""
-    model, _, loss = build(case.description, case.seed)
-    batches = case.batches
-    engine = whale.parallelize(
-        model,
-        loss=loss,
-        optimizer=OPTIMIZERS[case.optimizer],
-        batch=batches[0],
-        config=dict(case.config),
-        cluster=make_cluster(case.speeds),
-    )
+    return train_rank_and_plan(rank, num_ranks, case)[0]
+
+
+def train_rank_and_plan(rank: int, num_ranks: int, case: Case) -> tuple[reference.Run, Plan]:
+    """Trains the case on one rank; also gives the plan."""
+    engine, batches = make_engine(case), case.batches
     try:
         losses: list[float] = []
         gradients: dict[str, torch.Tensor] = {}
         for number, batch in enumerate(batches):
             losses.append(float(engine.step(batch)))
             if number == 0:
-                gradients = {name: value.clone() for name, value in engine.gradients().items()}
+                gradients = reference.copy_of(engine.gradients())
         state = engine.state_dict()
         assert state is not None
-        return reference.Run(losses, gradients, {name: value.clone() for name, value in state.items()})
+        run = reference.Run(losses, gradients, reference.copy_of(state))
+        if case.evaluates:
+            evaluation, output = float(engine.evaluate(batches[0])), engine.predict(batches[0])
+            run = replace(run, evaluation=evaluation, prediction=reference.tensors_of(output))
+        return run, engine.plan
     finally:
         engine.close()
+
+
+def make_engine(case: Case) -> whale.Engine:
+    """The engine of a case, inside the process group that is there."""
+    model, _, loss = build(case.description, case.seed)
+    return whale.parallelize(
+        model,
+        loss=loss,
+        optimizer=OPTIMIZERS[case.optimizer],
+        batch=case.batches[0],
+        config=dict(case.config),
+        cluster=make_cluster(case.speeds),
+    )
 
 
 def train_reference(case: Case) -> reference.Run:
     """Trains the case in this process."""
     model, _, loss = build(case.description, case.seed)
-    return reference.train(model, loss, case.batches, OPTIMIZERS[case.optimizer], case.clip_norm)
+    run = reference.train(model, loss, case.batches, OPTIMIZERS[case.optimizer], case.clip_norm)
+    if not case.evaluates:
+        return run
+    evaluation, prediction = reference.evaluate(model, loss, case.batches[0])
+    return replace(run, evaluation=evaluation, prediction=prediction)
 
 
 def errors(world: World, case: Case) -> tuple[float, str]:
     """The largest error of any rank against the reference, and where it is; all gradients must be there, once or more."""
-    expected = train_reference(case)
-    runs: list[reference.Run] = world.run(train_rank, case, num_ranks=len(case.speeds))
+    return largest_of(world.run(train_rank, case, num_ranks=len(case.speeds)), train_reference(case))
+
+
+def largest_of(runs: Sequence[reference.Run], expected: reference.Run) -> tuple[float, str]:
+    """The largest error of all ranks' runs, and where it is."""
     worst = (0.0, "nothing")
     for rank, run in enumerate(runs):
         owned = {name: value for name, value in expected.gradients.items() if name in run.gradients}
-        error, where = reference.largest_error(run, reference.Run(expected.losses, owned, expected.state))
+        error, where = reference.largest_error(run, replace(expected, gradients=owned))
         worst = max(worst, (error, f"{where} on rank {rank}"))
     missing = set(expected.gradients) - {name for run in runs for name in run.gradients}
     assert not missing, f"no rank has the gradients of {sorted(missing)}"
