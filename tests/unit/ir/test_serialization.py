@@ -106,7 +106,7 @@ def test_an_empty_timeline() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('{"file": "a"}', "SourceLine"), ('{"file": "a", "line": 1, "column": 2}', "SourceLine has no field 'column'"), ("{", "")],
+    [('{"file": "a"}', "SourceLine"), ('{"file": "a", "line": 1, "column": 2}', "SourceLine has no field 'column'"), ("{", "Expecting property name")],
 )
 def test_refuses(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

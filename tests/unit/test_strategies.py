@@ -1,0 +1,120 @@
+"""The files of ``strategies/`` do what their headers say: every recipe is planned, every cluster is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from whale.capture import capture
+from whale.config import load_config
+from whale.hardware import load_cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
+from whale.planning import make_plan, verify
+
+ROOT = Path(__file__).parents[2] / "strategies"
+CLUSTERS = sorted((ROOT / "clusters").glob("*.yaml"))
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+class Chain(nn.Module):
+    """Four layers, in two scopes of the given sizes, or in none."""
+
+    def __init__(self, scopes: tuple[int, int] | None) -> None:
+        super().__init__()
+        if scopes is None:
+            self.front, self.back = self.half(), self.half()
+            return
+        with whale.replicate(device_count=scopes[0], name="front"):
+            self.front = self.half()
+        with whale.replicate(device_count=scopes[1], name="back"):
+            self.back = self.half()
+
+    def half(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.front(x))  # type: ignore[no-any-return]
+
+
+@cache
+def graph_of(scopes: tuple[int, int] | None) -> ModelGraph:
+    with torch.device("meta"):
+        model = Chain(scopes)
+    return capture(model, (torch.zeros(64, 64, device="meta"),), lambda output, batch: output.square().mean())[0]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a recipe gives on so many devices: devices per stage of each replica."""
+
+    cluster: str
+    replicas: int
+    devices_per_stage: tuple[int, ...]
+    schedule: str = "1f1b"
+    num_micro_batch: int = 1
+    scopes: tuple[int, int] | None = None
+
+
+EXPECTED = {
+    "data_parallel": Expected("cpu_2", 2, (1,)),
+    "gradient_accumulation": Expected("cpu_2", 2, (1,), num_micro_batch=4),
+    "mixed_pipeline": Expected("v100_t4", 2, (1, 1), num_micro_batch=8),
+    "pipeline": Expected("cpu_2", 1, (1, 1), num_micro_batch=8),
+    "pipeline_by_scopes": Expected("cpu_4", 2, (1, 1), num_micro_batch=4, scopes=(1, 1)),
+    "pipeline_data_parallel": Expected("cpu_4", 2, (1, 1), num_micro_batch=4),
+    "pipeline_gpipe": Expected("cpu_2", 1, (1, 1), "gpipe", num_micro_batch=4),
+    "pipeline_with_nested_data_parallel": Expected("cpu_4", 1, (3, 1), num_micro_batch=4, scopes=(3, 1)),
+    "uneven_data_parallel": Expected("v100_t4", 4, (1,)),
+}
+
+
+def plan_for(recipe: Path, expected: Expected) -> Plan:
+    config = load_config(recipe, environment={})
+    if config.cluster.file is not None:
+        assert Path(config.cluster.file).stem == expected.cluster
+    cluster = load_cluster(ROOT / "clusters" / f"{expected.cluster}.yaml")
+    graph = graph_of(expected.scopes)
+    plan = make_plan(graph, cluster, config)
+    verify(plan, graph, cluster)
+    return plan
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_give_what_they_promise(recipe: Path) -> None:
+    expected = EXPECTED[recipe.stem]
+    plan = plan_for(recipe, expected)
+    assert (plan.schedule, plan.num_micro_batch, len(plan.replicas)) == (expected.schedule, expected.num_micro_batch, expected.replicas)
+    for replica in plan.replicas:
+        assert tuple(len(stage.virtual_device.devices) for stage in replica.stages) == expected.devices_per_stage
+    assert not plan.idle_devices
+
+
+def test_a_faster_device_takes_more_rows() -> None:
+    plan = plan_for(ROOT / "recipes" / "uneven_data_parallel.yaml", EXPECTED["uneven_data_parallel"])
+    rows = {
+        replica.stages[0].virtual_device.devices[0]: stop - start
+        for replica, (start, stop) in zip(plan.replicas, plan.replica_rows(64), strict=True)
+    }
+    assert min(rows["big/0"], rows["big/1"]) > max(rows["small/0"], rows["small/1"])
+
+
+@pytest.mark.parametrize("path", [path for path in CLUSTERS if path.stem != "a100_3072"], ids=lambda path: path.stem)
+def test_clusters_can_be_planned_for(path: Path) -> None:
+    cluster = load_cluster(path)
+    plan = make_plan(graph_of(None), cluster, whale.Config())
+    verify(plan, graph_of(None), cluster)
+    assert len(plan.devices) + len(plan.idle_devices) == len(cluster.devices)
+
+
+def test_three_thousand_devices_can_be_planned_for() -> None:
+    cluster = load_cluster(ROOT / "clusters" / "a100_3072.yaml")
+    plan = make_plan(graph_of(None), cluster, whale.Config(), rows=3072)
+    assert {replica.share for replica in plan.replicas} == {plan.replicas[0].share}
+    assert len(plan.devices) == 3072
