@@ -187,3 +187,20 @@ def test_every_row_and_every_op_is_planned(speeds: list[int], layers: int, num_s
 
 def test_the_plan_for_the_rows_of_the_example() -> None:
     assert make_plan(chain(2), cluster((1e9,)), Config()).planned_rows == ROWS
+
+
+def test_copies_of_a_nested_pipeline_keep_their_rows_from_stage_to_stage() -> None:
+    """One copy on fast devices and one on slow ones; the last stage lies outside."""
+    outer = scope(0, 2, "copies")
+    graph = chain(3, [(outer, scope(1, 1, "front")), (outer, scope(2, 1, "middle")), (scope(3, 1, "tail"),)], width=64)
+    hosts = Host("h", tuple(device(f"h/{i}", "h", flops) for i, flops in enumerate((3e9, 1e9, 3e9, 1e9, 9e9))), Link(1e10, 1e-9))
+    plan = make_plan(graph, Cluster("c", (hosts,), None), Config(), rows=8)
+    front, middle, tail = plan.replicas[0].stages
+    assert front.shares == middle.shares == (6, 2) and tail.shares == (8,)
+
+
+def test_one_wide_stage() -> None:
+    """Scopes without counts share all devices in one stage; the rows of a micro-batch follow the devices' speeds."""
+    graph = chain(2, [(scope(0, None),), (scope(1, None),)], width=64)
+    plan = make_plan(graph, cluster((3e9, 1e9), (1e9,)), Config({"pipeline.num_micro_batch": 2}), rows=20)
+    assert [stage.shares for stage in plan.replicas[0].stages] == [(6, 2, 2)]
