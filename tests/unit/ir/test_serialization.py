@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whale.ir.cluster import Cluster, Device, Host, Link
@@ -81,6 +81,7 @@ regions = st.builds(Region, tuples(st.tuples(names, counts, counts)))
 layouts = st.builds(Layout, tuples(regions), st.booleans())
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.one_of(graphs, clusters, plans, layouts, ops, scopes))
 def test_reads_back_equal(value: object) -> None:
     again = from_json(type(value), to_json(value))
@@ -88,6 +89,7 @@ def test_reads_back_equal(value: object) -> None:
     assert hash(again) == hash(value)  # tuples stay tuples
 
 
+@settings(max_examples=40, deadline=None)
 @given(graphs)
 def test_equal_graphs_have_equal_fingerprints(graph: ModelGraph) -> None:
     assert from_json(ModelGraph, to_json(graph)).fingerprint == graph.fingerprint
@@ -106,7 +108,11 @@ def test_an_empty_timeline() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('{"file": "a"}', "SourceLine"), ('{"file": "a", "line": 1, "column": 2}', "SourceLine has no field 'column'"), ("{", "Expecting property name")],
+    [
+        ('{"file": "a"}', "SourceLine"),
+        ('{"file": "a", "line": 1, "column": 2}', "SourceLine has no field 'column'"),
+        ("{", "Expecting property name"),
+    ],
 )
 def test_refuses(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
