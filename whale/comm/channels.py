@@ -28,11 +28,6 @@ class Lane:
     target: int
     number: int
 
-    @property
-    def back(self) -> Lane:
-        """The lane that the gradients take."""
-        return Lane(self.target, self.source, self.number + 1)
-
 
 class Channels:
     """The lanes of one engine.

@@ -1,34 +1,39 @@
-"""The tensors that cross stages, seen from one rank: which slices to send and receive for a micro-batch.
+"""The tensors that cross stages, seen from one replica: which slices go from which rank to which for a micro-batch.
 
     stage 0 (5:3 rows)         stage 1 (8 rows)
     rank 0 [0 .. 5)  ---------->  rank 2 [0 .. 5)
     rank 1 [5 .. 8)  ---------->  rank 2 [5 .. 8)
 
-Gradients take the same copies backwards. A tensor without a batch axis is whole on every device: each target takes it
-from one source, so the partial gradients of all targets arrive once and gradient synchronisation adds them up.
+Values are final on every device that holds them, and so are the gradients of their rows: backward, every device of the
+source takes its rows from one holder among the targets. A tensor without a batch axis is whole on every device. Its
+gradient is partial over the target's split groups (each saw other rows): each group's goes to one group of the source,
+and gradient synchronisation adds them up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 
 from whale.comm import Lane
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.layout import BATCH, Layout, Region, transfers
-from whale.ir.plan import BatchAxis, Edge, Plan, Replica
+from whale.ir.plan import BatchAxis, Edge, Plan, Replica, Stage
+
+Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A slice of one boundary tensor between this rank and another (or itself).
+    """A slice of one boundary tensor, or of its gradient, from one rank to another (or to itself).
 
     Attributes:
         tensor: op name.
-        lane: from the source's rank to the target's, in forward direction.
+        lane: from the sender's rank to the receiver's.
         start, stop: rows of the micro-batch; None for a tensor without a batch axis.
     """
 
@@ -67,12 +72,12 @@ class Boundary:
         devices = self.replica.stages[stage].virtual_device.devices
         return tuple(self.world_ranks[self.plan.rank_of[device]] for device in devices)
 
-    def copies(self, num_rows: int) -> tuple[tuple[Edge, tuple[Copy, ...]], ...]:
+    def copies(self, num_rows: int, direction: Direction) -> tuple[tuple[Edge, tuple[Copy, ...]], ...]:
         """Per edge, its copies for a micro-batch of this many rows, in the order both ends use."""
-        return _copies(self, num_rows)
+        return _copies(self, num_rows, direction)
 
     def edge(self, lane: Lane) -> Edge:
-        """The edge that a forward lane belongs to."""
+        """The edge that a lane belongs to."""
         return self.replica.edges[lane.number // 2]
 
     def is_local(self, edge: Edge) -> bool:
@@ -81,41 +86,56 @@ class Boundary:
 
     def local_rows(self, stage: int, position: int, num_rows: int) -> tuple[int, int]:
         """Rows of a micro-batch that one device of a stage holds."""
-        sizes = self.replica.stages[stage].rows(num_rows)
-        return sum(sizes[:position]), sum(sizes[: position + 1])
+        return self.replica.stages[stage].row_intervals(num_rows)[position]
 
     def __hash__(self) -> int:
         return id(self)
 
 
 @cache
-def _copies(boundary: Boundary, num_rows: int) -> tuple[tuple[Edge, tuple[Copy, ...]], ...]:
-    axes = dict(boundary.plan.batch_axes)
+def _copies(boundary: Boundary, num_rows: int, direction: Direction) -> tuple[tuple[Edge, tuple[Copy, ...]], ...]:
     result = []
     for number, edge in enumerate(boundary.replica.edges):
-        sources, targets = boundary._ranks(edge.source), boundary._ranks(edge.target)
+        ends = (edge.source, edge.target) if direction == "forward" else (edge.target, edge.source)
+        senders, receivers = boundary._ranks(ends[0]), boundary._ranks(ends[1])
+        lane_number = 2 * number + (direction == "backward")
         found: list[Copy] = []
         for tensor in edge.tensors:
-            for transfer in _tensor_transfers(boundary, edge, tensor, axes, num_rows):
-                lane = Lane(sources[transfer[0]], targets[transfer[1]], 2 * number)
-                interval = transfer[2].interval(BATCH)
-                found.append(Copy(tensor, lane, *(interval or (None, None))))
+            if direction == "backward" and not boundary.model.by_name[tensor].requires_grad:
+                continue
+            for sender, receiver, region in _transfers(boundary, edge, tensor, num_rows, direction):
+                interval = region.interval(BATCH)
+                found.append(Copy(tensor, Lane(senders[sender], receivers[receiver], lane_number), *(interval or (None, None))))
         result.append((edge, tuple(found)))
     return tuple(result)
 
 
-def _tensor_transfers(
-    boundary: Boundary, edge: Edge, tensor: str, axes: Mapping[str, BatchAxis], num_rows: int
-) -> Iterator[tuple[int, int, Region]]:
+def _transfers(boundary: Boundary, edge: Edge, tensor: str, num_rows: int, direction: Direction) -> Iterator[tuple[int, int, Region]]:
+    """Sender and receiver by position in their virtual devices, and what is copied."""
     source, target = boundary.replica.stages[edge.source], boundary.replica.stages[edge.target]
-    num_sources, num_targets = len(source.virtual_device.devices), len(target.virtual_device.devices)
-    if boundary.model.by_name[tensor].outputs[0].has_rows and (num_sources > 1 or num_targets > 1):
-        assert tensor in axes, f"%{tensor} crosses unlike stages without a known batch axis"
-        layouts = Layout.cut(BATCH, source.rows(num_rows)), Layout.cut(BATCH, target.rows(num_rows))
+    has_rows = boundary.model.by_name[tensor].outputs[0].has_rows
+    if has_rows and (len(source.virtual_device.devices) > 1 or len(target.virtual_device.devices) > 1):
+        assert tensor in dict(boundary.plan.batch_axes), f"%{tensor} crosses unlike stages without a known batch axis"
+        ends = (source, target) if direction == "forward" else (target, source)
+        for transfer in transfers(_by_rows(ends[0], num_rows), _by_rows(ends[1], num_rows)):
+            yield transfer.source, transfer.target, transfer.region
     else:
-        layouts = Layout.whole(num_sources), Layout.whole(num_targets)
-    for transfer in transfers(*layouts):
-        yield transfer.source, transfer.target, transfer.region
+        yield from _whole(source, target, direction)
+
+
+def _by_rows(stage: Stage, num_rows: int) -> Layout:
+    return Layout(tuple(Region(((BATCH, start, stop),)) for start, stop in stage.row_intervals(num_rows)))
+
+
+def _whole(source: Stage, target: Stage, direction: Direction) -> Iterator[tuple[int, int, Region]]:
+    """Group by group, each device of the receiving group from the sending one's device of its own position."""
+    num_sources, num_targets = len(source.shares), len(target.shares)
+    for group in range(num_targets):
+        other = group * num_sources // num_targets
+        pairs = (other, source.split, group, target.split) if direction == "forward" else (group, target.split, other, source.split)
+        sending, sending_split, receiving, receiving_split = pairs
+        for position in range(receiving_split):
+            yield sending * sending_split + position % sending_split, receiving * receiving_split + position, Region()
 
 
 def rows_slice(tensor: torch.Tensor, axis: BatchAxis, start: int, stop: int) -> torch.Tensor:

@@ -17,8 +17,8 @@ def row_shares(plan: Plan) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     for replica in plan.replicas:
         for stage in replica.stages:
-            for device, share in zip(stage.virtual_device.devices, stage.shares, strict=True):
-                part = replica.share / total * share / sum(stage.shares)
+            for position, device in enumerate(stage.virtual_device.devices):
+                part = replica.share / total * stage.shares[position // stage.split] / sum(stage.shares)
                 for name in stage.parameters:
                     found.setdefault(plan.rank_of[device], {})[name] = part
     return found

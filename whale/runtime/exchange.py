@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from whale.comm import Channels, Lane, wait
+from whale.comm import Channels, wait
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis
-from whale.runtime.boundary import Boundary, Copy, piece_shape, rows_slice, write_rows
+from whale.runtime.boundary import Boundary, Copy, Direction, piece_shape, rows_slice, write_rows
 
-Direction = Literal["forward", "backward"]
 Place = tuple[Direction, int, int]
 """Direction, stage and micro-batch."""
 
@@ -86,7 +84,7 @@ class Exchange:
         """Starts to receive what a stage needs from other virtual devices (or from its own)."""
         parcels = self._parcels.setdefault(place, [])
         for copy in self._copies(place, arriving=True, local=on_this_virtual_device):
-            lane = _lane(copy, place)
+            lane = copy.lane
             if lane.target == self._rank != lane.source:
                 wire = self._buffer(place, copy)
                 work = self._channels.receive(_bytes(wire), lane)
@@ -122,7 +120,7 @@ class Exchange:
         """
         low, _ = self.local_rows(place[1], place[2])
         for copy in self._copies(place, arriving=False, local=on_this_virtual_device):
-            lane = _lane(copy, place)
+            lane = copy.lane
             if lane.source != self._rank:
                 continue
             piece = self._piece(values[copy.tensor], copy, low)
@@ -143,10 +141,10 @@ class Exchange:
         direction, stage, micro_batch = place
         start, stop = self._micro_batches[micro_batch]
         at_target = arriving == (direction == "forward")
-        for edge, copies in self._boundary.copies(stop - start):
+        for edge, copies in self._boundary.copies(stop - start, direction):
             if (edge.target if at_target else edge.source) != stage or self._boundary.is_local(edge) != local:
                 continue
-            yield from (copy for copy in copies if direction == "forward" or self._model.by_name[copy.tensor].requires_grad)
+            yield from copies
 
     def _other_end(self, place: Place, copy: Copy) -> Place:
         direction, _, micro_batch = place
@@ -187,10 +185,6 @@ class Exchange:
             else:
                 write_rows(value, axis, parcel.copy.start - low, piece, add=adds)
         return value
-
-
-def _lane(copy: Copy, place: Place) -> Lane:
-    return copy.lane if place[0] == "forward" else copy.lane.back
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,7 @@ class Executor:
         stages: its stages.
         exchange: between stages.
         model: the captured model.
+        counted: stages whose loss terms this rank counts: of a split group, whose devices all compute them, one does.
         sync: gradient synchronisation; None where nothing is trained.
         status: where the current action is kept for others to read.
         device: where this rank computes.
@@ -63,11 +64,13 @@ class Executor:
         stages: Mapping[int, StageRunner],
         exchange: Exchange,
         model: ModelGraph,
+        counted: frozenset[int],
         sync: GradientSync | None,
         status: StatusBoard,
         device: torch.device,
     ) -> None:
         self._stages, self._exchange, self._model = stages, exchange, model
+        self._counted = counted
         self._sync, self._status, self._device = sync, status, device
         self._flights: dict[tuple[int, int], Flight] = {}
         self._recomputed: frozenset[tuple[int | None, int | None]] = frozenset()
@@ -147,7 +150,8 @@ class Executor:
             with_graph=state.with_gradients and (stage, micro_batch) not in self._recomputed,
             seed=lambda: seed_of(*state.seed, micro_batch, stage),
         )
-        self._collect(state, flight, start + low, start + high)
+        if stage in self._counted:
+            self._collect(state, flight, start + low, start + high)
         self._num_in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self._num_in_flight)
         self._exchange.send(("forward", stage, micro_batch), flight.tensors(), on_this_virtual_device=True)

@@ -122,10 +122,9 @@ def _owners(plan: Plan, world_ranks: Sequence[int], name: str, num_rows: int) ->
     for replica in plan.replicas:
         stage = next(stage for stage in replica.stages if name in stage.ops)
         for start, stop in plan.micro_batch_rows(replica.index, num_rows):
-            low = start
-            for device, size in zip(stage.virtual_device.devices, stage.rows(stop - start), strict=True):
-                found.append((world_ranks[plan.rank_of[device]], low, low + size))
-                low += size
+            held = zip(stage.virtual_device.devices, stage.row_intervals(stop - start, start), strict=True)
+            for device, (low, high) in list(held)[:: stage.split]:
+                found.append((world_ranks[plan.rank_of[device]], low, high))
     return found
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from whale.errors import BatchError
-from whale.ir.division import intervals
 from whale.ir.plan import Plan, Stage
 
 Rows = tuple[tuple[int, int], ...]
@@ -66,7 +65,7 @@ def _cuts(plan: Plan, replica: int, stage: Stage, num_rows: int) -> list[Rows]:
             f"has {num_devices} (a micro-batch of a batch of {num_rows} rows: {smallest})",
             hint=_SMALL_BATCH,
         )
-    return [intervals(stage.rows(stop - start), start) for start, stop in micro_batches]
+    return [stage.row_intervals(stop - start, start) for start, stop in micro_batches]
 
 
 def merge(parts: list[tuple[int, int]]) -> Rows:

@@ -100,19 +100,22 @@ class Worker:
         self.executor: Executor | None = None
         self._actions: tuple[Action, ...] = ()
         self.stages: dict[int, StageSource] = {}
+        self._counted: frozenset[int] = frozenset()
         if seat is not None:
             replica = plan.replicas[seat.replica]
             self._actions = schedule.ranks[seat.pipeline_rank]
+            mine = schedule.stages_of(seat.pipeline_rank)
+            self._counted = frozenset(index for index in mine if seat.position % replica.stages[index].split == 0)
             known = set(self._weights.by_rows) | set(self._weights.measured)
             self.stages = {
                 index: StageSource(
                     model, graphs, replica, replica.stages[index], known, world.device, _splits_backward(self._actions, index)
                 )
-                for index in schedule.stages_of(seat.pipeline_rank)
+                for index in mine
             }
             runners = {index: StageRunner(source, tensors, world.device) for index, source in self.stages.items()}
             exchange = Exchange(world.rank, seat.position, boundaries[seat.replica], model, self.channels, world.device, world.timeout)
-            self.executor = Executor(runners, exchange, model, sync, status, world.device)
+            self.executor = Executor(runners, exchange, model, self._counted, sync, status, world.device)
 
     def run(self, batch: BatchView, seed: tuple[int, ...], *, with_gradients: bool) -> tuple[StepState, LossAccount]:
         """Runs this rank's actions of one step.
@@ -195,18 +198,15 @@ class Worker:
         total = torch.zeros(len(weights.measured), dtype=torch.float64, device=self.world.device)
         for position, index in enumerate(weights.measured):
             for stage, source in self.stages.items():
-                if seat is not None and self.model.loss[index].sum in source.outputs:
+                if seat is not None and stage in self._counted and self.model.loss[index].sum in source.outputs:
                     rows = self._own_rows(seat, stage, batch.num_rows)
                     total[position] += weights.measure(position, batch, rows, self._tensors, self.world.device)
         return total
 
     def _own_rows(self, seat: Seat, stage: int, num_rows: int) -> list[tuple[int, int]]:
-        found = []
-        for start, stop in self.plan.micro_batch_rows(seat.replica, num_rows):
-            sizes = self.plan.replicas[seat.replica].stages[stage].rows(stop - start)
-            low = start + sum(sizes[: seat.position])
-            found.append((low, low + sizes[seat.position]))
-        return found
+        held = self.plan.replicas[seat.replica].stages[stage]
+        pieces = self.plan.micro_batch_rows(seat.replica, num_rows)
+        return [held.row_intervals(stop - start, start)[seat.position] for start, stop in pieces]
 
 
 class StageSource:
