@@ -147,8 +147,10 @@ class World:
         raise RankFailure({rank: outcomes[rank].error if rank in outcomes else None for rank in texts}, texts)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # torch is imported once, then each rank is a fork
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch.export", "tests.distributed.world"])
+        context = multiprocessing.get_context("forkserver")  # imports are done once, then each rank is a fork
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed", "torch.export", "whale.api", "tests.models", "tests.distributed.world"]
+        )
         self._workers = []
         for rank in range(self.num_ranks):
             here, there = context.Pipe()
