@@ -1,6 +1,7 @@
 """Pipeline schedules: one pure function per file that says who computes what when, and the passes over all of them."""
 
 from whale.schedules.builder import Builder
+from whale.schedules.colocate import expand, places
 from whale.schedules.communication import insert_communication
 from whale.schedules.edges import Edges
 from whale.schedules.execution import Execution, Stuck, execute
@@ -21,10 +22,12 @@ __all__ = [
     "build",
     "count_in_flight",
     "execute",
+    "expand",
     "forward_only",
     "insert_communication",
     "insert_recompute",
     "peak_in_flight",
     "placement",
+    "places",
     "verify",
 ]
