@@ -6,6 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("whale", deadline=None)  # a busy machine is no fault of the code
+settings.load_profile("whale")
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -21,13 +21,13 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(plain)
 def test_reads_what_json_writes(value: object) -> None:
     assert parse_yaml(json.dumps(value), "f").data == json.loads(json.dumps(value))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,6}", fullmatch=True), st.integers() | st.text() | st.none() | st.booleans()))
 def test_reads_what_yaml_writes(value: object) -> None:
     assert parse_yaml(yaml.safe_dump(value), "f").data == value

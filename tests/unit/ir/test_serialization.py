@@ -81,7 +81,7 @@ regions = st.builds(Region, tuples(st.tuples(names, counts, counts)))
 layouts = st.builds(Layout, tuples(regions), st.booleans())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.one_of(graphs, clusters, plans, layouts, ops, scopes))
 def test_reads_back_equal(value: object) -> None:
     again = from_json(type(value), to_json(value))
@@ -89,7 +89,7 @@ def test_reads_back_equal(value: object) -> None:
     assert hash(again) == hash(value)  # tuples stay tuples
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(graphs)
 def test_equal_graphs_have_equal_fingerprints(graph: ModelGraph) -> None:
     assert from_json(ModelGraph, to_json(graph)).fingerprint == graph.fingerprint
