@@ -76,7 +76,6 @@ def test_prints_as_a_recipe() -> None:
         ("pipeline.schedule", "1F1B", "hint: did you mean '1f1b'?"),
         ("pipeline.schedule", "PreferForward", "hint: PreferForward of EPL is pipeline.schedule: gpipe"),
         ("pipeline.strategy", "1f1b", "pipeline.strategy is one of PreferForward, PreferBackward ('1f1b' is not)"),
-        ("recompute.policy", "full", "recompute.policy: full is not there yet"),
         ("pipeline.num_micro_batches", 4, "hint: did you mean 'pipeline.num_micro_batch'?"),
         ("num_micro_batch", 4, "hint: did you mean 'pipeline.num_micro_batch'?"),
         ("pipeline", {"num_micro_batch": 4}, "'pipeline' is a section, not a key"),

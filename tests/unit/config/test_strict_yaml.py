@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from whale.config import parse_yaml, read_yaml
 from whale.errors import ClusterError, ConfigError
 
-text = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"], exclude_characters="\x7f"))
+text = st.text(
+    st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"], exclude_characters="\x7f"), max_size=20
+)  # YAML bounds the length of keys
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text,
     lambda inner: st.lists(inner) | st.dictionaries(text, inner),
