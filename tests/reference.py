@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,7 +128,7 @@ def tensors_of(output: Any) -> tuple[Tensor, ...]:
 
 def call(model: nn.Module, batch: Any) -> Any:
     """The model on a batch: a mapping by keyword, a tuple by position, what `forward` does not take left out."""
-    takes = model.forward.__code__.co_varnames[1 : model.forward.__code__.co_argcount]
+    takes = list(inspect.signature(model.forward).parameters)
     if isinstance(batch, Mapping):
         return model(**{name: value for name, value in batch.items() if name in takes})
     return model(*batch[: len(takes)])
@@ -170,7 +171,8 @@ def largest_error(found: Run, expected: Run) -> tuple[float, str]:
     }
     errors |= {f"gradient of {name}": error for name, error in gradient_errors(found.gradients, expected.gradients).items()}
     assert list(found.state) == list(expected.state), (list(found.state), list(expected.state))
-    errors |= {name: relative_error(found.state[name], value) for name, value in expected.state.items()}
+    floor = 1e-3 * max((float(value.abs().max()) for value in expected.state.values() if value.numel()), default=0.0)
+    errors |= {name: relative_error(found.state[name], value, floor) for name, value in expected.state.items()}
     if expected.evaluation is not None and found.evaluation is not None:
         errors["evaluation"] = relative_error(torch.tensor(found.evaluation), torch.tensor(expected.evaluation))
         for index, (a, b) in enumerate(zip(found.prediction, expected.prediction, strict=True)):
