@@ -17,7 +17,8 @@ from whale.axes.outcome import Letter
 from whale.axes.values import Role
 
 SOME_PIECES = Role("whole", reason="has it in only some pieces of a concatenated dimension")
-TWICE = "meets it twice"
+TWICE = Role("whole", reason="meets it twice")
+CONTRACTED_AND_KEPT = Role("whole", reason="meets it twice, contracted and kept")
 
 
 class Checker:
@@ -30,7 +31,6 @@ class Checker:
     def roles(self, letters: Iterable[Letter]) -> dict[int, Role]:
         """What an op does with each axis, by leaf, after the checks."""
         roles: dict[int, Role] = {}
-        names: dict[int, str] = {}
         for letter in letters:
             for leaf, everywhere in self.met(letter.dim):
                 role = letter.role if everywhere or letter.role.kind == "whole" else SOME_PIECES
@@ -38,8 +38,7 @@ class Checker:
                 if known is None or (role.kind == "whole" and known.kind != "whole"):
                     roles[leaf] = role
                 elif known.kind != "whole":
-                    roles[leaf] = _twice(names[leaf], known, letter)
-                names.setdefault(leaf, letter.name)
+                    roles[leaf] = CONTRACTED_AND_KEPT if {known.kind, role.kind} == {"contracted", "kept"} else TWICE
         return roles
 
     def met(self, dim: Dim) -> tuple[tuple[int, bool], ...]:
@@ -58,10 +57,3 @@ class Checker:
         once = dict.fromkeys(axis for piece in held for axis, _ in piece)
         again = [axis for axis in once if any([a for a, _ in piece].count(axis) > 1 for piece in held)]
         return [(axis, axis in everywhere) for axis in (*once, *again)]
-
-
-def _twice(name: str, known: Role, letter: Letter) -> Role:
-    """Checks 1 and 2: one axis, two letters."""
-    kinds = {known.kind, letter.role.kind}
-    how = "contracted and kept" if kinds == {"contracted", "kept"} else f"as {name} and as {letter.name}"
-    return Role("whole", reason=f"{TWICE}, {how}" if name != letter.name else f"{TWICE} in one dimension")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whale.axes.checks import TWICE
+from whale.axes.checks import CONTRACTED_AND_KEPT, TWICE
 from whale.axes.reading import NO_RULE
 from whale.axes.values import Mixing, OpAxes, Role, axes_of
 from whale.ir.graph import ModelGraph, Op, Ref
@@ -31,7 +31,7 @@ def find_mixing(graph: ModelGraph, ops: Mapping[str, OpAxes]) -> tuple[Mixing, .
 
 def _inherited(op: Op, role: Role, ops: Mapping[str, OpAxes]) -> bool:
     """Whether the op only meets the batch twice because an operand has it twice already."""
-    return role.reason.startswith(TWICE) and any(_has_it_twice(ops[name]) for name in op.inputs if name in ops)
+    return role in (TWICE, CONTRACTED_AND_KEPT) and any(_has_it_twice(ops[name]) for name in op.inputs if name in ops)
 
 
 def _has_it_twice(op: OpAxes) -> bool:

@@ -58,91 +58,54 @@ LOOKUPS: dict[str, Rule] = {
     "one_hot": "self[...] -> [... classes^]",
     "bucketize": "self[...] boundaries[n!] -> [...]",
     "searchsorted": "sorted_sequence[... n!] self[... m] -> [... m]",
-    "scatter": t.scattering,
-    "scatter_add": t.scattering,
-    "scatter_reduce": t.scattering,
-    "index_add": t.scattering,
-    "index_fill": t.scattering,
-    "index_copy": t.scattering,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_fill", "index_copy"), t.scattering),
     "index_put": index_written,
-    "select_scatter": t.part_written,
-    "slice_scatter": t.part_written,
+    **dict.fromkeys(("select_scatter", "slice_scatter"), t.part_written),
 }
 
 NORMALISATIONS: dict[str, Rule] = {
     "layer_norm": t.normalized("[... D]"),
     "native_layer_norm": t.normalized("[... D]", "[... O]", "[... O]"),
     "rms_norm": t.normalized("[... D]"),
-    "_fused_rms_norm": t.normalized("[... D]", "[... O]"),
     "batch_norm": t.batch_norm(training=5),
-    "native_batch_norm": t.batch_norm(training=5, num_results=3),
-    "_native_batch_norm_legit": t.batch_norm(training=5, num_results=3),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), t.batch_norm(training=5, num_results=3)),
     "_native_batch_norm_legit.no_stats": t.batch_norm(training=3, num_results=3),
-    "cudnn_batch_norm": t.batch_norm(training=5, num_results=4),
     "group_norm": t.group_norm,
     "instance_norm": (
         "input[n channels ...!] weight[channels] bias[channels] running_mean[channels] running_var[channels] -> [n channels ...!]"
     ),
-    "softmax": t.along("!"),
-    "_softmax": t.along("!"),
-    "_safe_softmax": t.along("!"),
-    "log_softmax": t.along("!"),
-    "_log_softmax": t.along("!"),
+    **dict.fromkeys(("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"), t.along("!")),
     "glu": t.halved,
 }
 
 LOSSES: dict[str, Rule] = {
     "cross_entropy_loss": t.classification_loss,
-    "nll_loss": t.classification_loss,
-    "nll_loss_nd": t.classification_loss,
-    "nll_loss2d": t.classification_loss,
-    "nll_loss_forward": t.classification_loss,
-    "mse_loss": t.pointwise_loss(2),
-    "l1_loss": t.pointwise_loss(2),
-    "smooth_l1_loss": t.pointwise_loss(2),
-    "huber_loss": t.pointwise_loss(2),
-    "soft_margin_loss": t.pointwise_loss(2),
-    "kl_div": t.pointwise_loss(2),
+    **dict.fromkeys(("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward"), t.classification_loss),
+    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"), t.pointwise_loss(2)),
     "poisson_nll_loss": t.pointwise_loss(5),
     "binary_cross_entropy": t.pointwise_loss(3, num_weights=1),
     "binary_cross_entropy_with_logits": t.pointwise_loss(4, num_weights=2),
 }
 
 REDUCTIONS: dict[str, Rule] = {
-    "sum": t.reduction("sum"),
-    "nansum": t.reduction("sum"),
-    "count_nonzero": t.reduction("sum"),
+    **dict.fromkeys(("sum", "nansum", "count_nonzero"), t.reduction("sum")),
     "mean": t.reduction("mean"),
-    "amax": t.reduction("max"),
-    "amin": t.reduction("min"),
-    "max.default": t.reduction("max"),
-    "min.default": t.reduction("min"),
+    **dict.fromkeys(("amax", "max.default"), t.reduction("max")),
+    **dict.fromkeys(("amin", "min.default"), t.reduction("min")),
     "any": t.reduction("any"),
     "all": t.reduction("all"),
     "prod": t.reduction("prod"),
-    "var": t.reduction(""),
-    "std": t.reduction(""),
-    "var_mean": t.reduction("", num_results=2),
-    "std_mean": t.reduction("", num_results=2),
-    "logsumexp": t.reduction(""),
-    "argmax": t.reduction(""),
-    "argmin": t.reduction(""),
-    "norm": t.reduction("", position=2),
-    "linalg_vector_norm": t.reduction("", position=2),
-    "max.dim": t.found_along,
-    "min.dim": t.found_along,
-    "median.dim": t.found_along,
-    "topk": t.found_along,
-    "kthvalue": t.found_along,
+    **dict.fromkeys(("var", "std", "logsumexp", "argmax", "argmin"), t.reduction("")),
+    **dict.fromkeys(("var_mean", "std_mean"), t.reduction("", num_results=2)),
+    **dict.fromkeys(("norm", "linalg_vector_norm"), t.reduction("", position=2)),
+    **dict.fromkeys(("max.dim", "min.dim", "median.dim", "topk", "kthvalue"), t.found_along),
     "bincount": "self[n!] weights[n!] -> [_counted!]",
     "histc": "self[...!] -> [_counted!]",
     "cosine_similarity": t.similarity,
 }
 
 ALONG_A_DIMENSION: dict[str, Rule] = {
-    "cumsum": t.along("!"),
-    "cumprod": t.along("!"),
-    "logcumsumexp": t.along("!"),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), t.along("!")),
     "cummax": t.along("!", num_results=2),
     "sort": t.along("!", default=-1, num_results=2),
     "sort.stable": t.along("!", position=2, default=-1, num_results=2),
@@ -180,27 +143,16 @@ SHAPES: dict[str, Rule] = {
     "permute": t.permutation,
     "movedim": t.move,
     "moveaxis": t.move,
-    "expand": t.expansion,
-    "expand_as": t.expansion,
-    "broadcast_to": t.expansion,
-    "repeat": t.repetition,
-    "tile": t.repetition,
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), t.expansion),
+    **dict.fromkeys(("repeat", "tile"), t.repetition),
     "repeat_interleave.self_int": t.interleaved_repetition,
-    "cat": cat,
-    "concat": cat,
+    **dict.fromkeys(("cat", "concat"), cat),
     "stack": t.stack,
-    "split": split,
-    "split_with_sizes": split,
-    "unsafe_split": split,
-    "unsafe_chunk": split,
-    "chunk": split,
-    "tensor_split": split,
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_chunk", "chunk", "tensor_split"), split),
     "unbind": t.unbind,
-    "slice": slice_,
-    "narrow": slice_,
+    **dict.fromkeys(("slice", "narrow"), slice_),
     "select": t.select,
-    "pad": t.padding,
-    "constant_pad_nd": t.padding,
+    **dict.fromkeys(("pad", "constant_pad_nd"), t.padding),
     "pixel_shuffle": t.pixel_shuffle,
     "unfold": t.unfolding,
 }
@@ -219,9 +171,7 @@ SPACE: dict[str, Rule] = {
 
 RECURRENCES: dict[str, Rule] = {
     "lstm.input": t.recurrent(2),
-    "gru.input": t.recurrent(1),
-    "rnn_tanh.input": t.recurrent(1),
-    "rnn_relu.input": t.recurrent(1),
+    **dict.fromkeys(("gru.input", "rnn_tanh.input", "rnn_relu.input"), t.recurrent(1)),
 }
 
 FACTORIES: dict[str, Rule] = {
@@ -251,16 +201,24 @@ POINTWISE: dict[str, Rule] = {
     ),
 }  # fmt: skip
 
-TABLE: Mapping[str, Rule] = MappingProxyType(
+FAMILIES: Mapping[str, Mapping[str, Rule]] = MappingProxyType(
     {
-        f"aten.{name}": rule
-        for family in (
-            MATRICES, ATTENTION, LOOKUPS, NORMALISATIONS, LOSSES, REDUCTIONS,
-            ALONG_A_DIMENSION, SHAPES, SPACE, RECURRENCES, FACTORIES, POINTWISE,
-        )
-        for name, rule in family.items()
+        "Matrices": MATRICES,
+        "Attention": ATTENTION,
+        "Lookups and writes": LOOKUPS,
+        "Normalisations": NORMALISATIONS,
+        "Losses": LOSSES,
+        "Reductions": REDUCTIONS,
+        "Along a dimension": ALONG_A_DIMENSION,
+        "Shapes": SHAPES,
+        "Space": SPACE,
+        "Recurrences": RECURRENCES,
+        "Factories": FACTORIES,
+        "Pointwise without torch's tag": POINTWISE,
     }
-)  # fmt: skip
+)
+
+TABLE: Mapping[str, Rule] = MappingProxyType({f"aten.{name}": rule for family in FAMILIES.values() for name, rule in family.items()})
 """Every operator that has a rule, by ``aten.name`` or ``aten.name.overload``."""
 
 _own_rules: ContextVar[Mapping[str, str]] = ContextVar("own_rules", default=MappingProxyType({}))

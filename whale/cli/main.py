@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from whale.cli import capture, explain, launch, plan, schedule
+from whale.cli import axes, capture, explain, launch, plan, schedule
 from whale.errors import WhaleError
 
 
@@ -38,6 +38,6 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of all verbs; each verb's file adds its own part."""
     parser = argparse.ArgumentParser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (capture, plan, explain, schedule, launch):
+    for verb in (capture, axes, plan, explain, schedule, launch):
         verb.add_parser(verbs)
     return parser

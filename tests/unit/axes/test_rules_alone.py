@@ -143,6 +143,12 @@ NORMALISATIONS = [
     ),
     Case("batch_norm.default", (x(5, 3), x(3), x(3), x(3), x(3).abs(), False, 0.1, 1e-5, False), {"kept": [3, 5]}, grad=False),
     Case("native_batch_norm.default", (x(5, 3, 4), x(3), x(3), None, None, True, 0.1, 1e-5), {"kept": [3], "whole": [4, 5]}),
+    Case(
+        "_native_batch_norm_legit.default",
+        (x(5, 3, 4), x(3), x(3), x(3), x(3).abs(), True, 0.1, 1e-5),
+        {"kept": [3], "whole": [4, 5]},
+        grad=False,
+    ),
     Case("_native_batch_norm_legit.no_stats", (x(5, 3, 4), x(3), x(3), True, 0.1, 1e-5), {"kept": [3], "whole": [4, 5]}),
     Case("instance_norm.default", (x(5, 3, 4), x(3), x(3), None, None, True, 0.1, 1e-5, False), {"kept": [3, 5], "whole": [4]}),
     Case(
@@ -399,7 +405,7 @@ UNTRIED = {
     "dropout": {"native_dropout", "feature_dropout", "alpha_dropout", "rrelu_with_noise"},
     "uninitialised": {"empty", "new_empty", "empty_like"},
     "in place only": {"copy", "fill", "zero"},
-    "on other devices or builds": {"cudnn_batch_norm", "_fused_rms_norm", "_grouped_mm"},
+    "on other devices or builds": {"_grouped_mm"},
     "what a tried op is made of": {"_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_reshape_alias"},
 }
 """Operators that the law does not try, and why."""
