@@ -28,8 +28,9 @@ from whale.runtime.gradient_sync import GradientSync, plan_buckets
 from whale.runtime.lowering import mutated_buffers
 from whale.runtime.rank_batch import RankBatch
 from whale.runtime.reach import reached_parameters
+from whale.runtime.seat import find_seat
 from whale.runtime.status import StatusBoard
-from whale.runtime.worker import Worker, find_seat
+from whale.runtime.worker import Worker
 from whale.schedules import forward_only, insert_communication
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.serialization import from_json
 from whale.planning import make_plan, verify
-from whale.schedules import build, expand, insert_communication
+from whale.schedules import build, expand, insert_communication, insert_recompute
 from whale.schedules import verify as verify_schedule
 
 
@@ -124,6 +124,8 @@ def make_schedule(plan: Plan) -> Schedule:
     )
     if order.stage_rank != plan.stage_rank:  # colocated stages share a place
         order = expand(order, plan.stage_rank)
+    if plan.recomputes_stages:
+        order = insert_recompute(order)
     edges = edges_of(plan)
     schedule = insert_communication(order, edges)
     verify_schedule(schedule, edges)

@@ -70,6 +70,7 @@ class Exchange:
         self._parcels: dict[Place, list[Parcel]] = {}
         self._sends: list[tuple[dist.Work, torch.Tensor, int, str]] = []
         self._micro_batches: Sequence[tuple[int, int]] = ()
+        self._local_rows: dict[tuple[int, int], tuple[int, int]] = {}
 
     def begin(self, micro_batches: Sequence[tuple[int, int]]) -> None:
         """Starts a step whose micro-batches take these global rows."""
@@ -78,7 +79,10 @@ class Exchange:
     def local_rows(self, stage: int, micro_batch: int) -> tuple[int, int]:
         """Rows of a micro-batch that this rank takes in a stage."""
         start, stop = self._micro_batches[micro_batch]
-        return self._boundary.local_rows(stage, self._position, stop - start)
+        key = (stage, stop - start)
+        if key not in self._local_rows:
+            self._local_rows[key] = self._boundary.local_rows(stage, self._position, stop - start)
+        return self._local_rows[key]
 
     def post(self, place: Place, *, on_this_virtual_device: bool = False) -> None:
         """Starts to receive what a stage needs from other virtual devices (or from its own)."""

@@ -1,0 +1,137 @@
+"""One call of the captured graph while it is lowered: its arguments by name, and what becomes of them under a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import fx
+
+from whale.axes.values import Dimension, Role
+from whale.errors import PlanError
+from whale.ir.graph import Op
+from whale.runtime.cutting.layout import CutLayout
+
+if TYPE_CHECKING:
+    from whale.runtime.cutting.writer import Writer
+
+ADDED = {
+    "linear": "bias", "addmm": "self", "baddbmm": "self", "bilinear": "bias", "_grouped_mm": "bias",
+    "conv1d": "bias", "conv2d": "bias", "conv3d": "bias", "convolution": "bias",
+    "conv_transpose1d": "bias", "conv_transpose2d": "bias", "conv_transpose3d": "bias",
+}  # fmt: skip
+"""Per operator, the operand that is added once: under a contraction it waits until the sum over the group is there."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that is cut along one axis.
+
+    Attributes:
+        writer: writes the new graph.
+        node: of the old graph.
+        op: the same as a value.
+        axis: along which it is cut.
+    """
+
+    writer: Writer
+    node: fx.Node
+    op: Op
+    axis: str
+
+    @property
+    def layout(self) -> CutLayout:
+        return self.writer.layout
+
+    @property
+    def role(self) -> Role:
+        """What the op does with the cut axis."""
+        return self.layout.role(self.op.name, self.axis)
+
+    @property
+    def operator(self) -> str:
+        """The operator's name, without library, overload and the mark of in-place forms."""
+        return operator_name(self.op.target)
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        """Arguments of the old node by name, with defaults."""
+        return named_arguments(self.node)
+
+    @property
+    def result(self) -> tuple[Dimension, ...]:
+        """Dimensions of the only result."""
+        return self.layout.dimensions(self.op.name)
+
+    def dimensions(self, name: str) -> tuple[Dimension, ...]:
+        """Dimensions of a tensor argument."""
+        return self.layout.dimensions(self.raw[name].name)
+
+    def cut_dim(self, dimensions: Sequence[Dimension]) -> int | None:
+        """Which of these dimensions is cut."""
+        return next((index for index, dimension in enumerate(dimensions) if self.layout.is_cut(dimension)), None)
+
+    def value(self, name: str) -> Any:
+        """An argument in the new graph: a tensor without the cut axis is entered, one that is added later is not."""
+        later = is_added_later(self.operator, name, self.role)
+        return self.writer.mapped(self.raw[name], entering=not later)
+
+    def emit(self, target: Any, *args: Any, what: str = "", **kwargs: Any) -> fx.Node:
+        """A new node that stands for this call, or for a step of it."""
+        return self.writer.emit(self.node, target, args, kwargs, what)
+
+    def same(self, **changes: Any) -> fx.Node:
+        """The same op on the parts, with some arguments changed (to values of the new graph)."""
+        schema = self.node.target._schema.arguments  # type: ignore[union-attr]
+        values = {item.name: changes[item.name] if item.name in changes else self.value(item.name) for item in schema}
+        args = [values[item.name] for item in schema if not item.kwarg_only]
+        given = [item for item in schema if not item.kwarg_only]
+        while args and given[-1].has_default_value() and _is(args[-1], given[-1].default_value):
+            args.pop()
+            given.pop()
+        kwargs = {i.name: values[i.name] for i in schema if i.kwarg_only and not _is(values[i.name], i.default_value)}
+        target, random = self.node.target, "random" in self.op.tags
+        return self.writer.emit_random(self, target, args, kwargs) if random else self.emit(target, *args, **kwargs)
+
+    def leave(self, partial: fx.Node) -> fx.Node:
+        """The sum of the devices' partial results."""
+        from whale.runtime.cutting.communication import leave
+
+        return self.emit(leave, partial, self.writer.group, what="leave")
+
+    def refuse(self, why: str, hint: str | None = None) -> NoReturn:
+        """Says that this call cannot be cut so.
+
+        Raises:
+            PlanError: always.
+        """
+        message = f"{self.op.target} (%{self.op.name}) cannot be cut along {self.axis}: {why}"
+        raise PlanError(message, where=self.op.where, hint=hint)
+
+
+def operator_name(target: str) -> str:
+    """``aten.add_.Tensor`` is ``add``."""
+    name = target.split(".")[1] if "." in target else target
+    return name if name.startswith("_") else name.rstrip("_")
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments of a call of an operator by name, with the defaults of its schema."""
+    assert isinstance(node.target, torch._ops.OpOverload), node
+    schema = node.target._schema.arguments
+    found = {item.name: item.default_value for item in schema}
+    found.update({item.name: value for item, value in zip((i for i in schema if not i.kwarg_only), node.args, strict=False)})
+    found.update(node.kwargs)
+    return found
+
+
+def is_added_later(operator: str, name: str, role: Role) -> bool:
+    """Whether an operand is added after the sum over the group."""
+    return role.kind == "contracted" and ADDED.get(operator) == name
+
+
+def _is(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)

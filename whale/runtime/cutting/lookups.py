@@ -1,0 +1,89 @@
+"""Lookups in a table of which a device holds a part: it answers for the rows it has, and with zeros for the others.
+
+table rows held: 4 .. 8           indices   2  5  7  9
+                                  local     -  1  3  -
+                                  answer    0  x  x  0         the sum over the group is the whole answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from whale.runtime.cutting.index_sets import Runs, count_below
+
+aten = torch.ops.aten
+
+
+def localize(indices: Tensor, runs: Runs, size: int) -> tuple[Tensor, Tensor]:
+    """Indices into a whole dimension as indices into the held part, and which of them it holds.
+
+    Args:
+        indices: into the whole; negative ones count from its end.
+        runs: the positions held.
+        size: of the whole dimension.
+
+    Returns:
+        Local indices, 0 where a position is not held, and the mask of those that are.
+    """
+    positive = torch.where(indices < 0, indices + size, indices)
+    if len(runs) == 1:
+        start, stop = runs[0]
+        held = (positive >= start) & (positive < stop)
+        return torch.where(held, positive - start, 0), held
+    if not runs:
+        return torch.zeros_like(positive), torch.zeros_like(positive, dtype=torch.bool)
+    starts, stops = (torch.tensor(bounds, device=indices.device) for bounds in zip(*runs, strict=True))
+    before = torch.tensor([count_below(runs, start) for start, _ in runs], device=indices.device)
+    run = (torch.bucketize(positive, starts, right=True) - 1).clamp(min=0)
+    held = (positive >= starts[run]) & (positive < stops[run])
+    return torch.where(held, positive - starts[run] + before[run], 0), held
+
+
+def part_embedding(table: Tensor, indices: Tensor, padding: int, by_frequency: bool, sparse: bool, runs: Runs, size: int) -> Tensor:
+    """``embedding`` in a part of the table; `padding` is a row of the whole table, or negative for none."""
+    local, held = localize(indices, runs, size)
+    own = next((count_below(runs, start) + padding - start for start, stop in runs if start <= padding < stop), -1)
+    found: Tensor = aten.embedding.default(table, local, own, by_frequency, sparse)
+    return _masked(found, held, 1)
+
+
+def part_index(source: Tensor, indices: Sequence[Tensor | None], dim: int, trailing: int, runs: Runs, size: int) -> Tensor:
+    """``source[indices]`` where dimension `dim`, which is indexed, is cut; `trailing` dimensions follow those of the indices."""
+    mine = list(indices)
+    chosen = mine[dim]
+    assert chosen is not None
+    mine[dim], held = localize(chosen, runs, size)
+    found: Tensor = aten.index.Tensor(source, mine)
+    return _masked(found, held, trailing)
+
+
+def part_index_select(source: Tensor, dim: int, index: Tensor, runs: Runs, size: int) -> Tensor:
+    """``index_select`` along a dimension that is cut."""
+    local, held = localize(index, runs, size)
+    return _masked(source.index_select(dim, local), held.reshape(-1), source.dim() - 1 - dim % source.dim())
+
+
+def part_gather(source: Tensor, dim: int, index: Tensor, runs: Runs, size: int) -> Tensor:
+    """``gather`` along a dimension that is cut."""
+    local, held = localize(index, runs, size)
+    return _masked(source.gather(dim, local), held, 0)
+
+
+def local_positions(index: Tensor, runs: Runs, size: int) -> Tensor:
+    """Positions of a cut dimension, all of them held, as positions in the part."""
+    return localize(index, runs, size)[0]
+
+
+def part_one_hot(indices: Tensor, runs: Runs, size: int) -> Tensor:
+    """The held columns of ``one_hot``."""
+    local, held = localize(indices, runs, size)
+    columns = torch.arange(sum(stop - start for start, stop in runs), device=indices.device)
+    return ((local.unsqueeze(-1) == columns) & held.unsqueeze(-1)).to(indices.dtype)
+
+
+def _masked(found: Tensor, held: Tensor, trailing: int) -> Tensor:
+    shape = (*held.shape, *(1,) * trailing)
+    return found.masked_fill(~held.reshape(shape), 0)

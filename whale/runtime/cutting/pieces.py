@@ -1,0 +1,86 @@
+"""A device's part of a whole tensor: cut out of it and put back, for parameters, gradients, buffers and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from whale.axes.values import Axes, Dimension
+from whale.ir.plan import Cut
+from whale.runtime.cutting.index_sets import Runs, index_set, intervals
+
+Index = slice | Tensor
+"""Positions along one dimension: a slice where they are consecutive, else a LongTensor."""
+
+
+def axis_sizes(axes: Axes) -> dict[str, int]:
+    """Sizes of all axes, at the example's rows."""
+    return {axis.name: axis.size for axis in axes.axes}
+
+
+def local_indices(dimensions: Sequence[Dimension], sizes: Mapping[str, int], cuts: Sequence[Cut], position: int) -> tuple[Index, ...]:
+    """Per dimension of a tensor, the positions that one device of a split group holds.
+
+    Args:
+        dimensions: of the whole tensor, as products of axes.
+        sizes: of the axes.
+        cuts: of the stage.
+        position: of the device in its split group.
+    """
+    held = intervals(cuts, position)
+    return tuple(as_index(index_set(dimension, sizes, held)) for dimension in dimensions)
+
+
+def as_index(runs: Runs) -> Index:
+    """Runs as what a tensor can be indexed by."""
+    if not runs:
+        return slice(0, 0)
+    if len(runs) == 1:
+        return slice(*runs[0])
+    return torch.cat([torch.arange(start, stop) for start, stop in runs])
+
+
+def local_shape(dimensions: Sequence[Dimension], axes: Axes, cuts: Sequence[Cut], position: int) -> tuple[int, ...]:
+    """The shape of a device's part of a tensor."""
+    places = local_indices(dimensions, axis_sizes(axes), cuts, position)
+    return tuple(place.stop - place.start if isinstance(place, slice) else len(place) for place in places)
+
+
+def cut_out(whole: Tensor, dimensions: Sequence[Dimension], axes: Axes, cuts: Sequence[Cut], position: int) -> Tensor:
+    """A device's part of a whole tensor: contiguous, with memory of its own unless nothing is cut.
+
+    Args:
+        whole: the tensor.
+        dimensions: its dimensions as products of axes (`Axes.parameters`).
+        axes: of the model.
+        cuts: of the stage.
+        position: of the device in its split group.
+    """
+    part = whole
+    for dim, place in enumerate(local_indices(dimensions, axis_sizes(axes), cuts, position)):
+        if isinstance(place, slice):
+            part = part.narrow(dim, place.start, place.stop - place.start)
+        else:
+            part = part.index_select(dim, place.to(part.device))
+    return part if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)
+
+
+def put_in(whole: Tensor, part: Tensor, dimensions: Sequence[Dimension], axes: Axes, cuts: Sequence[Cut], position: int) -> None:
+    """The inverse of `cut_out`: writes a device's part into its place in the whole tensor."""
+    places = local_indices(dimensions, axis_sizes(axes), cuts, position)
+    combs = [dim for dim, place in enumerate(places) if isinstance(place, Tensor)]
+    target = whole.detach()
+    for dim, place in enumerate(places):
+        if isinstance(place, slice):
+            target = target.narrow(dim, place.start, place.stop - place.start)
+    if not combs:
+        target.copy_(part)
+        return
+    grids = torch.meshgrid(*(_positions(place, target.shape[dim]) for dim, place in enumerate(places)), indexing="ij")
+    target.index_put_(tuple(grid.to(whole.device) for grid in grids), part.detach().to(whole))
+
+
+def _positions(place: Index, size: int) -> Tensor:
+    return place if isinstance(place, Tensor) else torch.arange(size)

@@ -1,0 +1,64 @@
+"""A stage's program for any number of rows, lowered once per captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Replica, Stage
+from whale.runtime.lowering import StageProgram, lower
+
+GraphSource = Callable[[int], fx.Graph]
+"""The captured graph for a number of rows of a piece."""
+
+
+class StageSource:
+    """A stage's program, lowered once per captured graph.
+
+    Args:
+        model: the captured model.
+        graphs: its program per number of rows.
+        replica: holds the edges.
+        stage: what to lower.
+        known: loss terms whose weights are known beforehand and need not be returned.
+        device: where it computes.
+        splits_backward: whether its schedule runs input and weight gradients apart.
+
+    Attributes:
+        outputs: names that the program returns.
+    """
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        graphs: GraphSource,
+        replica: Replica,
+        stage: Stage,
+        known: set[int],
+        device: torch.device,
+        splits_backward: bool,
+    ) -> None:
+        self._splits_backward = splits_backward
+        self._model, self._graphs, self._stage, self._device = model, graphs, stage, device
+        self._received = {name for edge in replica.edges if edge.target == stage.index for name in edge.tensors}
+        sent = {name for edge in replica.edges if edge.source == stage.index for name in edge.tensors}
+        ops = set(stage.ops)
+        terms = {term.sum for term in model.loss if term.sum in ops}
+        weights = {t.weight for i, t in enumerate(model.loss) if t.weight is not None and i not in known and t.sum in ops}
+        own_outputs = {name for name in model.outputs if name in ops}
+        wanted = sent | terms | weights | own_outputs
+        self.outputs = tuple(op.name for op in model.ops if op.name in wanted)
+        self._lowered: dict[fx.Graph, StageProgram] = {}
+
+    def __call__(self, num_rows: int) -> StageProgram:
+        graph = self._graphs(num_rows)
+        program = self._lowered.get(graph)
+        if program is None:
+            program = lower(
+                graph, self._model, self._stage.ops, self._received, self.outputs, self._device, splits_backward=self._splits_backward
+            )
+            self._lowered[graph] = program
+        return program
