@@ -49,10 +49,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Segment:
-    """A scope: the blocks from `start` up to the next segment, under ``whale.replicate(device_count)``."""
+    """The blocks from `start` up to the next segment, under ``whale.replicate(device_count)``, or under no scope of their own."""
 
     start: int
     device_count: int | None = 1
+    is_scoped: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Description:
         segments: scopes, in order of `start`, the first from 0.
         placement: whether the scopes stand around construction or in `forward`.
         as_tuple: whether the batch is a tuple rather than a mapping.
+        copies: device count of a scope around the whole model; None for no such scope.
     """
 
     tokens: bool
@@ -85,11 +87,7 @@ class Description:
     segments: tuple[Segment, ...] = (Segment(0),)
     placement: Placement = "none"
     as_tuple: bool = False
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that one model replica takes, where every scope states its count."""
-        return sum(segment.device_count or 1 for segment in self.segments) if self.placement != "none" else 1
+    copies: int | None = None
 
 
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
@@ -155,18 +153,21 @@ class Model(nn.Module):
     def __init__(self, description: Description) -> None:
         super().__init__()
         self.description = description
-        steps: list[Step] = []
+        with _copies(description, "construction"):
+            self._construct(description)
+        self._tie()
+        if description.unused:
+            self.unused = nn.Parameter(torch.ones(2))
+
+    def _construct(self, description: Description) -> None:
+        self.steps = nn.ModuleList()
         for number in range(len(description.segments)):
             with _scope(description, number, "construction"):
                 if number == 0:
                     self.embedding = nn.Embedding(CLASSES, description.width) if description.tokens else nn.Identity()
-                steps += [Step(block.kind, description.width) for _, block in _blocks(description, number)]
+                self.steps.extend([Step(block.kind, description.width) for _, block in _blocks(description, number)])
                 if number == len(description.segments) - 1:
                     self.head = nn.Linear(description.width, CLASSES, bias=not description.tied)
-        self.steps = nn.ModuleList(steps)
-        self._tie()
-        if description.unused:
-            self.unused = nn.Parameter(torch.ones(2))
 
     def _tie(self) -> None:
         for step, block in zip(self.steps, self.description.blocks, strict=True):
@@ -178,6 +179,10 @@ class Model(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, extra: Tensor | None = None, shift: Tensor | None = None) -> Any:
+        with _copies(self.description, "forward"):
+            return self._run(x, extra, shift)
+
+    def _run(self, x: Tensor, extra: Tensor | None, shift: Tensor | None) -> Any:
         description, values = self.description, []
         for number in range(len(description.segments)):
             with _scope(description, number, "forward"):
@@ -217,9 +222,16 @@ def _blocks(description: Description, number: int) -> list[tuple[int, Block]]:
 
 
 def _scope(description: Description, number: int, placement: Placement) -> AbstractContextManager[Any]:
-    if description.placement != placement:
+    segment = description.segments[number]
+    if description.placement != placement or not segment.is_scoped:
         return nullcontext()
-    return whale.replicate(description.segments[number].device_count, name=f"part{number}")
+    return whale.replicate(segment.device_count, name=f"part{number}")
+
+
+def _copies(description: Description, placement: Placement) -> AbstractContextManager[Any]:
+    if description.placement != placement or description.copies is None:
+        return nullcontext()
+    return whale.replicate(description.copies)
 
 
 def make_loss(description: Description) -> Loss:
@@ -302,6 +314,7 @@ def descriptions(draw: st.DrawFn, max_devices: int = 1, kinds: tuple[BlockKind, 
     blocks = tuple(_with_tie(draw, blocks, index) for index in range(num_blocks))
     tokens = draw(st.booleans())
     extra_at = draw(st.none() | st.integers(0, num_blocks - 1))
+    copies = draw(st.none() | st.integers(1, max_devices))
     shift = draw(st.booleans())
     return Description(
         tokens=tokens,
@@ -312,7 +325,8 @@ def descriptions(draw: st.DrawFn, max_devices: int = 1, kinds: tuple[BlockKind, 
         shift=shift,
         unused=draw(st.booleans()),
         loss=draw(st.sampled_from(get_args(LossKind))),
-        segments=draw(_segments(num_blocks, max_devices)),
+        segments=draw(_segments(num_blocks, max_devices // (copies or 1))),
+        copies=copies,
         placement=draw(st.sampled_from(("construction", "forward", "none"))),
         as_tuple=extra_at is not None and shift and draw(st.booleans()),  # else targets would be taken for inputs
     )
@@ -346,10 +360,15 @@ def _segments(draw: st.DrawFn, num_blocks: int, max_devices: int) -> tuple[Segme
     """Consecutive scopes that together take at most `max_devices` devices."""
     wanted = draw(st.integers(1, min(max_devices, num_blocks)))
     starts = sorted(draw(st.sets(st.integers(1, num_blocks - 1), min_size=wanted - 1, max_size=wanted - 1))) if wanted > 1 else []
+    if draw(st.integers(0, 4)) == 4:
+        return tuple(Segment(start, device_count=None) for start in (0, *starts))
     spare = max_devices - wanted
     segments = []
     for start in (0, *starts):
         extra = draw(st.integers(0, spare))
         spare -= extra
         segments.append(Segment(start, 1 + extra))
+    if len(segments) > 1 and draw(st.integers(0, 3)) == 3:
+        unscoped = draw(st.integers(0, len(segments) - 1))
+        segments[unscoped] = replace(segments[unscoped], is_scoped=False)
     return tuple(segments)
