@@ -28,3 +28,13 @@ def ring_all_reduce_seconds(cluster: Cluster, devices: Sequence[str], num_bytes:
     part = num_bytes / len(devices)
     ring = zip(devices, (*devices[1:], devices[0]), strict=True)
     return 2 * (len(devices) - 1) * max(cluster.link(a, b).seconds(part) for a, b in ring)
+
+
+def all_reduce_line(cluster: Cluster, devices: Sequence[str], payload: Line, num_messages: int) -> Line:
+    """Seconds of so many ring all-reduces of a payload (bytes by rows, together), by rows; the ring's slowest link rules."""
+    steps = 2 * (len(devices) - 1)
+    if not steps:
+        return Line()
+    links = [cluster.link(a, b) for a, b in zip(devices, (*devices[1:], devices[0]), strict=True)]
+    latency, bandwidth = max(link.latency for link in links), min(link.bandwidth for link in links)
+    return Line(steps * num_messages * latency) + payload * (steps / len(devices) / bandwidth)

@@ -1,0 +1,181 @@
+"""What of one stage may be cut: its axes, why others may not be, which exclude one another, and which are alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale.axes import Axes, axes_of
+from whale.ir.graph import ModelGraph, Op
+from whale.ir.layout import BATCH
+from whale.ir.source import SourceLine
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an axis is not cut in a stage.
+
+    Attributes:
+        reason: in words, with both values where there are two.
+        where: the user's line.
+        hint: what to do about it; "" where nothing can be done.
+    """
+
+    reason: str
+    where: SourceLine | None = None
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One stage as the cutting sees it.
+
+    Attributes:
+        graph: the whole model; `axes` are its axes.
+        ops: the calls of the stage, in graph order.
+        handed: ops whose values enter the stage from others, or leave it.
+    """
+
+    graph: ModelGraph
+    axes: Axes
+    ops: tuple[str, ...]
+    handed: frozenset[str] = frozenset()
+
+    @cached_property
+    def calls(self) -> tuple[Op, ...]:
+        """The ops that have axes."""
+        return tuple(self.graph.by_name[name] for name in self.ops if name in self.axes.ops)
+
+    @cached_property
+    def members(self) -> dict[str, tuple[Op, ...]]:
+        """Per axis but the batch, the ops that meet it."""
+        found: dict[str, list[Op]] = {}
+        for op in self.calls:
+            for axis in self.axes.ops[op.name].roles:
+                if axis != BATCH:
+                    found.setdefault(axis, []).append(op)
+        return {axis: tuple(ops) for axis, ops in found.items()}
+
+    def axes_in(self, name: str) -> frozenset[str]:
+        """The axes in the results of an op."""
+        return self._axes_in[name]
+
+    @cached_property
+    def _axes_in(self) -> dict[str, frozenset[str]]:
+        found = {}
+        for op in self.graph.ops:
+            made = self.axes.ops.get(op.name)
+            found[op.name] = frozenset(axis for dims in made.outputs for dim in dims for axis in axes_of(dim)) if made else frozenset()
+        return found
+
+
+@dataclass(frozen=True)
+class CutSpace:
+    """What may be cut.
+
+    Attributes:
+        axes: that may, in the model's order.
+        refused: that may not, with the reason.
+        kinds: the axes in sets of alike ones: each set is one decision.
+        conflicts: sets of kinds (by index) that meet in one op: at most one of each is cut.
+    """
+
+    axes: tuple[str, ...]
+    refused: Mapping[str, Refusal]
+    kinds: tuple[tuple[str, ...], ...]
+    conflicts: tuple[tuple[int, ...], ...]
+
+
+def find_cut_space(scene: Scene, width: int) -> CutSpace:
+    """Finds what may be cut.
+
+    Args:
+        scene: the stage.
+        width: devices of a split group.
+    """
+    refused: dict[str, Refusal] = {}
+    for axis in scene.members:
+        refusal = _refusal(scene, axis, width)
+        if refusal is not None:
+            refused[axis] = refusal
+    allowed = tuple(axis.name for axis in scene.axes.axes if axis.name in scene.members and axis.name not in refused)
+    meetings = _meetings(scene, frozenset(allowed))
+    kinds = _fold(scene, allowed, meetings)
+    kind_of = {axis: index for index, kind in enumerate(kinds) for axis in kind}
+    conflicts = dict.fromkeys(tuple(sorted({kind_of[axis] for axis in meeting})) for meeting in meetings)
+    return CutSpace(allowed, refused, kinds, tuple(conflicts))
+
+
+def _refusal(scene: Scene, axis: str, width: int) -> Refusal | None:
+    for op in scene.members[axis]:
+        role = scene.axes.ops[op.name].roles[axis]
+        if role.kind == "whole":
+            return Refusal(f"{op.target} {role.reason} (%{op.name})", op.where, _hint(op, role.reason))
+    size = scene.axes.by_name[axis].size
+    if size < width:
+        return Refusal(f"split over {width} devices needs at least {width} ({axis}: {size})")
+    return _crossing(scene, axis)
+
+
+def _hint(op: Op, reason: str) -> str:
+    if "no rule" not in reason:
+        return ""
+    return f"whale.register_rule({op.target.rpartition('.')[0] or op.target!r}, ...) tells what the op does with its axes"
+
+
+def _crossing(scene: Scene, axis: str) -> Refusal | None:
+    """A cut axis stays inside its stage: what other stages, the batch or the user hand in or get is whole."""
+    for op in scene.members[axis]:
+        for name in (op.name, *op.inputs):
+            if axis not in scene.axes_in(name):
+                continue
+            if name in scene.handed or (name == op.name and name in scene.graph.outputs):
+                return Refusal(f"%{name}, which has it, passes between this split and what is around it", scene.graph.by_name[name].where)
+            if scene.graph.by_name[name].kind == "input":
+                return Refusal(f"the batch's {name} has it, and is read whole", op.where)
+    return None
+
+
+def _meetings(scene: Scene, allowed: frozenset[str]) -> tuple[frozenset[str], ...]:
+    """The sets of axes that meet in one op."""
+    found = (allowed.intersection(scene.axes.ops[op.name].roles) for op in scene.calls)
+    return tuple(dict.fromkeys(meeting for meeting in found if len(meeting) > 1))
+
+
+def _fold(scene: Scene, allowed: Sequence[str], meetings: Collection[frozenset[str]]) -> tuple[tuple[str, ...], ...]:
+    """Sets of axes that are alike: equal sizes, equal ops around them, and alike axes met there.
+
+    Alike axes that meet one another stay apart: there the best is to cut every other one (layers of equal width in a row).
+    """
+    own = {axis: hash(_signature(scene, axis)) for axis in allowed}
+    beside: dict[str, list[int]] = {axis: [] for axis in allowed}
+    apart: set[int] = set()
+    for meeting in meetings:
+        signs = [own[axis] for axis in meeting]
+        for axis in meeting:
+            beside[axis] += [own[other] for other in meeting if other != axis]
+        apart.update(sign for sign, count in Counter(signs).items() if count > 1)
+    kinds: dict[Hashable, list[str]] = {}
+    for axis in allowed:
+        key = axis if own[axis] in apart else (own[axis], tuple(sorted(beside[axis])))
+        kinds.setdefault(key, []).append(axis)
+    return tuple(tuple(kind) for kind in kinds.values())
+
+
+def _signature(scene: Scene, axis: str) -> Hashable:
+    uses = Counter(_use(scene, axis, op) for op in scene.members[axis])
+    return scene.axes.by_name[axis].size, frozenset(uses.items())
+
+
+def _use(scene: Scene, axis: str, op: Op) -> Hashable:
+    role = scene.axes.ops[op.name].roles[axis]
+    read = tuple(_specs(scene, axis, op.inputs))
+    return op.target, role, axis in scene.axes_in(op.name), op.outputs, op.requires_grad, op.forward_flops, read
+
+
+def _specs(scene: Scene, axis: str, names: Iterable[str]) -> Iterator[Hashable]:
+    for name in names:
+        op = scene.graph.by_name[name]
+        yield op.kind == "call", op.outputs, op.requires_grad, axis in scene.axes_in(name)
