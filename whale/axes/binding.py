@@ -8,11 +8,8 @@ from math import prod
 
 from whale.axes.atoms import Clash, Dim
 from whale.axes.notation import Notation, Operand, Term
-from whale.axes.outcome import Dims, Letter, Misfit, Outcome, Reading, sizes_of
-from whale.axes.values import Role
+from whale.axes.outcome import CLASHES, Dims, Letter, Misfit, Outcome, Reading, sizes_of
 from whale.ir.graph import Argument, Op, Ref
-
-CLASHES = Role("whole", reason="regroups it in factors that do not fit")
 
 
 def bind(rule: Notation, op: Op, reading: Reading) -> Outcome:

@@ -123,6 +123,7 @@ class _Reader:
         self.text = text
         self.sizes: dict[str, int] = {}
         self._marks: dict[str, str] = {}
+        self._doubled: set[str] = set()
         self._readers: dict[str, set[int]] = {}  # per letter, the operands that have it; added ones do not count
         self._letters: dict[str, None] = {}
         self._in_operands: set[str] = set()
@@ -130,6 +131,8 @@ class _Reader:
 
     def terms(self, text: str, operand: int | None, added: bool) -> tuple[Term, ...]:
         found = tuple(() if word == "1" else tuple(self._factor(f, operand, added) for f in word.split("*")) for word in text.split())
+        letters = [letter for term in found for letter in term]
+        self._doubled.update(letter for letter in letters if letters.count(letter) > 1)
         if sum("..." in term for term in found) > 1:
             raise ConfigError(f"'...' may stand once in an operand or result ({self.text!r})", hint=_HINT)
         return found
@@ -163,6 +166,8 @@ class _Reader:
     def _role(self, letter: str) -> Role:
         mark = self._marks.get(letter, "")
         taken, given = letter in self._in_operands, letter in self._in_results
+        if letter in self._doubled:
+            return Role("whole", reason="has it twice in one tensor")
         if mark in COMBINES:
             if given:
                 raise ConfigError(f"a contracted letter cannot be in a result ({letter!r} in {self.text!r})", hint=_HINT)

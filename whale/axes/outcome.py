@@ -14,6 +14,8 @@ Dims = tuple[Dim, ...]
 
 KEPT = Role("kept")
 BROADCAST = Role("broadcast")
+READS_ROWS = Role("whole", reason="computes with the number of rows")
+CLASHES = Role("whole", reason="regroups it in factors that do not fit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,17 @@ class Reading:
         """The dimensions of the tensors in a list argument."""
         listed = argument if isinstance(argument, tuple) else (argument,)
         return [dims for item in listed if (dims := self.tensor(item)) is not None]
+
+    def rows_read(self, op: Op, first: int = 0) -> tuple[Letter, ...]:
+        """The batch as a letter of an op that takes the number of rows for a value: then every sample depends on how many there are."""
+        values = [*op.args[first:], *(value for _, value in op.kwargs)]
+        return (Letter("rows", READS_ROWS, self.batch),) if any(self._is_row_count(value) for value in values) else ()
+
+    def _is_row_count(self, argument: Argument) -> bool:
+        if not isinstance(argument, Ref):
+            return False
+        op = self.graph.by_name[argument.op]
+        return not op.outputs and (op.kind == "input" or "reads_rows" in op.tags)
 
     def is_position(self, argument: Argument) -> bool:
         """Whether an argument holds the positions 0, 1, ... along its one dimension."""

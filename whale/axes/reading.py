@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from whale.axes.atoms import ROWS, Atoms
 from whale.axes.binding import bind
-from whale.axes.concatenations import find_tilings
 from whale.axes.notation import parse
 from whale.axes.outcome import KEPT, Dims, Letter, Misfit, Outcome, Reading, sizes_of
 from whale.axes.rules import find_rule
+from whale.axes.rules.concatenations import find_tilings
 from whale.axes.values import Role
 from whale.ir.graph import ModelGraph, Op, Ref
 

@@ -26,6 +26,10 @@ class Build:
     def input(self, name: str, *shape: int | str, dtype: str = "float32") -> Ref:
         return self._add(Op(name, "input", name, outputs=(spec(shape, dtype),)))
 
+    def input_rows(self) -> Ref:
+        """The number of rows, as an integer."""
+        return self._add(Op("num_rows", "input", "num_rows", tags=frozenset({"reads_rows"})))
+
     def parameter(self, name: str, *shape: int | str, ties: tuple[str, ...] = ()) -> Ref:
         if not any(name in parameter.ties for parameter in self.parameters):
             self.parameters.append(Parameter(name, spec(shape), ties=ties))

@@ -204,3 +204,14 @@ def test_an_empty_tensor_stops_nothing() -> None:
     empty = build.call("slice.Tensor", x, 1, 0, 0, out=("b", 0))
     joined = build.call("cat.default", (empty, x), 1, out=("b", 5))
     assert dims(discover(build.graph()), joined) == "batch x:1"
+
+
+def test_the_number_of_rows_as_a_value_mixes_and_as_a_size_does_not() -> None:
+    build = Build()
+    x = build.input("x", "b", 6)
+    rows = build.input_rows()
+    build.call("view.default", x, (rows, 2, 3), out=("b", 2, 3))
+    build.call("div.Tensor", x, rows, out=("b", 6))
+    build.call("full.default", (rows, 6), 1.0, out=("b", 6))
+    build.call("scalar_tensor.default", rows, out=())
+    assert mixing(build.graph()) == [("div", "mixes"), ("scalar", "mixes")]

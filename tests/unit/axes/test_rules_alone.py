@@ -84,6 +84,7 @@ MATRICES = [
     Case("bilinear.default", (x(2, 3), x(2, 5), x(7, 3, 5), x(7)), {"contracted": [3, 5], "kept": [2, 7]}),
     Case("einsum.default", ("bhsd,bhtd->bhst", [x(2, 3, 5, 4), x(2, 3, 7, 4)]), {"contracted": [4], "kept": [2, 3, 5, 7]}),
     Case("einsum.default", ("ij,jk", [x(3, 5), x(5, 7)]), {"contracted": [5], "kept": [3, 7]}),
+    Case("einsum.default", ("ii->i", [x(3, 3)]), {"whole": [3]}),
     Case("einsum.default", ("...ij->...j", [x(2, 3, 5)]), {"contracted": [3], "kept": [2, 5]}),
     Case("tensordot.default", (x(2, 3, 5), x(5, 7, 2), [2, 0], [0, 2]), {"contracted": [2, 5], "kept": [3, 7]}),
     Case("cdist.default", (x(2, 3, 5), x(2, 4, 5)), {"kept": [2, 3, 4], "whole": [5]}, grad=False),
@@ -104,10 +105,16 @@ ATTENTION = [
         {"kept": [2, 2, 3, 4, 5], "whole": [4, 7]},
         {"enable_gqa": True},
     ),
+    Case(
+        "scaled_dot_product_attention.default",
+        (x(2, 3, 5, 4), x(2, 3, 5, 4), x(2, 3, 5, 7), None, 0.0, True),
+        {"kept": [2, 3, 7], "whole": [4, 5, 5]},
+    ),
 ]  # fmt: skip
 
 LOOKUPS = [
     Case("embedding.default", (x(11, 5), ids(11, 2, 3)), {"contracted": [11], "kept": [2, 3, 5]}),
+    Case("embedding.default", (x(11, 5), ids(11, 2, 3), -1, True), {"contracted": [11], "kept": [5], "whole": [2, 3]}),
     Case("index_select.default", (x(3, 7), 1, ids(7, 5)), {"contracted": [7], "kept": [3, 5]}),
     Case("gather.default", (x(3, 7), 1, ids(7, 3, 5)), {"contracted": [7], "kept": [3, 5]}),
     Case("gather.default", (x(4, 7), 1, ids(7, 3, 5)), {"contracted": [7], "kept": [5], "whole": [3, 4]}),

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whale.axes.atoms import Clash, Dim
-from whale.axes.binding import CLASHES
-from whale.axes.outcome import KEPT, Dims, Letter, Misfit, Outcome, Reading, sizes_of
+from whale.axes.outcome import CLASHES, KEPT, Dims, Letter, Misfit, Outcome, Reading, sizes_of
 from whale.ir.graph import Op
 
 

@@ -7,8 +7,8 @@ y[   1 d ]   ->  [ b s d ]     the result's d is the d of both
 from __future__ import annotations
 
 from whale.axes.atoms import Clash, Dim
-from whale.axes.binding import CLASHES
-from whale.axes.outcome import KEPT, Dims, Letter, Misfit, Outcome, Reading, sizes_of
+from whale.axes.outcome import CLASHES, KEPT, Dims, Letter, Misfit, Outcome, Reading, sizes_of
+from whale.axes.rules.templates import operand
 from whale.ir.graph import Op
 
 
@@ -17,7 +17,7 @@ def pointwise(op: Op, reading: Reading) -> Outcome:
     tensors = reading.tensors(op)
     letters: list[Letter] = []
     results = tuple(_result(sizes_of(spec), tensors, reading, letters) for spec in op.outputs)
-    return Outcome(results, tuple(letters), is_position=_moves_nothing(op, reading))
+    return Outcome(results, (*reading.rows_read(op), *letters), is_position=_moves_nothing(op, reading))
 
 
 def _result(sizes: tuple[int, ...], tensors: list[Dims], reading: Reading, letters: list[Letter]) -> Dims:
@@ -53,3 +53,10 @@ def _moves_nothing(op: Op, reading: Reading) -> bool:
 
 COPIES = frozenset({"to", "_to_copy", "clone", "contiguous", "detach", "detach_", "alias", "lift_fresh", "lift_fresh_copy", "type_as"})
 """Ops that change no value but perhaps its type."""
+
+
+def prelu(op: Op, reading: Reading) -> str:
+    """``prelu``: pointwise, with one weight per channel (dimension 1) or one for all."""
+    if len(operand(op, reading)) < 2:
+        return "input[...] weight[1] -> [...]"
+    return "input[n channels ...] weight[channels] -> [n channels ...]"

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from whale.axes.atoms import ROWS, Clash, Dim
-from whale.axes.binding import CLASHES
-from whale.axes.outcome import KEPT, Letter, Misfit, Outcome, Reading, Tiling, argument, number
+from whale.axes.outcome import CLASHES, KEPT, Letter, Misfit, Outcome, Reading, Tiling, argument, number
 from whale.axes.values import Role
 from whale.ir.graph import ModelGraph, Op, Ref
 

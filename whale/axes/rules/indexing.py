@@ -7,7 +7,7 @@ An index that holds all positions of the dimension it indexes is the identity th
 from __future__ import annotations
 
 from whale.axes.outcome import Misfit, Reading, argument
-from whale.axes.templates import names, operand, write
+from whale.axes.rules.templates import names, operand, write
 from whale.ir.graph import Op, Ref
 
 

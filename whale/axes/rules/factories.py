@@ -17,6 +17,13 @@ def factory(op: Op, reading: Reading) -> Outcome:
     return Outcome(results, tuple(letters))
 
 
+def constant(op: Op, reading: Reading) -> Outcome:
+    """``full``, ``new_full``, ``scalar_tensor``: a factory of one value, which may be the number of rows."""
+    made = factory(op, reading)
+    place = {"full": 1, "new_full": 2}.get(op.target.split(".")[1], 0)
+    return Outcome(made.results, (*reading.rows_read(op, place), *made.letters))
+
+
 def positions(op: Op, reading: Reading) -> Outcome:
     """``arange``: a factory of positions, if it counts from 0 by 1."""
     made = factory(op, reading)

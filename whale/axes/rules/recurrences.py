@@ -1,0 +1,36 @@
+"""Rules of recurrent layers."""
+
+from __future__ import annotations
+
+from whale.axes.outcome import Misfit, Reading
+from whale.axes.rules.templates import Template
+from whale.ir.graph import Op, Ref
+
+
+def recurrent(num_states: int) -> Template:
+    """LSTM, GRU and plain recurrent layers: the batch is kept, everything else is whole."""
+
+    def rule(op: Op, reading: Reading) -> str:
+        if not isinstance(op.args[1 if num_states == 1 else 2], tuple | Ref):
+            raise Misfit("its arguments are unknown")
+        batch_first = op.args[-1] is True
+        tensors = _tensor_ranks(op, reading)
+        states = ["layers! b hidden!", "layers! b cell!"][:num_states]
+        steps = "b steps! in!" if batch_first else "steps! b in!"
+        made = "b steps! out!" if batch_first else "steps! b out!"
+        operands = [f"input[{steps}]", *(f"state{i}[{state}]" for i, state in enumerate(states))]
+        for index, rank in enumerate(tensors[1 + num_states :]):
+            operands.append(f"weight{index}[{' '.join(f'_p{index}_{place}!' for place in range(rank))}]")
+        return f"{' '.join(operands)} -> [{made}] {' '.join(f'[{state}]' for state in states)}"
+
+    return rule
+
+
+def _tensor_ranks(op: Op, reading: Reading) -> list[int]:
+    ranks = []
+    for argument_ in op.args:
+        for item in argument_ if isinstance(argument_, tuple) else (argument_,):
+            dims = reading.tensor(item)
+            if dims is not None:
+                ranks.append(len(dims))
+    return ranks

@@ -1,0 +1,49 @@
+"""Rules of reductions: dimensions that are combined to one value, or searched."""
+
+from __future__ import annotations
+
+from whale.axes.outcome import Reading, argument, number
+from whale.axes.rules.templates import Template, chosen, names, operand, write
+from whale.ir.graph import Op
+
+
+def reduction(how: str, position: int = 1, num_results: int = 1) -> Template:
+    """An op that combines given dimensions to one value: ``input[a (b)] -> [a]``; `how` is "" where parts do not combine."""
+
+    def rule(op: Op, reading: Reading) -> str:
+        rank = len(operand(op, reading))
+        value = argument(op, position, "dim")
+        dims = chosen(None if isinstance(value, bool) else value, rank)
+        letters = names(rank)
+        keep = len(op.outputs[0].shape) == rank
+        terms = [_combined(letter, how) if index in dims else letter for index, letter in enumerate(letters)]
+        result = ["1" if index in dims else letter for index, letter in enumerate(letters) if keep or index not in dims]
+        return write([("input", terms)], *[result] * num_results)
+
+    return rule
+
+
+def _combined(letter: str, how: str) -> str:
+    return f"({letter}:{how})" if how else f"{letter}!"
+
+
+def found_along(op: Op, reading: Reading) -> str:
+    """``topk``, ``kthvalue``, ``max`` along a dimension: it is read whole, and what is found has another size."""
+    letters = names(len(operand(op, reading)))
+    place = 2 if op.target.startswith(("aten.topk", "aten.kthvalue")) else 1
+    dim = number(argument(op, place, "dim", -1)) % max(len(letters), 1)
+    source = [letter + "!" if index == dim else letter for index, letter in enumerate(letters)]
+    rank = len(op.outputs[0].shape)
+    result = [*letters[:dim], *(["_found!"] if rank == len(letters) else []), *letters[dim + 1 :]]
+    return write([("input", source)], *[result] * len(op.outputs))
+
+
+def similarity(op: Op, reading: Reading) -> str:
+    """``cosine_similarity``: two tensors meet along a dimension, which must be whole."""
+    shapes = [operand(op, reading), operand(op, reading, 1)]
+    rank = max(len(dims) for dims in shapes)
+    letters = names(rank)
+    dim = number(argument(op, 2, "dim", 1)) % rank
+    terms = [letter + "!" if place == dim else letter for place, letter in enumerate(letters)]
+    operands = [(name, terms[rank - len(dims) :]) for name, dims in zip(("x1", "x2"), shapes, strict=True)]
+    return write(operands, letters[:dim] + letters[dim + 1 :])

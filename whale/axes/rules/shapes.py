@@ -1,0 +1,153 @@
+"""Rules of ops that move, repeat or cut dimensions."""
+
+from __future__ import annotations
+
+from whale.axes.outcome import Misfit, Reading, argument, number, numbers
+from whale.axes.rules.templates import Template, names, operand, write
+from whale.ir.graph import Op
+
+
+def permutation(op: Op, reading: Reading) -> str:
+    """``permute``: the letters in the order that the argument says."""
+    letters = names(len(operand(op, reading)))
+    return write([("input", letters)], [letters[dim] for dim in numbers(op.args[1])])
+
+
+def swap(first: int | None = None, second: int | None = None) -> Template:
+    """``transpose``: two letters change places."""
+
+    def rule(op: Op, reading: Reading) -> str:
+        letters = names(len(operand(op, reading)))
+        if len(letters) < 2:
+            return write([("input", letters)], letters)
+        i = number(op.args[1]) if first is None else first
+        j = number(op.args[2]) if second is None else second
+        swapped = list(letters)
+        swapped[i], swapped[j] = letters[j], letters[i]
+        return write([("input", letters)], swapped)
+
+    return rule
+
+
+def reverse(op: Op, reading: Reading) -> str:
+    """``numpy_T``: all letters in reverse."""
+    letters = names(len(operand(op, reading)))
+    return write([("input", letters)], letters[::-1])
+
+
+def move(op: Op, reading: Reading) -> str:
+    """``movedim``: some letters go to given places, the others keep their order."""
+    letters = names(len(operand(op, reading)))
+    source = [dim % len(letters) for dim in numbers(op.args[1])]
+    target = [dim % len(letters) for dim in numbers(op.args[2])]
+    placed = {place: letters[dim] for dim, place in zip(source, target, strict=True)}
+    rest = (letter for dim, letter in enumerate(letters) if dim not in source)
+    return write([("input", letters)], [placed[place] if place in placed else next(rest) for place in range(len(letters))])
+
+
+def expansion(op: Op, reading: Reading) -> str:
+    """``expand``: dimensions of size 1, and new ones on the left, take a letter that the op makes: ``[a 1] -> [n^ a m^]``."""
+    given = reading.shape(operand(op, reading))
+    wanted = op.outputs[0].shape
+    letters = names(len(wanted))
+    lead = len(wanted) - len(given)
+    source = [letters[lead + index] if size != 1 else "1" for index, size in enumerate(given)]
+    result = [letter if index >= lead and given[index - lead] != 1 else letter + "^" for index, letter in enumerate(letters)]
+    if len(op.args) > 1 and reading.tensor(op.args[1]) is not None:  # expand_as
+        return write([("input", source), ("other", letters)], letters)
+    return write([("input", source)], result)
+
+
+def repetition(op: Op, reading: Reading) -> str:
+    """``repeat``: the copies are the outer factor: ``[a] -> [n^*a]``."""
+    given = operand(op, reading)
+    rank = len(op.outputs[0].shape)
+    copies, letters = names(rank), names(rank, skip=rank)
+    lead = rank - len(given)
+    result = [
+        f"{copy}^*{letter}" if index >= lead else f"{copy}^" for index, (copy, letter) in enumerate(zip(copies, letters, strict=True))
+    ]
+    return write([("input", letters[lead:])], result)
+
+
+def interleaved_repetition(op: Op, reading: Reading) -> str:
+    """``repeat_interleave`` by a number: the copies are the inner factor: ``[a] -> [a*n^]``."""
+    if reading.tensor(op.args[1]) is not None:
+        raise Misfit("its repeats depend on data")
+    letters = names(len(operand(op, reading)))
+    dim = argument(op, 2, "dim")
+    if dim is None:
+        raise Misfit("it repeats a flattened tensor")
+    result = list(letters)
+    result[number(dim)] += "*_copies^"
+    return write([("input", letters)], result)
+
+
+def stack(op: Op, reading: Reading) -> str:
+    """``stack``: a new dimension over the tensors."""
+    tensors = reading.tensors(op)
+    letters = names(len(tensors[0]))
+    dim = number(argument(op, 1, "dim", 0)) % (len(letters) + 1)
+    listed = op.args[0]
+    count = len(listed) if isinstance(listed, tuple) else 1
+    return write([(f"tensor{index}", letters) for index in range(count)], [*letters[:dim], "_stacked!", *letters[dim:]])
+
+
+def unbind(op: Op, reading: Reading) -> str:
+    """``unbind``: one result for each position of a dimension."""
+    letters = names(len(operand(op, reading)))
+    dim = number(argument(op, 1, "dim", 0)) % len(letters)
+    rest = letters[:dim] + letters[dim + 1 :]
+    return write([("input", [*letters[:dim], letters[dim] + "!", *letters[dim + 1 :]])], *[rest] * len(op.outputs))
+
+
+def select(op: Op, reading: Reading) -> str:
+    """``select``: one position of a dimension."""
+    letters = names(len(operand(op, reading)))
+    dim = number(argument(op, 1, "dim", 0)) % len(letters)
+    rest = letters[:dim] + letters[dim + 1 :]
+    return write([("input", [*letters[:dim], letters[dim] + "!", *letters[dim + 1 :]])], rest)
+
+
+def padding(op: Op, reading: Reading) -> str:
+    """``pad``: padded dimensions change, the others stay."""
+    letters = names(len(operand(op, reading)))
+    pads = numbers(argument(op, 1, "pad"))
+    padded = {len(letters) - 1 - index // 2 for index, amount in enumerate(pads) if amount}
+    source = [letter + "!" if index in padded else letter for index, letter in enumerate(letters)]
+    return write([("input", source)], [f"_padded_{letter}!" if index in padded else letter for index, letter in enumerate(letters)])
+
+
+def pixel_shuffle(op: Op, reading: Reading) -> str:
+    """``pixel_shuffle``: two factors of the channels move into space."""
+    r = number(op.args[1])
+    return f"self[... channels*r={r}*s={r} h w] -> [... channels h*r w*s]"
+
+
+def unfolding(op: Op, reading: Reading) -> str:
+    """``unfold``: windows over one dimension."""
+    letters = names(len(operand(op, reading)))
+    dim = number(op.args[1]) % len(letters)
+    source = [letter + "!" if place == dim else letter for place, letter in enumerate(letters)]
+    result = ["_windows!" if place == dim else letter for place, letter in enumerate(letters)]
+    return write([("input", source)], [*result, "_window!"])
+
+
+def halved(op: Op, reading: Reading) -> str:
+    """``glu``: two halves of one dimension meet element by element: ``[a two*b] -> [a b]``."""
+    letters = names(len(operand(op, reading)))
+    dim = number(argument(op, 1, "dim", -1)) % len(letters)
+    source = [f"_two=2!*{letter}" if place == dim else letter for place, letter in enumerate(letters)]
+    return write([("input", source)], letters)
+
+
+def difference(op: Op, reading: Reading) -> str:
+    """``diff``: neighbours along a dimension, which may first be lengthened at both ends."""
+    letters = names(len(operand(op, reading)))
+    dim = number(argument(op, 2, "dim", -1)) % len(letters)
+    shapes = {name: [f"{stem}!" if place == dim else letter for place, letter in enumerate(letters)] for name, stem in _DIFFERENCE.items()}
+    result = shapes.pop("result")
+    return write(shapes.items(), result)
+
+
+_DIFFERENCE = {"input": "_old", "prepend": "_before", "append": "_after", "result": "_new"}
