@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -13,10 +13,10 @@ from torch import fx
 from whale.axes.values import Dimension, Role
 from whale.errors import PlanError
 from whale.ir.graph import Op
+from whale.runtime.cutting.communication import leave
 from whale.runtime.cutting.layout import CutLayout
-
-if TYPE_CHECKING:
-    from whale.runtime.cutting.writer import Writer
+from whale.runtime.cutting.randomness import drawn_apart
+from whale.runtime.cutting.writer import Writer
 
 ADDED = {
     "linear": "bias", "addmm": "self", "baddbmm": "self", "bilinear": "bias", "_grouped_mm": "bias",
@@ -93,13 +93,16 @@ class Call:
             args.pop()
             given.pop()
         kwargs = {i.name: values[i.name] for i in schema if i.kwarg_only and not _is(values[i.name], i.default_value)}
-        target, random = self.node.target, "random" in self.op.tags
-        return self.writer.emit_random(self, target, args, kwargs) if random else self.emit(target, *args, **kwargs)
+        if "random" in self.op.tags and not self._noise_is_whole():
+            return self.emit(drawn_apart, self.layout.position, self.node.target, *args, **kwargs)
+        return self.emit(self.node.target, *args, **kwargs)
+
+    def _noise_is_whole(self) -> bool:
+        """Whether the noise lacks the cut dimension: dropping channels draws one number for all of their space."""
+        return self.operator == "feature_dropout" and (self.cut_dim(self.result) or 0) > 1
 
     def leave(self, partial: fx.Node) -> fx.Node:
         """The sum of the devices' partial results."""
-        from whale.runtime.cutting.communication import leave
-
         return self.emit(leave, partial, self.writer.group, what="leave")
 
     def refuse(self, why: str, hint: str | None = None) -> NoReturn:

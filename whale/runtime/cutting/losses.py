@@ -47,3 +47,11 @@ def _rowwise_max(logits: Tensor, dim: int) -> Tensor:
     if logits.shape[dim]:
         return logits.detach().amax(dim)
     return logits.detach().new_full([s for index, s in enumerate(logits.shape) if index != dim], -torch.inf)
+
+
+def target_weight(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    """The sum of the weights of class numbers: what a mean over them is divided by."""
+    counts = target != ignored
+    if weight is None:
+        return counts.sum()
+    return weight[torch.where(counts, target, 0)].masked_fill(~counts, 0).sum()

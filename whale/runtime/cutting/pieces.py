@@ -58,28 +58,37 @@ def cut_out(whole: Tensor, dimensions: Sequence[Dimension], axes: Axes, cuts: Se
         cuts: of the stage.
         position: of the device in its split group.
     """
-    part = whole
-    for dim, place in enumerate(local_indices(dimensions, axis_sizes(axes), cuts, position)):
-        if isinstance(place, slice):
-            part = part.narrow(dim, place.start, place.stop - place.start)
-        else:
-            part = part.index_select(dim, place.to(part.device))
-    return part if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)
+    held = part(whole, local_indices(dimensions, axis_sizes(axes), cuts, position))
+    return held if held.shape == whole.shape else held.clone(memory_format=torch.contiguous_format)
 
 
-def put_in(whole: Tensor, part: Tensor, dimensions: Sequence[Dimension], axes: Axes, cuts: Sequence[Cut], position: int) -> None:
+def put_in(whole: Tensor, held: Tensor, dimensions: Sequence[Dimension], axes: Axes, cuts: Sequence[Cut], position: int) -> None:
     """The inverse of `cut_out`: writes a device's part into its place in the whole tensor."""
-    places = local_indices(dimensions, axis_sizes(axes), cuts, position)
-    combs = [dim for dim, place in enumerate(places) if isinstance(place, Tensor)]
-    target = whole.detach()
-    for dim, place in enumerate(places):
+    write_part(whole.detach(), local_indices(dimensions, axis_sizes(axes), cuts, position), held.detach())
+
+
+def part(whole: Tensor, index: Sequence[Index]) -> Tensor:
+    """What lies at an index, dimension by dimension: a view where every place is a slice."""
+    held = whole
+    for dim, place in enumerate(index):
+        if isinstance(place, slice):
+            held = held.narrow(dim, place.start, place.stop - place.start)
+        else:
+            held = held.index_select(dim, place.to(held.device))
+    return held
+
+
+def write_part(whole: Tensor, index: Sequence[Index], held: Tensor) -> None:
+    """The inverse of `part`: writes into the whole, without gradient."""
+    target = whole
+    for dim, place in enumerate(index):
         if isinstance(place, slice):
             target = target.narrow(dim, place.start, place.stop - place.start)
-    if not combs:
-        target.copy_(part)
+    if all(isinstance(place, slice) for place in index):
+        target.copy_(held)
         return
-    grids = torch.meshgrid(*(_positions(place, target.shape[dim]) for dim, place in enumerate(places)), indexing="ij")
-    target.index_put_(tuple(grid.to(whole.device) for grid in grids), part.detach().to(whole))
+    grids = torch.meshgrid(*(_positions(place, target.shape[dim]) for dim, place in enumerate(index)), indexing="ij")
+    target.index_put_(tuple(grid.to(whole.device) for grid in grids), held.to(whole))
 
 
 def _positions(place: Index, size: int) -> Tensor:

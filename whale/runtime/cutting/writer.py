@@ -11,10 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from whale.runtime.cutting.call import Call
 from whale.runtime.cutting.communication import enter, gather, part
 from whale.runtime.cutting.layout import CutLayout
-from whale.runtime.cutting.randomness import drawn_apart
 
 GROUP = "split_group"
 """The placeholder of the split group, first in every lowered graph."""
@@ -26,16 +24,17 @@ class Writer:
     Args:
         layout: the cuts.
         roots: per node of the old graph, the node whose memory it shares.
+        written: those of them that some op of the stage writes in place.
         synchronized: parameters whose partial gradients are summed once per step, so that they need no `enter`.
     """
 
-    def __init__(self, layout: CutLayout, roots: Mapping[str, str], synchronized: frozenset[str]) -> None:
+    def __init__(self, layout: CutLayout, roots: Mapping[str, str], written: frozenset[str], synchronized: frozenset[str]) -> None:
         self.layout = layout
         self.graph = fx.Graph()
         self.group = self.graph.placeholder(GROUP)
         self.added: dict[str, int] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
-        self._roots = roots
+        self._roots, self._written = roots, written
         self._synchronized = synchronized
         self._writes: dict[str, int] = {}
         self._entered: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -58,12 +57,9 @@ class Writer:
             self.added[made.name] = len(self.layout.dimensions(node.name))
         return made
 
-    def emit_random(self, call: Call, target: Any, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-        """A random op on parts: each position draws its own numbers, unless the noise lacks the cut dimension."""
-        dim = call.cut_dim(call.result)
-        if call.operator == "feature_dropout" and dim is not None and dim > 1:
-            return self.emit(call.node, target, tuple(args), kwargs)
-        return self.emit(call.node, drawn_apart, (self.layout.position, target, *args), kwargs)
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether an op of the stage writes to the memory of an old node."""
+        return self._roots[node.name] in self._written
 
     def wrote(self, node: fx.Node) -> None:
         """Notes that an old node changed the memory of its first argument."""

@@ -1,0 +1,203 @@
+"""The law of lowered cuts on one rank: a captured model on parts gives the loss and the gradients of the whole model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from whale.axes import Axes, discover
+from whale.capture import Program, capture
+from whale.ir.graph import ModelGraph
+from whale.ir.layout import BATCH
+from whale.ir.plan import Cut
+from whale.runtime.cutting import CutProgram, cut_out, lower_cuts, put_in
+from whale.runtime.cutting.communication import enter
+from whale.runtime.lowering import StageProgram, lower
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model in float64, captured, and what it gives in one process.
+
+    Attributes:
+        model, program: as captured, every float32 rewritten to float64.
+        axes: discovered.
+        batch: the example.
+        loss, gradients: of the uncut program.
+    """
+
+    model: ModelGraph
+    program: Program
+    axes: Axes
+    batch: Any
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+@cache
+def captured(builder: str, mode: str = "train") -> Captured:
+    """Captures what a builder (``module:function``) makes: ``(model, batch)`` or ``(model, batch, loss)``."""
+    module, _, function = builder.partition(":")
+    made = getattr(import_module(module), function)()
+    network: nn.Module = made[0].double()
+    network.train(mode == "train")
+    batch = _doubled(made[1])
+    model, program = capture(network, batch, *made[2:], mode=mode)  # type: ignore[arg-type]
+    for node in program.graph.nodes:
+        _double(node)
+    stage = whole_stage(model, program)
+    loss, gradients = run(stage.module, stage, model, program, batch, dict(program.tensors))
+    return Captured(model, program, discover(model), batch, loss, gradients)
+
+
+def _doubled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _doubled(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_doubled, value))
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _double(node: fx.Node) -> None:
+    """Models compute parts in float32; in float64 throughout the law holds to rounding."""
+
+    def changed(value: Any) -> Any:
+        return torch.float64 if value is torch.float32 else value
+
+    node.args = tuple(map(changed, node.args))
+    node.kwargs = {key: changed(value) for key, value in node.kwargs.items()}
+
+
+def whole_stage(model: ModelGraph, program: Program) -> StageProgram:
+    """All ops as one stage that returns the loss terms, or the outputs."""
+    ops = [op.name for op in model.ops if op.kind == "call"]
+    terms = [name for term in model.loss for name in (term.sum, term.weight) if name is not None]
+    return lower(program.graph, model, ops, (), terms or list(dict.fromkeys(model.outputs)), torch.device("cpu"))
+
+
+def run(
+    module: fx.GraphModule,
+    stage: StageProgram,
+    model: ModelGraph,
+    program: Program,
+    batch: Any,
+    tensors: Mapping[str, Tensor],
+    *first: object,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss (or the outputs, flat) and the gradients of a program on these tensors."""
+    leaves: dict[str, Any] = {**program.batch.leaves(batch), "num_rows": program.batch.rows(batch)}
+    trained = {parameter.name for parameter in model.parameters if parameter.kind == "parameter" and parameter.trainable}
+    own = {name: value.detach().clone().requires_grad_(name in trained) for name, value in tensors.items()}
+    arguments = [own[program.sources[name]] if name in program.sources else leaves[name] for name in stage.inputs]
+    values = module(*first, *arguments)
+    if not model.loss:
+        return torch.cat([value.detach().reshape(-1).double() for value in values]), {}
+    named = dict(zip(stage.outputs, values, strict=True))
+    loss = torch.zeros((), dtype=torch.float64)
+    for term in model.loss:
+        weight = 1.0 if term.weight is None else named[term.weight] + term.offset
+        weight = weight if term.minimum is None else torch.as_tensor(weight).clamp(min=term.minimum)
+        loss = loss + term.coefficient * named[term.sum] / weight
+    loss.backward()
+    return loss.detach(), {name: value.grad for name, value in own.items() if value.grad is not None}
+
+
+def choose(axes: Axes, num_parts: int, seed: int, *, in_order: bool = False) -> tuple[Cut, ...]:
+    """A maximal set of axes of which no op meets two, in random order, cut in random uneven sizes."""
+    draw = random.Random(seed)
+    names = [axis.name for axis in axes.axes if axis.may_be_cut and axis.name != BATCH and axis.size >= num_parts]
+    if not in_order:
+        draw.shuffle(names)
+    chosen: dict[str, None] = {}
+    for name in names:
+        if not any(name in op.roles and chosen.keys() & op.roles.keys() for op in axes.ops.values()):
+            chosen[name] = None
+    return tuple(Cut(name, _sizes(axes.by_name[name].size, num_parts, draw)) for name in chosen)
+
+
+def _sizes(total: int, num_parts: int, draw: random.Random) -> tuple[int, ...]:
+    ends = [0, *sorted(draw.sample(range(1, total), num_parts - 1)), total]
+    return tuple(stop - start for start, stop in pairwise(ends))
+
+
+def errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], mode: str = "train", broken: bool = False) -> dict[str, float]:
+    """Per tensor, the error of the cut program relative to its largest magnitude, with a floor from the largest gradient.
+
+    Args:
+        rank: position in the split group, which is the whole world.
+        num_ranks: its size.
+        builder: of the model.
+        cuts: of all its ops.
+        mode: of the capture.
+        broken: makes `enter` the identity in backward too: the negative control.
+    """
+    whole = captured(builder, mode)
+    model, program, axes = whole.model, whole.program, whole.axes
+    stage = whole_stage(model, program)
+    lowered = lower_cuts(stage.module.graph, model, axes, cuts, rank)
+    if broken:
+        _break(lowered)
+    tensors = {name: _part(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
+    module = fx.GraphModule(nn.Module(), lowered.graph)
+    loss, gradients = run(module, stage, model, program, whole.batch, tensors, dist.group.WORLD)
+    found = {"loss": _error(loss, whole.loss, 0.0)}
+    floor = max([0.0, *(float(value.abs().max()) for value in whole.gradients.values())]) * 1e-3
+    for name, expected in whole.gradients.items():
+        made = _assembled(name, gradients.get(name), expected, lowered, axes, cuts, rank, num_ranks, broken)
+        found[name] = _error(made, expected, floor)
+    return found
+
+
+def _break(lowered: CutProgram) -> None:
+    for node in lowered.graph.nodes:
+        if node.target is enter:
+            node.target = _identity
+
+
+def _identity(value: Tensor, group: object) -> Tensor:
+    return value
+
+
+def _part(name: str, value: Tensor, axes: Axes, cuts: Sequence[Cut], rank: int) -> Tensor:
+    return cut_out(value, axes.parameters[name], axes, cuts, rank) if name in axes.parameters else value
+
+
+def _assembled(
+    name: str,
+    gradient: Tensor | None,
+    like: Tensor,
+    lowered: CutProgram,
+    axes: Axes,
+    cuts: Sequence[Cut],
+    rank: int,
+    num_ranks: int,
+    broken: bool,
+) -> Tensor:
+    """The whole gradient from the ranks' parts, partial sums, or complete copies."""
+    if name in lowered.parameters:
+        pieces: list[Any] = [None] * num_ranks
+        dist.all_gather_object(pieces, gradient)
+        whole = torch.zeros_like(like)
+        for position, piece in enumerate(pieces):
+            if piece is not None:
+                put_in(whole, piece, lowered.parameters[name], axes, cuts, position)
+        return whole
+    own = torch.zeros_like(like) if gradient is None else gradient
+    if name in lowered.partial and not broken:
+        dist.all_reduce(own)
+    return own
+
+
+def _error(made: Tensor, expected: Tensor, floor: float) -> float:
+    assert made.shape == expected.shape, (made.shape, expected.shape)
+    scale = max(float(expected.abs().max()), floor, 1e-30)
+    return float((made - expected).abs().max()) / scale

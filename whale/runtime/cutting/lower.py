@@ -1,0 +1,138 @@
+"""The pass that makes a stage's graph compute on the parts of one device of a split group.
+
+    whole x ----------------------> layer_norm ---> enter ---> linear (own columns) ---> gelu ---> linear (own rows) ---> leave
+                                                                                                                     + bias
+Tensors that the stage is given or hands on are whole; its parameters and buffers are parts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from whale.axes.values import Axes, Dimension
+from whale.errors import raise_faults
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Cut
+from whale.runtime.cutting.call import Call, is_added_later, named_arguments, operator_name
+from whale.runtime.cutting.layout import CutLayout
+from whale.runtime.cutting.lowerings import lowering
+from whale.runtime.cutting.writer import GROUP, Writer
+
+
+@dataclass(frozen=True)
+class CutProgram:
+    """A stage's graph on the parts of one device.
+
+    Attributes:
+        graph: takes the split group (`GROUP`) first, then what the graph took before; returns the same, whole.
+        parameters: per parameter and buffer that the device holds a part of, the dimensions of the whole one.
+        partial: parameters that are whole, but whose gradients are partial: they must be summed over the split group.
+            Gradients of all other whole parameters are complete, and equal on all devices of the group.
+        num_dims: dimensions of the values that the pass added, by name.
+    """
+
+    graph: fx.Graph
+    parameters: Mapping[str, tuple[Dimension, ...]]
+    partial: frozenset[str]
+    num_dims: Mapping[str, int]
+
+
+def lower_cuts(graph: fx.Graph, model: ModelGraph, axes: Axes, cuts: Sequence[Cut], position: int) -> CutProgram:
+    """Rewrites a stage's graph so that it computes on parts.
+
+    Args:
+        graph: of the stage, as `whale.runtime.lowering` makes it: nodes are named as the ops. It is left as it is.
+        model: the captured model.
+        axes: of the model.
+        cuts: of the stage; at least one.
+        position: of this device in its split group.
+
+    Raises:
+        PlanError: an op cannot be cut so; names the op and the user's line.
+    """
+    layout = CutLayout(model, axes, tuple(cuts), position)
+    known = [node for node in graph.nodes if node.name in model.by_name]
+    raise_faults(layout.faults([node.name for node in known]))
+    partial = _partial_parameters(graph, layout)
+    names = {node.name for node in known if _parameter(model, node.name) in partial}
+    roots = _roots(graph, model)
+    written = frozenset(roots[node.name] for node in known if "in_place" in model.by_name[node.name].tags)
+    writer = Writer(layout, roots, written, frozenset(names))
+    for node in graph.nodes:
+        _write(node, writer)
+    cut = [node.name for node in known if _parameter(model, node.name) and layout.holds(node.name)]
+    parameters = {_parameter(model, name): layout.dimensions(name) for name in cut}
+    writer.graph.lint()
+    return CutProgram(writer.graph, parameters, partial, writer.added)
+
+
+def _write(node: fx.Node, writer: Writer) -> None:
+    """Writes one node of the old graph."""
+    layout, op = writer.layout, writer.layout.model.by_name.get(node.name)
+    if node.op == "output":
+        writer.graph.output(tuple(writer.whole(value) for value in node.args[0]))  # type: ignore[union-attr, arg-type]
+        return
+    axis = layout.axis(node.name) if op is not None else None
+    if op is None or axis is None or node.op == "placeholder":
+        writer.copy(node)
+        if op is not None and node.op == "placeholder" and op.kind not in ("parameter", "buffer") and layout.holds(node.name):
+            writer.part_of_whole(node)
+    elif node.target is operator.getitem:
+        writer.copy(node)
+    else:
+        call = Call(writer, node, op, axis)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            call.refuse("it is no operator of torch")
+        writer.copies[node] = lowering(call)(call)
+    if op is not None and "in_place" in op.tags:
+        writer.wrote(node)
+
+
+def _parameter(model: ModelGraph, name: str) -> str:
+    """The first name of the parameter or buffer that a placeholder brings; "" for any other node."""
+    op = model.by_name[name]
+    return model.parameter_by_name[op.target].name if op.kind in ("parameter", "buffer") else ""
+
+
+def _partial_parameters(graph: fx.Graph, layout: CutLayout) -> frozenset[str]:
+    """Whole trainable parameters that only ops on parts read."""
+    model = layout.model
+    uses: dict[str, list[bool]] = {}
+    for node in graph.nodes:
+        for source, is_on_parts in _uses(node, layout):
+            name = _parameter(model, source.name) if source.name in model.by_name else ""
+            if name and model.parameter_by_name[name].kind == "parameter" and not layout.holds(source.name):
+                uses.setdefault(name, []).append(is_on_parts)
+    return frozenset(name for name, found in uses.items() if all(found) and model.parameter_by_name[name].trainable)
+
+
+def _uses(node: fx.Node, layout: CutLayout) -> Iterator[tuple[fx.Node, bool]]:
+    """What a node reads, each with whether it is read by parts."""
+    axis = layout.axis(node.name) if node.name in layout.model.by_name else None
+    if axis is None or not isinstance(node.target, torch._ops.OpOverload):
+        yield from ((source, False) for source in node.all_input_nodes)
+        return
+    kind, role = operator_name(layout.model.by_name[node.name].target), layout.role(node.name, axis)
+    for name, value in named_arguments(node).items():
+        for source in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(source, fx.Node):
+                yield source, not is_added_later(kind, name, role)
+
+
+def _roots(graph: fx.Graph, model: ModelGraph) -> dict[str, str]:
+    """Per node, the node whose memory it shares; itself where that is fresh."""
+    roots: dict[str, str] = {}
+    for node in graph.nodes:
+        op = model.by_name.get(node.name)
+        shares = (op is not None and bool(op.tags & {"view", "in_place"})) or node.target is operator.getitem
+        source = node.all_input_nodes[0] if shares and node.all_input_nodes else node
+        roots[node.name] = roots.get(source.name, node.name)
+    return roots
+
+
+__all__ = ["GROUP", "CutProgram", "lower_cuts"]

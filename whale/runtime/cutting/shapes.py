@@ -1,0 +1,143 @@
+"""Lowerings of ops whose arguments hold sizes: views, expansions, factories, splits and slices.
+
+Captured sizes are those of whole tensors. A size whose dimension is cut is rewritten to the part's:
+``rows * 96`` becomes ``rows * 96 * held // 96``, so that any number of rows keeps working.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from whale.axes.values import Dimension
+from whale.runtime.cutting.call import Call
+from whale.runtime.cutting.index_sets import count_below
+
+aten = torch.ops.aten
+
+
+def local_sizes(call: Call, sizes: Sequence[Any], dimensions: Sequence[Dimension]) -> list[Any]:
+    """Sizes of whole dimensions as sizes of the parts, in the new graph; -1 stays."""
+    return [_local_size(call, size, dimension) for size, dimension in zip(sizes, dimensions, strict=True)]
+
+
+def _local_size(call: Call, size: Any, dimension: Dimension) -> Any:
+    if not call.layout.is_cut(dimension) or (isinstance(size, int) and size == -1):
+        return call.writer.mapped(size, entering=False)
+    held = call.layout.held(dimension)
+    if isinstance(size, int):
+        return size * held.count // held.units
+    product = call.emit(operator.mul, call.writer.mapped(size, entering=False), held.count, what="size")
+    return call.emit(operator.floordiv, product, held.units, what="size")
+
+
+def view(call: Call) -> fx.Node:
+    """``view``, ``reshape`` and kin."""
+    name = next((name for name in ("size", "shape") if name in call.raw), None)
+    if name is None:  # view as another type
+        return call.same()
+    # a part is not always laid out as the whole: copy where needed, unless somebody writes through the view
+    target = aten.view.default if call.writer.is_written(call.node) else aten.reshape.default
+    return call.emit(target, call.value("self"), local_sizes(call, call.raw[name], call.result))
+
+
+def view_as(call: Call) -> fx.Node:
+    """``view_as``, ``reshape_as``: right as they stand where both tensors are cut alike."""
+    if call.dimensions("other") != call.result:
+        call.refuse("the shape it takes is that of a tensor with other axes", hint="use view with sizes")
+    return call.same()
+
+
+def unflatten(call: Call) -> fx.Node:
+    """``unflatten``: one dimension becomes several."""
+    sizes = call.raw["sizes"]
+    first = call.raw["dim"] % len(call.dimensions("self"))
+    return call.same(sizes=local_sizes(call, sizes, call.result[first : first + len(sizes)]))
+
+
+def squeeze(call: Call) -> fx.Node:
+    """``squeeze``: only what has size 1 in the whole tensor goes, not what has size 1 in this part."""
+    source = call.writer.layout.model.by_name[call.raw["self"].name].outputs[0]
+    rank = len(source.shape)
+    chosen = call.raw.get("dim", list(range(rank)))
+    dims = {dim % rank for dim in (chosen if isinstance(chosen, (list, tuple)) else [chosen])}
+    gone = [dim for dim in sorted(dims) if source.shape[dim] == 1 and not source.row_factors[dim]]
+    return call.emit(aten.squeeze.dims, call.value("self"), gone) if gone else call.emit(aten.alias.default, call.value("self"))
+
+
+def sized(call: Call) -> fx.Node:
+    """``expand``, ``zeros``, ``new_full`` ...: all sizes of the result are given."""
+    return call.same(size=local_sizes(call, call.raw["size"], call.result))
+
+
+def made_whole(call: Call) -> fx.Node:
+    """``arange``, ``randn``, ``eye`` ...: made whole, as its values depend on the place, and cut."""
+    args = call.writer.mapped(call.node.args, entering=False)
+    kwargs = call.writer.mapped(call.node.kwargs, entering=False)
+    return call.writer.part(call.node, call.emit(call.node.target, *args, what="whole", **kwargs))
+
+
+def repeat(call: Call) -> fx.Node:
+    """``repeat``, ``tile``: the number of copies may be cut."""
+    name = "repeats" if "repeats" in call.raw else "dims"
+    repeats = call.raw[name]
+    sources = call.dimensions("self")
+    first = len(call.result) - len(repeats)
+    lead = len(call.result) - len(sources)
+    local = [
+        _copies(call, number, sources[first + index - lead] if first + index >= lead else (), call.result[first + index])
+        for index, number in enumerate(repeats)
+    ]
+    return call.same(**{name: local})
+
+
+def repeat_interleave(call: Call) -> fx.Node:
+    """``repeat_interleave`` by a number."""
+    dim = call.raw["dim"]
+    return call.same(repeats=_copies(call, call.raw["repeats"], call.dimensions("self")[dim], call.result[dim]), output_size=None)
+
+
+def _copies(call: Call, number: Any, source: Dimension, made: Dimension) -> Any:
+    """A number of copies on this part."""
+    if not call.layout.is_cut(made):
+        return call.writer.mapped(number, entering=False)
+    before, after = call.layout.held(source), call.layout.held(made)
+    if not isinstance(number, int):
+        call.refuse("its number of copies is computed")
+    return number * after.count * before.units // (after.units * before.count)
+
+
+def split(call: Call) -> fx.Node:
+    """``split``, ``chunk`` and kin: the sizes of the parts of the part."""
+    dimensions = call.dimensions("self")
+    dim = call.raw["dim"] % len(dimensions)
+    if not call.layout.is_cut(dimensions[dim]):
+        return call.same()
+    held = call.layout.held(dimensions[dim])
+    if held.has_rows:
+        call.refuse("it splits a dimension that holds the batch too")
+    ends = [count_below(held.runs, end) for end in accumulate((spec.shape[dim] for spec in call.op.outputs), initial=0)]
+    sizes = [stop - start for start, stop in pairwise(ends)]
+    return call.emit(aten.split_with_sizes.default, call.value("self"), sizes, dim)
+
+
+def slice_(call: Call) -> fx.Node:
+    """``slice``, ``narrow``: all of a dimension, or a tile of it."""
+    dimensions = call.dimensions("self")
+    dim = call.raw["dim"] % len(dimensions)
+    if not call.layout.is_cut(dimensions[dim]):
+        return call.same()
+    if dimensions[dim] == call.result[dim]:
+        return call.emit(aten.alias.default, call.value("self"))
+    held = call.layout.held(dimensions[dim])
+    start = call.raw["start"] or 0
+    if held.has_rows or not isinstance(start, int) or call.raw.get("step", 1) != 1:
+        call.refuse("its bounds are computed or it skips positions")
+    begin = min(start if start >= 0 else max(start + held.units, 0), held.units)
+    bounds = [count_below(held.runs, bound) for bound in (begin, begin + call.op.outputs[0].shape[dim])]
+    return call.emit(aten.slice.Tensor, call.value("self"), dim, *bounds)
