@@ -68,5 +68,5 @@ class Config:
         nested: dict[str, dict[str, Any]] = {}
         for name, value in self.items():
             section, _, attribute = name.partition(".")
-            nested.setdefault(section, {})[attribute] = value
+            nested.setdefault(section, {})[attribute] = dict(value) if isinstance(value, tuple) else value
         return yaml.safe_dump(nested, sort_keys=False).rstrip()

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 KeyType = Literal["bool", "int", "float", "str"]
+Shares = tuple[tuple[int, float], ...]
+"""Stage numbers, ascending, with a share from 0 to 1 each."""
+
 TYPE_WORDS: dict[KeyType, str] = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 
 
@@ -46,7 +49,7 @@ class Key:
         doc: one line.
         rule: what must hold of a value.
         choices: the only values, if listed.
-        planned: values that are known but not there yet.
+        by_stage: whether a mapping of stage numbers to shares from 0 to 1 is a value as well; it is kept as pairs, sorted.
         unit: unit of a quantity that may be written as text (``B``: ``25 MiB``).
     """
 
@@ -57,14 +60,14 @@ class Key:
     doc: str
     rule: Rule | None
     choices: tuple[str, ...]
-    planned: tuple[str, ...]
+    by_stage: bool
     unit: str | None
 
     @property
     def takes(self) -> str:
         """What it accepts, in words."""
         if self.choices:
-            return f"one of {', '.join(self.choices)}"
+            return f"one of {', '.join(self.choices)}" + (", or a mapping of stages to shares from 0 to 1" if self.by_stage else "")
         words = TYPE_WORDS[self.type] + (f" {self.rule.words}" if self.rule else "")
         return words + (" or null" if self.optional else "")
 
@@ -75,11 +78,11 @@ def key(
     *,
     rule: Rule | None = None,
     choices: tuple[str, ...] = (),
-    planned: tuple[str, ...] = (),
+    by_stage: bool = False,
     unit: str | None = None,
 ) -> Any:
     """Declares a field of a section; the arguments are those of `Key`."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "rule": rule, "choices": choices, "planned": planned, "unit": unit})
+    return dataclasses.field(default=default, metadata={"doc": doc, "rule": rule, "choices": choices, "by_stage": by_stage, "unit": unit})
 
 
 def keys_of(section: str, kind: type[Any]) -> dict[str, Key]:

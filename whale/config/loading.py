@@ -93,7 +93,7 @@ def variable_of(name: str) -> str:
 
 
 def _recipe(path: str | Path, faults: list[WhaleError]) -> list[Setting]:
-    """The settings of a recipe: sections of keys, and ``cluster: FILE`` for ``cluster.file``."""
+    """The settings of a recipe: sections of keys, and what stands for one key, as in ``cluster: FILE`` and ``recompute: auto``."""
     document = read_yaml(path)
     if document.data is None:
         return []
@@ -108,10 +108,19 @@ def _recipe(path: str | Path, faults: list[WhaleError]) -> list[Setting]:
     return [_beside(path, setting) for setting in settings]
 
 
+_SHORT = {"cluster": "cluster.file", "recompute": "recompute.policy"}
+"""Sections that may be given as the value of one of their keys."""
+
+
+def _is_by_stage(name: str, content: object) -> bool:
+    """Whether the content of a section is itself a mapping by stage."""
+    return KEYS[name].by_stage and isinstance(content, dict) and any(str(key).lstrip("-").isdigit() for key in content)
+
+
 def _section(document: Document, section: str, content: object) -> Iterable[Setting]:
     where = document.place(section)
-    if section == "cluster" and isinstance(content, str):
-        return [Setting("cluster.file", content, where)]
+    if section in _SHORT and (isinstance(content, str) or _is_by_stage(_SHORT[section], content)):
+        return [Setting(_SHORT[section], content, where)]
     if section not in SECTIONS and not any(entry.name.startswith(f"{section}.") for entry in EPL_KEYS):
         hint = did_you_mean(section, SECTIONS)
         if section.partition(".")[0] in SECTIONS:

@@ -72,4 +72,10 @@ class Runtime:
 class Recompute:
     """Which activations are computed again in the backward pass instead of kept."""
 
-    policy: str = key("none", "which blocks recompute", choices=("none",), planned=("auto", "full", "selective"))
+    policy: str | tuple[tuple[int, float], ...] = key(
+        "none",
+        "which activations are computed again: none; full: all; selective: those of attention; auto: as many as memory demands; "
+        "or, by stage, the share of its blocks",
+        choices=("none", "auto", "full", "selective"),
+        by_stage=True,
+    )

@@ -9,8 +9,9 @@ from numbers import Integral, Real
 
 from whale.config import sections
 from whale.config.epl import REFUSED, STRATEGIES
-from whale.config.keys import Key, keys_of
+from whale.config.keys import Key, Shares, keys_of
 from whale.config.nearest import did_you_mean, nearest
+from whale.config.strict_yaml import parse_yaml
 from whale.errors import ConfigError, WhaleError
 from whale.units import parse_quantity
 
@@ -101,13 +102,13 @@ def hint_for_key(name: str) -> str:
 
 
 def _checked(key: Key, setting: Setting) -> object:
+    if key.by_stage and (isinstance(setting.value, Mapping) or _is_pairs(setting.value)):
+        return _shares(key, setting)
     value = _typed(key, setting.value)
     if value is None and not (key.optional and setting.value is None):
         raise ConfigError(f"{key.name} takes {key.takes} ({setting.value!r} is not)", where=setting.where)
     if value is None:
         return None
-    if value in key.planned:
-        raise ConfigError(f"{key.name}: {value} is not there yet", where=setting.where, hint=f"{key.name} takes {key.takes}")
     if key.choices and value not in key.choices:
         hint = did_you_mean(str(value), key.choices)
         if value in STRATEGIES and key.name == SCHEDULE:
@@ -116,6 +117,25 @@ def _checked(key: Key, setting: Setting) -> object:
     if key.rule is not None and not key.rule.holds(value):
         raise ConfigError(f"{key.name} must be {key.rule.words} ({value!r} is not)", where=setting.where)
     return value
+
+
+def _is_pairs(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+
+
+def _shares(key: Key, setting: Setting) -> Shares:
+    """A mapping of stages to shares (or what this made of one before), sorted."""
+    value = setting.value
+    pairs: Iterable[tuple[object, object]] = value.items() if isinstance(value, Mapping) else value  # type: ignore[assignment]
+    found: dict[int, float] = {}
+    for stage, share in pairs:
+        number = int(stage) if isinstance(stage, str) and stage.isdecimal() else stage
+        if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
+            raise ConfigError(f"{key.name} takes shares by stage, a whole number from 0 ({stage!r} is not)", where=setting.where)
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= float(share) <= 1:
+            raise ConfigError(f"{key.name}: a share is from 0 to 1 (stage {stage}: {share!r} is not)", where=setting.where)
+        found[int(number)] = float(share)
+    return tuple(sorted(found.items()))
 
 
 def _typed(key: Key, value: object) -> object:
@@ -145,6 +165,8 @@ def from_text(key: Key, text: str) -> object:
         return None
     if key.type == "bool":
         return _BOOLEANS.get(bare.lower(), text)
+    if key.by_stage and bare.startswith("{"):
+        return parse_yaml(bare, f"the text for {key.name}").data
     if key.type == "str":
         return bare
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from whale.cost.line import Line
 from whale.cost.op_table import output_line
@@ -29,6 +29,37 @@ def activation_line(graph: ModelGraph, ops: Iterable[str], kept: Mapping[str, tu
     """
     names = dict.fromkeys(name for op in ops for name in kept.get(op, ()))
     return Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in names)
+
+
+def recomputed_lines(
+    graph: ModelGraph,
+    ops: Iterable[str],
+    kept: Mapping[str, tuple[str, ...]],
+    owner: Mapping[str, str],
+    segments: Iterable[Collection[str]],
+) -> tuple[Line, Line]:
+    """Bytes that a stage keeps for one micro-batch where runs of its ops are recomputed, and what recomputing one adds.
+
+    A segment leaves the tensors that it reads from outside. In the backward pass all that its ops keep is there again,
+    of one segment at a time.
+
+    Args:
+        kept: as in `activation_line`.
+        owner: per op, the op whose memory its result is in.
+        segments: the runs, which do not overlap.
+    """
+    runs = [frozenset(segment) for segment in segments]
+    again = frozenset().union(*runs)
+    left = dict.fromkeys(name for op in ops if op not in again for name in kept.get(op, ()))
+    for run in runs:
+        read = (owner[source] for op in run for source in graph.by_name[op].inputs if source not in run)
+        left |= dict.fromkeys(name for name in read if graph.by_name[name].kind == "call")
+    largest = Line()
+    for run in runs:
+        inside = {name for op in run for name in kept.get(op, ())}.difference(left)
+        line = Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in inside)
+        largest = Line(max(largest.fixed, line.fixed), max(largest.per_row, line.per_row))
+    return Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in left), largest
 
 
 def working_line(graph: ModelGraph, ops: Iterable[str]) -> Line:

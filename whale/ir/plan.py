@@ -107,6 +107,8 @@ class Stage:
         estimates: per device.
         split: devices of a split group. Groups are consecutive devices; all devices of a group take the same rows.
         cuts: what is divided over the devices of each group.
+        recompute: first and last op of each run of `ops` whose activations are not kept but computed again in the backward
+            pass; in order, without overlap.
     """
 
     index: int
@@ -118,6 +120,19 @@ class Stage:
     estimates: tuple[Estimate, ...] = ()
     split: int = 1
     cuts: tuple[Cut, ...] = ()
+    recompute: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def segments(self) -> tuple[tuple[str, ...], ...]:
+        """The runs of `recompute` with all their ops."""
+        position = {name: index for index, name in enumerate(self.ops)}
+        return tuple(self.ops[position[first] : position[last] + 1] for first, last in self.recompute)
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The split groups, each the names of its devices."""
+        devices = self.virtual_device.devices
+        return tuple(devices[start : start + self.split] for start in range(0, len(devices), self.split))
 
     def rows(self, num_rows: int) -> tuple[int, ...]:
         """Rows of a micro-batch that each device takes; the devices of a split group take the same ones.
@@ -198,6 +213,7 @@ class Plan:
         planned_rows: rows of the global batch that shares and estimates were made for.
         step_seconds: predicted.
         choices: why.
+        recomputes_stages: whether R actions go before the backward passes of a schedule that has none of its own.
     """
 
     model: str
@@ -215,6 +231,7 @@ class Plan:
     group_size: int | None = None
     step_seconds: float = 0.0
     choices: tuple[Choice, ...] = ()
+    recomputes_stages: bool = False
 
     @cached_property
     def rank_of(self) -> dict[str, int]:
@@ -253,8 +270,8 @@ class Plan:
     def __str__(self) -> str:
         lines = [
             f"plan: {len(self.replicas)} replica(s) x {self.num_stages} stage(s) on {len(self.devices)} device(s) of {self.cluster}, "
-            f"{self.schedule}, {self.num_micro_batch} micro-batch(es), {self.planned_rows} rows, "
-            f"predicted {format_seconds(self.step_seconds)} per step"
+            f"{self.schedule}{' with recomputation' if self.recomputes_stages else ''}, {self.num_micro_batch} micro-batch(es), "
+            f"{self.planned_rows} rows, predicted {format_seconds(self.step_seconds)} per step"
         ]
         for replica, (start, stop) in zip(self.replicas, self.replica_rows(self.planned_rows), strict=True):
             lines.append(f"  replica {replica.index}: rows {start}:{stop}")
@@ -272,6 +289,8 @@ def _describe_stage(stage: Stage, micro_batch: tuple[int, int]) -> Iterable[str]
         f"    stage {stage.index} [{', '.join(stage.task_graphs)}]: {len(stage.ops)} ops "
         f"{stage.ops[0] if stage.ops else '-'} .. {stage.ops[-1] if stage.ops else '-'}, {len(stage.parameters)} tensors held"
     )
+    if stage.recompute:
+        yield f"      recomputes {sum(map(len, stage.segments))} ops in {len(stage.recompute)} segment(s)"
     rows = stage.rows(micro_batch[1] - micro_batch[0])
     for position, device in enumerate(stage.virtual_device.devices):
         line = f"      {device}: {rows[position]} rows"

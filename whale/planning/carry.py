@@ -50,6 +50,7 @@ def carry_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
         task_graphs=_task_graphs(plan, other, first),
         batch_axes=axes,
         choices=(),
+        recomputes_stages=False,
     )
 
 
@@ -110,7 +111,8 @@ def _fault(graph: ModelGraph, late: Late) -> PlanError:
 
 def _carry_replica(replica: Replica, graph: ModelGraph, assignment: Assignment, num_rows: int) -> Replica:
     stages = tuple(
-        dataclasses.replace(stage, ops=part.ops, estimates=()) for stage, part in zip(replica.stages, assignment.parts, strict=True)
+        dataclasses.replace(stage, ops=part.ops, estimates=(), recompute=())
+        for stage, part in zip(replica.stages, assignment.parts, strict=True)
     )
     edges = []
     for (source, target), tensors in assignment.edges.items():

@@ -8,22 +8,21 @@ from itertools import pairwise
 from whale.axes import Mixing
 from whale.ir.division import divide_evenly
 from whale.ir.plan import Choice, Replica
+from whale.planning.explain_recompute import explain_recompute
+from whale.planning.group_size import Outcome
 from whale.planning.scheduling import Pipeline, explain_schedule
 from whale.planning.solve import Solution
 from whale.planning.taskgraphs import Annotations
 from whale.units import format_bytes, format_seconds
 
 
-def explain_choices(
-    pipeline: Pipeline, annotations: Annotations | None, best: Solution, others: Mapping[str, str], replicas: Sequence[Replica]
-) -> Iterator[Choice]:
-    """The choices of all passes, in order.
-
-    Args:
-        others: the placements that were not taken, each with its price or the reason against it.
-    """
+def explain_choices(annotations: Annotations | None, found: Outcome, replicas: Sequence[Replica]) -> Iterator[Choice]:
+    """The choices of all passes, in order."""
+    pipeline, best = found.solver.pipeline, found.best
     yield explain_schedule(pipeline)
-    yield _placement(pipeline, best, others)
+    if found.group is not None:
+        yield found.group
+    yield _placement(pipeline, best, found.others)
     if best.placement.idle:
         yield _idle(pipeline, best)
     if best.partitions[0] is not None and pipeline.num_stages > 1:
@@ -39,11 +38,14 @@ def explain_choices(
     for replica in replicas:
         if any(len(stage.shares) > 1 for stage in replica.stages):
             yield _inner_rows(replica)
+    yield from explain_recompute(found.solver, best, replicas)
+    hidden = f" ({format_seconds(best.end.exposed)} exposed)" if best.end.exposed < best.end.sync else ""
     yield Choice(
         "bridging",
         "gradient synchronisation",
         "all-reduce by owner sets",
-        cost=f"{format_seconds(best.end.sync)} for {format_bytes(best.end.num_bytes)}, optimizer {format_seconds(best.end.optimizer)}",
+        cost=f"{format_seconds(best.end.sync)}{hidden} for {format_bytes(best.end.num_bytes)}, "
+        f"optimizer {format_seconds(best.end.optimizer)}",
         bound="the slowest link of a ring",
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -47,8 +47,14 @@ class CutPoints:
         return len(self.bounds) - 1
 
 
-def find_cut_points(graph: ModelGraph, structure: Structure, pricing: Pricing) -> CutPoints:
-    """Finds the units of a graph."""
+def find_cut_points(
+    graph: ModelGraph, structure: Structure, pricing: Pricing, kept: Mapping[str, tuple[str, ...]] | None = None
+) -> CutPoints:
+    """Finds the units of a graph.
+
+    Args:
+        kept: per op, what it keeps for backward; None for what it keeps where nothing is recomputed.
+    """
     spine = tuple(op.name for op in graph.ops if op.name in structure.atom_of)
     position = {name: index for index, name in enumerate(spine)}
     floating = floating_ops(graph, structure)
@@ -57,11 +63,11 @@ def find_cut_points(graph: ModelGraph, structure: Structure, pricing: Pricing) -
         if len(names) > 1:
             places = [position[name] for name in names]
             forbidden[min(places) + 1 : max(places) + 1] = True
-    bounds = _choose(crossing[:2].sum(axis=0), forbidden)
-    kept = _kept(graph, pricing, spine, position)
+    bounds = lightest_bounds(crossing[:2].sum(axis=0), forbidden)
+    sums = _kept(pricing, pricing.kept if kept is None else kept, spine, position)
     parameters = _parameters(graph, structure, pricing, spine, bounds)
     fixed, per_row, messages = crossing[:, bounds]
-    return CutPoints(spine, floating, bounds, fixed, per_row, messages, kept[0][bounds], kept[1][bounds], parameters)
+    return CutPoints(spine, floating, bounds, fixed, per_row, messages, sums[0][bounds], sums[1][bounds], parameters)
 
 
 def _crossing(
@@ -85,8 +91,13 @@ def _crossing(
     return np.maximum(np.cumsum(steps, axis=1), 0.0), np.cumsum(mixed) > 0
 
 
-def _choose(weight: Floats, forbidden: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The bounds: all allowed places, or where they are many the lightest of every so many."""
+def lightest_bounds(weight: Floats, forbidden: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The bounds: all allowed places, or where they are many the lightest of every so many.
+
+    Args:
+        weight: per place, 0 to the number of ops.
+        forbidden: places where no bound may be.
+    """
     end = len(weight) - 1
     places = np.flatnonzero(~forbidden[1:end]) + 1
     if len(places) > MAX_UNITS - 1:
@@ -95,9 +106,9 @@ def _choose(weight: Floats, forbidden: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.concatenate(([0], places, [end])).astype(np.int64)
 
 
-def _kept(graph: ModelGraph, pricing: Pricing, spine: Sequence[str], position: dict[str, int]) -> Floats:
+def _kept(pricing: Pricing, kept: Mapping[str, tuple[str, ...]], spine: Sequence[str], position: dict[str, int]) -> Floats:
     sums = np.zeros((2, len(spine) + 1))
-    for name in dict.fromkeys(name for names in pricing.kept.values() for name in names):
+    for name in dict.fromkeys(name for names in kept.values() for name in names):
         if name in position:
             line, _ = pricing.payload((name,))
             sums[:, position[name] + 1] += (line.fixed, line.per_row)

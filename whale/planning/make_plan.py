@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 from whale.axes import batch_axes, discover
@@ -14,8 +16,10 @@ from whale.planning.balance import MemoryShortage
 from whale.planning.bridging import crossing, crossing_faults
 from whale.planning.choices import explain_choices, explain_mixing
 from whale.planning.cut_points import find_cut_points
+from whale.planning.group_size import Outcome, choose_group
 from whale.planning.placement import Placement, placements
 from whale.planning.pricing import Pricing
+from whale.planning.recompute import KEEP_ALL, Policy, kept_under, read_policy
 from whale.planning.replica import make_replica
 from whale.planning.scheduling import Pipeline, shape_pipeline
 from whale.planning.solve import Solution, Solver
@@ -44,20 +48,37 @@ def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int 
     pipeline = shape_pipeline(config, annotations, len(cluster.devices))
     if annotations is not None:
         check_enough_devices(annotations, pipeline.num_devices, len(cluster.devices))
-    solver = _solver(graph, cluster, config, pipeline, annotations, graph.num_rows if rows is None else rows)
-    best, others = _choose(solver, cluster, prefers_intra_node=config.cluster.device_place_prefer_intra_node)
-    return _state(graph, cluster, pipeline, annotations, solver, best, others)
+    policy = read_policy(config.recompute.policy, pipeline)
+    solver = _solver(graph, cluster, config, pipeline, annotations, policy, graph.num_rows if rows is None else rows)
+    prefers_intra_node = config.cluster.device_place_prefer_intra_node
+    found = choose_group(
+        pipeline,
+        config,
+        lambda size: _choose_as_needed(
+            dataclasses.replace(solver, pipeline=shape_pipeline(config, annotations, len(cluster.devices), size)),
+            cluster,
+            prefers_intra_node=prefers_intra_node,
+        ),
+    )
+    return _state(graph, cluster, annotations, found)
 
 
 def _solver(
-    graph: ModelGraph, cluster: Cluster, config: Config, pipeline: Pipeline, annotations: Annotations | None, num_rows: int
+    graph: ModelGraph,
+    cluster: Cluster,
+    config: Config,
+    pipeline: Pipeline,
+    annotations: Annotations | None,
+    policy: Policy,
+    num_rows: int,
 ) -> Solver:
     pricing = Pricing(graph, cluster, config.memory.fraction, config.memory.optimizer_states)
     if annotations is None:
         structure = analyse(graph)
-        return Solver(graph, structure, pricing, pipeline, num_rows, points=find_cut_points(graph, structure, pricing))
+        points = find_cut_points(graph, structure, pricing, kept_under(pricing, policy))
+        return Solver(graph, structure, pricing, pipeline, num_rows, points=points, policy=policy)
     assignment, structure = assign_by_scopes(graph, annotations)
-    return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment)
+    return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
 
 
 def _demand(pipeline: Pipeline, solver: Solver) -> tuple[list[float], list[float] | None]:
@@ -74,6 +95,17 @@ def _demand(pipeline: Pipeline, solver: Solver) -> tuple[list[float], list[float
         ops = [solver.graph.by_name[name] for _, part in parts for name in part.ops]
         work.append(sum(op.forward_flops + op.backward_flops for op in ops) / width)
     return memory, work
+
+
+def _choose_as_needed(solver: Solver, cluster: Cluster, *, prefers_intra_node: bool) -> Outcome:
+    """The best placement; under ``recompute.policy: auto`` one without recomputation where that fits in memory."""
+    if solver.policy.kind == "auto":
+        keeping = dataclasses.replace(solver, policy=KEEP_ALL)
+        with contextlib.suppress(MemoryShortage):
+            best, others = _choose(keeping, cluster, prefers_intra_node=prefers_intra_node)
+            return Outcome(solver, best, others)
+    best, others = _choose(solver, cluster, prefers_intra_node=prefers_intra_node)
+    return Outcome(solver, best, others)
 
 
 def _choose(solver: Solver, cluster: Cluster, *, prefers_intra_node: bool) -> tuple[Solution, dict[str, str]]:
@@ -127,15 +159,8 @@ def _best(solver: Solver, candidates: Sequence[Placement]) -> tuple[Solution, di
     return best, remarks
 
 
-def _state(
-    graph: ModelGraph,
-    cluster: Cluster,
-    pipeline: Pipeline,
-    annotations: Annotations | None,
-    solver: Solver,
-    best: Solution,
-    others: dict[str, str],
-) -> Plan:
+def _state(graph: ModelGraph, cluster: Cluster, annotations: Annotations | None, found: Outcome) -> Plan:
+    solver, best, pipeline = found.solver, found.best, found.solver.pipeline
     names = _stage_names(pipeline, annotations)
     replicas = tuple(
         make_replica(solver.pricing, pipeline, model, names, index, share)
@@ -158,7 +183,8 @@ def _state(
         num_chunks=pipeline.num_chunks,
         group_size=pipeline.group_size,
         step_seconds=best.step_seconds,
-        choices=(*explain_choices(pipeline, annotations, best, others, replicas), *mixing),
+        choices=(*explain_choices(annotations, found, replicas), *mixing),
+        recomputes_stages=pipeline.inserts_recompute,
     )
     verify(plan, graph, cluster)
     return plan

@@ -16,9 +16,10 @@ from itertools import pairwise
 import numpy as np
 
 from whale.cost.op_table import Floats
-from whale.errors import PlanError
+from whale.errors import ConfigError, PlanError
 from whale.planning.cut_points import CutPoints
 from whale.planning.pricing import Pricing
+from whale.planning.recompute import Policy, expected_bytes
 from whale.planning.scheduling import Pipeline
 from whale.planning.stages import Wish
 
@@ -39,24 +40,32 @@ class Partition:
 
 
 def cut_into_stages(
-    points: CutPoints, pricing: Pricing, pipeline: Pipeline, devices: Sequence[str], num_rows: int, margin: float
+    points: CutPoints, pricing: Pricing, pipeline: Pipeline, policy: Policy, devices: Sequence[str], num_rows: int, margin: float
 ) -> Partition:
     """Finds the stages of one replica.
 
     Args:
+        policy: what recomputes inside the stages.
         devices: per rank its device.
         num_rows: rows of a micro-batch.
         margin: share of the devices' memory that may be planned for here, where bytes are approximate.
 
     Raises:
         PlanError: there are fewer places to cut than stages need.
+        ConfigError: likewise, with several chunks per rank.
     """
     if points.num_units < pipeline.num_stages:
+        if pipeline.num_chunks > 1:
+            raise ConfigError(
+                f"schedule {pipeline.schedule} with {pipeline.num_chunks} chunks on {pipeline.num_ranks} ranks needs "
+                f"{pipeline.num_stages} TaskGraphs (the model can be cut into {points.num_units})",
+                hint="fewer chunks (pipeline.num_chunks) or stages (pipeline.num_stages)",
+            )
         raise PlanError(
             f"the model can be cut at {points.num_units - 1} places and {pipeline.num_stages} stages need {pipeline.num_stages - 1}",
             hint="fewer stages (pipeline.num_stages)",
         )
-    tables = [_stage_table(points, pricing, pipeline, devices, stage, num_rows, margin) for stage in range(pipeline.num_stages)]
+    tables = [_stage_table(points, pricing, pipeline, policy, devices, stage, num_rows, margin) for stage in range(pipeline.num_stages)]
     seconds = [np.where(excess > 0, np.inf, time) for time, excess in tables]
     slowest = _least_maximum(seconds)
     if np.isinf(slowest):  # nothing fits: come as near as can be, the check of the whole plan says what is missing
@@ -78,13 +87,22 @@ def wishes_of(points: CutPoints, partition: Partition) -> dict[str, Wish]:
 
 
 def _stage_table(
-    points: CutPoints, pricing: Pricing, pipeline: Pipeline, devices: Sequence[str], stage: int, num_rows: int, margin: float
+    points: CutPoints,
+    pricing: Pricing,
+    pipeline: Pipeline,
+    policy: Policy,
+    devices: Sequence[str],
+    stage: int,
+    num_rows: int,
+    margin: float,
 ) -> tuple[Floats, Floats]:
     """Seconds of every piece as this stage, and the bytes by which it overflows its share of the device's memory."""
     name = devices[pipeline.stage_rank[stage]]
     seconds = pricing.seconds(pricing.cluster.by_name[name], float(num_rows))
     index = np.array([pricing.table.position[op] for op in points.spine], dtype=np.int64)
-    per_op = seconds.forward_fixed + seconds.backward_fixed + num_rows * (seconds.forward_per_row + seconds.backward_per_row)
+    forward = seconds.forward_fixed + num_rows * seconds.forward_per_row
+    times = 2 if pipeline.recomputed[stage] else 1 + policy.share(stage)
+    per_op = times * forward + seconds.backward_fixed + num_rows * seconds.backward_per_row
     done = np.concatenate(([0.0], np.cumsum(per_op[index])))[points.bounds]
     crossing = points.crossing_fixed + points.crossing_per_row * num_rows
     time = done[None, :] - done[:, None]
@@ -94,10 +112,11 @@ def _stage_table(
         time = time + (points.messages * link.latency + crossing / link.bandwidth)[:, None]
     kept = points.kept_fixed + points.kept_per_row * num_rows
     received = crossing / 2 if stage else np.zeros_like(crossing)
-    memory = points.parameters + pipeline.in_flight[stage] * (kept[None, :] - kept[:, None] + received[:, None])
+    inside, entering = kept[None, :] - kept[:, None], float(np.quantile(crossing, 0.25)) / 2
+    memory = points.parameters + expected_bytes(pipeline, policy, stage, received[:, None], inside, entering)
     excess = np.maximum(memory - margin * pricing.capacity(name) / pipeline.num_chunks, 0.0)
-    forward = np.triu(np.ones(time.shape, dtype=bool), 1)
-    return np.where(forward, time, np.inf), np.where(forward, excess, np.inf)
+    pieces = np.triu(np.ones(time.shape, dtype=bool), 1)
+    return np.where(pieces, time, np.inf), np.where(pieces, excess, np.inf)
 
 
 def _least_maximum(tables: Sequence[Floats]) -> float:

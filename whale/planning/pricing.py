@@ -18,13 +18,16 @@ from whale.cost import (
     op_seconds,
     op_table,
     parameter_bytes,
+    recomputed_lines,
     spec_line,
+    storage_of,
     working_line,
 )
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Estimate
-from whale.planning.stages import Assignment, Part
+from whale.planning.stages import NOTHING, Assignment, Part, Recompute
+from whale.planning.structure import activations_of
 
 
 def device_kind(device: Device) -> tuple[Hashable, ...]:
@@ -39,7 +42,7 @@ class PartCost:
     Attributes:
         parameter_bytes: weights, gradients and optimizer state.
         activation: bytes kept for backward, by rows of one micro-batch.
-        working: bytes of the op at work.
+        working: bytes of the op at work, and of the activations that were computed again.
         sends: per source stage, bytes that arrive forward and return as gradients, by rows, and in how many messages.
     """
 
@@ -94,7 +97,7 @@ class Pricing:
     fraction: float
     optimizer_states: int
     _seconds: dict[Hashable, OpSeconds] = field(default_factory=dict)
-    _parts: dict[int, tuple[Part, PartCost]] = field(default_factory=dict)
+    _parts: dict[tuple[int, Recompute], tuple[Part, PartCost]] = field(default_factory=dict)
     _computing: dict[Hashable, tuple[Line, Line]] = field(default_factory=dict)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict)
 
@@ -107,6 +110,16 @@ class Pricing:
     def kept(self) -> dict[str, tuple[str, ...]]:
         """Per op, what it keeps for backward."""
         return dict(kept_tensors(self.graph))
+
+    @cached_property
+    def owner(self) -> dict[str, str]:
+        """Per op, the op whose memory its result is in."""
+        return storage_of(self.graph)
+
+    @cached_property
+    def activations(self) -> frozenset[str]:
+        """The ops whose values depend on the batch."""
+        return activations_of(self.graph)
 
     @property
     def training(self) -> bool:
@@ -131,17 +144,24 @@ class Pricing:
         """Bytes of a parameter or buffer with all that training keeps beside it."""
         return parameter_bytes(self.graph.parameter_by_name[name], self.optimizer_states, training=self.training)
 
-    def part(self, part: Part) -> PartCost:
+    def part(self, part: Part, recompute: Recompute = NOTHING) -> PartCost:
         """What a part needs anywhere."""
-        if id(part) not in self._parts:
-            self._parts[id(part)] = part, self._price_part(part)
-        return self._parts[id(part)][1]
+        key = id(part), recompute
+        if key not in self._parts:
+            self._parts[key] = part, self._price_part(part, recompute)
+        return self._parts[key][1]
 
-    def _price_part(self, part: Part) -> PartCost:
+    def _price_part(self, part: Part, recompute: Recompute) -> PartCost:
+        activation, again = activation_line(self.graph, part.ops, self.kept), Line()
+        if recompute.num_alive:
+            received = {name for names in part.received.values() for name in names}
+            activation, again = self.payload(tuple(sorted(received)))[0], activation * recompute.num_alive
+        elif recompute.segments:
+            activation, again = recomputed_lines(self.graph, part.ops, self.kept, self.owner, recompute.segments)
         return PartCost(
             parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters),
-            activation=activation_line(self.graph, part.ops, self.kept),
-            working=working_line(self.graph, part.ops),
+            activation=activation,
+            working=working_line(self.graph, part.ops) + again,
             sends=tuple((source, *self._both_ways(tensors)) for source, tensors in part.received.items()),
         )
 
@@ -168,18 +188,22 @@ class Pricing:
             self._links[hosts] = self.cluster.link(a, b)
         return self._links[hosts]
 
-    def stage(self, assignment: Assignment, stage: int, devices: Sequence[Sequence[str]], num_rows: float) -> tuple[DeviceCost, ...]:
+    def stage(
+        self, assignment: Assignment, stage: int, devices: Sequence[Sequence[str]], num_rows: float, recompute: Recompute = NOTHING
+    ) -> tuple[DeviceCost, ...]:
         """What a stage costs each device of its virtual device.
 
         Args:
             devices: per stage, the devices that run it.
             num_rows: rows of a micro-batch on one device, about which the lines are taken.
+            recompute: what it computes again.
         """
-        part, own = self.part(assignment.parts[stage]), devices[stage]
+        part, own = self.part(assignment.parts[stage], recompute), devices[stage]
         costs = []
         for position, name in enumerate(own):
             device = self.cluster.by_name[name]
             forward, backward = self._compute(assignment.parts[stage], device, num_rows)
+            backward = backward + self.again(assignment.parts[stage], recompute, device, num_rows)
             receive = Line()
             for source, payload, num_messages in part.sends:
                 sender = devices[source][position * len(devices[source]) // len(own)]
@@ -187,6 +211,14 @@ class Pricing:
                     receive = receive + edge_line(self.link(sender, name), payload, num_messages)
             costs.append(DeviceCost(forward, backward, receive, part, self.capacity(name)))
         return tuple(costs)
+
+    def again(self, part: Part, recompute: Recompute, device: Device, num_rows: float) -> Line:
+        """Seconds of what a part computes a second time."""
+        if recompute.num_alive:
+            return self._compute(part, device, num_rows)[0]
+        seconds = self.seconds(device, num_rows)
+        index = np.array([self.table.position[name] for segment in recompute.segments for name in segment], dtype=np.int64)
+        return Line(float(seconds.forward_fixed[index].sum()), float(seconds.forward_per_row[index].sum()))
 
     def _compute(self, part: Part, device: Device, num_rows: float) -> tuple[Line, Line]:
         key = (id(part), device_kind(device), num_rows)

@@ -15,7 +15,7 @@ from whale.planning.placement import Placed
 from whale.planning.pricing import DeviceCost, Pricing
 from whale.planning.scheduling import Pipeline
 from whale.planning.scope_tree import Copies
-from whale.planning.stages import Assignment
+from whale.planning.stages import Assignment, Recompute
 
 Curves = Mapping[int, Sequence[Curve]]
 """Per rank, the curve of each of its devices over the rows of a micro-batch."""
@@ -29,6 +29,7 @@ class ReplicaModel:
         placed: the devices of each rank.
         assignment: the ops of each stage.
         costs: per stage, per device.
+        recomputes: per stage, what it computes again.
         ranks: curves over the rows of a micro-batch.
         curve: of the whole replica, over its rows of a step.
     """
@@ -36,26 +37,35 @@ class ReplicaModel:
     placed: Placed
     assignment: Assignment
     costs: tuple[tuple[DeviceCost, ...], ...]
+    recomputes: tuple[Recompute, ...]
     ranks: Curves
     curve: Curve
 
 
 def model_replica(
-    pricing: Pricing, pipeline: Pipeline, placed: Placed, assignment: Assignment, num_rows: int, rows_about: float
+    pricing: Pricing,
+    pipeline: Pipeline,
+    placed: Placed,
+    assignment: Assignment,
+    recomputes: tuple[Recompute, ...],
+    num_rows: int,
+    rows_about: float,
 ) -> ReplicaModel:
     """Prices a replica.
 
     Args:
+        recomputes: per stage, what it computes again.
         num_rows: rows of the global batch, the most that it can be given.
         rows_about: rows of a micro-batch that it is expected to get; prices are lines about it.
     """
     devices = [placed[rank] for rank in pipeline.stage_rank]
     costs = tuple(
-        pricing.stage(assignment, stage, devices, max(1.0, rows_about / len(devices[stage]))) for stage in range(pipeline.num_stages)
+        pricing.stage(assignment, stage, devices, max(1.0, rows_about / len(devices[stage])), recomputes[stage])
+        for stage in range(pipeline.num_stages)
     )
     most = -(-num_rows // pipeline.num_micro_batch)
     ranks = {rank: _device_curves(pipeline, placed[rank], costs, rank, most) for rank in range(pipeline.num_ranks)}
-    return ReplicaModel(placed, assignment, costs, ranks, _replica_curve(pipeline, ranks, num_rows, most))
+    return ReplicaModel(placed, assignment, costs, recomputes, ranks, _replica_curve(pipeline, ranks, num_rows, most))
 
 
 def _device_curves(
@@ -161,8 +171,18 @@ def make_replica(
         estimates = tuple(
             cost.estimate(share, pipeline.in_flight[stage]) for cost, share in zip(model.costs[stage], rows[rank], strict=True)
         )
+        recompute = tuple((segment[0], segment[-1]) for segment in model.recomputes[stage].segments)
         stages.append(
-            Stage(stage, tuple(names[stage]), part.ops, VirtualDevice(model.placed[rank]), rows[rank], part.parameters, estimates)
+            Stage(
+                stage,
+                tuple(names[stage]),
+                part.ops,
+                VirtualDevice(model.placed[rank]),
+                rows[rank],
+                part.parameters,
+                estimates,
+                recompute=recompute,
+            )
         )
     edges = tuple(
         Edge(source, target, tensors, round(pricing.payload(tensors)[0].at(largest)))

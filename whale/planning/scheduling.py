@@ -9,7 +9,7 @@ from whale.errors import AnnotationError, ConfigError
 from whale.ir.plan import Choice
 from whale.planning.scope_tree import Copies
 from whale.planning.taskgraphs import Annotations
-from whale.schedules import peak_in_flight, placement
+from whale.schedules import BUILDERS, build, count_recomputed, insert_recompute, peak_in_flight, placement
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class Pipeline:
         devices: per rank, how many devices it has.
         in_flight: per stage, micro-batches whose activations it holds at once.
         copies: how the ranks nest.
+        recomputed: per stage that recomputes as a whole, by R actions, how many recomputed micro-batches it holds at
+            once; 0 for the others.
+        inserts_recompute: whether those R actions are put into a schedule that has none of its own.
     """
 
     schedule: str
@@ -35,6 +38,8 @@ class Pipeline:
     devices: tuple[int, ...]
     in_flight: tuple[int, ...]
     copies: Copies
+    recomputed: tuple[int, ...]
+    inserts_recompute: bool
 
     @property
     def num_stages(self) -> int:
@@ -54,8 +59,11 @@ class Pipeline:
         return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
 
 
-def shape_pipeline(config: Config, annotations: Annotations | None, num_devices: int) -> Pipeline:
+def shape_pipeline(config: Config, annotations: Annotations | None, num_devices: int, group_size: int | None = None) -> Pipeline:
     """The pipeline's shape, from the scopes, or else from ``pipeline.num_stages``.
+
+    Args:
+        group_size: of interleaving, where the configuration leaves it to the planner; None for the smallest.
 
     Raises:
         ConfigError: stages, chunks and schedule do not fit together, or there are fewer devices than stages.
@@ -72,6 +80,7 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         num_ranks = _ranks_of_scopes(config, annotations, chunks)
         devices = annotations.devices[:num_ranks]
         copies = annotations.copies if chunks == 1 else Copies(1, tuple(range(num_ranks)))
+    group_size = smallest_group(config, num_ranks) if group_size is None else group_size
     stage_rank = placement(wanted.schedule, num_ranks=num_ranks, num_chunks=wanted.num_chunks)
     if annotations is not None:
         _check_chunks_alike(annotations, stage_rank, devices)
@@ -80,10 +89,37 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         num_ranks=num_ranks,
         num_micro_batch=wanted.num_micro_batch,
         num_chunks=wanted.num_chunks,
-        group_size=wanted.group_size,
+        group_size=group_size,
     )
     in_flight = tuple(-(-peaks[rank] // chunks) for rank in stage_rank)
-    return Pipeline(wanted.schedule, wanted.num_micro_batch, chunks, wanted.group_size, stage_rank, devices, in_flight, copies)
+    recomputed, inserts = _recomputed(config, num_ranks, group_size)
+    return Pipeline(
+        wanted.schedule, wanted.num_micro_batch, chunks, group_size, stage_rank, devices, in_flight, copies, recomputed, inserts
+    )
+
+
+def smallest_group(config: Config, num_ranks: int) -> int | None:
+    """The group size that the configuration gives, or the smallest that interleaving can do with; None for other schedules."""
+    if config.pipeline.group_size is not None or not BUILDERS[config.pipeline.schedule].takes_group:
+        return config.pipeline.group_size
+    return min(num_ranks, config.pipeline.num_micro_batch)
+
+
+def _recomputed(config: Config, num_ranks: int, group_size: int | None) -> tuple[tuple[int, ...], bool]:
+    """What recomputes as a whole: what the schedule says, or every stage where the policy is ``full``."""
+    wanted = config.pipeline
+    small = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=num_ranks, num_chunks=wanted.num_chunks)
+    alive = count_recomputed(small)
+    if any(alive) or config.recompute.policy != "full":
+        return alive, False
+    order = build(
+        wanted.schedule,
+        num_ranks=num_ranks,
+        num_micro_batch=wanted.num_micro_batch,
+        num_chunks=wanted.num_chunks,
+        group_size=group_size,
+    )
+    return count_recomputed(insert_recompute(order)), True
 
 
 def _ranks_of_scopes(config: Config, annotations: Annotations, chunks: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from whale.planning.cut_points import CutPoints
 from whale.planning.partition import Partition, cut_into_stages, wishes_of
 from whale.planning.placement import Placed, Placement
 from whale.planning.pricing import Pricing, device_kind
+from whale.planning.recompute import KEEP_ALL, Chooser, Policy
 from whale.planning.replica import ReplicaModel, model_replica
 from whale.planning.scheduling import Pipeline
 from whale.planning.stages import Assignment, assign
@@ -62,6 +64,7 @@ class Solver:
 
     Args:
         points: where the graph may be cut; None where `fixed`, the assignment by scopes, says the stages.
+        policy: what recomputes inside stages.
     """
 
     graph: ModelGraph
@@ -71,9 +74,10 @@ class Solver:
     num_rows: int
     points: CutPoints | None = None
     fixed: Assignment | None = None
-    _cuts: dict[Hashable, Partition] = field(default_factory=dict)
-    _assignments: dict[tuple[int, ...], Assignment] = field(default_factory=dict)
-    _models: dict[Hashable, ReplicaModel] = field(default_factory=dict)
+    policy: Policy = KEEP_ALL
+    _cuts: dict[Hashable, Partition] = field(default_factory=dict, init=False)
+    _assignments: dict[tuple[int, ...], Assignment] = field(default_factory=dict, init=False)
+    _models: dict[Hashable, ReplicaModel] = field(default_factory=dict, init=False)
 
     def solve(self, placement: Placement) -> Solution:
         """The best division of the rows, and with it of the ops, for a placement.
@@ -89,14 +93,15 @@ class Solver:
         lack: MemoryShortage | None = None
         margin = 1.0
         for round_number in range(1, MAX_ROUNDS + 1):
-            models, partitions = self._models_of(placement, rows, margin)
+            is_last_resort = best is None and round_number == MAX_ROUNDS
+            models, partitions = self._models_of(placement, rows, margin, keeping=0.0 if is_last_resort else margin)
             try:
                 divided = divide_units(self.num_rows, [model.curve for model in models])
             except MemoryShortage as error:
-                lack = lack or self._name_shortages(models, error)
+                lack = self._name_shortages(models, error) if lack is None or self.policy.kind == "auto" else lack
                 margin *= MARGIN_STEP
                 rows = error.sizes
-                if self.fixed is not None:
+                if self.fixed is not None and self.policy.kind != "auto":
                     break
                 continue
             found = self._solution(placement, models, divided, partitions, round_number)
@@ -121,19 +126,26 @@ class Solver:
             )
 
     def _models_of(
-        self, placement: Placement, rows: Sequence[int], margin: float
+        self, placement: Placement, rows: Sequence[int], margin: float, keeping: float
     ) -> tuple[tuple[ReplicaModel, ...], tuple[Partition | None, ...]]:
+        """The replicas with these rows of a step each.
+
+        Args:
+            margin: share of the devices' memory that stages are cut for.
+            keeping: share of it that recomputation leaves filled; 0 recomputes all that can be.
+        """
         models, partitions = [], []
         for placed, share in zip(placement.replicas, rows, strict=True):
             largest = max(1, -(-share // self.pipeline.num_micro_batch))
             partition = self._cut(placed, largest, margin)
             assignment = self.fixed if partition is None else self._assignment(partition)
             assert assignment is not None
-            key = (self._likeness(placed), id(assignment), largest)
+            key = (self._likeness(placed), id(assignment), largest, keeping)
             if key not in self._models:
-                self._models[key] = model_replica(self.pricing, self.pipeline, placed, assignment, self.num_rows, largest)
+                recomputes = Chooser(self.pricing, self.pipeline, self.policy).choose(placed, assignment, largest, keeping)
+                self._models[key] = model_replica(self.pricing, self.pipeline, placed, assignment, recomputes, self.num_rows, largest)
             like = self._models[key]
-            models.append(ReplicaModel(placed, assignment, like.costs, like.ranks, like.curve))
+            models.append(dataclasses.replace(like, placed=placed, assignment=assignment))
             partitions.append(partition)
         return tuple(models), tuple(partitions)
 
@@ -143,7 +155,7 @@ class Solver:
         key = (self._likeness(placed), num_rows, margin)
         if key not in self._cuts:
             devices = [names[0] for names in placed]
-            self._cuts[key] = cut_into_stages(self.points, self.pricing, self.pipeline, devices, num_rows, margin)
+            self._cuts[key] = cut_into_stages(self.points, self.pricing, self.pipeline, self.policy, devices, num_rows, margin)
         return self._cuts[key]
 
     def _assignment(self, partition: Partition) -> Assignment:
@@ -194,6 +206,6 @@ class Solver:
         partitions: tuple[Partition | None, ...],
         round_number: int,
     ) -> Solution:
-        end = end_of_step(self.pricing, self.pipeline, models)
+        end = end_of_step(self.pricing, self.pipeline, models, rows)
         slowest = max(float(model.curve.seconds[share]) for model, share in zip(models, rows, strict=True))
-        return Solution(placement, models, rows, end, slowest + end.sync + end.optimizer, partitions, round_number)
+        return Solution(placement, models, rows, end, slowest + end.exposed + end.optimizer, partitions, round_number)

@@ -47,6 +47,26 @@ class Part:
     received: Mapping[int, tuple[str, ...]]
 
 
+Segment = tuple[str, ...]
+"""A run of a stage's ops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What one stage computes again in its backward pass.
+
+    Attributes:
+        segments: runs of its ops, in order.
+        num_alive: where R actions recompute the whole stage, how many recomputed micro-batches are alive at once; else 0.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    num_alive: int = 0
+
+
+NOTHING = Recompute()
+
+
 @dataclass(frozen=True)
 class Assignment:
     """The ops of all stages. `stage_of` names the stage of every op that is not repeated."""

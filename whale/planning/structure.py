@@ -48,7 +48,7 @@ def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset()) -> Structur
     """
     inputs = {op.name: op.inputs for op in graph.ops}
     owner = storage_of(graph)
-    mutated = frozenset(name for op in graph.ops for name in _written(graph, op, owner))
+    mutated = frozenset(name for op in graph.ops for name in written_storages(graph, op, owner))
     repeatable = _repeatable(graph, inputs, lambda op: op.name in pinned or owner[op.name] in mutated)
     parents = {op.name: op.name for op in graph.ops if op.kind == "call" and op.name not in repeatable}
     for first, second in _bonds(graph, inputs, owner):
@@ -73,6 +73,15 @@ def floating_ops(graph: ModelGraph, structure: Structure) -> frozenset[str]:
             bound.add(op.name)
     atoms = {structure.atom_of[name] for name in bound if name in structure.atom_of}
     return frozenset(name for name, atom in structure.atom_of.items() if atom not in atoms)
+
+
+def activations_of(graph: ModelGraph) -> frozenset[str]:
+    """The ops whose values depend on the batch."""
+    found: set[str] = set()
+    for op in graph.ops:
+        if (op.kind == "input" and op.outputs) or not found.isdisjoint(op.inputs):
+            found.add(op.name)
+    return frozenset(found)
 
 
 def _number(
@@ -125,7 +134,7 @@ def _bonds(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]], owner: Mapp
     last_change: dict[str, float] = {}
     first: dict[str, str] = {}
     for op in graph.ops:
-        for name in _written(graph, op, owner):
+        for name in written_storages(graph, op, owner):
             last_change[name] = position[op.name] if graph.by_name[name].kind == "call" else math.inf
             first.setdefault(name, op.name)
     for op in graph.ops:
@@ -141,7 +150,7 @@ def _bonds(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]], owner: Mapp
             yield term.sum, term.weight
 
 
-def _written(graph: ModelGraph, op: Op, owner: Mapping[str, str]) -> tuple[str, ...]:
+def written_storages(graph: ModelGraph, op: Op, owner: Mapping[str, str]) -> tuple[str, ...]:
     """The storages that an op changes."""
     if operator(op) in SILENT_WRITERS:
         return tuple(name for name in op.inputs if graph.by_name[name].kind == "buffer")

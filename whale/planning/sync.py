@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whale.cost import optimizer_seconds, ring_all_reduce_seconds
+from whale.cost import exposed_sync, optimizer_seconds, ring_all_reduce_seconds
 from whale.planning.pricing import Pricing
 from whale.planning.replica import ReplicaModel
 from whale.planning.scheduling import Pipeline
@@ -19,17 +19,23 @@ class EndOfStep:
         sync: gradient reduction, as if none of it were hidden.
         optimizer: the optimizer's step.
         num_bytes: gradient bytes of the device that reduces longest.
+        exposed: what the schedule cannot hide of `sync` behind backward passes.
     """
 
     sync: float
     optimizer: float
     num_bytes: int
+    exposed: float
 
 
-def end_of_step(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[ReplicaModel]) -> EndOfStep:
-    """Prices the end of a step."""
+def end_of_step(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> EndOfStep:
+    """Prices the end of a step.
+
+    Args:
+        rows: of a step, per replica.
+    """
     if not pricing.training:
-        return EndOfStep(0.0, 0.0, 0)
+        return EndOfStep(0.0, 0.0, 0, 0.0)
     reduced: dict[str, float] = {}
     moved: dict[str, int] = {}
     weights: dict[str, int] = {}
@@ -44,7 +50,20 @@ def end_of_step(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[Replica
         (optimizer_seconds(pricing.cluster.by_name[device], held, pricing.optimizer_states) for device, held in weights.items()),
         default=0.0,
     )
-    return EndOfStep(reduced[slowest] if slowest else 0.0, optimizer, moved[slowest] if slowest else 0)
+    sync = reduced[slowest] if slowest else 0.0
+    backward = shortest_backward(pipeline, replicas, rows)
+    exposed = exposed_sync(pipeline.schedule, sync, backward, pipeline.num_micro_batch, pipeline.num_chunks, pipeline.group_size)
+    return EndOfStep(sync, optimizer, moved[slowest] if slowest else 0, exposed)
+
+
+def shortest_backward(pipeline: Pipeline, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> float:
+    """Seconds of the backward pass of one micro-batch on the rank where it is shortest, so where it hides least."""
+    found = []
+    for replica, share in zip(replicas, rows, strict=True):
+        for rank, names in enumerate(replica.placed):
+            per_device = share / pipeline.num_micro_batch / len(names)
+            found.append(sum(replica.costs[stage][0].backward.at(per_device) for stage in pipeline.stages_of(rank)))
+    return min(found)
 
 
 def _owner_sets(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[ReplicaModel]) -> dict[tuple[str, ...], int]:

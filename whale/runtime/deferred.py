@@ -125,6 +125,8 @@ class _Deferred(torch.autograd.Function):
         ctx.queue, ctx.target = queue, target
         ctx.places = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
         ctx.save_for_backward(*(args[position] for position in ctx.places))  # so that torch sees an in-place change in between
+        # A tensor that a checkpoint recomputes stands for the parameter, but has a gradient of its own.
+        ctx.leaves = {position: args[position] for position in ctx.places if args[position].requires_grad and args[position].is_leaf}
         ctx.rest = tuple(None if isinstance(value, torch.Tensor) else value for value in args)
         output: torch.Tensor = target(*args)
         return output
@@ -135,7 +137,7 @@ class _Deferred(torch.autograd.Function):
         rule = RULES[ctx.target]
         restored = list(ctx.rest)
         for position, value in zip(ctx.places, ctx.saved_tensors, strict=True):
-            restored[position] = value
+            restored[position] = ctx.leaves.get(position, value)
         args = tuple(restored)
         ctx.queue.add(rule, args, gradient)
         results: list[Any] = [None] * (2 + len(args))

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from whale.ir.graph import ModelGraph, Op
-from whale.runtime.deferred import defer_weights
+from whale.runtime.segments import OP
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class StageProgram:
         module: takes `inputs` in order and returns a tuple in the order of `outputs`.
         inputs: ops whose values it takes: batch inputs, parameters, buffers, constants, received tensors.
         outputs: ops whose values it returns.
-        kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, or ``weight_queue``.
+        kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, ``weight_queue`` or ``split_group``.
         keys: per input, the name its value is kept under: of the parameter or buffer, else of the op.
         mutated: names of the buffers that it changes in place.
         is_random: whether it draws random numbers.
@@ -45,6 +45,7 @@ def lower(
     device: torch.device,
     *,
     splits_backward: bool = False,
+    segments: Sequence[Collection[str]] = (),
 ) -> StageProgram:
     """Cuts the ops of one stage out of the whole graph.
 
@@ -56,39 +57,25 @@ def lower(
         outputs: values it returns.
         device: every ``device=`` argument becomes this.
         splits_backward: weight gradients wait in a queue (see `whale.runtime.deferred`), which the program takes first.
+        segments: runs of its ops that keep only their inputs and are computed again in the backward pass.
     """
     wanted, handed = set(ops), set(received)
     local = fx.Graph()
     queue = local.placeholder(QUEUE) if splits_backward else None
     copies: dict[str, fx.Node] = {}
     read = _reads(model, wanted, handed, outputs)
-    for op in model.ops:
-        if op.name in read:
-            node = local.placeholder(op.name)
-            copies[op.name] = node
+    for name in read:
+        copies[name] = local.placeholder(name)
     for node in graph.nodes:
         if node.op == "call_function" and node.name in wanted:
             copied = local.node_copy(node, lambda argument: copies[argument.name])
+            copied.meta[OP] = node.name
             _place(copied, device)
             if handed and copied.target is torch.ops.aten.view.default:
                 copied.target = torch.ops.aten.reshape.default  # what arrives is contiguous, whatever it was where it was made
             copies[node.name] = copied
     local.output(tuple(copies[name] for name in outputs))
-    if queue is not None:
-        num_dims = {op.name: len(op.outputs[0].shape) for op in model.ops if op.outputs}
-        defer_weights(local, _trainable(model, read), num_dims, queue)
-    kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
-    keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
-    first = () if queue is None else (QUEUE,)
-    return StageProgram(
-        module=fx.GraphModule(torch.nn.Module(), local),
-        inputs=(*first, *read),
-        outputs=tuple(outputs),
-        kinds=(*first, *kinds),
-        keys=(*first, *keys),
-        mutated=mutated_buffers(model, local.nodes),
-        is_random=any("random" in model.by_name[name].tags for name in wanted),
-    )
+    return local
 
 
 QUEUE = "weight_queue"

@@ -9,7 +9,7 @@ from torch import fx
 
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica, Stage
-from whale.runtime.lowering import StageProgram, lower
+from whale.runtime.lowering import StageCuts, StageProgram, lower
 
 GraphSource = Callable[[int], fx.Graph]
 """The captured graph for a number of rows of a piece."""
@@ -26,6 +26,7 @@ class StageSource:
         known: loss terms whose weights are known beforehand and need not be returned.
         device: where it computes.
         splits_backward: whether its schedule runs input and weight gradients apart.
+        cuts: of a split stage.
 
     Attributes:
         outputs: names that the program returns.
@@ -40,7 +41,9 @@ class StageSource:
         known: set[int],
         device: torch.device,
         splits_backward: bool,
+        cuts: StageCuts | None = None,
     ) -> None:
+        self._cuts = cuts
         self._splits_backward = splits_backward
         self._model, self._graphs, self._stage, self._device = model, graphs, stage, device
         self._received = {name for edge in replica.edges if edge.target == stage.index for name in edge.tensors}
@@ -58,7 +61,15 @@ class StageSource:
         program = self._lowered.get(graph)
         if program is None:
             program = lower(
-                graph, self._model, self._stage.ops, self._received, self.outputs, self._device, splits_backward=self._splits_backward
+                graph,
+                self._model,
+                self._stage.ops,
+                self._received,
+                self.outputs,
+                self._device,
+                splits_backward=self._splits_backward,
+                cuts=self._cuts,
+                segments=self._stage.segments,
             )
             self._lowered[graph] = program
         return program

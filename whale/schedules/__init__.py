@@ -6,7 +6,7 @@ from whale.schedules.communication import insert_communication
 from whale.schedules.edges import Edges
 from whale.schedules.execution import Execution, Stuck, execute
 from whale.schedules.forward_only import forward_only
-from whale.schedules.in_flight import count_in_flight
+from whale.schedules.in_flight import count_in_flight, count_recomputed
 from whale.schedules.recompute import insert_recompute
 from whale.schedules.shape import Shape
 from whale.schedules.table import BUILDERS, build, peak_in_flight, placement
@@ -21,6 +21,7 @@ __all__ = [
     "Stuck",
     "build",
     "count_in_flight",
+    "count_recomputed",
     "execute",
     "expand",
     "forward_only",

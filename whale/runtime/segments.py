@@ -1,0 +1,80 @@
+"""Segments of a stage that keep only their inputs: in the backward pass torch's checkpoint computes them again.
+
+    inputs --> [ op op op op ] --> outputs          forward: what the ops keep for backward is dropped
+                 |  |  |  |
+    inputs --> [ op op op op ]                      backward: computed again, used, dropped
+
+Weight gradients that wait in a queue wait once: the queue is filled by the backward pass, which runs once, and not by
+the forward that is computed again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Recomputed(nn.Module):
+    """A run of ops that is computed again in the backward pass.
+
+    Args:
+        module: takes the inputs and returns a tuple.
+        is_random: whether it draws random numbers, which are then the same both times.
+    """
+
+    def __init__(self, module: fx.GraphModule, *, is_random: bool) -> None:
+        super().__init__()
+        self.module, self.is_random = module, is_random
+
+    def forward(self, *inputs: Any) -> Any:
+        return checkpoint(self.module, *inputs, use_reentrant=False, preserve_rng_state=self.is_random)
+
+
+def with_segments(graph: fx.Graph, segments: Sequence[Collection[str]], random: Collection[str]) -> fx.GraphModule:
+    """A module that runs a stage's graph with these segments recomputed.
+
+    Args:
+        graph: of the stage, its nodes marked with their op's name (`OP`); changed in place.
+        segments: names of the ops of each run.
+        random: ops that draw random numbers.
+    """
+    root = nn.Module()
+    for number, segment in enumerate(segments):
+        names = set(segment)
+        order = list(graph.nodes)
+        marked = [index for index, node in enumerate(order) if node.meta.get(OP) in names]
+        if marked:
+            nodes = order[marked[0] : marked[-1] + 1]  # with what lowering put in between
+            name = f"segment{number}"
+            root.add_module(name, Recomputed(_take_out(graph, nodes, name), is_random=not names.isdisjoint(random)))
+    return fx.GraphModule(root, graph)
+
+
+OP = "whale_op"
+"""Where a node says which op it runs, whatever it is replaced by."""
+
+
+def _take_out(graph: fx.Graph, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:
+    """Moves a run of nodes into a module, in their order, and puts a call of it in their place."""
+    own = set(nodes)
+    inputs = tuple(dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in own))
+    outputs = tuple(node for node in nodes if any(user not in own for user in node.users))
+    inner = fx.Graph()
+    copies = {source: inner.placeholder(source.name) for source in inputs}
+    for node in nodes:
+        copies[node] = inner.node_copy(node, copies.__getitem__)
+    inner.output(tuple(copies[node] for node in outputs))
+    with graph.inserting_after(nodes[-1]):
+        call = graph.create_node("call_module", name, inputs)
+    place = call
+    for index, node in enumerate(outputs):
+        with graph.inserting_after(place):
+            place = graph.call_function(operator.getitem, (call, index), name=f"{node.name}_again")
+        node.replace_all_uses_with(place, delete_user_cb=lambda user: user not in own)
+    for node in reversed(nodes):
+        graph.erase_node(node)
+    return fx.GraphModule(nn.Module(), inner)
