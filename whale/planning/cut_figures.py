@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whale.cost import Line, all_reduce_line, op_seconds, spec_line
 from whale.cost.op_table import Floats, OpTable, is_free
@@ -105,7 +106,7 @@ def price_cuts(scene: Scene, space: CutSpace, pricing: Pricing, site: Site, num_
 
 def communication(scene: Scene, axes: frozenset[str], pricing: Pricing, site: Site) -> tuple[Line, Line]:
     """Seconds of reductions inside the split groups for one micro-batch with these axes cut, forward and backward, by rows."""
-    forward = Line.sum(_leave(scene, op, axis, pricing, site) for axis in sorted(axes) for op in scene.members[axis])
+    forward = Line.sum(_made_whole(scene, op, axis, pricing, site) for axis in sorted(axes) for op in scene.members[axis])
     entering = {name for axis in sorted(axes) for op in scene.members[axis] for name in _entered(scene, op, axis, pricing)}
     return forward, Line.sum(_enter(pricing, name, site) for name in sorted(entering))
 
@@ -113,7 +114,11 @@ def communication(scene: Scene, axes: frozenset[str], pricing: Pricing, site: Si
 def _distinct_devices(pricing: Pricing, site: Site) -> tuple[tuple[Device, ...], ...]:
     """Per position, its devices in the groups, equal ones once."""
     return tuple(
-        tuple({device_kind(pricing.cluster.by_name[group[position]]): pricing.cluster.by_name[group[position]] for group in site.groups}.values())
+        tuple(
+            {
+                device_kind(pricing.cluster.by_name[group[position]]): pricing.cluster.by_name[group[position]] for group in site.groups
+            }.values()
+        )
         for position in range(site.width)
     )
 
@@ -125,9 +130,7 @@ def _whole_seconds(pricing: Pricing, device: Device, ops: Iterable[str], num_row
     return float((fixed + num_rows * (seconds.forward_per_row[index] + seconds.backward_per_row[index])).sum())
 
 
-def _price_kind(
-    scene: Scene, kind: Sequence[str], pricing: Pricing, site: Site, devices: Sequence[Sequence[Device]]
-) -> KindFigures:
+def _price_kind(scene: Scene, kind: Sequence[str], pricing: Pricing, site: Site, devices: Sequence[Sequence[Device]]) -> KindFigures:
     axis, count = kind[0], len(kind)
     size = scene.axes.by_name[axis].size
     members = scene.members[axis]
@@ -140,7 +143,7 @@ def _price_kind(
         count=count,
         whole=tuple(max(wholes[device_kind(device)] for device in each) for each in devices),
         cut=tuple(np.max([curves[device_kind(device)] for device in each], axis=0) for each in devices),
-        leaving=count * Line.sum(_leave(scene, op, axis, pricing, site) for op in members).at(site.num_rows),
+        leaving=count * Line.sum(_made_whole(scene, op, axis, pricing, site) for op in members).at(site.num_rows),
         num_bytes=count * _divided_bytes(scene, axis, pricing, site),
     )
 
@@ -171,7 +174,7 @@ class _Entries:
         return float(forward.sum() + (backward.sum() if self._training else 0.0))
 
 
-def _rows_of(table: OpTable, index: Floats) -> OpTable:
+def _rows_of(table: OpTable, index: NDArray[np.int64]) -> OpTable:
     columns = ("dtype", "launches", "trains", "flops_fixed", "flops_per_row", "backward_flops_fixed", "backward_flops_per_row")
     return replace(table, **{name: getattr(table, name)[index] for name in (*columns, "bytes_fixed", "bytes_per_row")})
 
@@ -195,13 +198,17 @@ def _cut_traffic(scene: Scene, axis: str, op: Op) -> Line:
     return Line.sum(spec_line(spec, scene.graph.num_rows) for spec in specs)
 
 
-def _leave(scene: Scene, op: Op, axis: str, pricing: Pricing, site: Site) -> Line:
-    """Seconds of making an op's results for parts of an axis whole; nothing unless it contracts the axis."""
+def _made_whole(scene: Scene, op: Op, axis: str, pricing: Pricing, site: Site) -> Line:
+    """Seconds of making an op's results whole: it contracts the axis, or they have it and are handed on."""
+    payload = Line.sum(spec_line(spec, scene.graph.num_rows) for spec in op.outputs)
+    if axis in scene.axes_in(op.name):
+        returned = op.name in scene.handed_on or op.name in scene.graph.outputs
+        return _reduce(pricing, site, payload, 1) * 0.5 if returned else Line()  # gathering is half of reducing
     role = scene.axes.ops[op.name].roles[axis]
     if role.kind != "contracted":
         return Line()
     if role.combine != "softmax":
-        return _reduce(pricing, site, Line.sum(spec_line(spec, scene.graph.num_rows) for spec in op.outputs), 1)
+        return _reduce(pricing, site, payload, 1)
     source = scene.graph.by_name[op.inputs[0]].outputs[0]  # the largest; then the sum and the target's logit together
     return _reduce(pricing, site, spec_line(source, scene.graph.num_rows) * (3 / scene.axes.by_name[axis].size), 2)
 
@@ -222,13 +229,17 @@ def _entering(scene: Scene, space: CutSpace, pricing: Pricing, site: Site) -> di
 
 
 def _entered(scene: Scene, op: Op, axis: str, pricing: Pricing) -> Iterator[str]:
-    """Whole tensors with a gradient that an op reads beside its parts; what is added after a contraction does not enter."""
+    """Whole tensors with a gradient that an op reads beside its parts; what is added after a contraction does not enter.
+
+    A tensor received from another stage is whole, whether or not it has the axis.
+    """
     if not pricing.training or not op.requires_grad:
         return
     contracted = scene.axes.ops[op.name].roles[axis].kind == "contracted"
     for name in op.inputs:
         source = scene.graph.by_name[name]
-        if source.requires_grad and source.outputs and axis not in scene.axes_in(name) and not (contracted and source.kind == "parameter"):
+        is_part = axis in scene.axes_in(name) and name not in scene.received
+        if source.requires_grad and source.outputs and not is_part and not (contracted and source.kind == "parameter"):
             yield name
 
 
@@ -255,4 +266,3 @@ def _divided_bytes(scene: Scene, axis: str, pricing: Pricing, site: Site) -> flo
         kept |= dict.fromkeys(name for name in pricing.kept.get(op.name, ()) if axis in scene.axes_in(name))
     activations = Line.sum(spec_line(spec, scene.graph.num_rows) for name in kept for spec in scene.graph.by_name[name].outputs)
     return sum(pricing.parameter_bytes(name) for name in held) + site.in_flight * activations.at(site.num_rows)
-

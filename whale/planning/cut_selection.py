@@ -1,11 +1,11 @@
 """Which kinds of axes to cut: the exact optimum of a small integer program (HiGHS, gap 0).
 
-    x_k = 1     kind k is cut                       saves whole_k - cut_k, costs its reductions forward
-    y_S = 1     some kind of S is cut               costs the reductions backward of the tensors that S makes enter
-    e           bytes beyond a device's memory      costs more than any time, so that what fits is preferred
+x_k = 1     kind k is cut                       saves whole_k - cut_k, costs its reductions forward
+y_S = 1     some kind of S is cut               costs the reductions backward of the tensors that S makes enter
+e           bytes beyond a device's memory      costs more than any time, so that what fits is preferred
 
-    minimise  sum x_k (cut_k + leaving_k - whole_k) + sum y_S entering_S + penalty e
-    where     sum of x_k over the kinds that meet in one op <= 1,   x_k <= y_S for k in S,   sum x_k >= 1
+minimise  sum x_k (cut_k + leaving_k - whole_k) + sum y_S entering_S + penalty e
+where     sum of x_k over the kinds that meet in one op <= 1,   x_k <= y_S for k in S,   sum x_k >= 1
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def _cost(sized: Sized) -> Floats:
     return np.append(scaled, penalty)
 
 
-def _rows(
-    sized: Sized, conflicts: Sequence[Sequence[int]], other_than: Collection[int] | None
-) -> tuple[Floats, Floats, Floats]:
+def _rows(sized: Sized, conflicts: Sequence[Sequence[int]], other_than: Collection[int] | None) -> tuple[Floats, Floats, Floats]:
     num_kinds, num_sets = len(sized.figures.kinds), len(sized.figures.entering)
     width = num_kinds + num_sets + 1
     rows: list[Floats] = []

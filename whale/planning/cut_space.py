@@ -35,13 +35,17 @@ class Scene:
     Attributes:
         graph: the whole model; `axes` are its axes.
         ops: the calls of the stage, in graph order.
-        handed: ops whose values enter the stage from others, or leave it.
+        received: ops of other stages whose values it reads.
+        handed_on: ops whose values other stages read; as those that the graph returns, they are made whole.
+        shared: parameters that another stage on the same devices reads too: a device holds them in one way.
     """
 
     graph: ModelGraph
     axes: Axes
     ops: tuple[str, ...]
-    handed: frozenset[str] = frozenset()
+    received: frozenset[str] = frozenset()
+    handed_on: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
 
     @cached_property
     def calls(self) -> tuple[Op, ...]:
@@ -116,7 +120,7 @@ def _refusal(scene: Scene, axis: str, width: int) -> Refusal | None:
     size = scene.axes.by_name[axis].size
     if size < width:
         return Refusal(f"split over {width} devices needs at least {width} ({axis}: {size})")
-    return _crossing(scene, axis)
+    return _sharing(scene, axis)
 
 
 def _hint(op: Op, reason: str) -> str:
@@ -125,17 +129,12 @@ def _hint(op: Op, reason: str) -> str:
     return f"whale.register_rule({op.target.rpartition('.')[0] or op.target!r}, ...) tells what the op does with its axes"
 
 
-def _crossing(scene: Scene, axis: str) -> Refusal | None:
-    """A cut axis stays inside its stage: what other stages, the batch or the user hand in or get is whole."""
-    for op in scene.members[axis]:
-        for name in (op.name, *op.inputs):
-            if axis not in scene.axes_in(name):
-                continue
-            if name in scene.handed or (name == op.name and name in scene.graph.outputs):
-                return Refusal(f"%{name}, which has it, passes between this split and what is around it", scene.graph.by_name[name].where)
-            if scene.graph.by_name[name].kind == "input":
-                return Refusal(f"the batch's {name} has it, and is read whole", op.where)
-    return None
+def _sharing(scene: Scene, axis: str) -> Refusal | None:
+    """A device holds a parameter in one way, so one that its other stages read too stays whole."""
+    holders = {holder.rpartition(":")[0] for holder in scene.axes.held_by[axis]} & scene.shared
+    if not holders:
+        return None
+    return Refusal(f"another TaskGraph on the same devices reads {sorted(holders)[0]}, which has it, whole")
 
 
 def _meetings(scene: Scene, allowed: frozenset[str]) -> tuple[frozenset[str], ...]:
