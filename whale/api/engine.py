@@ -25,6 +25,7 @@ from whale.runtime.buffers import merge_buffers
 from whale.runtime.clipping import clip, global_norm
 from whale.runtime.gathering import gather_outputs, gather_tensors
 from whale.runtime.gradient_sync import GradientSync, plan_buckets
+from whale.runtime.holdings import Holdings, discover_if_cut
 from whale.runtime.lowering import mutated_buffers
 from whale.runtime.rank_batch import RankBatch
 from whale.runtime.reach import reached_parameters
@@ -58,6 +59,7 @@ class Engine:
         config: Config,
         world: World,
         attachment: Attachment,
+        holdings: Holdings,
         tensors: dict[str, torch.Tensor],
         optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None,
@@ -71,11 +73,13 @@ class Engine:
         self._seat = find_seat(plan, own[0] if own else None)
         self._tensors = tensors
         self._status = StatusBoard.open(world.rank)
-        self._reached = reached_parameters(train.graph)
-        buckets = plan_buckets(plan, train.graph, self._reached, config.communication.bucket_bytes)
-        everyone = tuple(range(world.size))
-        self._everyone = everyone
-        self._groups = Groups(world, [everyone, *(self._in_world(bucket.owners) for bucket in buckets)])
+        self.holdings = holdings
+        buckets = plan_buckets(holdings, train.graph, reached_parameters(train.graph), config.communication.bucket_bytes)
+        self._everyone = tuple(range(world.size))
+        split_groups = (group for replica in plan.replicas for stage in replica.stages for group in stage.groups)
+        device_groups = [tuple(plan.rank_of[device] for device in group) for group in split_groups]
+        rank_sets = [self._in_world(ranks) for ranks in [*(bucket.owners for bucket in buckets), *device_groups]]
+        self._groups = Groups(world, [self._everyone, *rank_sets])
         self._sync = self._make_sync(buckets)
         parameters = [(name, value) for name, value in tensors.items() if isinstance(value, nn.Parameter)]
         self._parameters = dict(parameters)
@@ -146,8 +150,8 @@ class Engine:
         if limit is None:
             return
         gradients = self.gradients()
-        rank = None if self._seat is None else self._seat.rank
-        counted = [gradient for name, gradient in gradients.items() if self.plan.owners[name][0] == rank]
+        rank = self._rank
+        counted = [gradient for name, whole in gradients.items() for gradient in self.holdings.answered_for(name, rank, whole)]
         norm = global_norm(counted, self._world.device, self._groups, self._everyone)
         clip(list(gradients.values()), norm, limit)
 
@@ -240,7 +244,7 @@ class Engine:
             global_batch_size: rows over all ranks.
             **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers`` as `whale.api.loader.make_loader` takes them.
         """
-        rank = None if self._seat is None else self._seat.rank
+        rank = self._rank
         self._loader = make_loader(dataset, global_batch_size=global_batch_size, plan=self.plan, rank=rank, **options)
         if self._position is not None:
             self._loader.position = self._position
@@ -255,7 +259,7 @@ class Engine:
         """
         self._merge_buffers()
         graph = self.model_graph
-        found = gather_tensors(graph, self._tensors, self.writers, self._world, only=rank)
+        found = gather_tensors(graph, self.holdings, self._rank, self._tensors, self._world_ranks, self._world, only=rank)
         if found is None:
             return None
         return {key: found[graph.parameter_by_name[key].name] for key in self._model.state_dict()}
@@ -283,6 +287,10 @@ class Engine:
         self._groups.close()
         self._status.finish()
 
+    @property
+    def _rank(self) -> int | None:
+        return None if self._seat is None else self._seat.rank
+
     # ---- parts -----------------------------------------------------------------------------------------------
 
     def _in_world(self, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -293,7 +301,9 @@ class Engine:
             return None
         stages = {(self._seat.replica, stage) for stage in self.schedule.stages_of(self._seat.pipeline_rank)}
         parameters: Mapping[str, nn.Parameter] = {n: p for n, p in self._tensors.items() if isinstance(p, nn.Parameter)}
-        return GradientSync(buckets, self._seat.rank, stages, self._world_ranks, parameters, self._groups, self._world.timeout)
+        return GradientSync(
+            buckets, self.holdings, self._seat.rank, stages, self._world_ranks, parameters, self._groups, self._world.timeout
+        )
 
     def _make_worker(self, name: ModeName, plan: Plan, schedule: Schedule) -> Worker:
         mode = self._modes[name]
@@ -308,6 +318,7 @@ class Engine:
             world_ranks=self._world_ranks,
             world=self._world,
             groups=self._groups,
+            axes=self.holdings.axes if name == "train" else discover_if_cut(plan, mode.graph),
             sync=self._sync if name == "train" else None,
             status=self._status,
         )
@@ -329,7 +340,7 @@ class Engine:
         self._statistics_moved = False
         train = self._modes["train"]
         names = mutated_buffers(train.graph, train.program.graph.nodes)
-        rank = None if self._seat is None else self._seat.rank
+        rank = self._rank
         merge_buffers(self.plan, rank, train.graph, self._tensors, names, self._groups, self._everyone, self._world.device)
 
     def _guarded(self, action: Callable[[], T]) -> T:

@@ -23,6 +23,8 @@ from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.serialization import from_json
 from whale.planning import make_plan, verify
+from whale.runtime.holdings import Holdings, discover_if_cut
+from whale.runtime.partial import partial_parameters
 from whale.schedules import build, expand, insert_communication, insert_recompute
 from whale.schedules import verify as verify_schedule
 
@@ -73,7 +75,10 @@ def parallelize(
     mine = [name for name, world_rank in attachment.rank_of.items() if world_rank == world.rank and name in rank]
     owned = [name for name, owners in decided.owners.items() if mine and rank[mine[0]] in owners]
     holders = {name: tuple(sorted(attachment.rank_of[decided.devices[r]] for r in owners)) for name, owners in decided.owners.items()}
-    tensors = agree_on_weights(model, train.program.tensors, owned, holders, world, settings.runtime.seed, initialize)
+    axes = discover_if_cut(decided, train.graph)
+    holdings = Holdings(decided, axes, partial_parameters(decided, train.graph, train.program.graph, axes))
+    whole = agree_on_weights(model, train.program.tensors, owned, holders, world, settings.runtime.seed, initialize)
+    tensors = {name: holdings.cut_out(name, rank[mine[0]], tensor) for name, tensor in whole.items()}
     return Engine(
         model=model,
         loss=loss,
@@ -83,6 +88,7 @@ def parallelize(
         config=settings,
         world=world,
         attachment=attachment,
+        holdings=holdings,
         tensors=tensors,
         optimizer=optimizer,
         scheduler=scheduler,

@@ -148,7 +148,7 @@ class Executor:
             lambda name: state.batch.rows(name, start + low, start + high).to(self._device, non_blocking=True),
             received,
             with_graph=state.with_gradients and (stage, micro_batch) not in self._recomputed,
-            seed=lambda: seed_of(*state.seed, micro_batch, stage),
+            seed=lambda: seed_of(*state.seed, self._stages[stage].row_group, micro_batch, stage),
         )
         if stage in self._counted:
             self._collect(state, flight, start + low, start + high)

@@ -13,56 +13,83 @@ from whale.errors import PlanError
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import BatchAxis, Plan
 from whale.runtime.boundary import piece_shape, write_rows
+from whale.runtime.cutting.pieces import Index, part, write_part
+from whale.runtime.holdings import Holdings
+from whale.runtime.holdings import Piece as HeldPiece
 
 
 def gather_tensors(
-    model: ModelGraph, tensors: Mapping[str, torch.Tensor], holders: Mapping[str, int], world: World, *, only: int | None
+    model: ModelGraph,
+    holdings: Holdings,
+    rank: int | None,
+    tensors: Mapping[str, torch.Tensor],
+    world_ranks: Sequence[int],
+    world: World,
+    *,
+    only: int | None,
 ) -> dict[str, torch.Tensor] | None:
-    """Copies of all parameters and buffers.
+    """Copies of all parameters and buffers, whole.
 
     Args:
         model: shapes and types.
+        holdings: who holds which part.
+        rank: this rank of the plan; None if idle.
         tensors: what this rank holds.
-        holders: per name, the world rank that gives it.
+        world_ranks: per rank of the plan, the rank in the world.
         world: this process among its peers.
-        only: the rank that gets them, on its CPU; None for every rank, on its device.
+        only: the world rank that gets them, on its CPU; None for every rank, on its device.
 
     Returns:
         Tensors by name; None on ranks that get nothing.
     """
     found: dict[str, torch.Tensor] = {}
-    for name, holder in holders.items():
-        mine = tensors[name].detach() if holder == world.rank else None
-        if only is None:
-            found[name] = _broadcast(model.parameter_by_name[name].spec, mine, holder, world)
-        elif only == world.rank:
-            found[name] = _receive(model.parameter_by_name[name].spec, mine, holder)
-        elif mine is not None:
-            dist.send(_wire(mine.cpu().contiguous()), only)
+    device = world.device if only is None else torch.device("cpu")
+    for name in holdings.regions:
+        spec = model.parameter_by_name[name].spec
+        whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device) if only in (None, world.rank) else None
+        for piece in holdings.pieces(name):
+            index = holdings.index(name, piece.region)
+            holder = world_ranks[piece.owners[0]]
+            mine = _own_piece(holdings, piece, rank, tensors) if holder == world.rank else None
+            _gather_piece(whole, index, mine, holder, world, only)
+        if whole is not None:
+            found[name] = whole
     return found if only in (None, world.rank) else None
+
+
+def _own_piece(holdings: Holdings, piece: HeldPiece, rank: int | None, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    assert rank is not None
+    index = holdings.index(piece.name, piece.region, holdings.regions[piece.name][rank])
+    held = tensors[piece.name].detach()
+    return held if index is None else part(held, index)
+
+
+def _gather_piece(
+    whole: torch.Tensor | None, index: tuple[Index, ...] | None, mine: torch.Tensor | None, holder: int, world: World, only: int | None
+) -> None:
+    """Brings one piece from its holder into the whole tensor, on one rank or on all."""
+    if whole is None:
+        if mine is not None:
+            dist.send(_wire(mine.cpu().contiguous()), only)
+        return
+    if mine is None or (only is None and not world.is_alone):
+        target = whole if index is None else torch.empty_like(part(whole, index), memory_format=torch.contiguous_format)
+        if mine is not None:
+            target.copy_(mine)
+        if only is None:
+            dist.broadcast(_wire(target), src=holder)
+        else:
+            dist.recv(_wire(target), holder)
+        mine = target
+    if index is not None:
+        write_part(whole, index, mine)
+    elif mine is not whole:
+        whole.copy_(mine)
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
     """Booleans travel as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
-
-
-def _broadcast(spec: TensorSpec, mine: torch.Tensor | None, holder: int, world: World) -> torch.Tensor:
-    if mine is not None:
-        value = mine.clone(memory_format=torch.contiguous_format)
-    else:
-        value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=world.device)
-    if not world.is_alone:
-        dist.broadcast(_wire(value), src=holder)
-    return value
-
-
-def _receive(spec: TensorSpec, mine: torch.Tensor | None, holder: int) -> torch.Tensor:
-    if mine is not None:
-        return mine.to("cpu", copy=True)
-    value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-    dist.recv(_wire(value), holder)
-    return value
 
 
 Piece = tuple[str, int, int, torch.Tensor]

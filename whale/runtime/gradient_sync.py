@@ -22,6 +22,8 @@ import torch.distributed as dist
 from whale.comm import Groups, wait
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
 from whale.ir.plan import Plan
+from whale.runtime.cutting.pieces import Index, part, write_part
+from whale.runtime.holdings import Holdings, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,48 +31,94 @@ class BucketPlan:
     """Parameters whose gradients travel together.
 
     Attributes:
-        names: of the parameters, in the order of the flat buffer.
+        pieces: of the parameters, in the order of the flat buffer.
         owners: ranks of the plan that hold them.
         stages: stages (by replica) that use them.
     """
 
-    names: tuple[str, ...]
+    pieces: tuple[Piece, ...]
     owners: tuple[int, ...]
     stages: tuple[tuple[int, int], ...]
 
 
-def plan_buckets(plan: Plan, model: ModelGraph, reached: frozenset[str], bucket_bytes: int) -> tuple[BucketPlan, ...]:
-    """The buckets of the whole plan, equal on every rank.
+def plan_buckets(holdings: Holdings, model: ModelGraph, reached: frozenset[str], bucket_bytes: int) -> tuple[BucketPlan, ...]:
+    """The buckets of the whole plan, equal on every rank; pieces that nobody has to wait for are in none.
 
     Args:
-        plan: who owns what.
+        holdings: who owns what.
         model: sizes, and the order of use.
         reached: parameters that get a gradient.
         bucket_bytes: a bucket is closed when it has this many bytes.
     """
-    holders: dict[str, list[tuple[int, int]]] = {}
+    stages_of = _stages_of(holdings.plan)
+    last_use = _last_uses(model)
+    open_buckets: dict[tuple[Stages, tuple[int, ...], str], list[Piece]] = {}
+    closed: list[BucketPlan] = []
+    for name in sorted(reached & set(stages_of), key=lambda n: (-last_use.get(n, 0), n)):
+        spec = model.parameter_by_name[name].spec
+        for piece in holdings.pieces(name):
+            if piece.is_complete:
+                continue
+            key = (stages_of[name], piece.owners, spec.dtype)
+            pieces = open_buckets.setdefault(key, [])
+            pieces.append(piece)
+            elements = sum(holdings.num_elements(p, model.parameter_by_name[p.name].spec.shape) for p in pieces)
+            if elements * DTYPE_BYTES[spec.dtype] >= bucket_bytes:
+                closed.append(BucketPlan(tuple(open_buckets.pop(key)), piece.owners, key[0]))
+    closed += [BucketPlan(tuple(pieces), owners, stages) for (stages, owners, _), pieces in open_buckets.items()]
+    return tuple(sorted(closed, key=lambda bucket: _order(bucket, last_use)))
+
+
+Stages = tuple[tuple[int, int], ...]
+
+
+def _order(bucket: BucketPlan, last_use: Mapping[str, int]) -> tuple[object, ...]:
+    """Later stages first, and in a stage what is used last first: the order in which gradients come."""
+    first = bucket.pieces[0]
+    return -max(stage for _, stage in bucket.stages), -last_use.get(first.name, 0), first.name, first.region.intervals
+
+
+def _stages_of(plan: Plan) -> dict[str, Stages]:
+    """Per parameter, the (replica, stage) pairs that hold it."""
+    found: dict[str, list[tuple[int, int]]] = {}
     for replica in plan.replicas:
         for stage in replica.stages:
             for name in stage.parameters:
-                holders.setdefault(name, []).append((replica.index, stage.index))
-    order: dict[str, int] = {}
+                found.setdefault(name, []).append((replica.index, stage.index))
+    return {name: tuple(stages) for name, stages in found.items()}
+
+
+def _last_uses(model: ModelGraph) -> dict[str, int]:
+    """Per parameter, the position of the last op that reads it."""
+    last: dict[str, int] = {}
     for position, op in enumerate(model.ops):
         for name in op.inputs:
-            order[name] = position  # the last use: its gradient comes first
-    last_use = {model.by_name[name].target: position for name, position in order.items() if model.by_name[name].kind == "parameter"}
-    open_buckets: dict[tuple[object, ...], list[str]] = {}
-    closed: list[BucketPlan] = []
-    for name in sorted(reached & set(holders), key=lambda n: (-last_use.get(n, 0), n)):
-        stages, owners, dtype = tuple(holders[name]), plan.owners[name], model.parameter_by_name[name].spec.dtype
-        key = (stages, owners, dtype)
-        names = open_buckets.setdefault(key, [])
-        names.append(name)
-        if sum(model.parameter_by_name[n].spec.num_elements for n in names) * DTYPE_BYTES[dtype] >= bucket_bytes:
-            closed.append(BucketPlan(tuple(names), owners, stages))
-            del open_buckets[key]
-    for (stages, owners, _), names in open_buckets.items():  # type: ignore[assignment]
-        closed.append(BucketPlan(tuple(names), owners, stages))
-    return tuple(sorted(closed, key=lambda bucket: (-max(s for _, s in bucket.stages), -last_use.get(bucket.names[0], 0), bucket.names)))
+            if model.by_name[name].kind == "parameter":
+                last[model.by_name[name].target] = position
+    return last
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A piece's place in a flat buffer.
+
+    Attributes:
+        parameter: this rank's part of the parameter.
+        index: where the piece lies in it; None for all of it.
+        view: its place.
+        adds: whether this rank's gradient is added; else it is a copy of another's.
+    """
+
+    parameter: torch.nn.Parameter
+    index: tuple[Index, ...] | None
+    view: torch.Tensor
+    adds: bool
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """What this rank adds."""
+        gradient = self.parameter.grad if self.adds else None
+        return gradient if gradient is None or self.index is None else part(gradient, self.index)
 
 
 @dataclass
@@ -79,22 +127,27 @@ class _Bucket:
 
     plan: BucketPlan
     ranks: tuple[int, ...]
-    parameters: list[torch.nn.Parameter]
+    slots: list[_Slot]
     stages: frozenset[int]
     flat: torch.Tensor
-    views: list[torch.Tensor]
     final_stages: set[int] = field(default_factory=set)
     num_final: int = 0
     is_ready: bool = False
     is_started: bool = False
     work: dist.Work | None = None
 
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those with a place in it, each once."""
+        return list({id(slot.parameter): slot.parameter for slot in self.slots}.values())
+
 
 class GradientSync:
     """The buckets of this rank.
 
     Args:
-        buckets: of the whole plan; those of a single owner need nothing.
+        buckets: of the whole plan.
+        holdings: which part of a parameter this rank holds.
         rank: this rank of the plan.
         stages: (replica, stage) pairs that it runs.
         world_ranks: per rank of the plan, the rank in the world.
@@ -106,6 +159,7 @@ class GradientSync:
     def __init__(
         self,
         buckets: Sequence[BucketPlan],
+        holdings: Holdings,
         rank: int,
         stages: Collection[tuple[int, int]],
         world_ranks: Sequence[int],
@@ -119,9 +173,10 @@ class GradientSync:
         self._buckets: list[_Bucket] = []
         self._armed: set[int] = set()
         for plan in buckets:
-            if rank not in plan.owners or len(plan.owners) == 1:
+            if rank not in plan.owners:
                 continue
-            bucket = _make_bucket(plan, stages, tuple(sorted(world_ranks[owner] for owner in plan.owners)), parameters)
+            ranks = tuple(sorted(world_ranks[owner] for owner in plan.owners))
+            bucket = _make_bucket(plan, holdings, rank, stages, ranks, parameters)
             self._buckets.append(bucket)
             self._queues.setdefault(bucket.ranks, []).append(bucket)
             for parameter in bucket.parameters:
@@ -154,14 +209,20 @@ class GradientSync:
     def wait(self) -> None:
         """Waits until the gradients are sums over their owners."""
         for bucket in self._buckets:
-            assert bucket.is_started, f"gradients of {bucket.plan.names} were never final"
+            assert bucket.is_started, f"gradients of {bucket.plan.pieces} were never final"
             wait(bucket.work, "gradient synchronisation", bucket.ranks, self._timeout)
+            for slot in bucket.slots:
+                if slot.index is not None:
+                    assert slot.parameter.grad is not None
+                    write_part(slot.parameter.grad, slot.index, slot.view)
 
     def _hook(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
+        num_parameters = len(bucket.parameters)
+
         def on_gradient(_: torch.Tensor) -> None:
             if bucket.stages <= self._armed and len(bucket.stages) == 1:
                 bucket.num_final += 1
-                if bucket.num_final == len(bucket.parameters):
+                if bucket.num_final == num_parameters:
                     bucket.is_ready = True
                     self._start_ready()
 
@@ -178,24 +239,37 @@ class GradientSync:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.is_started = True
-        filled = [(view, p.grad) for view, p in zip(bucket.views, bucket.parameters, strict=True) if p.grad is not None]
-        if len(filled) < len(bucket.views):
+        filled = [(slot.view, gradient) for slot in bucket.slots if (gradient := slot.gradient) is not None]
+        if len(filled) < len(bucket.slots):
             bucket.flat.zero_()
         with torch.no_grad():
             torch._foreach_copy_([view for view, _ in filled], [gradient for _, gradient in filled])
-        for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
-            parameter.grad = view
+        for slot in bucket.slots:
+            if slot.index is None:
+                slot.parameter.grad = slot.view
+            elif slot.parameter.grad is None:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
         bucket.work = self._groups.all_reduce(bucket.flat, bucket.ranks)
 
 
 def _make_bucket(
-    plan: BucketPlan, stages: Collection[tuple[int, int]], ranks: tuple[int, ...], parameters: Mapping[str, torch.nn.Parameter]
+    plan: BucketPlan,
+    holdings: Holdings,
+    rank: int,
+    stages: Collection[tuple[int, int]],
+    ranks: tuple[int, ...],
+    parameters: Mapping[str, torch.nn.Parameter],
 ) -> _Bucket:
-    owned = [parameters[name] for name in plan.names]
-    flat = torch.zeros(sum(p.numel() for p in owned), dtype=owned[0].dtype, device=owned[0].device)
-    views, offset = [], 0
-    for parameter in owned:
-        views.append(flat[offset : offset + parameter.numel()].view(parameter.shape))
-        offset += parameter.numel()
+    places = []
+    for piece in plan.pieces:
+        parameter = parameters[piece.name]
+        index = holdings.index(piece.name, piece.region, holdings.regions[piece.name][rank])
+        places.append((parameter, index, parameter.shape if index is None else part(parameter, index).shape, rank in piece.contributors))
+    first = parameters[plan.pieces[0].name]
+    flat = torch.zeros(sum(shape.numel() for _, _, shape, _ in places), dtype=first.dtype, device=first.device)
+    slots, offset = [], 0
+    for parameter, index, shape, adds in places:
+        slots.append(_Slot(parameter, index, flat[offset : offset + shape.numel()].view(shape), adds))
+        offset += shape.numel()
     mine = frozenset(stage for replica, stage in plan.stages if (replica, stage) in stages)
-    return _Bucket(plan, ranks, owned, mine, flat, views)
+    return _Bucket(plan, ranks, slots, mine, flat)

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from whale.axes import Axes
 from whale.ir.graph import ModelGraph, Op
-from whale.runtime.segments import OP
+from whale.ir.plan import Cut
+from whale.runtime.cutting import GROUP, lower_cuts
+from whale.runtime.deferred import defer_weights
+from whale.runtime.segments import OP, with_segments
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ def lower(
     *,
     splits_backward: bool = False,
     segments: Sequence[Collection[str]] = (),
+    cuts: StageCuts | None = None,
 ) -> StageProgram:
     """Cuts the ops of one stage out of the whole graph.
 
@@ -58,14 +63,57 @@ def lower(
         device: every ``device=`` argument becomes this.
         splits_backward: weight gradients wait in a queue (see `whale.runtime.deferred`), which the program takes first.
         segments: runs of its ops that keep only their inputs and are computed again in the backward pass.
+        cuts: of a split stage: its program works on this device's parts, and takes the split group first.
     """
     wanted, handed = set(ops), set(received)
-    local = fx.Graph()
-    queue = local.placeholder(QUEUE) if splits_backward else None
-    copies: dict[str, fx.Node] = {}
     read = _reads(model, wanted, handed, outputs)
-    for name in read:
-        copies[name] = local.placeholder(name)
+    local = _copy(graph, wanted, handed, read, outputs, device)
+    mutated = mutated_buffers(model, local.nodes)
+    num_dims = {op.name: len(op.outputs[0].shape) for op in model.ops if op.outputs}
+    first: tuple[str, ...] = ()
+    if cuts is not None:
+        program = lower_cuts(local, model, cuts.axes, cuts.cuts, cuts.position)
+        local, num_dims, first = program.graph, {**num_dims, **program.num_dims}, (GROUP,)
+    if splits_backward:
+        with local.inserting_before(next(iter(local.nodes))):
+            queue = local.placeholder(QUEUE)
+        defer_weights(local, _trainable(model, read), num_dims, queue)
+        first = (QUEUE, *first)
+    random = {name for name in wanted if "random" in model.by_name[name].tags}
+    kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
+    keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
+    return StageProgram(
+        module=with_segments(local, segments, random),
+        inputs=(*first, *read),
+        outputs=tuple(outputs),
+        kinds=(*first, *kinds),
+        keys=(*first, *keys),
+        mutated=mutated,
+        is_random=bool(random),
+    )
+
+
+@dataclass(frozen=True)
+class StageCuts:
+    """The cuts of a split stage, as one device sees them.
+
+    Attributes:
+        axes: of the model.
+        cuts: of the stage.
+        position: of the device in its split group.
+    """
+
+    axes: Axes
+    cuts: tuple[Cut, ...]
+    position: int
+
+
+def _copy(
+    graph: fx.Graph, wanted: set[str], handed: set[str], read: Iterable[str], outputs: Sequence[str], device: torch.device
+) -> fx.Graph:
+    """The wanted ops as a graph of their own, on a device."""
+    local = fx.Graph()
+    copies = {name: local.placeholder(name) for name in read}
     for node in graph.nodes:
         if node.op == "call_function" and node.name in wanted:
             copied = local.node_copy(node, lambda argument: copies[argument.name])

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from whale.ir.schedule import Kind
+from whale.runtime.cutting import GROUP
 from whale.runtime.deferred import WeightQueue
 from whale.runtime.loss import NUM_ROWS
 from whale.runtime.lowering import QUEUE, StageProgram
@@ -58,9 +60,20 @@ class StageRunner:
         source: the stage's program per number of rows.
         tensors: parameters, buffers (by canonical name) and constants (by op name) that it holds.
         device: where it computes.
+        row_group: which of the stage's groups of equal rows it is in.
+        split_group: the ranks that share its work, where the stage is split.
     """
 
-    def __init__(self, source: ProgramSource, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        source: ProgramSource,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+        row_group: int = 0,
+        split_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.row_group = row_group
+        self._split_group = split_group
         self._source = source
         self._tensors = tensors
         self._device = device
@@ -129,6 +142,8 @@ class StageRunner:
             return flight.received[key]
         if kind == QUEUE:
             return flight.weights
+        if kind == GROUP:
+            return self._split_group
         if kind == "input":
             return flight.num_rows if key == NUM_ROWS else inputs(key)
         return self._tensors[key]

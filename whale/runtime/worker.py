@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from whale.axes import Axes
 from whale.comm import Channels, Groups, World, wait
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, Stage
 from whale.ir.schedule import Action, Kind, Schedule
 from whale.runtime.agreement import Agreement
 from whale.runtime.batch_view import BatchView
@@ -18,6 +19,7 @@ from whale.runtime.exchange import Exchange
 from whale.runtime.executor import Executor, StepState
 from whale.runtime.gradient_sync import GradientSync
 from whale.runtime.loss import LossAccount, weight_program, whole_divisor
+from whale.runtime.lowering import StageCuts
 from whale.runtime.seat import Seat
 from whale.runtime.stage import StageRunner
 from whale.runtime.stage_source import GraphSource, StageSource
@@ -37,6 +39,7 @@ class Worker:
         world_ranks: per rank of the plan, the rank in the world.
         world: this process among its peers.
         groups: process groups.
+        axes: of the model; None where no stage is cut.
         sync: gradient synchronisation; None where nothing is trained.
         status: where the current action is kept.
     """
@@ -53,6 +56,7 @@ class Worker:
         world_ranks: tuple[int, ...],
         world: World,
         groups: Groups,
+        axes: Axes | None,
         sync: GradientSync | None,
         status: StatusBoard,
     ) -> None:
@@ -74,17 +78,30 @@ class Worker:
             mine = schedule.stages_of(seat.pipeline_rank)
             self._counted = frozenset(index for index in mine if seat.position % replica.stages[index].split == 0)
             known = set(self._weights.by_rows) | set(self._weights.measured)
-            self.stages = {
-                index: StageSource(
-                    model, graphs, replica, replica.stages[index], known, world.device, _splits_backward(self._actions, index)
+            for index in mine:
+                cuts = _cuts(replica.stages[index], axes, seat.position)
+                splits = _splits_backward(self._actions, index)
+                self.stages[index] = StageSource(model, graphs, replica, replica.stages[index], known, world.device, splits, cuts)
+            runners = {
+                index: StageRunner(
+                    source,
+                    tensors,
+                    world.device,
+                    row_group=seat.position // replica.stages[index].split,
+                    split_group=self._split_group(replica.stages[index], seat.position, world_ranks),
                 )
-                for index in mine
+                for index, source in self.stages.items()
             }
-            runners = {index: StageRunner(source, tensors, world.device) for index, source in self.stages.items()}
             exchange = Exchange(world.rank, seat.position, boundaries[seat.replica], model, self.channels, world.device, world.timeout)
             self.executor = Executor(runners, exchange, model, self._counted, sync, status, world.device)
 
         self._agreement = Agreement(plan, model, self._weights, seat, self._loss_stages(), tensors, world, groups, self.finish)
+
+    def _split_group(self, stage: Stage, position: int, world_ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        if stage.split == 1:
+            return None
+        devices = stage.groups[position // stage.split]
+        return self._groups[tuple(sorted(world_ranks[self.plan.rank_of[device]] for device in devices))]
 
     def _loss_stages(self) -> dict[int, tuple[int, ...]]:
         """Per loss term, the stages in which this rank counts it."""
@@ -109,7 +126,7 @@ class Worker:
         known: dict[int, float | torch.Tensor] = {i: factor * batch.num_rows for i, factor in self._weights.by_rows.items()}
         account = LossAccount(self.model.loss, batch.num_rows, known, self.world.device)
         rows = self._agreement.micro_batches(batch.num_rows)
-        place = (*seed, -1, -1) if self.seat is None else (*seed, self.seat.replica, self.seat.position)
+        place = (*seed, -1 if self.seat is None else self.seat.replica)
         state = StepState(place, batch, rows, account, with_gradients)
 
         def ready() -> None:
@@ -136,6 +153,13 @@ class Worker:
     def close(self) -> None:
         """Gives back the channels."""
         self.channels.close()
+
+
+def _cuts(stage: Stage, axes: Axes | None, position: int) -> StageCuts | None:
+    if not stage.cuts:
+        return None
+    assert axes is not None, "a cut stage needs the axes of the model"
+    return StageCuts(axes, stage.cuts, position % stage.split)
 
 
 def _splits_backward(actions: tuple[Action, ...], stage: int) -> bool:
