@@ -9,9 +9,8 @@ from math import ceil, floor
 import numpy as np
 
 from whale.cost import Line
-from whale.cost.op_table import Floats, output_line
+from whale.cost.op_table import Floats
 from whale.errors import ConfigError, raise_faults
-from whale.ir.graph import ModelGraph
 from whale.planning.placement import Placed
 from whale.planning.pricing import PartCost, Pricing
 from whale.planning.scheduling import Pipeline
@@ -113,14 +112,16 @@ class Chooser:
         if any(self.pipeline.recomputed):
             return tuple(Recompute(num_alive=alive) for alive in self.pipeline.recomputed)
         if self.policy.kind == "selective":
-            return tuple(Recompute(self._cores(assignment, stage)) for stage in stages)
+            cores = {stage: self._cores(assignment, stage) for stage in stages}
+            found = self._by_worth(placed, assignment, cores, num_rows)
+            return tuple(self._first(assignment, found, len(found), stages).values())
         if self.policy.kind == "shares":
             return tuple(self._share(placed, assignment, stage, num_rows) for stage in stages)
         if self.policy.kind == "auto":
-            found: dict[int, Recompute] = {}
+            needed: dict[int, Recompute] = {}
             for rank in range(self.pipeline.num_ranks):
-                found |= self._as_needed(placed, assignment, rank, num_rows, margin)
-            return tuple(found[stage] for stage in stages)
+                needed |= self._as_needed(placed, assignment, rank, num_rows, margin)
+            return tuple(needed[stage] for stage in stages)
         return (NOTHING,) * len(stages)
 
     def _share(self, placed: Placed, assignment: Assignment, stage: int, num_rows: int) -> Recompute:
@@ -165,15 +166,17 @@ class Chooser:
         for stage, found in segments.items():
             names = placed[self.pipeline.stage_rank[stage]]
             for index, segment in enumerate(found):
-                saved = self.pipeline.in_flight[stage] * self._kept_inside(segment, self._rows(names, num_rows))
+                saved = self._saved(assignment, stage, segment, self._rows(names, num_rows))
                 seconds = self._seconds(names, assignment, stage, Recompute((segment,)), num_rows)
-                ranked.append((-float(f"{saved / max(seconds, 1e-12):.3g}"), stage, index, segment))
-        return [(stage, segment) for _, stage, _, segment in sorted(ranked) if segment]
+                if saved > 0:
+                    ranked.append((-float(f"{saved / max(seconds, 1e-12):.3g}"), stage, index, segment))
+        return [(stage, segment) for _, stage, _, segment in sorted(ranked)]
 
-    def _kept_inside(self, segment: Segment, num_rows: float) -> float:
-        own = set(segment)
-        names = {name for op in segment for name in self.pricing.kept.get(op, ()) if name in own}
-        return bytes_of(self.pricing.graph, names).at(num_rows)
+    def _saved(self, assignment: Assignment, stage: int, segment: Segment, num_rows: float) -> float:
+        """Bytes that all micro-batches in flight keep less where a segment recomputes."""
+        part = assignment.parts[stage]
+        before, after = self.pricing.part(part).activation, self.pricing.part(part, Recompute((segment,))).activation
+        return self.pipeline.in_flight[stage] * (before.at(num_rows) - after.at(num_rows))
 
     def _first(
         self, assignment: Assignment, candidates: Sequence[tuple[int, Segment]], count: int, stages: Iterable[int]
@@ -236,8 +239,3 @@ def rank_memory(costs: Iterable[tuple[PartCost, int]]) -> Line:
     given = list(costs)
     kept = Line.sum(Line(float(cost.parameter_bytes)) + cost.activation * in_flight for cost, in_flight in given)
     return kept + Line(max(cost.working.fixed for cost, _ in given), max(cost.working.per_row for cost, _ in given))
-
-
-def bytes_of(graph: ModelGraph, names: Iterable[str]) -> Line:
-    """Bytes of the results of ops, by rows."""
-    return Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in names)

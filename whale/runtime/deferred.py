@@ -129,7 +129,8 @@ class _Deferred(torch.autograd.Function):
         ctx.leaves = {position: args[position] for position in ctx.places if args[position].requires_grad and args[position].is_leaf}
         ctx.rest = tuple(None if isinstance(value, torch.Tensor) else value for value in args)
         output: torch.Tensor = target(*args)
-        return output
+        # Some ops return a view of what they made, which autograd would not let later ops change in place.
+        return output if output._base is None else output.data
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
