@@ -16,6 +16,7 @@ from whale.api.loader import Loader, make_loader
 from whale.api.mode import CapturedMode, ModeName
 from whale.comm import Groups, World, together
 from whale.config import Config
+from whale.errors import BatchError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
@@ -23,6 +24,7 @@ from whale.planning import carry_plan
 from whale.runtime.batch_view import BatchView
 from whale.runtime.buffers import merge_buffers
 from whale.runtime.clipping import clip, global_norm
+from whale.runtime.executor import StepState
 from whale.runtime.gathering import gather_outputs, gather_tensors
 from whale.runtime.gradient_sync import GradientSync, plan_buckets
 from whale.runtime.holdings import Holdings, discover_if_cut
@@ -111,25 +113,37 @@ class Engine:
         worker = self._workers["train"]
         self._forget_gradients()
         seed = (self._config.runtime.seed, self.step_number)
-        state, account = self._guarded(lambda: worker.run(self._view("train", batch), seed, with_gradients=True))
-        del state
-        vector, work = worker.reduce(account)
+        state = self._guarded(lambda: self._run_or_abandon(worker, self._view("train", batch), seed))
         if self._sync is not None:
             self._guarded(self._sync.wait)
-        if account.needs_correction:
-            self._guarded(lambda: worker.finish(work, "summing the loss"))
-            work = None
-            self._scale(account.correction(vector))
+        if state.account.needs_correction:
+            self._scale(state.account.correction(self._summed(worker, state)))
         self._clip()
         if self.optimizer is not None:
             self._status.set("STEP")
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        self._guarded(lambda: worker.finish(work, "summing the loss"))
+        loss = state.account.loss(self._summed(worker, state))
         self.step_number += 1
         self._statistics_moved = True
-        return account.loss(vector)
+        return loss
+
+    def _run_or_abandon(self, worker: Worker, view: BatchView, seed: tuple[int, ...]) -> StepState:
+        try:
+            return worker.run(view, seed, with_gradients=True)
+        except BatchError:
+            if self._sync is not None:
+                self._sync.abandon()
+            raise
+
+    def _summed(self, worker: Worker, state: StepState) -> torch.Tensor:
+        """The loss's sums and weights over all ranks."""
+        assert state.reduction is not None
+        vector, work = state.reduction
+        self._guarded(lambda: worker.finish(work, "summing the loss"))
+        state.reduction = vector, None
+        return vector
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the last step that this rank owns, by parameter name; summed, corrected and clipped."""
@@ -161,16 +175,15 @@ class Engine:
         """The loss of a global batch in evaluation mode, equal on all ranks; nothing is trained."""
         worker = self._forward_worker("eval", batch)
         seed = (self._config.runtime.seed, self.step_number)
-        _, account = self._guarded(lambda: worker.run(self._view("eval", batch), seed, with_gradients=False))
-        vector, work = worker.reduce(account)
-        self._guarded(lambda: worker.finish(work, "summing the loss"))
-        return account.loss(vector)
+        state = self._guarded(lambda: worker.run(self._view("eval", batch), seed, with_gradients=False))
+        return state.account.loss(self._summed(worker, state))
 
     def predict(self, batch: Any) -> Any:
         """The model's output for the whole global batch, in evaluation mode, on every rank."""
         worker = self._forward_worker("predict", batch)
         view = self._view("predict", batch)
-        state, _ = self._guarded(lambda: worker.run(view, (self._config.runtime.seed, self.step_number), with_gradients=False))
+        state = self._guarded(lambda: worker.run(view, (self._config.runtime.seed, self.step_number), with_gradients=False))
+        self._summed(worker, state)
         mode = self._modes["predict"]
         outputs = gather_outputs(mode.graph, worker.plan, self._world_ranks, self._world, state.outputs, view.num_rows)
         assert mode.program.outputs is not None
@@ -216,6 +229,12 @@ class Engine:
     def model_graph(self) -> ModelGraph:
         """The captured model that the plan was made for."""
         return self._modes["train"].graph
+
+    @property
+    def peak_in_flight(self) -> int:
+        """The most micro-batches, over this rank's stages, whose activations the last step held at once: from F to B or W."""
+        executor = self._workers["train"].executor
+        return 0 if executor is None else executor.peak_in_flight
 
     @property
     def writers(self) -> dict[str, int]:

@@ -112,9 +112,7 @@ class Chooser:
         if any(self.pipeline.recomputed):
             return tuple(Recompute(num_alive=alive) for alive in self.pipeline.recomputed)
         if self.policy.kind == "selective":
-            cores = {stage: self._cores(assignment, stage) for stage in stages}
-            found = self._by_worth(placed, assignment, cores, num_rows)
-            return tuple(self._first(assignment, found, len(found), stages).values())
+            return tuple(Recompute(self._cores(assignment, stage)) for stage in stages)
         if self.policy.kind == "shares":
             return tuple(self._share(placed, assignment, stage, num_rows) for stage in stages)
         if self.policy.kind == "auto":
