@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,20 @@ from whale.runtime.rank_batch import check_rows
 from whale.runtime.seat import Seat
 
 Finish = Callable[[dist.Work | None, str], None]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An agreement under way.
+
+    Attributes:
+        weights: the measured weights of the global batch where they are known at once (on ranks that count their terms);
+            None where `finish` brings them.
+        finish: waits, and gives the weights that were summed; raises `BatchError` where ranks differ.
+    """
+
+    weights: list[torch.Tensor] | None
+    finish: Callable[[], list[torch.Tensor]]
 
 
 class Agreement:
@@ -63,12 +78,8 @@ class Agreement:
             self._divided[num_rows] = () if self._seat is None else self._plan.micro_batch_rows(self._seat.replica, num_rows)
         return self._divided[num_rows]
 
-    def begin(self, batch: BatchView) -> Callable[[], list[torch.Tensor]]:
-        """Starts the agreement.
-
-        Returns:
-            What ends it: waits, and gives the measured weights of the global batch. Where this rank alone refuses the
-            batch the others learn of it: they are told another number of rows.
+    def begin(self, batch: BatchView) -> Pending:
+        """Starts the agreement. Where this rank alone refuses the batch, the others learn that ranks differ.
 
         Raises:
             BatchError: the batch is too small for the plan, or its rows differ between ranks.
@@ -78,8 +89,16 @@ class Agreement:
         except BatchError as refusal:
             self._end(self._start(batch.num_rows, self._none()), batch.num_rows)
             raise refusal
+        if batch.is_global:
+            parts = self._start(batch.num_rows, self._none())
+            return Pending(self._measure_whole(batch), lambda: self._end(parts, batch.num_rows))
         parts = self._start(batch.num_rows, self._measure(batch))
-        return lambda: self._end(parts, batch.num_rows)
+        return Pending(None, lambda: self._end(parts, batch.num_rows))
+
+    def answers_for(self, term: int) -> bool:
+        """Whether this rank is the one that tells all others a term's weight."""
+        seat = self._seat
+        return seat is not None and seat.replica == 0 and seat.position == 0 and bool(self._loss_stages[term])
 
     def _none(self) -> torch.Tensor:
         return torch.zeros(len(self._weights.measured), dtype=torch.float64, device=self._world.device)
@@ -104,6 +123,14 @@ class Agreement:
                 hint="give every rank the same global batch, or use engine.loader",
             )
         return list(parts[0][0][2:] if len(parts) == 1 else parts[1][0])
+
+    def _measure_whole(self, batch: BatchView) -> list[torch.Tensor]:
+        """The weights of a batch that is here as a whole: nobody has to be asked."""
+        rows, device = [(0, batch.num_rows)], self._world.device
+        return [
+            self._weights.measure(position, batch, rows, self._tensors, device) if self._loss_stages[index] else torch.zeros(())
+            for position, index in enumerate(self._weights.measured)
+        ]
 
     def _measure(self, batch: BatchView) -> torch.Tensor:
         """This rank's part of the weights that the batch decides: over its own rows, in the stages that hold the terms."""

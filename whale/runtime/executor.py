@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from whale.ir.graph import ModelGraph
-from whale.ir.schedule import COMPUTE, Action, Kind
+from whale.ir.schedule import COMMUNICATION, COMPUTE, Action, Kind
 from whale.runtime.batch_view import BatchView
 from whale.runtime.exchange import Exchange, Place
 from whale.runtime.gradient_sync import GradientSync
@@ -32,6 +33,8 @@ class StepState:
         micro_batches: their global row intervals.
         account: sums of the loss.
         with_gradients: whether backward will come.
+        awaits_weights: whether the weights of the loss come with the agreement of the ranks, which backward then waits for.
+        reduction: the vector of loss sums and weights on its way over all ranks, once the last forward is done.
         outputs: of the graph itself (``predict``): name, first and last global row, value.
     """
 
@@ -40,6 +43,8 @@ class StepState:
     micro_batches: Sequence[tuple[int, int]]
     account: LossAccount
     with_gradients: bool
+    awaits_weights: bool = False
+    reduction: tuple[torch.Tensor, dist.Work | None] | None = None
     outputs: list[tuple[str, int, int, torch.Tensor]] = field(default_factory=list)
 
 
@@ -87,14 +92,14 @@ class Executor:
         }
         self.peak_in_flight = 0
 
-    def run(self, actions: Sequence[Action], state: StepState, ready: Callable[[], None]) -> None:
+    def run(self, actions: Sequence[Action], state: StepState, agree: Callable[[], None], reduce: Callable[[], None]) -> None:
         """Runs the actions up to the optimizer's step, which is the caller's.
 
         Args:
             actions: of this rank.
             state: of the step.
-            ready: called once, before the first action that is no forward: there ranks agree on the batch, and the
-                weights of the loss are known.
+            agree: called once, before the first message, and before the first backward if that needs it.
+            reduce: called once, after the last forward.
 
         Raises:
             RuntimeFault: a peer died or a wait outlasted its limit; names the action.
@@ -105,12 +110,13 @@ class Executor:
         self._remaining = {stage: _after_forward(actions, stage) for stage in self._stages}
         self._recomputed = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.RECOMPUTE)
         last = _last_backward(actions)
-        num_posted, is_ready = 0, False
+        last_forward = max((index for index, action in enumerate(actions) if action.kind is Kind.FORWARD), default=-1)
+        num_posted, is_agreed = 0, False
         for index, action in enumerate(actions):
-            if not is_ready and action.kind is not Kind.FORWARD:
-                ready()
-                is_ready = True
-            if is_ready:
+            if not is_agreed and (action.kind in COMMUNICATION or (state.awaits_weights and action.kind is not Kind.FORWARD)):
+                agree()
+                is_agreed = True
+            if is_agreed:
                 num_posted = self._post_ahead(actions, index, num_posted)
             self._status.set(str(action), self._exchange.peers(_place(action)) if action.kind in _RECEIVES else ())
             if action.kind is Kind.SYNC and self._sync is not None:
@@ -121,8 +127,13 @@ class Executor:
                 if self._sync is not None and last.get(action.stage) == index:
                     self._sync.arm(_stage(action))
                 self._handlers[action.kind](state, *_place(action)[1:])
-        if not is_ready:
-            ready()
+            if index == last_forward:
+                if state.awaits_weights and not is_agreed:
+                    agree()
+                    is_agreed = True
+                reduce()
+        if not is_agreed:
+            agree()
         self._exchange.finish()
 
     def _post_ahead(self, actions: Sequence[Action], index: int, num_posted: int) -> int:

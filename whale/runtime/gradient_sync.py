@@ -216,6 +216,12 @@ class GradientSync:
                     assert slot.parameter.grad is not None
                     write_part(slot.parameter.grad, slot.index, slot.view)
 
+    def abandon(self) -> None:
+        """Lets what was started end, after a step that was given up: its buffers are about to be used again."""
+        for bucket in self._buckets:
+            if bucket.is_started:
+                wait(bucket.work, "gradient synchronisation", bucket.ranks, self._timeout)
+
     def _hook(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
         num_parameters = len(bucket.parameters)
 

@@ -34,6 +34,10 @@ class WeightProgram:
     measured: tuple[int, ...]
     programs: tuple[StageProgram, ...]
 
+    def at(self, num_rows: int) -> dict[int, float]:
+        """The weights in proportion to the rows, for a batch."""
+        return {index: factor * num_rows for index, factor in self.by_rows.items()}
+
     def measure(
         self, position: int, batch: BatchView, rows: Sequence[tuple[int, int]], tensors: Mapping[str, torch.Tensor], device: torch.device
     ) -> torch.Tensor:
@@ -102,18 +106,31 @@ class LossAccount:
     Args:
         terms: of the loss.
         num_rows: rows of the global batch.
-        known: divisors of the global sums that are known beforehand, by term.
+        by_rows: global weights in proportion to the rows, by term: every rank knows them.
         device: where sums are kept.
     """
 
-    def __init__(self, terms: Sequence[LossTerm], num_rows: int, known: dict[int, float | torch.Tensor], device: torch.device) -> None:
+    def __init__(self, terms: Sequence[LossTerm], num_rows: int, by_rows: Mapping[int, float], device: torch.device) -> None:
         self.terms = terms
-        self._known = known
+        self._by_rows = by_rows
+        self._known: dict[int, float | torch.Tensor] = dict(by_rows)
         self._num_rows = num_rows
         self._sums: list[torch.Tensor | None] = [None] * len(terms)
         self._weights: list[torch.Tensor | float] = [0.0] * len(terms)
         self._device = device
         self.dtype: torch.dtype = torch.float32
+
+    def know(self, index: int, weight: torch.Tensor, *, tells: bool) -> None:
+        """Takes a term's global weight before the backward.
+
+        Args:
+            index: of the term.
+            weight: of the whole batch.
+            tells: whether this rank is the one that tells the others.
+        """
+        self._known[index] = whole_divisor(self.terms[index], weight)
+        if tells:
+            self._weights[index] = weight
 
     def divisor(self, index: int) -> float | torch.Tensor:
         """What a term's sum is divided by for backward: its global weight, or the expected one."""
@@ -156,17 +173,15 @@ class LossAccount:
     @property
     def needs_correction(self) -> bool:
         """Whether some weight is known only after the forward pass."""
-        return any(term.weight is not None and index not in self._known for index, term in enumerate(self.terms))
+        return any(term.weight is not None and not term.weight_from_inputs for term in self.terms)
 
     def correction(self, vector: torch.Tensor) -> torch.Tensor:
         """What the gradients must be multiplied by."""
-        index = next(i for i, term in enumerate(self.terms) if term.weight is not None and i not in self._known)
+        index = next(i for i, term in enumerate(self.terms) if not term.weight_from_inputs)
         return self._num_rows / whole_divisor(self.terms[index], vector[len(self.terms) + index])
 
     def _weight(self, index: int, vector: torch.Tensor) -> float | torch.Tensor:
         if self.terms[index].weight is None:
             return 1.0
-        known = self._known.get(index)
-        if known is None:
-            return whole_divisor(self.terms[index], vector[len(self.terms) + index])
-        return known.to(self._device) if isinstance(known, torch.Tensor) else known
+        known = self._by_rows.get(index)
+        return whole_divisor(self.terms[index], vector[len(self.terms) + index]) if known is None else known

@@ -18,7 +18,7 @@ from whale.runtime.boundary import Boundary
 from whale.runtime.exchange import Exchange
 from whale.runtime.executor import Executor, StepState
 from whale.runtime.gradient_sync import GradientSync
-from whale.runtime.loss import LossAccount, weight_program, whole_divisor
+from whale.runtime.loss import LossAccount, weight_program
 from whale.runtime.lowering import StageCuts
 from whale.runtime.seat import Seat
 from whale.runtime.stage import StageRunner
@@ -110,7 +110,7 @@ class Worker:
             index: tuple(stage for stage in counted if term.sum in self.stages[stage].outputs) for index, term in enumerate(self.model.loss)
         }
 
-    def run(self, batch: BatchView, seed: tuple[int, ...], *, with_gradients: bool) -> tuple[StepState, LossAccount]:
+    def run(self, batch: BatchView, seed: tuple[int, ...], *, with_gradients: bool) -> StepState:
         """Runs this rank's actions of one step.
 
         Args:
@@ -122,27 +122,32 @@ class Worker:
             BatchError: the batch cannot be divided as the plan says, or its rows differ between ranks.
             RuntimeFault: a peer died or a wait outlasted its limit.
         """
-        agreement = self._agreement.begin(batch)
-        known: dict[int, float | torch.Tensor] = {i: factor * batch.num_rows for i, factor in self._weights.by_rows.items()}
-        account = LossAccount(self.model.loss, batch.num_rows, known, self.world.device)
-        rows = self._agreement.micro_batches(batch.num_rows)
+        pending = self._agreement.begin(batch)
+        account = LossAccount(self.model.loss, batch.num_rows, self._weights.at(batch.num_rows), self.world.device)
         place = (*seed, -1 if self.seat is None else self.seat.replica)
-        state = StepState(place, batch, rows, account, with_gradients)
+        state = StepState(place, batch, self._agreement.micro_batches(batch.num_rows), account, with_gradients, pending.weights is None)
+        if pending.weights is not None:
+            self._know(account, pending.weights)
 
-        def ready() -> None:
-            for index, weight in zip(self._weights.measured, agreement(), strict=True):
-                known[index] = whole_divisor(self.model.loss[index], weight)
+        def agree() -> None:
+            weights = pending.finish()
+            if pending.weights is None:
+                self._know(account, weights)
+
+        def reduce() -> None:
+            vector = account.vector()
+            state.reduction = vector, self._groups.all_reduce(vector, self._everyone)
 
         if self.executor is None:
-            ready()
+            agree()
+            reduce()
         else:
-            self.executor.run(self._actions, state, ready)
-        return state, account
+            self.executor.run(self._actions, state, agree, reduce)
+        return state
 
-    def reduce(self, account: LossAccount) -> tuple[torch.Tensor, dist.Work | None]:
-        """Starts the sum of all ranks' loss accounts."""
-        vector = account.vector()
-        return vector, self._groups.all_reduce(vector, self._everyone)
+    def _know(self, account: LossAccount, weights: Sequence[torch.Tensor]) -> None:
+        for index, weight in zip(self._weights.measured, weights, strict=True):
+            account.know(index, weight, tells=self._agreement.answers_for(index))
 
     def finish(self, work: dist.Work | None, what: str) -> None:
         """Waits for something that all ranks take part in."""
