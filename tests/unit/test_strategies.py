@@ -63,15 +63,22 @@ class Expected:
 
 
 EXPECTED = {
+    "aiao": Expected("cpu_4", 2, (1,) * 4, "aiao", num_micro_batch=4),
     "data_parallel": Expected("cpu_2", 2, (1,)),
     "gradient_accumulation": Expected("cpu_2", 2, (1,), num_micro_batch=4),
+    "interleaved": Expected("cpu_2", 1, (1,) * 4, "interleaved", num_micro_batch=8),
     "mixed_pipeline": Expected("v100_t4", 2, (1, 1), num_micro_batch=8),
     "pipeline": Expected("cpu_2", 1, (1, 1), num_micro_batch=8),
     "pipeline_by_scopes": Expected("cpu_4", 2, (1, 1), num_micro_batch=4, scopes=(1, 1)),
     "pipeline_data_parallel": Expected("cpu_4", 2, (1, 1), num_micro_batch=4),
     "pipeline_gpipe": Expected("cpu_2", 1, (1, 1), "gpipe", num_micro_batch=4),
     "pipeline_with_nested_data_parallel": Expected("cpu_4", 1, (3, 1), num_micro_batch=4, scopes=(3, 1)),
+    "recompute_auto": Expected("cpu_2", 1, (1, 1), num_micro_batch=4),
+    "recompute_early": Expected("cpu_2", 1, (1, 1), "recompute_early", num_micro_batch=8),
+    "shifted_critical_path": Expected("cpu_4", 1, (1,) * 4, "shifted_critical_path", num_micro_batch=8),
     "uneven_data_parallel": Expected("v100_t4", 4, (1,)),
+    "zero_bubble": Expected("cpu_2", 1, (1, 1), "zb_h1", num_micro_batch=8),
+    "zero_bubble_v": Expected("cpu_2", 1, (1,) * 4, "zb_v", num_micro_batch=8),
 }
 
 

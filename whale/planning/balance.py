@@ -35,7 +35,8 @@ def shortage(message: str, num_bytes: int, sizes: tuple[int, ...]) -> MemoryShor
     """A `MemoryShortage` with its figures."""
     error = MemoryShortage(
         message,
-        hint="more micro-batches (pipeline.num_micro_batch), fewer rows, more stages, recomputation (recompute.policy: auto), or devices with more memory",
+        hint="more micro-batches (pipeline.num_micro_batch), fewer rows, more stages, recomputation (recompute.policy: auto), "
+        "or devices with more memory",
     )
     error.num_bytes, error.sizes = num_bytes, sizes
     return error
