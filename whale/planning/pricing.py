@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from whale.axes import Axes, discover
 from whale.cost import (
     Line,
     OpSeconds,
@@ -26,6 +27,7 @@ from whale.cost import (
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Estimate
+from whale.planning.local_graph import Sizes, local_graph
 from whale.planning.stages import NOTHING, Assignment, Part, Recompute
 from whale.planning.structure import activations_of
 
@@ -100,6 +102,7 @@ class Pricing:
     _parts: dict[tuple[int, Recompute], tuple[Part, PartCost]] = field(default_factory=dict)
     _computing: dict[Hashable, tuple[Line, Line]] = field(default_factory=dict)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict)
+    _locals: dict[Hashable, Pricing] = field(default_factory=dict)
 
     @cached_property
     def table(self) -> OpTable:
@@ -120,6 +123,19 @@ class Pricing:
     def activations(self) -> frozenset[str]:
         """The ops whose values depend on the batch."""
         return activations_of(self.graph)
+
+    @cached_property
+    def axes(self) -> Axes:
+        """The logical axes of the graph."""
+        return discover(self.graph)
+
+    def local(self, ops: tuple[str, ...], sizes: Sizes) -> Pricing:
+        """Prices for a device that holds these sizes of the cut axes of the stage that runs these ops."""
+        key = hash(ops), tuple(sizes.items())
+        if key not in self._locals:
+            graph = local_graph(self.graph, self.axes, ops, sizes)
+            self._locals[key] = Pricing(graph, self.cluster, self.fraction, self.optimizer_states, _links=self._links)
+        return self._locals[key]
 
     @property
     def training(self) -> bool:

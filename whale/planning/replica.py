@@ -11,14 +11,16 @@ from whale.cost import Line, pipeline_seconds
 from whale.cost.op_table import Floats
 from whale.ir.plan import Edge, Replica, Stage, VirtualDevice
 from whale.planning.balance import Curve, MemoryShortage, combine, device_curve, divide_units
+from whale.planning.cutting import Cutting
 from whale.planning.placement import Placed
 from whale.planning.pricing import DeviceCost, Pricing
 from whale.planning.scheduling import Pipeline
 from whale.planning.scope_tree import Copies
+from whale.planning.split_pricing import price_stage
 from whale.planning.stages import Assignment, Recompute
 
 Curves = Mapping[int, Sequence[Curve]]
-"""Per rank, the curve of each of its devices over the rows of a micro-batch."""
+"""Per lane of the pipeline, the curve of each of its devices (or split groups) over the rows of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,18 @@ class ReplicaModel:
         assignment: the ops of each stage.
         costs: per stage, per device.
         recomputes: per stage, what it computes again.
-        ranks: curves over the rows of a micro-batch.
+        lanes: curves over the rows of a micro-batch.
         curve: of the whole replica, over its rows of a step.
+        cuttings: per stage, how it is split.
     """
 
     placed: Placed
     assignment: Assignment
     costs: tuple[tuple[DeviceCost, ...], ...]
     recomputes: tuple[Recompute, ...]
-    ranks: Curves
+    lanes: Curves
     curve: Curve
+    cuttings: tuple[Cutting | None, ...] = ()
 
 
 def model_replica(
@@ -58,38 +62,77 @@ def model_replica(
         num_rows: rows of the global batch, the most that it can be given.
         rows_about: rows of a micro-batch that it is expected to get; prices are lines about it.
     """
-    devices = [placed[rank] for rank in pipeline.stage_rank]
-    costs = tuple(
-        pricing.stage(assignment, stage, devices, max(1.0, rows_about / len(devices[stage])), recomputes[stage])
-        for stage in range(pipeline.num_stages)
-    )
+    priced = [
+        price_stage(pricing, pipeline, assignment, stage, placed, rows_about, recomputes[stage]) for stage in range(pipeline.num_stages)
+    ]
+    costs = tuple(stage.costs for stage in priced)
     most = -(-num_rows // pipeline.num_micro_batch)
-    ranks = {rank: _device_curves(pipeline, placed[rank], costs, rank, most) for rank in range(pipeline.num_ranks)}
-    return ReplicaModel(placed, assignment, costs, recomputes, ranks, _replica_curve(pipeline, ranks, num_rows, most))
+    lanes = {lane: _lane_curves(pipeline, placed, costs, stages, most, rows_about) for lane, stages in enumerate(pipeline.lanes)}
+    curve = _replica_curve(pipeline, lanes, num_rows, most)
+    return ReplicaModel(placed, assignment, costs, recomputes, lanes, curve, tuple(stage.cutting for stage in priced))
 
 
-def _device_curves(
-    pipeline: Pipeline, names: Sequence[str], costs: Sequence[Sequence[DeviceCost]], rank: int, most: int
+def _lane_curves(
+    pipeline: Pipeline,
+    placed: Placed,
+    costs: Sequence[Sequence[DeviceCost]],
+    stages: Sequence[int],
+    most: int,
+    rows_about: float,
 ) -> tuple[Curve, ...]:
-    """Curves of the devices of a rank; equal devices share one."""
+    """Curves of the devices of a lane, or of its split groups: as slow and as full as the group's worst; equal devices share one."""
+    names, width = placed[pipeline.stage_rank[stages[0]]], pipeline.width(stages[0])
+    others = [stage for stage in pipeline.stages_of(pipeline.stage_rank[stages[0]]) if stage not in stages]
     found: dict[tuple[DeviceCost, ...], Curve] = {}
     curves = []
     for position, name in enumerate(names):
-        stages = pipeline.stages_of(rank)
-        own = tuple(costs[stage][position] for stage in stages)
+        own = tuple(costs[stage][position] for stage in (*stages, *others))
         if own not in found:
-            seconds = Line.sum(cost.seconds for cost in own)
-            kept = Line.sum(cost.memory(pipeline.in_flight[stage]) for stage, cost in zip(stages, own, strict=True))
-            working = Line(max(cost.part.working.fixed for cost in own), max(cost.part.working.per_row for cost in own))
-            found[own] = device_curve(most, seconds, kept + working, own[0].capacity, f"{name} (stage {stages[0]})")
+            elsewhere = sum(
+                costs[stage][position].memory(pipeline.in_flight[stage]).at(rows_about / pipeline.num_groups(stage)) for stage in others
+            )
+            found[own] = _device_curve(pipeline, own[: len(stages)], stages, most, elsewhere, name)
         curves.append(found[own])
-    return tuple(curves)
+    return tuple(_group_curve(curves[start : start + width]) for start in range(0, len(names), width))
 
 
-def _replica_curve(pipeline: Pipeline, ranks: Curves, num_rows: int, most: int) -> Curve:
+def _device_curve(pipeline: Pipeline, own: Sequence[DeviceCost], stages: Sequence[int], most: int, elsewhere: float, name: str) -> Curve:
+    """The curve of one device over its rows of these stages.
+
+    Args:
+        elsewhere: bytes that it holds for other stages.
+    """
+    seconds = Line.sum(cost.seconds for cost in own)
+    kept = Line.sum(cost.memory(pipeline.in_flight[stage]) for stage, cost in zip(stages, own, strict=True))
+    working = Line(max(cost.part.working.fixed for cost in own), max(cost.part.working.per_row for cost in own))
+    return device_curve(most, seconds, kept + working + Line(elsewhere), own[0].capacity, f"{name} (stage {stages[0]})")
+
+
+def _group_curve(curves: Sequence[Curve]) -> Curve:
+    """The curve of devices that take the same rows."""
+    if len(curves) == 1:
+        return curves[0]
+    worst = max(curves, key=lambda curve: float(curve.excess[-1]))
+    return Curve(np.max([curve.seconds for curve in curves], axis=0), np.max([curve.excess for curve in curves], axis=0), 1, worst.place)
+
+
+def _rank_curves(pipeline: Pipeline, lanes: Curves, most: int) -> list[Curve]:
+    """Per rank its curve: where it has several lanes these run one after another."""
+    found: dict[int, Curve] = {}
+    for lane, stages in enumerate(pipeline.lanes):
+        rank, curve = pipeline.stage_rank[stages[0]], combine(most, lanes[lane])
+        if rank in found:
+            first = found[rank]
+            excess = np.maximum(first.excess, curve.excess)
+            curve = Curve(first.seconds + curve.seconds, excess, max(first.minimum, curve.minimum), first.place)
+        found[rank] = curve
+    return list(found.values())
+
+
+def _replica_curve(pipeline: Pipeline, lanes: Curves, num_rows: int, most: int) -> Curve:
     """Time and memory by the rows of a step, cut in micro-batches that differ by at most one row."""
     m = pipeline.num_micro_batch
-    together = [combine(most, curves) for curves in ranks.values()]
+    together = _rank_curves(pipeline, lanes, most)
     rows = np.arange(num_rows + 1)
     mean, largest = rows / m, -(-rows // m)
     seconds: list[Floats] = [np.interp(mean, np.arange(most + 1), curve.seconds) for curve in together]
@@ -103,20 +146,20 @@ def _replica_curve(pipeline: Pipeline, ranks: Curves, num_rows: int, most: int) 
     )
 
 
-def device_rows(pipeline: Pipeline, ranks: Curves, num_rows: int) -> dict[int, tuple[int, ...]]:
-    """Per rank, the rows of a micro-batch that each device takes.
+def device_rows(pipeline: Pipeline, lanes: Curves, num_rows: int) -> dict[int, tuple[int, ...]]:
+    """Per lane, the rows of a micro-batch that each device, or split group, takes.
 
     Copies of a nested pipeline first divide the rows among them, so that each keeps its rows from stage to stage;
     where that does not fit in memory, every stage divides its rows by itself.
     """
     try:
-        return _divide(pipeline.copies, ranks, num_rows)
+        return _divide(pipeline.lane_copies, lanes, num_rows)
     except MemoryShortage:
-        return {rank: divide_units(num_rows, curves) for rank, curves in ranks.items()}
+        return {lane: divide_units(num_rows, curves) for lane, curves in lanes.items()}
 
 
-def _divide(node: Copies, ranks: Curves, num_rows: int) -> dict[int, tuple[int, ...]]:
-    copies = [_ranks_of_copy(node, ranks, number) for number in range(node.count)]
+def _divide(node: Copies, lanes: Curves, num_rows: int) -> dict[int, tuple[int, ...]]:
+    copies = [_lanes_of_copy(node, lanes, number) for number in range(node.count)]
     shares = divide_units(num_rows, [_copy_curve(node, own, num_rows) for own in copies]) if node.count > 1 else (num_rows,)
     sizes: dict[int, tuple[int, ...]] = dict.fromkeys(node.stages, ())
     for share, own in zip(shares, copies, strict=True):
@@ -127,11 +170,11 @@ def _divide(node: Copies, ranks: Curves, num_rows: int) -> dict[int, tuple[int, 
     return sizes
 
 
-def _ranks_of_copy(node: Copies, ranks: Curves, number: int) -> dict[int, Sequence[Curve]]:
+def _lanes_of_copy(node: Copies, lanes: Curves, number: int) -> dict[int, Sequence[Curve]]:
     found: dict[int, Sequence[Curve]] = {}
-    for rank in node.stages:
-        width = len(ranks[rank]) // node.count
-        found[rank] = ranks[rank][number * width : (number + 1) * width]
+    for lane in node.stages:
+        width = len(lanes[lane]) // node.count
+        found[lane] = lanes[lane][number * width : (number + 1) * width]
     return found
 
 
@@ -142,7 +185,7 @@ def _copy_curve(node: Copies, own: Curves, num_rows: int) -> Curve:
         if isinstance(member, int):
             curves.append(combine(num_rows, own[member]))
         else:
-            copies = [_copy_curve(member, _ranks_of_copy(member, own, number), num_rows) for number in range(member.count)]
+            copies = [_copy_curve(member, _lanes_of_copy(member, own, number), num_rows) for number in range(member.count)]
             curves.append(combine(num_rows, copies))
     length = num_rows + 1
     worst = max(curves, key=lambda curve: float(curve.excess[length - 1]))
@@ -164,13 +207,14 @@ def make_replica(
         num_rows: its rows of a step.
     """
     largest = -(-num_rows // pipeline.num_micro_batch)
-    rows = device_rows(pipeline, model.ranks, largest)
+    rows = device_rows(pipeline, model.lanes, largest)
     stages = []
     for stage, rank in enumerate(pipeline.stage_rank):
-        part = model.assignment.parts[stage]
+        part, shares, width = model.assignment.parts[stage], rows[pipeline.lane(stage)], pipeline.width(stage)
         estimates = tuple(
-            cost.estimate(share, pipeline.in_flight[stage]) for cost, share in zip(model.costs[stage], rows[rank], strict=True)
+            cost.estimate(shares[position // width], pipeline.in_flight[stage]) for position, cost in enumerate(model.costs[stage])
         )
+        cutting = model.cuttings[stage] if model.cuttings else None
         recompute = tuple((segment[0], segment[-1]) for segment in model.recomputes[stage].segments)
         stages.append(
             Stage(
@@ -178,9 +222,11 @@ def make_replica(
                 tuple(names[stage]),
                 part.ops,
                 VirtualDevice(model.placed[rank]),
-                rows[rank],
+                shares,
                 part.parameters,
                 estimates,
+                split=width,
+                cuts=cutting.cuts if cutting else (),
                 recompute=recompute,
             )
         )

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from whale.config import Config
 from whale.errors import AnnotationError, ConfigError
 from whale.ir.plan import Choice
+from whale.ir.scope import Scope
 from whale.planning.scope_tree import Copies
 from whale.planning.taskgraphs import Annotations
 from whale.schedules import BUILDERS, build, count_recomputed, insert_recompute, peak_in_flight, placement
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one stage is split.
+
+    Attributes:
+        width: devices of a split group; 1 where nothing is split.
+        scopes: the `split` scopes in it.
+    """
+
+    width: int = 1
+    scopes: tuple[Scope, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,7 @@ class Pipeline:
         recomputed: per stage that recomputes as a whole, by R actions, how many recomputed micro-batches it holds at
             once; 0 for the others.
         inserts_recompute: whether those R actions are put into a schedule that has none of its own.
+        splits: per stage; empty where no stage is split.
     """
 
     schedule: str
@@ -40,6 +56,7 @@ class Pipeline:
     copies: Copies
     recomputed: tuple[int, ...]
     inserts_recompute: bool
+    splits: tuple[Split, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -57,6 +74,41 @@ class Pipeline:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank runs, in order."""
         return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
+
+    def width(self, stage: int) -> int:
+        """Devices of a split group; 1 where every device takes rows of its own."""
+        return self.splits[stage].width if self.splits else 1
+
+    def num_groups(self, stage: int) -> int:
+        """Among how many the rows of a micro-batch are divided."""
+        return self.devices[self.stage_rank[stage]] // self.width(stage)
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that divide their rows together: those of one rank and one width. Without splits these are the ranks."""
+        found: dict[tuple[int, int], list[int]] = {(rank, self.width(self.stages_of(rank)[0])): [] for rank in range(self.num_ranks)}
+        for stage, rank in enumerate(self.stage_rank):
+            found.setdefault((rank, self.width(stage)), []).append(stage)
+        return tuple(tuple(stages) for stages in found.values())
+
+    @cached_property
+    def lane_copies(self) -> Copies:
+        """`copies` with lanes in the place of ranks."""
+
+        def of(node: Copies) -> Copies:
+            members: list[int | Copies] = []
+            for member in node.members:
+                if isinstance(member, int):
+                    members += [lane for lane, stages in enumerate(self.lanes) if self.stage_rank[stages[0]] == member]
+                else:
+                    members.append(of(member))
+            return Copies(node.count, tuple(members))
+
+        return of(self.copies)
+
+    def lane(self, stage: int) -> int:
+        """The lane of a stage."""
+        return next(index for index, stages in enumerate(self.lanes) if stage in stages)
 
 
 def shape_pipeline(config: Config, annotations: Annotations | None, num_devices: int, group_size: int | None = None) -> Pipeline:
@@ -78,11 +130,14 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         devices, copies = (1,) * num_ranks, Copies(1, tuple(range(num_ranks)))
     else:
         num_ranks = _ranks_of_scopes(config, annotations, chunks)
-        devices = annotations.devices[:num_ranks]
+        devices = tuple(dict(zip(annotations.places, annotations.devices, strict=True)).values())[:num_ranks]
         copies = annotations.copies if chunks == 1 else Copies(1, tuple(range(num_ranks)))
     group_size = smallest_group(config, num_ranks) if group_size is None else group_size
     stage_rank = placement(wanted.schedule, num_ranks=num_ranks, num_chunks=wanted.num_chunks)
+    splits: tuple[Split, ...] = ()
     if annotations is not None:
+        stage_rank = annotations.places if chunks == 1 else stage_rank
+        splits = _splits(annotations)
         _check_chunks_alike(annotations, stage_rank, devices)
     peaks = peak_in_flight(
         wanted.schedule,
@@ -93,9 +148,17 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
     )
     in_flight = tuple(-(-peaks[rank] // chunks) for rank in stage_rank)
     recomputed, inserts = _recomputed(config, num_ranks, group_size)
+    if chunks == 1:
+        recomputed = tuple(recomputed[rank] for rank in stage_rank)
     return Pipeline(
-        wanted.schedule, wanted.num_micro_batch, chunks, group_size, stage_rank, devices, in_flight, copies, recomputed, inserts
+        wanted.schedule, wanted.num_micro_batch, chunks, group_size, stage_rank, devices, in_flight, copies, recomputed, inserts, splits
     )
+
+
+def _splits(annotations: Annotations) -> tuple[Split, ...]:
+    if max(annotations.widths) == 1:
+        return ()
+    return tuple(Split(width, annotations.split_scopes(stage)) for stage, width in enumerate(annotations.widths))
 
 
 def smallest_group(config: Config, num_ranks: int) -> int | None:
@@ -124,6 +187,15 @@ def _recomputed(config: Config, num_ranks: int, group_size: int | None) -> tuple
 
 def _ranks_of_scopes(config: Config, annotations: Annotations, chunks: int) -> int:
     num_stages = annotations.num_stages
+    if chunks == 1:
+        num_stages = len(set(annotations.places))
+    elif len(set(annotations.places)) < num_stages:
+        raise ConfigError(
+            f"schedule {config.pipeline.schedule} with {chunks} chunks has one stage per chunk "
+            f"(colocated TaskGraphs make {num_stages} stages on {len(set(annotations.places))} virtual device(s))",
+            where=annotations.scopes[0].where,
+            hint="a schedule without chunks, or TaskGraphs on virtual devices of their own",
+        )
     listing = ", ".join(annotations.names)
     if num_stages % chunks:
         raise ConfigError(

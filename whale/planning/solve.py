@@ -116,7 +116,7 @@ class Solver:
         return best
 
     def _check_rows(self, num_replicas: int) -> None:
-        width, m = max(self.pipeline.devices), self.pipeline.num_micro_batch
+        width, m = max(map(self.pipeline.num_groups, range(self.pipeline.num_stages))), self.pipeline.num_micro_batch
         if self.num_rows < num_replicas * m * width:
             per_device = f" x {width} devices of a stage" if width > 1 else ""
             raise BatchError(
@@ -182,16 +182,19 @@ class Solver:
         lacking: dict[tuple[int, int, int], list[str]] = {}
         for model, share in zip(models, error.sizes, strict=True):
             largest = -(-share // self.pipeline.num_micro_batch)
-            for rank, curves in model.ranks.items():
-                for name, num_rows, curve in zip(model.placed[rank], _nearest_rows(largest, curves), curves, strict=True):
+            for lane, curves in model.lanes.items():
+                devices = model.placed[self.pipeline.stage_rank[self.pipeline.lanes[lane][0]]]
+                width = len(devices) // len(curves)
+                for index, (num_rows, curve) in enumerate(zip(_nearest_rows(largest, curves), curves, strict=True)):
                     short = int(np.ceil(curve.excess[num_rows]))
                     if short > 0:
-                        lacking.setdefault((rank, num_rows, short), []).append(name)
+                        name = devices[index] if width == 1 else curve.place.partition(" ")[0]
+                        lacking.setdefault((lane, num_rows, short), []).append(name)
         lines = []
-        for (rank, num_rows, short), names in lacking.items():
+        for (lane, num_rows, short), names in lacking.items():
             has = self.pricing.capacity(names[0])
             others = f" and {len(names) - 1} like it" if len(names) > 1 else ""
-            stages = ", ".join(str(stage) for stage in self.pipeline.stages_of(rank))
+            stages = ", ".join(str(stage) for stage in self.pipeline.lanes[lane])
             lines.append(
                 f"stage {stages} on {names[0]}{others} needs {format_bytes(has + short)} for {num_rows} row(s) and may use "
                 f"{format_bytes(has)}: {format_bytes(short)} ({short} bytes) short"

@@ -60,9 +60,10 @@ def shortest_backward(pipeline: Pipeline, replicas: Sequence[ReplicaModel], rows
     """Seconds of the backward pass of one micro-batch on the rank where it is shortest, so where it hides least."""
     found = []
     for replica, share in zip(replicas, rows, strict=True):
-        for rank, names in enumerate(replica.placed):
-            per_device = share / pipeline.num_micro_batch / len(names)
-            found.append(sum(replica.costs[stage][0].backward.at(per_device) for stage in pipeline.stages_of(rank)))
+        taken = share / pipeline.num_micro_batch
+        for rank in range(pipeline.num_ranks):
+            stages = pipeline.stages_of(rank)
+            found.append(sum(replica.costs[stage][0].backward.at(taken / pipeline.num_groups(stage)) for stage in stages))
     return min(found)
 
 

@@ -10,7 +10,8 @@ from whale.errors import AnnotationError, WhaleError, raise_faults
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import TaskGraph
 from whale.ir.scope import Scope
-from whale.planning.scope_tree import Copies, ScopeNode, effective_path, resolve_sizes, scope_tree
+from whale.planning.phases import find_phases
+from whale.planning.scope_tree import Copies, ScopeNode, Sizes, effective_path, resolve_sizes, scope_tree
 from whale.planning.stages import Assignment, Late, Wish, assign
 from whale.planning.structure import Structure, analyse
 
@@ -23,7 +24,9 @@ class Annotations:
         names: per TaskGraph; `scopes` and `stages` likewise: its scope and its stage.
         task_graph_of: per scoped op, its TaskGraph.
         devices: per stage, how many it asks for (all copies together).
-        copies: how the stages nest.
+        copies: how the virtual devices nest.
+        places: per stage, its virtual device.
+        widths: per stage, devices of a split group; 1 where nothing is split.
     """
 
     names: tuple[str, ...]
@@ -32,10 +35,21 @@ class Annotations:
     task_graph_of: Mapping[str, int]
     devices: tuple[int, ...]
     copies: Copies
+    places: tuple[int, ...]
+    widths: tuple[int, ...]
 
     @property
     def num_stages(self) -> int:
         return len(self.devices)
+
+    @property
+    def wanted(self) -> int:
+        """Devices of all virtual devices together."""
+        return sum(dict(zip(self.places, self.devices, strict=True)).values())
+
+    def split_scopes(self, stage: int) -> tuple[Scope, ...]:
+        """The splits in a stage."""
+        return tuple(scope for scope, own in zip(self.scopes, self.stages, strict=True) if own == stage and scope.kind == "split")
 
 
 def read_scopes(graph: ModelGraph, config: Config, num_devices: int) -> Annotations | None:
@@ -56,13 +70,51 @@ def read_scopes(graph: ModelGraph, config: Config, num_devices: int) -> Annotati
         node = _node_of(op, roots)
         if node is not None and not node.inner:
             task_graph_of[op.name] = index[node.number]
+    if _is_mixed(leaves, sizes):
+        return _by_phases(graph, leaves, sizes, task_graph_of)
+    widths = {sizes.place_of[number]: width for number, width in sizes.widths.items()}
     return Annotations(
         names=tuple(_names(leaves)),
         scopes=tuple(leaf.scope for leaf in leaves),
-        stages=tuple(sizes.stage_of[leaf.number] for leaf in leaves),
+        stages=tuple(sizes.place_of[leaf.number] for leaf in leaves),
         task_graph_of=task_graph_of,
         devices=sizes.devices,
         copies=sizes.copies,
+        places=tuple(range(len(sizes.devices))),
+        widths=tuple(widths.get(place, 1) for place in range(len(sizes.devices))),
+    )
+
+
+def _is_mixed(leaves: Sequence[ScopeNode], sizes: Sizes) -> bool:
+    """Whether a split shares its virtual device with another TaskGraph."""
+    places = [sizes.place_of[leaf.number] for leaf in leaves]
+    return any(places.count(sizes.place_of[number]) > 1 for number, width in sizes.widths.items() if width > 1)
+
+
+def _by_phases(graph: ModelGraph, leaves: Sequence[ScopeNode], sizes: Sizes, task_graph_of: Mapping[str, int]) -> Annotations:
+    """Annotations where TaskGraphs share a virtual device with splits: a TaskGraph that others interrupt becomes several."""
+    places = [sizes.place_of[leaf.number] for leaf in leaves]
+    widths = [sizes.widths.get(leaf.number, 1) for leaf in leaves]
+    kinds = [number if width > 1 else 0 for number, width in enumerate(widths, start=1)]
+    phase_of = find_phases(analyse(graph), task_graph_of, places, kinds)
+    phases = sorted(dict.fromkeys(phase_of.values()), key=lambda phase: (phase.place, phase.level, phase.kind))
+    stage_of = {phase: stage for stage, phase in enumerate(phases)}
+    pieces = sorted({(task_graph, stage_of[phase_of[name]]) for name, task_graph in task_graph_of.items()})
+    number = {piece: index for index, piece in enumerate(pieces)}
+    names = list(_names(leaves))
+    first = dict(reversed(pieces))
+    order = {task_graph: [stage for other, stage in pieces if other == task_graph] for task_graph in first}
+    return Annotations(
+        names=tuple(
+            names[task_graph] + ("" if stage == first[task_graph] else f".{order[task_graph].index(stage)}") for task_graph, stage in pieces
+        ),
+        scopes=tuple(leaves[task_graph].scope for task_graph, _ in pieces),
+        stages=tuple(stage for _, stage in pieces),
+        task_graph_of={name: number[task_graph, stage_of[phase_of[name]]] for name, task_graph in task_graph_of.items()},
+        devices=tuple(sizes.devices[phase.place] for phase in phases),
+        copies=sizes.copies,
+        places=tuple(phase.place for phase in phases),
+        widths=tuple(widths[phase.kind - 1] if phase.kind else 1 for phase in phases),
     )
 
 

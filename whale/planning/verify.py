@@ -69,8 +69,9 @@ def _replica_devices(plan: Plan, replica: Replica) -> Iterator[str]:
 
 def _shares(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
     for stage in replica.stages:
-        if len(stage.shares) != len(stage.virtual_device.devices) or any(share < 1 for share in stage.shares):
-            yield PlanError(f"every device of a stage has a share ({_name(replica, stage)}: {stage.shares} for {stage.virtual_device})")
+        groups = "device" if stage.split == 1 else f"group of {stage.split} devices"
+        if len(stage.shares) * stage.split != len(stage.virtual_device.devices) or any(share < 1 for share in stage.shares):
+            yield PlanError(f"every {groups} of a stage has a share ({_name(replica, stage)}: {stage.shares} for {stage.virtual_device})")
         if not stage.ops and graph.mode == "train":
             yield PlanError(f"every stage has an op ({_name(replica, stage)}: none)", hint="fewer stages (pipeline.num_stages)")
 

@@ -70,9 +70,10 @@ def test_a_task_graph_that_comes_back_is_an_error_with_both_lines() -> None:
         make_plan(chain(3, [(A,), (B,), (A,)]), FOUR, Config())
 
 
-def test_split_is_not_there_yet() -> None:
-    with pytest.raises(AnnotationError, match=r"(?s)split is not there yet.*at model.py:2"):
-        make_plan(chain(1, [(scope(1, 2, kind="split"),)]), FOUR, Config())
+def test_a_split_encloses_no_other_scope() -> None:
+    outer = scope(0, 2, kind="split")
+    with pytest.raises(AnnotationError, match=r"(?s)only replicate encloses.*model.py:1.*at model.py:2"):
+        make_plan(chain(1, [(outer, scope(1, 2))]), FOUR, Config())
 
 
 def test_more_devices_than_there_are() -> None:

@@ -1,0 +1,114 @@
+"""What a split stage costs each device: its part of the ops and of the memory, and the reductions inside its group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from whale.cost import Line, edge_line
+from whale.ir.plan import Cut
+from whale.planning.cut_figures import Site, communication
+from whale.planning.cut_space import Scene
+from whale.planning.cutting import Cutting, choose_cuts
+from whale.planning.local_graph import sizes_at
+from whale.planning.placement import Placed
+from whale.planning.pricing import DeviceCost, Pricing
+from whale.planning.scheduling import Pipeline
+from whale.planning.stages import Assignment, Recompute
+
+
+@dataclass(frozen=True)
+class PricedStage:
+    """A stage on its devices.
+
+    Attributes:
+        costs: per device.
+        cutting: what is cut and why; None for a stage that is not split.
+    """
+
+    costs: tuple[DeviceCost, ...]
+    cutting: Cutting | None = None
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        return self.cutting.cuts if self.cutting else ()
+
+
+def price_stage(
+    pricing: Pricing, pipeline: Pipeline, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recompute: Recompute
+) -> PricedStage:
+    """Prices a stage; where it is split, its cuts are chosen first.
+
+    Args:
+        placed: the devices of each rank.
+        num_rows: of a micro-batch, about which the prices are taken.
+        recompute: what the stage computes again.
+    """
+    devices = [placed[rank] for rank in pipeline.stage_rank]
+    groups = groups_of(devices[stage], pipeline.width(stage))
+    rows = max(1.0, num_rows / len(groups))
+    if pipeline.width(stage) == 1:
+        return PricedStage(pricing.stage(assignment, stage, devices, rows, recompute))
+    scene = make_scene(pricing, assignment, stage, pipeline.stage_rank)
+    site = Site(groups, rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
+    part = pricing.part(assignment.parts[stage], recompute)
+    num_bytes = Line(float(part.parameter_bytes)) + part.activation * site.in_flight + part.working
+    cutting = choose_cuts(scene, pricing, site, num_bytes, pipeline.splits[stage].scopes)
+    parts = [
+        pricing.local(assignment.parts[stage].ops, sizes_at(cutting.cuts, position)).stage(assignment, stage, devices, rows, recompute)
+        for position in range(site.width)
+    ]
+    forward, backward = communication(scene, frozenset(cut.axis for cut in cutting.cuts), pricing, site)
+    again = _share_of(forward, assignment, stage, recompute)
+    costs = tuple(
+        replace(
+            (own := parts[index % site.width][index]),
+            forward=own.forward + forward,
+            backward=own.backward + backward + again,
+            receive=own.receive + _from_own_devices(pricing, pipeline, assignment, stage, devices, index),
+        )
+        for index in range(len(devices[stage]))
+    )
+    return PricedStage(costs, cutting)
+
+
+def groups_of(devices: Sequence[str], width: int) -> tuple[tuple[str, ...], ...]:
+    """The split groups of a virtual device: consecutive devices."""
+    return tuple(tuple(devices[start : start + width]) for start in range(0, len(devices), width))
+
+
+def make_scene(pricing: Pricing, assignment: Assignment, stage: int, stage_rank: Sequence[int]) -> Scene:
+    """One stage of an assignment as the cutting sees it."""
+    part = assignment.parts[stage]
+    beside = [index for index, rank in enumerate(stage_rank) if rank == stage_rank[stage] and index != stage]
+    return Scene(
+        pricing.graph,
+        pricing.axes,
+        part.ops,
+        received=frozenset(name for names in part.received.values() for name in names),
+        handed_on=frozenset(name for other in assignment.parts for name in other.received.get(stage, ())),
+        shared=frozenset(name for index in beside for name in assignment.parts[index].parameters),
+    )
+
+
+def _share_of(forward: Line, assignment: Assignment, stage: int, recompute: Recompute) -> Line:
+    """The reductions that are repeated with what is computed again, in proportion to the ops."""
+    if recompute.num_alive:
+        return forward
+    return forward * (sum(map(len, recompute.segments)) / max(1, len(assignment.parts[stage].ops)))
+
+
+def _from_own_devices(
+    pricing: Pricing, pipeline: Pipeline, assignment: Assignment, stage: int, devices: Sequence[Sequence[str]], index: int
+) -> Line:
+    """Waiting for the rows that other devices of the same virtual device have of what an earlier stage there made."""
+    own, found, width = devices[stage], Line(), pipeline.width(stage)
+    neighbour = own[index - index % width + (index + 1) % width]
+    for source, tensors in assignment.parts[stage].received.items():
+        narrower = width // pipeline.width(source)
+        if pipeline.stage_rank[source] != pipeline.stage_rank[stage] or narrower < 2:
+            continue
+        forward, backward = pricing.payload(tensors)
+        num_messages = (narrower - 1) * (len(tensors) + pricing.num_gradients(tensors))
+        found = found + edge_line(pricing.link(own[index], neighbour), (forward + backward) * (1 - 1 / narrower), num_messages)
+    return found
