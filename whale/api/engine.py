@@ -183,7 +183,6 @@ class Engine:
         worker = self._forward_worker("predict", batch)
         view = self._view("predict", batch)
         state = self._guarded(lambda: worker.run(view, (self._config.runtime.seed, self.step_number), with_gradients=False))
-        self._summed(worker, state)
         mode = self._modes["predict"]
         outputs = gather_outputs(mode.graph, worker.plan, self._world_ranks, self._world, state.outputs, view.num_rows)
         assert mode.program.outputs is not None

@@ -135,6 +135,8 @@ class Worker:
                 self._know(account, weights)
 
         def reduce() -> None:
+            if not self.model.loss:
+                return
             vector = account.vector()
             state.reduction = vector, self._groups.all_reduce(vector, self._everyone)
 
