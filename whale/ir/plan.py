@@ -284,11 +284,23 @@ class Plan:
         return "\n".join(lines)
 
 
+def describe_cuts(cuts: Iterable[Cut]) -> str:
+    """Cuts as text; those whose names differ only in numbers (of layers) and that have equal sizes are told once."""
+    found: dict[tuple[str, tuple[int, ...]], list[Cut]] = {}
+    for cut in cuts:
+        pattern = ".".join("*" if part.isdigit() else part for part in cut.axis.split("."))
+        found.setdefault((pattern, cut.sizes), []).append(cut)
+    texts = [str(own[0]) if len(own) == 1 else f"{len(own)} x {Cut(pattern, sizes)}" for (pattern, sizes), own in found.items()]
+    return ", ".join(texts)
+
+
 def _describe_stage(stage: Stage, micro_batch: tuple[int, int]) -> Iterable[str]:
     yield (
         f"    stage {stage.index} [{', '.join(stage.task_graphs)}]: {len(stage.ops)} ops "
         f"{stage.ops[0] if stage.ops else '-'} .. {stage.ops[-1] if stage.ops else '-'}, {len(stage.parameters)} tensors held"
     )
+    if stage.cuts:
+        yield f"      groups of {stage.split} cut {describe_cuts(stage.cuts)}"
     if stage.recompute:
         yield f"      recomputes {sum(map(len, stage.segments))} ops in {len(stage.recompute)} segment(s)"
     rows = stage.rows(micro_batch[1] - micro_batch[0])

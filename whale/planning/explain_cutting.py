@@ -1,0 +1,52 @@
+"""What was cut and why: axes and sizes of every split stage, what they cost, what bound them, and the next best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from whale.ir.plan import Choice, Replica, describe_cuts
+from whale.planning.cutting import Cutting
+from whale.planning.solve import Solution
+from whale.units import format_bytes, format_seconds
+
+
+def explain_cutting(best: Solution, replicas: Sequence[Replica]) -> Iterator[Choice]:
+    """One choice per split stage, replicas that cut alike together."""
+    found: dict[tuple[int, Cutting], list[int]] = {}
+    for index, model in enumerate(best.replicas):
+        for stage, cutting in enumerate(model.cuttings):
+            if cutting is not None:
+                found.setdefault((stage, cutting), []).append(index)
+    for (stage, cutting), members in found.items():
+        copies = f" of replica {', '.join(map(str, members))}" if len(members) < len(replicas) else ""
+        yield Choice(
+            "cutting",
+            f"axes of stage {stage}{copies}",
+            describe_cuts(cutting.cuts),
+            cost=f"{format_seconds(cutting.seconds)} per micro-batch, {_memory(replicas[members[0]], stage)}",
+            bound="memory" if cutting.bound_by_memory else "time of the slowest device and of its reductions",
+            runner_up="; ".join(_others(cutting)),
+        )
+
+
+def _memory(replica: Replica, stage: int) -> str:
+    """What each position of a split group holds, at most."""
+    own = replica.stages[stage]
+    held = [max(e.parameter_bytes + e.activation_bytes for e in own.estimates[position :: own.split]) for position in range(own.split)]
+    texts = list(dict.fromkeys(format_bytes(num_bytes) for num_bytes in held))
+    return f"{' | '.join(texts)} per device"
+
+
+def _others(cutting: Cutting) -> Iterator[str]:
+    """The next best set, told by what differs; and no cut at all."""
+    if cutting.runner_up:
+        chosen = {cut.axis for cut in cutting.cuts}
+        less = _listed([cut.axis for cut in cutting.cuts if cut.axis not in cutting.runner_up])
+        more = _listed([axis for axis in cutting.runner_up if axis not in chosen])
+        words = [text for text in (f"without {less}" if less else "", f"with {more}" if more else "") if text]
+        yield f"{' and '.join(words)}: {format_seconds(cutting.runner_up_seconds)}"
+    yield f"nothing cut: {format_seconds(cutting.uncut_seconds)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "") if names else ""
