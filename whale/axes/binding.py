@@ -65,7 +65,8 @@ class _Binder:
         return tuple(self._solve(term, size) if term or size != 1 else () for term, size in zip(terms, sizes, strict=True))
 
     def letters(self) -> list[Letter]:
-        found = [Letter(letter, self.rule.role(letter), dim) for letter, dim in self.bound.items()]
+        clashed = {letter for letter, _ in self.clashed}  # whole on both sides: parts of one would meet all of the other
+        found = [Letter(letter, CLASHES if letter in clashed else self.rule.role(letter), dim) for letter, dim in self.bound.items()]
         return found + [Letter(letter, CLASHES, dim) for letter, dim in self.clashed]
 
     def _solve(self, term: Term, size: int) -> Dim:

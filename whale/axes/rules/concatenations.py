@@ -51,8 +51,9 @@ def _join(parts: list[Dim], letters: list[Letter], reading: Reading) -> Dim:
     try:
         joined = reading.atoms.concatenate(parts)
     except Clash:
-        letters += [Letter("its piece", CLASHES, part) for part in parts]
-        return reading.atoms.fresh(sum(reading.atoms.size(part) for part in parts))
+        joined = reading.atoms.fresh(sum(reading.atoms.size(part) for part in parts))
+        letters += [Letter("its piece", CLASHES, part) for part in (*parts, joined)]
+        return joined
     letters += _letters(joined, parts[0], STACKS, reading)
     return joined
 

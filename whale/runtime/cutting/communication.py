@@ -11,6 +11,7 @@ that call these hold no state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,11 @@ def leave(value: Tensor, group: Group) -> Tensor:
     """The sum of what the devices of the group computed from their parts."""
     whole: Tensor = _Leave.apply(value, group)  # type: ignore[no-untyped-call]
     return whole
+
+
+def leave_each(values: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """`leave` for each result of an op that has several."""
+    return tuple(leave(value, group) for value in values)
 
 
 def gather(value: Tensor, dim: int, units: int, rows_outside: bool, parts: tuple[Runs, ...], position: int, group: Group) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from whale.runtime.cutting.call import Call
+from whale.runtime.cutting.communication import leave_each
 from whale.runtime.cutting.losses import MEAN, SUM, part_cross_entropy, target_weight
 from whale.runtime.cutting.reductions import FINISHES, part_max, part_min
 
@@ -27,9 +28,13 @@ def finish(call: Call, made: fx.Node) -> fx.Node:
     """The whole result from results of parts; for other roles than contracted, the part of the result."""
     if call.role.kind != "contracted":
         return made
-    if "in_place" in call.op.tags or len(call.op.outputs) != 1:
-        call.refuse("parts are combined only where the op has one result and writes nowhere", hint="use the form that is not in place")
+    if "in_place" in call.op.tags:
+        call.refuse("parts are combined in a new tensor", hint="use the form that is not in place")
     combine = call.role.combine
+    if len(call.op.outputs) > 1:
+        if combine != "sum":
+            call.refuse(f"combining several results by {combine} is not supported")
+        return call.emit(leave_each, made, call.writer.group, what="leave")
     if combine == "mean":
         share = call.emit(aten.mul.Tensor, made, _share(call), what="share")
         return call.leave(share)

@@ -129,11 +129,20 @@ class CutLayout:
             return PlanError(f"every device of a split group takes at least 1 of each axis ({cut})")
         return None
 
+    def _axes_around(self, op: Op) -> set[str]:
+        """The cut axes of an op's operands and results."""
+        around = [op.name, *(name for name in op.inputs if name in self.axes.ops and len(self.axes.ops[name].outputs) == 1)]
+        dimensions = (dimension for name in around for dims in self.axes.ops[name].outputs for dimension in dims)
+        return {axis for dimension in dimensions for axis in axes_of(dimension)} & self.cut_axes
+
     def _op_fault(self, op: Op) -> PlanError | None:
         met = {axis: role for axis, role in self.axes.ops[op.name].roles.items() if axis in self.cut_axes}
         for axis, role in met.items():
             if role.kind == "whole":
                 return PlanError(f"{op.target} (%{op.name}) needs {axis} whole, which is cut: it {role.reason}", where=op.where)
+        unsaid = self._axes_around(op) - self.axes.ops[op.name].roles.keys()
+        if unsaid:
+            return PlanError(f"{op.target} (%{op.name}) does not say what it does with {min(unsaid)}, which is cut", where=op.where)
         if len(met) > 1:
             return PlanError(f"{op.target} (%{op.name}) meets two axes that are cut ({' and '.join(met)})", where=op.where)
         for dimensions in self.axes.ops[op.name].outputs:

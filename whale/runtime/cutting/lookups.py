@@ -46,6 +46,9 @@ def part_embedding(table: Tensor, indices: Tensor, padding: int, by_frequency: b
     """``embedding`` in a part of the table; `padding` is a row of the whole table, or negative for none."""
     local, held = localize(indices, runs, size)
     own = next((count_below(runs, start) + padding - start for start, stop in runs if start <= padding < stop), -1)
+    if by_frequency:  # indices that others answer for must not count: they look up a row of their own
+        local = torch.where(held, local, table.shape[0])
+        table = torch.cat([table, table.new_zeros(1, *table.shape[1:])])
     found: Tensor = aten.embedding.default(table, local, own, by_frequency, sparse)
     return _masked(found, held, 1)
 

@@ -8,7 +8,7 @@ Tensors that the stage is given or hands on are whole; its parameters and buffer
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,9 @@ class CutProgram:
     num_dims: Mapping[str, int]
 
 
-def lower_cuts(graph: fx.Graph, model: ModelGraph, axes: Axes, cuts: Sequence[Cut], position: int) -> CutProgram:
+def lower_cuts(
+    graph: fx.Graph, model: ModelGraph, axes: Axes, cuts: Sequence[Cut], position: int, *, complete: Collection[str] = ()
+) -> CutProgram:
     """Rewrites a stage's graph so that it computes on parts.
 
     Args:
@@ -51,6 +53,8 @@ def lower_cuts(graph: fx.Graph, model: ModelGraph, axes: Axes, cuts: Sequence[Cu
         axes: of the model.
         cuts: of the stage; at least one.
         position: of this device in its split group.
+        complete: parameters whose gradients must not be left partial, since another program on the same device adds
+            complete ones to them.
 
     Raises:
         PlanError: an op cannot be cut so; names the op and the user's line.
@@ -58,7 +62,7 @@ def lower_cuts(graph: fx.Graph, model: ModelGraph, axes: Axes, cuts: Sequence[Cu
     layout = CutLayout(model, axes, tuple(cuts), position)
     known = [node for node in graph.nodes if node.name in model.by_name]
     raise_faults(layout.faults([node.name for node in known]))
-    partial = _partial_parameters(graph, layout)
+    partial = _partial_parameters(graph, layout) - frozenset(complete)
     names = {node.name for node in known if _parameter(model, node.name) in partial}
     roots = _roots(graph, model)
     written = frozenset(roots[node.name] for node in known if "in_place" in model.by_name[node.name].tags)

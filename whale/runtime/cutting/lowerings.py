@@ -42,7 +42,7 @@ sum nansum count_nonzero mean any all prod var std var_mean std_mean logsumexp a
 median topk kthvalue cosine_similarity
 cumsum cumprod logcumsumexp cummax sort argsort diff flip roll tril triu multinomial
 flatten ravel unsqueeze transpose swapaxes swapdims t mT numpy_T permute movedim moveaxis expand_as cat concat stack unbind select
-pad constant_pad_nd pixel_shuffle unfold
+pad constant_pad_nd unfold
 max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
 adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
 max_pool2d_with_indices max_pool3d_with_indices upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
@@ -90,6 +90,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "repeat_interleave": shapes.repeat_interleave,
         **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_chunk", "chunk", "tensor_split"), shapes.split),
         **dict.fromkeys(("slice", "narrow"), shapes.slice_),
+        "pixel_shuffle": shapes.pixel_shuffle,
     }
 )
 """Operators that need more."""

@@ -27,12 +27,18 @@ def local_sizes(call: Call, sizes: Sequence[Any], dimensions: Sequence[Dimension
 
 
 def _local_size(call: Call, size: Any, dimension: Dimension) -> Any:
-    if not call.layout.is_cut(dimension) or (isinstance(size, int) and size == -1):
-        return call.writer.mapped(size, entering=False)
+    """A size of the old graph as the part's; -1 stays."""
+    mapped = call.writer.mapped(size, entering=False)
+    return mapped if isinstance(size, int) and size == -1 else _scaled_size(call, mapped, dimension)
+
+
+def _scaled_size(call: Call, size: Any, dimension: Dimension) -> Any:
+    if not call.layout.is_cut(dimension):
+        return size
     held = call.layout.held(dimension)
     if isinstance(size, int):
         return size * held.count // held.units
-    product = call.emit(operator.mul, call.writer.mapped(size, entering=False), held.count, what="size")
+    product = call.emit(operator.mul, size, held.count, what="size")
     return call.emit(operator.floordiv, product, held.units, what="size")
 
 
@@ -47,10 +53,17 @@ def view(call: Call) -> fx.Node:
 
 
 def view_as(call: Call) -> fx.Node:
-    """``view_as``, ``reshape_as``: right as they stand where both tensors are cut alike."""
-    if call.dimensions("other") != call.result:
-        call.refuse("the shape it takes is that of a tensor with other axes", hint="use view with sizes")
-    return call.same()
+    """``view_as``, ``reshape_as``: sizes of the result, which need not be cut as the tensor that they are taken from."""
+    other = call.writer.mapped(call.raw["other"], entering=False)
+    if call.dimensions("other") == call.result:
+        return call.same(other=other)
+    sizes: list[Any] = []
+    for dim, (size, factor) in enumerate(zip(call.op.outputs[0].shape, call.op.outputs[0].row_factors, strict=True)):
+        if factor and call.layout.is_cut(call.dimensions("other")[dim]):
+            call.refuse("the tensor that it takes its shape from is cut another way", hint="use view with sizes")
+        whole = call.emit(aten.sym_size.int, other, dim, what="size") if factor else size
+        sizes.append(_scaled_size(call, whole, call.result[dim]))
+    return call.emit(aten.reshape.default, call.value("self"), sizes)
 
 
 def unflatten(call: Call) -> fx.Node:
@@ -110,6 +123,21 @@ def _copies(call: Call, number: Any, source: Dimension, made: Dimension) -> Any:
     if not isinstance(number, int):
         call.refuse("its number of copies is computed")
     return number * after.count * before.units // (after.units * before.count)
+
+
+def pixel_shuffle(call: Call) -> fx.Node:
+    """``pixel_shuffle``: the factors that move into space may be cut."""
+    factor, source, made = call.raw["upscale_factor"], call.dimensions("self"), call.result
+    factors = [_copies(call, factor, source[dim], made[dim]) for dim in (-2, -1)]
+    return call.emit(shuffled_pixels, call.value("self"), *factors)
+
+
+def shuffled_pixels(value: torch.Tensor, vertical: int, horizontal: int) -> torch.Tensor:
+    """``pixel_shuffle`` with a factor for each direction."""
+    *lead, channels, height, width = value.shape
+    split = value.reshape(*lead, channels // (vertical * horizontal), vertical, horizontal, height, width)
+    moved = split.movedim((-4, -3), (-3, -1))  # [channels height vertical width horizontal]
+    return moved.reshape(*lead, -1, height * vertical, width * horizontal)
 
 
 def split(call: Call) -> fx.Node:

@@ -17,6 +17,9 @@ from whale.runtime.cutting.layout import CutLayout
 GROUP = "split_group"
 """The placeholder of the split group, first in every lowered graph."""
 
+_BETWEEN = frozenset({"enter", "gather"})
+"""Steps that stand between ops, where the first consumer needs them, and so belong to none."""
+
 
 class Writer:
     """The new graph while it is written.
@@ -50,9 +53,9 @@ class Writer:
         return fx.node.map_arg(argument, self._enter if entering else lambda node: self.copies[node])
 
     def emit(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str = "") -> fx.Node:
-        """A new call that belongs to an old node."""
+        """A new call; it is named after an old node and, if it computes that op, carries its marks."""
         made = self.graph.create_node("call_function", target, args, kwargs, name=f"{node.name}__{what}" if what else node.name)
-        made.meta = {key: value for key, value in node.meta.items() if key != "val"}
+        made.meta = {} if what in _BETWEEN else {key: value for key, value in node.meta.items() if key != "val"}
         if made.name != node.name and node.name in self.layout.axes.ops:
             self.added[made.name] = len(self.layout.dimensions(node.name))
         return made

@@ -1,0 +1,149 @@
+"""The law of lowered cuts, operator by operator: each call that the rules are tried on, cut along each of its axes."""
+
+from __future__ import annotations
+
+import operator
+import random
+import traceback
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from tests.unit.axes.law import Case, Law, results
+from whale.axes import Axes, discover
+from whale.ir.graph import ModelGraph, Op, Parameter, Ref
+from whale.ir.plan import Cut
+from whale.runtime.cutting import cut_out, lower_cuts, put_in
+
+
+@dataclass(frozen=True)
+class Single:
+    """One call of an operator as a captured model: its tensors are parameters where they have gradients, else inputs.
+
+    Attributes:
+        model, graph: of the call.
+        tensors: its tensors, ``t0 t1 ...``.
+        trained: whether float tensors are parameters.
+    """
+
+    model: ModelGraph
+    graph: fx.Graph
+    tensors: tuple[Tensor, ...]
+    trained: bool
+
+
+def single(case: Case) -> Single:
+    """The model of one case."""
+    law = Law(case)
+    graph = fx.Graph()
+    placeholders = [graph.placeholder(f"t{index}") for index in range(len(law.tensors))]
+    args, kwargs = law._with(placeholders)  # type: ignore[arg-type]
+    node = graph.create_node("call_function", law.call, tuple(args), kwargs, name="op")  # type: ignore[arg-type]
+    is_float = [tensor.is_floating_point() and case.grad for tensor in law.tensors]
+    specs = [law.reading.graph.by_name[f"t{index}"].outputs for index in range(len(law.tensors))]
+    sources = [
+        Op(f"t{i}", "parameter" if is_float[i] else "input", f"t{i}", outputs=specs[i], requires_grad=is_float[i])
+        for i in range(len(law.tensors))
+    ]
+    tags = set(law.op.tags) | ({"random"} if torch.Tag.nondeterministic_seeded in law.call.tags else set())  # type: ignore[attr-defined]
+    calls = [replace(law.op, requires_grad=any(is_float), tags=frozenset(tags))]
+    returned = [node]
+    if not isinstance(law.call(*law._with(law.tensors)[0], **law._with(law.tensors)[1]), Tensor):
+        returned = []
+        for index, spec in enumerate(law.op.outputs):
+            returned.append(graph.create_node("call_function", operator.getitem, (node, index), {}, name=f"item{index}"))
+            calls.append(Op(f"item{index}", "call", "operator.getitem", (Ref("op"), index), (), (spec,), requires_grad=any(is_float)))
+    graph.output(tuple(returned))
+    parameters = tuple(Parameter(f"t{i}", specs[i][0]) for i, wanted in enumerate(is_float) if wanted)
+    return Single(ModelGraph((*sources, *calls), parameters, 2), graph, tuple(law.tensors), case.grad)
+
+
+def run(module: fx.GraphModule, tensors: list[Tensor], trained: bool, *first: object) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Results and gradients on some seeds."""
+    leaves = [t.detach().clone().requires_grad_(trained and t.is_floating_point()) for t in tensors]
+    torch.manual_seed(3)
+    values = results(module(*first, *leaves))
+    generator = torch.Generator().manual_seed(1)
+    seeds = [torch.randn(v.shape, dtype=v.dtype, generator=generator) if v.is_floating_point() else None for v in values]
+    pairs = [(v, s) for v, s in zip(values, seeds, strict=True) if s is not None and v.requires_grad]
+    if pairs:
+        torch.autograd.backward([v for v, _ in pairs], [s for _, s in pairs])
+    return [v.detach() for v in values], [leaf.grad for leaf in leaves]
+
+
+def failures(rank: int, num_ranks: int, module: str, names: list[str]) -> list[str]:
+    """What goes wrong for the cases of some lists of a module, cut along every axis in turn."""
+    found: list[str] = []
+    tried = 0
+    for name in names:
+        for case in getattr(import_module(module), name):
+            whole = single(case)
+            axes = discover(whole.model)
+            for axis, role in axes.ops["op"].roles.items():
+                if role.kind == "whole" or axes.by_name[axis].size < num_ranks:
+                    continue
+                draw = random.Random(str(case) + axis)
+                ends = [0, *sorted(draw.sample(range(1, axes.by_name[axis].size), num_ranks - 1)), axes.by_name[axis].size]
+                cut = Cut(axis, tuple(b - a for a, b in pairwise(ends)))
+                tried += 1
+                text = _try(whole, axes, cut, rank)
+                if text:
+                    found.append(f"{case} {role} {cut}: {text}")
+    return [f"{tried} tried", *found]
+
+
+def _try(whole: Single, axes: Axes, cut: Cut, rank: int) -> str:
+    model, cuts = whole.model, (cut,)
+    expected, gradients = run(fx.GraphModule(nn.Module(), whole.graph), list(whole.tensors), whole.trained)
+    try:
+        program = lower_cuts(whole.graph, model, axes, cuts, rank)
+    except Exception:
+        return traceback.format_exc(limit=-3)
+    local = [
+        cut_out(t, axes.ops[f"t{i}"].outputs[0], axes, cuts, rank) if model.by_name[f"t{i}"].kind == "parameter" else t
+        for i, t in enumerate(whole.tensors)
+    ]
+    error, made, own = "", [], []
+    try:
+        made, own = run(fx.GraphModule(nn.Module(), program.graph), local, whole.trained, dist.group.WORLD)
+    except Exception:
+        error = traceback.format_exc(limit=-3)
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, (error, own))
+    if any(text for text, _ in errors):
+        return str([text for text, _ in errors])
+    for value, right in zip(made, expected, strict=True):
+        if not _close(value, right):
+            return f"value {value} instead of {right}"
+    return _compare_gradients(program, [grads for _, grads in errors], gradients, axes, cuts, rank)
+
+
+def _compare_gradients(program: Any, pieces: list[Any], gradients: list[Tensor | None], axes: Axes, cuts: Any, rank: int) -> str:
+    for index, right in enumerate(gradients):
+        name = f"t{index}"
+        if right is None:
+            continue
+        mine = [torch.zeros(()) if piece[index] is None else piece[index] for piece in pieces]
+        if name in program.parameters:
+            made = torch.full_like(right, torch.nan)
+            for position, piece in enumerate(mine):
+                put_in(made, piece, program.parameters[name], axes, cuts, position)
+        else:
+            made = sum(mine, torch.zeros(())) if name in program.partial else mine[rank]  # type: ignore[assignment]
+        if not _close(made + torch.zeros_like(right), right):
+            return f"gradient of {name}: {made} instead of {right}"
+    return ""
+
+
+def _close(value: Tensor, right: Tensor) -> bool:
+    if value.shape != right.shape or value.dtype != right.dtype:
+        return False
+    if value.is_complex():
+        value, right = torch.view_as_real(value), torch.view_as_real(right)
+    tolerance = 1e-5 if right.dtype == torch.float32 else 1e-11
+    return torch.allclose(value.double(), right.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
