@@ -43,6 +43,7 @@ class Agreement:
         weights: the loss terms whose weights the batch decides.
         seat: of this rank; None if idle.
         loss_stages: per loss term, the stages in which this rank counts it.
+        held_terms: loss terms that this rank computes, counted here or on another device of its split group.
         tensors: what weights may read beside the batch.
         world: this process among its peers.
         groups: holds the group of all ranks.
@@ -56,13 +57,14 @@ class Agreement:
         weights: WeightProgram,
         seat: Seat | None,
         loss_stages: Mapping[int, tuple[int, ...]],
+        held_terms: frozenset[int],
         tensors: Mapping[str, torch.Tensor],
         world: World,
         groups: Groups,
         finish: Finish,
     ) -> None:
         self._plan, self._model, self._weights, self._seat = plan, model, weights, seat
-        self._loss_stages, self._tensors, self._world = loss_stages, tensors, world
+        self._loss_stages, self._held_terms, self._tensors, self._world = loss_stages, held_terms, tensors, world
         self._groups, self._finish = groups, finish
         self._everyone = tuple(range(world.size))
         self._divided: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -128,7 +130,7 @@ class Agreement:
         """The weights of a batch that is here as a whole: nobody has to be asked."""
         rows, device = [(0, batch.num_rows)], self._world.device
         return [
-            self._weights.measure(position, batch, rows, self._tensors, device) if self._loss_stages[index] else torch.zeros(())
+            self._weights.measure(position, batch, rows, self._tensors, device) if index in self._held_terms else torch.zeros(())
             for position, index in enumerate(self._weights.measured)
         ]
 

@@ -95,13 +95,19 @@ class Worker:
             exchange = Exchange(world.rank, seat.position, boundaries[seat.replica], model, self.channels, world.device, world.timeout)
             self.executor = Executor(runners, exchange, model, self._counted, sync, status, world.device)
 
-        self._agreement = Agreement(plan, model, self._weights, seat, self._loss_stages(), tensors, world, groups, self.finish)
+        self._agreement = Agreement(
+            plan, model, self._weights, seat, self._loss_stages(), self._held_terms(), tensors, world, groups, self.finish
+        )
 
     def _split_group(self, stage: Stage, position: int, world_ranks: Sequence[int]) -> dist.ProcessGroup | None:
         if stage.split == 1:
             return None
         devices = stage.groups[position // stage.split]
         return self._groups[tuple(sorted(world_ranks[self.plan.rank_of[device]] for device in devices))]
+
+    def _held_terms(self) -> frozenset[int]:
+        outputs = {name for source in self.stages.values() for name in source.outputs}
+        return frozenset(index for index, term in enumerate(self.model.loss) if term.sum in outputs)
 
     def _loss_stages(self) -> dict[int, tuple[int, ...]]:
         """Per loss term, the stages in which this rank counts it."""
