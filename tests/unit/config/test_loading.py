@@ -178,3 +178,41 @@ def test_environment_and_mapping_agree(values: dict[str, int]) -> None:
     values = {name: value for name, value in values.items() if not name.startswith("cluster.")}
     environment = {variable_of(name): str(value) for name, value in values.items()}
     assert load_config(None, environment=environment) == Config(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("recompute: auto", "auto"),
+        ("recompute: {policy: selective}", "selective"),
+        ("recompute:\n  1: 0.5\n  0: 1\n", ((0, 1.0), (1, 0.5))),
+        ("recompute:\n  policy: {0: 0.25}\n", ((0, 0.25),)),
+    ],
+)
+def test_recompute_as_a_word_or_by_stage(tmp_path: Path, text: str, policy: object) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    config = load_config(path, environment={})
+    assert config.recompute.policy == policy
+    path.write_text(str(config))
+    assert load_config(path, environment={}) == config
+    assert config.with_values({"pipeline.num_stages": 2}).recompute.policy == policy
+
+
+def test_recompute_from_the_environment() -> None:
+    assert load_config(None, environment={"WHALE_RECOMPUTE_POLICY": "auto"}).recompute.policy == "auto"
+    assert load_config(None, environment={"WHALE_RECOMPUTE_POLICY": "{0: 0.5}"}).recompute.policy == ((0, 0.5),)
+    with pytest.raises(
+        ConfigError, match=r"a share is from 0 to 1 \(stage 0: 2 is not\)\n  at environment variable WHALE_RECOMPUTE_POLICY"
+    ):
+        load_config(None, environment={"WHALE_RECOMPUTE_POLICY": "{0: 2}"})
+
+
+def test_recompute_with_a_share_out_of_range_or_a_slip(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("recompute:\n  0: 1.5\n")
+    with pytest.raises(ConfigError, match=rf"a share is from 0 to 1 \(stage 0: 1\.5 is not\)\n  at {path}:1"):
+        load_config(path, environment={})
+    path.write_text("recompute:\n  policz: full\n")
+    with pytest.raises(ConfigError, match=r"did you mean 'recompute\.policy'\?"):
+        load_config(path, environment={})
