@@ -25,48 +25,54 @@ def local_graph(graph: ModelGraph, axes: Axes, ops: Sequence[str], sizes: Sizes)
 
     Ops outside the stage stay as they are. The result is for pricing: arguments keep the whole sizes.
     """
+    local = _Local(axes, sizes)
     members = set(ops)
     read = {name for op in ops for name in graph.by_name[op].inputs if graph.by_name[name].kind != "call"}
-    made = tuple(_local_op(op, axes, sizes) if op.name in members or op.name in read else op for op in graph.ops)
-    held = {graph.parameter_by_name[graph.by_name[name].target].name for name in read if _is_held(graph.by_name[name])}
-    parameters = tuple(_local_parameter(each, axes, sizes) if each.name in held else each for each in graph.parameters)
+    made = tuple(local.op(op) if op.name in members or op.name in read else op for op in graph.ops)
+    held = {graph.parameter_by_name[op.target].name for op in map(graph.by_name.__getitem__, read) if op.kind in ("parameter", "buffer")}
+    parameters = tuple(local.parameter(each) if each.name in held else each for each in graph.parameters)
     return replace(graph, ops=made, parameters=parameters)
 
 
-def _is_held(op: Op) -> bool:
-    return op.kind in ("parameter", "buffer")
+class _Local:
+    """Turns what is whole into the part of one device; every dimension is looked at once."""
 
+    def __init__(self, axes: Axes, sizes: Sizes) -> None:
+        self._axes, self._sizes = axes, sizes
+        self._shares: dict[Dimension, tuple[int, int] | None] = {}
 
-def _local_op(op: Op, axes: Axes, sizes: Sizes) -> Op:
-    known = axes.ops.get(op.name)
-    cut = next((axis for axis in known.roles if axis in sizes), None) if known else None
-    if known is None or (cut is None and op.kind == "call"):
-        return op
-    outputs = tuple(local_spec(spec, dims, axes, sizes) for spec, dims in zip(op.outputs, known.outputs, strict=True))
-    if cut is None:
-        return replace(op, outputs=outputs)
-    share = sizes[cut] / axes.by_name[cut].size
-    return replace(op, outputs=outputs, forward_flops=round(op.forward_flops * share), backward_flops=round(op.backward_flops * share))
+    def op(self, op: Op) -> Op:
+        known = self._axes.ops.get(op.name)
+        cut = next((axis for axis in known.roles if axis in self._sizes), None) if known else None
+        if known is None or (cut is None and op.kind == "call"):
+            return op
+        outputs = tuple(self._spec(spec, dims) for spec, dims in zip(op.outputs, known.outputs, strict=True))
+        if cut is None:
+            return replace(op, outputs=outputs)
+        share = self._sizes[cut] / self._axes.by_name[cut].size
+        return replace(op, outputs=outputs, forward_flops=round(op.forward_flops * share), backward_flops=round(op.backward_flops * share))
 
+    def parameter(self, parameter: Parameter) -> Parameter:
+        spec = self._spec(parameter.spec, self._axes.parameters[parameter.name])
+        return parameter if spec is parameter.spec else replace(parameter, spec=spec)
 
-def _local_parameter(parameter: Parameter, axes: Axes, sizes: Sizes) -> Parameter:
-    return replace(parameter, spec=local_spec(parameter.spec, axes.parameters[parameter.name], axes, sizes))
+    def _spec(self, spec: TensorSpec, dimensions: Sequence[Dimension]) -> TensorSpec:
+        shares = [self._share(dimension) for dimension in dimensions]
+        if not any(shares):
+            return spec
+        return replace(spec, shape=tuple(size * s[0] // s[1] if s else size for size, s in zip(spec.shape, shares, strict=True)))
 
+    def _share(self, dimension: Dimension) -> tuple[int, int] | None:
+        """What of a dimension is held: so many of so many; None for all of it."""
+        if dimension not in self._shares:
+            held, whole = self._extent(dimension, self._sizes), self._extent(dimension, {})
+            self._shares[dimension] = None if held == whole else (held, whole)
+        return self._shares[dimension]
 
-def local_spec(spec: TensorSpec, dimensions: Sequence[Dimension], axes: Axes, sizes: Sizes) -> TensorSpec:
-    """The spec of a device's part of a tensor."""
-    shape = tuple(
-        size * _extent(dimension, axes, sizes) // max(1, _extent(dimension, axes, {}))
-        for size, dimension in zip(spec.shape, dimensions, strict=True)
-    )
-    return spec if shape == spec.shape else replace(spec, shape=shape)
+    def _extent(self, dimension: Dimension, sizes: Sizes) -> int:
+        return prod(self._size(factor, sizes) for factor in dimension)
 
-
-def _extent(dimension: Dimension, axes: Axes, sizes: Sizes) -> int:
-    return prod(_size(factor, axes, sizes) for factor in dimension)
-
-
-def _size(factor: Factor, axes: Axes, sizes: Sizes) -> int:
-    if isinstance(factor, Concatenation):
-        return sum(_extent(piece, axes, sizes) for piece in factor.pieces)
-    return sizes.get(factor, axes.by_name[factor].size)
+    def _size(self, factor: Factor, sizes: Sizes) -> int:
+        if isinstance(factor, Concatenation):
+            return sum(self._extent(piece, sizes) for piece in factor.pieces)
+        return sizes.get(factor, self._axes.by_name[factor].size)

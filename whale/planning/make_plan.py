@@ -166,7 +166,7 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Annotations | None,
         make_replica(solver.pricing, pipeline, model, names, index, share)
         for index, (model, share) in enumerate(zip(best.replicas, best.rows, strict=True))
     )
-    axes, mixing = find_batch_axes(graph, replicas)
+    axes, mixing = find_batch_axes(graph, replicas, solver.pricing)
     raise_faults(crossing_faults(graph, replicas, dict(axes)))
     plan = Plan(
         model=graph.fingerprint,
@@ -186,7 +186,7 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Annotations | None,
         choices=(*explain_choices(annotations, found, replicas), *mixing),
         recomputes_stages=pipeline.inserts_recompute,
     )
-    verify(plan, graph, cluster)
+    verify(plan, graph, cluster, solver.pricing.axes if any(pipeline.splits) else None)
     return plan
 
 
@@ -199,12 +199,14 @@ def _stage_names(pipeline: Pipeline, annotations: Annotations | None) -> list[li
     ]
 
 
-def find_batch_axes(graph: ModelGraph, replicas: Sequence[Replica]) -> tuple[tuple[tuple[str, BatchAxis], ...], tuple[Choice, ...]]:
+def find_batch_axes(
+    graph: ModelGraph, replicas: Sequence[Replica], pricing: Pricing | None = None
+) -> tuple[tuple[tuple[str, BatchAxis], ...], tuple[Choice, ...]]:
     """Where the batch is in the tensors that travel, and the ops that mix samples where the batch is cut."""
     travelling = crossing(replicas)
     is_cut = len(replicas) > 1 or any(len(stage.shares) > 1 for replica in replicas for stage in replica.stages)
     if not travelling and not is_cut:
         return (), ()
-    axes = discover(graph)
+    axes = pricing.axes if pricing else discover(graph)
     found = batch_axes(graph, axes)
     return tuple((name, found[name]) for name in travelling if name in found), tuple(explain_mixing(axes.mixing))

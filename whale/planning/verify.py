@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from whale.axes import Axes
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
@@ -13,8 +14,14 @@ from whale.planning.verify_cuts import cut_faults
 from whale.units import format_bytes
 
 
-def verify(plan: Plan, graph: ModelGraph, cluster: Cluster) -> None:
+def verify(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = None) -> None:
     """Checks a plan.
+
+    Args:
+        plan: the plan.
+        graph: the model that it is for.
+        cluster: the devices that it names.
+        axes: of the graph, where they are known already.
 
     Raises:
         PlanError: naming everything that is wrong with it.
@@ -31,7 +38,7 @@ def verify(plan: Plan, graph: ModelGraph, cluster: Cluster) -> None:
             seen[key] = None
             faults += [fault for check in _CHECKS for fault in check(plan, graph, replica)]
         faults += _memory(replica, plan)
-    faults += cut_faults(plan, graph)
+    faults += cut_faults(plan, graph, axes)
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)
 
@@ -133,6 +140,21 @@ def _held(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleErro
         yield PlanError(f"some stage holds every parameter (replica {replica.index}: none {', '.join(nowhere)})")
 
 
+def _recomputed(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
+    """What recomputes are runs of the stage's ops, one behind the other, where no whole stage recomputes."""
+    for stage in replica.stages:
+        position = {name: index for index, name in enumerate(stage.ops)}
+        ends = [position.get(name, -1) for run in stage.recompute for name in run]
+        starts = ends[::2]
+        if -1 in ends or ends != sorted(ends) or len(set(starts)) < len(starts) or set(ends[1:-1:2]) & set(starts[1:]):
+            yield PlanError(
+                f"what recomputes are runs of the stage's ops, in order and apart ({_name(replica, stage)}: "
+                f"{', '.join(f'{first} .. {last}' for first, last in stage.recompute)})"
+            )
+        if stage.recompute and plan.recomputes_stages:
+            yield PlanError(f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)})")
+
+
 def _memory(replica: Replica, plan: Plan) -> Iterator[WhaleError]:
     needs: dict[str, int] = {}
     capacity: dict[str, int] = {}
@@ -154,4 +176,4 @@ def _name(replica: Replica, stage: Stage) -> str:
     return f"replica {replica.index}, stage {stage.index}"
 
 
-_CHECKS: tuple[Callable[[Plan, ModelGraph, Replica], Iterator[WhaleError]], ...] = (_shares, _values, _computed, _held)
+_CHECKS: tuple[Callable[[Plan, ModelGraph, Replica], Iterator[WhaleError]], ...] = (_shares, _values, _computed, _held, _recomputed)

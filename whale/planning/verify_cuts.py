@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from whale.axes import Axes, discover
 from whale.errors import PlanError
@@ -11,11 +11,11 @@ from whale.ir.layout import BATCH
 from whale.ir.plan import Cut, Plan, Replica, Stage
 
 
-def cut_faults(plan: Plan, graph: ModelGraph) -> Iterator[PlanError]:
-    """Everything that is wrong with the cuts of a plan."""
+def cut_faults(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> Iterator[PlanError]:
+    """Everything that is wrong with the cuts of a plan; `axes` are the graph's, where they are known already."""
     if all(stage.split == 1 and not stage.cuts for replica in plan.replicas for stage in replica.stages):
         return
-    axes = discover(graph)
+    axes = axes or discover(graph)
     seen: dict[tuple[object, ...], None] = {}
     for replica in plan.replicas:
         for stage in replica.stages:
@@ -77,22 +77,19 @@ def _ops(stage: Stage, graph: ModelGraph, axes: Axes, name: str, cut: frozenset[
 def _held_twice(plan: Plan, replica: Replica, axes: Axes) -> Iterator[PlanError]:
     """Two stages on one virtual device hold a parameter in the same way."""
     first: dict[tuple[int, str], tuple[int, Sequence[Cut]]] = {}
-    for stage in replica.stages:
-        if stage.index >= plan.num_stages:
-            continue
+    for stage in replica.stages[: plan.num_stages]:
+        held: dict[str, tuple[Cut, ...]] = {}
+        for cut in stage.cuts:
+            for holder in dict.fromkeys(holder.rpartition(":")[0] for holder in axes.held_by.get(cut.axis, ())):
+                held[holder] = (*held.get(holder, ()), cut)
         for parameter in stage.parameters:
-            own = tuple(cut for cut in stage.cuts if _has(axes, parameter, cut.axis))
+            own = held.get(parameter, ())
             other, cuts = first.setdefault((plan.stage_rank[stage.index], parameter), (stage.index, own))
             if cuts != own:
                 yield PlanError(
                     f"a device holds a parameter in one way (replica {replica.index}: {parameter} in stage {other} "
                     f"{_show(cuts)}, in stage {stage.index} {_show(own)})"
                 )
-
-
-def _has(axes: Axes, parameter: str, axis: str) -> bool:
-    holders: Mapping[str, tuple[str, ...]] = axes.held_by
-    return any(holder.rpartition(":")[0] == parameter for holder in holders.get(axis, ()))
 
 
 def _show(cuts: Sequence[Cut]) -> str:
