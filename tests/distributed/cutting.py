@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from whale.axes import Axes, discover
 from whale.capture import Program, capture
@@ -85,7 +86,7 @@ def whole_stage(model: ModelGraph, program: Program) -> StageProgram:
 
 
 def run(
-    module: fx.GraphModule,
+    module: nn.Module,
     stage: StageProgram,
     model: ModelGraph,
     program: Program,
@@ -129,7 +130,9 @@ def _sizes(total: int, num_parts: int, draw: random.Random) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise(ends))
 
 
-def errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], mode: str = "train", broken: bool = False) -> dict[str, float]:
+def errors(
+    rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], mode: str = "train", broken: bool = False, rows: int | None = None
+) -> dict[str, float]:
     """Per tensor, the error of the cut program relative to its largest magnitude, with a floor from the largest gradient.
 
     Args:
@@ -139,19 +142,24 @@ def errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], mode: s
         cuts: of all its ops.
         mode: of the capture.
         broken: makes `enter` the identity in backward too: the negative control.
+        rows: of the batch; None for all of the example's.
     """
     whole = captured(builder, mode)
     model, program, axes = whole.model, whole.program, whole.axes
     stage = whole_stage(model, program)
+    batch, right, expected_gradients = whole.batch, whole.loss, whole.gradients
+    if rows is not None:
+        batch = pytree.tree_map(lambda leaf: leaf[:rows], batch)
+        right, expected_gradients = run(stage.module, stage, model, program, batch, dict(program.tensors))
     lowered = lower_cuts(stage.module.graph, model, axes, cuts, rank)
     if broken:
         _break(lowered)
     tensors = {name: _part(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
     module = fx.GraphModule(nn.Module(), lowered.graph)
-    loss, gradients = run(module, stage, model, program, whole.batch, tensors, dist.group.WORLD)
-    found = {"loss": _error(loss, whole.loss, 0.0)}
-    floor = max([0.0, *(float(value.abs().max()) for value in whole.gradients.values())]) * 1e-3
-    for name, expected in whole.gradients.items():
+    loss, gradients = run(module, stage, model, program, batch, tensors, dist.group.WORLD)
+    found = {"loss": _error(loss, right, 0.0)}
+    floor = max([0.0, *(float(value.abs().max()) for value in expected_gradients.values())]) * 1e-3
+    for name, expected in expected_gradients.items():
         made = _assembled(name, gradients.get(name), expected, lowered, axes, cuts, rank, num_ranks, broken)
         found[name] = _error(made, expected, floor)
     return found
@@ -201,3 +209,46 @@ def _error(made: Tensor, expected: Tensor, floor: float) -> float:
     assert made.shape == expected.shape, (made.shape, expected.shape)
     scale = max(float(expected.abs().max()), floor, 1e-30)
     return float((made - expected).abs().max()) / scale
+
+
+def staged_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], share: float) -> dict[str, float]:
+    """`errors` with the model in two stages that hand whole tensors over: the cuts may cross the boundary.
+
+    Args:
+        rank, num_ranks, builder, cuts: as in `errors`.
+        share: of the ops in the first stage.
+    """
+    whole = captured(builder)
+    model, program, axes = whole.model, whole.program, whole.axes
+    calls = [op.name for op in model.ops if op.kind == "call"]
+    early, late = calls[: int(len(calls) * share)], calls[int(len(calls) * share) :]
+    integers = [name for name in early if not model.by_name[name].outputs]  # sizes are computed where they are needed
+    crossing = [name for name in early if name not in integers and set(model.users[name]) & set(late)]
+    terms = [name for term in model.loss for name in (term.sum, term.weight) if name is not None]
+    assert not set(terms) & set(early)
+    cpu = torch.device("cpu")
+    pieces = [
+        lower(program.graph, model, early, (), crossing, cpu),
+        lower(program.graph, model, [*integers, *late], crossing, terms, cpu),
+    ]
+    shared = set.intersection(*({program.sources[name] for name in piece.inputs if name in program.sources} for piece in pieces))
+    lowered = [lower_cuts(piece.module.graph, model, axes, cuts, rank, complete=shared) for piece in pieces]
+    modules = [fx.GraphModule(nn.Module(), item.graph) for item in lowered]
+
+    class Both(nn.Module):
+        def forward(self, group: object, *arguments: Any) -> Any:
+            values = dict(zip(inputs, arguments, strict=True))
+            values |= zip(crossing, modules[0](group, *(values[name] for name in pieces[0].inputs)), strict=True)
+            return modules[1](group, *(values[name] for name in pieces[1].inputs))
+
+    inputs = tuple(dict.fromkeys(name for piece in pieces for name in piece.inputs if name not in crossing))
+    stage = replace(pieces[1], inputs=inputs)
+    tensors = {name: _part(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
+    loss, gradients = run(Both(), stage, model, program, whole.batch, tensors, dist.group.WORLD)
+    found = {"loss": _error(loss, whole.loss, 0.0)}
+    floor = max(float(value.abs().max()) for value in whole.gradients.values()) * 1e-3
+    together = CutProgram(fx.Graph(), {**lowered[0].parameters, **lowered[1].parameters}, lowered[0].partial | lowered[1].partial, {})
+    for name, expected in whole.gradients.items():
+        made = _assembled(name, gradients.get(name), expected, together, axes, cuts, rank, num_ranks, False)
+        found[name] = _error(made, expected, floor)
+    return found

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import hf_models
+
 Made = tuple[Any, ...]
 HIDDEN, LENGTH, ROWS = 12, 5, 3
 
@@ -214,3 +216,24 @@ def classes() -> Made:
 
 
 BUILDERS = ("fused_by_slices", "fused_by_split", "in_place", "tied", "channels", "pointwise", "repeated", "classes")
+
+
+def _predicting(family: str) -> Made:
+    model, batch = hf_models.BUILDERS[family]()
+    return model, {name: value for name, value in batch.items() if name != "labels"}
+
+
+def gpt2_predicting() -> Made:
+    return _predicting("gpt2")
+
+
+def bert_predicting() -> Made:
+    return _predicting("bert")
+
+
+def llama_predicting() -> Made:
+    return _predicting("llama")
+
+
+def resnet_predicting() -> Made:
+    return _predicting("resnet")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from tests.unit.axes.law import Case, Law, results
+from tests.unit.axes.test_rules_alone import bits, ids, labels, x
 from whale.axes import Axes, discover
 from whale.ir.graph import ModelGraph, Op, Parameter, Ref
 from whale.ir.plan import Cut
@@ -147,3 +148,54 @@ def _close(value: Tensor, right: Tensor) -> bool:
         value, right = torch.view_as_real(value), torch.view_as_real(right)
     tolerance = 1e-5 if right.dtype == torch.float32 else 1e-11
     return torch.allclose(value.double(), right.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+MORE = [
+    Case("addmm.default", (x(7), x(3, 5), x(5, 7)), {}, {"alpha": 0.5, "beta": 2.0}),
+    Case("baddbmm.default", (x(1, 3, 7), x(2, 3, 5), x(2, 5, 7)), {}, {"alpha": 0.5, "beta": 2.0}),
+    Case("linear.default", (x(2, 3, 5), x(1, 5), x(1)), {}),
+    Case("embedding.default", (x(11, 5), ids(11, 2, 3), 4), {}),
+    Case("embedding.default", (x(11, 5), ids(11, 2, 3), 10, True), {}),
+    Case("index.Tensor", (x(5, 7, 4), [None, ids(7, 2, 3)]), {}),
+    Case("index.Tensor", (x(5, 7, 4, 3), [ids(5, 2, 1), None, ids(4, 6)]), {}),
+    Case("index.Tensor", (x(5, 7), [torch.tensor([-1, 0, -5, 3])]), {}),
+    Case("index_select.default", (x(3, 7, 2), -2, ids(7, 5)), {}),
+    Case("gather.default", (x(3, 7, 2), -2, ids(7, 3, 5, 2)), {}),
+    Case("cross_entropy_loss.default", (x(5, 7), x(5, 7).softmax(1), None, 1), {}),
+    Case("cross_entropy_loss.default", (x(5, 7, 4), ids(7, 5, 4), None, 1), {}),
+    Case("cross_entropy_loss.default", (x(5, 7), labels(), x(7).abs(), 1), {}, grad=False),
+    Case("cross_entropy_loss.default", (x(7), torch.tensor(3)), {}),
+    Case("nll_loss.default", (x(5, 4), labels(), x(4).abs(), 1), {}, grad=False),
+    Case("cross_entropy_loss.default", (x(5, 7).float(), ids(7, 5), None, 2, 3), {}),
+    Case("amax.default", (x(2, 7).round(),), {}),
+    Case("amin.default", (x(2, 7, 3).round(), [-2, 0]), {}),
+    Case("prod.default", (x(2, 7),), {}),
+    Case("prod.dim_int", (torch.tensor([[0.0, 2.0, 3.0], [0.0, 0.0, 1.0]]).double(), 1), {}),
+    Case("mean.dim", (x(2, 3, 5), [0, 1]), {}),
+    Case("binary_cross_entropy_with_logits.default", (x(5, 3), x(5, 3).sigmoid(), x(5, 3).abs(), x(3).abs(), 0), {}, grad=False),
+    Case("squeeze.default", (x(2, 1, 3, 1),), {}),
+    Case("squeeze.dims", (x(2, 1, 3, 1), [0, 1]), {}),
+    Case("squeeze.dim", (x(2, 3), 0), {}),
+    Case("tile.default", (x(3, 5), [4]), {}),
+    Case("tile.default", (x(3, 5), [2, 1, 3]), {}),
+    Case("repeat_interleave.self_int", (x(3, 5), 4, 0), {}, {"output_size": 12}),
+    Case("chunk.default", (x(2, 7), 3, 1), {}),
+    Case("tensor_split.sections", (x(2, 7), 3, 1), {}),
+    Case("view.default", (x(2, 24), [2, 2, -1, 3]), {}),
+    Case("expand.default", (x(3, 1), [2, -1, 5]), {}),
+    Case("expand.default", (x(1, 5), [7, 5]), {}),
+    Case("conv2d.default", (x(2, 6, 5, 5), x(4, 3, 3, 3), x(4), [1, 1], [1, 1], [1, 1], 2), {}),
+    Case("conv_transpose2d.input", (x(2, 6, 5, 5), x(6, 3, 3, 3), x(6), [2, 2], [1, 1], [1, 1], 2), {}),
+    Case("convolution.default", (x(2, 6, 7), x(4, 3, 3), None, [1], [0], [1], False, [0], 2), {}),
+    Case("pixel_shuffle.default", (x(2, 27, 3, 5), 3), {}),
+    Case("arange.start_step", (1, 14, 2), {}),
+    Case("linspace.default", (0.0, 1.0, 7), {}),
+    Case("eye.m", (4, 7), {}),
+    Case("randn.default", ([3, 5],), {}),
+    Case("randint.default", (9, [3, 5]), {}),
+    Case("one_hot.default", (ids(7, 3), 7), {}),
+    Case("searchsorted.Tensor", (torch.arange(6.0).double(), x(4, 3)), {}, grad=False),
+    Case("where.self", (bits(1, 3), x(2, 3), x(1, 1)), {}),
+    Case("dropout.default", (x(2, 3), 0.5, False), {}),
+]  # fmt: skip
+"""What the rules need not be tried on, and lowerings do; the expected roles are left to the tests of the rules."""

@@ -1,0 +1,82 @@
+"""The law of lowered cuts: a model on the parts of 2 or 3 devices gives the loss and every gradient of the whole model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import cutting_models
+from tests.distributed.cutting import captured, choose, errors, staged_errors
+from tests.distributed.cutting_operators import failures
+from tests.distributed.world import World
+from tests.hf_models import BUILDERS
+
+TOLERANCE = 1e-10
+
+
+def worst(found: list[dict[str, float]]) -> tuple[float, str]:
+    """The largest error on any rank, and of what."""
+    return max((error, name) for errors_ in found for name, error in errors_.items())
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_a_hugging_face_model_on_parts_is_the_model(world: World, family: str) -> None:
+    builder = f"tests.hf_models:{family}"
+    axes = captured(builder).axes
+    for seed, num_parts in enumerate((2, 3, 2, 3, 2)):
+        cuts = choose(axes, num_parts, seed, in_order=seed == 0)
+        assert worst(world.run(errors, builder, cuts, num_ranks=num_parts)) < (TOLERANCE, ""), cuts
+
+
+@pytest.mark.parametrize("name", cutting_models.BUILDERS)
+def test_a_small_model_on_parts_is_the_model(world: World, name: str) -> None:
+    builder = f"tests.distributed.cutting_models:{name}"
+    axes = captured(builder).axes
+    for seed in range(6):
+        num_parts = 2 + seed % 2
+        cuts = choose(axes, num_parts, seed)
+        assert cuts
+        assert worst(world.run(errors, builder, cuts, num_ranks=num_parts)) < (TOLERANCE, ""), cuts
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_one_lowering_serves_any_number_of_rows(world: World, family: str) -> None:
+    builder = f"tests.hf_models:{family}"
+    cuts = choose(captured(builder).axes, 2, 3)
+    assert worst(world.run(errors, builder, cuts, "train", False, 3, num_ranks=2)) < (TOLERANCE, "")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "resnet"])
+def test_outputs_are_gathered(world: World, family: str) -> None:
+    builder = f"tests.distributed.cutting_models:{family}_predicting"
+    axes = captured(builder, "predict").axes
+    for seed in range(2):
+        cuts = choose(axes, 2, seed)
+        assert worst(world.run(errors, builder, cuts, "predict", num_ranks=2)) < (TOLERANCE, ""), cuts
+
+
+@pytest.mark.parametrize(("family", "share"), [("gpt2", 0.5), ("llama", 0.3), ("llama", 0.62), ("t5", 0.4), ("vit", 0.57)])
+def test_stages_hand_over_whole_tensors(world: World, family: str, share: float) -> None:
+    builder = f"tests.hf_models:{family}"
+    axes = captured(builder).axes
+    for seed in range(3):
+        cuts = choose(axes, 2, seed)
+        assert worst(world.run(staged_errors, builder, cuts, share, num_ranks=2)) < (TOLERANCE, ""), cuts
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+@pytest.mark.parametrize(
+    ("module", "names"), [("tests.unit.axes.test_rules_alone", "CASES"), ("tests.distributed.cutting_operators", "MORE")]
+)
+def test_every_operator_on_parts(world: World, module: str, names: str, num_parts: int) -> None:
+    for tried, *found in world.run(failures, module, [names], num_ranks=num_parts):
+        assert not found, "\n".join(found)
+        assert int(tried.split()[0]) > 50
+
+
+def test_without_entering_the_gradients_are_wrong(world: World) -> None:
+    """The negative control."""
+    builder = "tests.hf_models:gpt2"
+    for seed in range(3):
+        found = world.run(errors, builder, choose(captured(builder).axes, 2, seed), "train", True, num_ranks=2)
+        assert worst(found)[0] > 1e-2
+        assert found[0]["loss"] < TOLERANCE
