@@ -49,7 +49,6 @@ class RankFailure(Exception):
 class Job:
     """One function to run on one rank."""
 
-    number: int
     num_ranks: int
     store: str
     timeout: float
@@ -59,12 +58,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job on one rank."""
+    """What became of a job on one rank.
 
-    number: int
+    Attributes:
+        value: what its function returned.
+        error: what it raised.
+        text: the traceback; "" for success.
+        is_broken: whether the process cannot serve on (a group half made leaves torch's counters askew).
+    """
+
     value: Any = None
     error: BaseException | None = None
     text: str = ""
+    is_broken: bool = False
 
 
 @dataclass
@@ -78,10 +84,16 @@ class Worker:
 
     def stack_text(self) -> str:
         """Where its threads stand now."""
-        if self.process.is_alive():
-            os.kill(self.process.pid, signal.SIGUSR1)
-            time.sleep(0.3)
-        return self.stacks.read_text() if self.stacks.exists() else ""
+        if not self.process.is_alive():
+            return ""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        before, text = "", ""
+        for _ in range(int(GRACE_SECONDS / 0.2)):
+            time.sleep(0.2)
+            before, text = text, self.stacks.read_text()
+            if text and text == before:
+                break
+        return text
 
 
 @dataclass
@@ -114,7 +126,7 @@ class World:
         limit = self.timeout if timeout is None else timeout
         self._number += 1
         store = str(Path(self._directory.name) / f"store{self._number}")
-        payload = pickle.dumps(Job(self._number, size, store, limit, function, arguments))
+        payload = pickle.dumps(Job(size, store, limit, function, arguments))
         workers = self._workers[:size]
         for worker in workers:
             worker.pipe.send_bytes(payload)
@@ -141,7 +153,7 @@ class World:
         for worker in silent:
             code = worker.process.exitcode
             texts[worker.rank] = f"died with exit code {code}" if code is not None else f"not done {when}, at\n{worker.stack_text()}"
-        if silent:
+        if silent or any(outcome.is_broken for outcome in outcomes.values()):
             self._stop()
             self._start()
         raise RankFailure({rank: outcomes[rank].error if rank in outcomes else None for rank in texts}, texts)
@@ -210,7 +222,7 @@ def _serve(rank: int, pipe: Connection, stacks: str) -> None:
             except EOFError:
                 return
             except Exception:
-                pipe.send_bytes(pickle.dumps(Outcome(0, text=traceback.format_exc())))
+                pipe.send_bytes(pickle.dumps(Outcome(text=traceback.format_exc())))
                 continue
             pipe.send_bytes(_pickled(_perform(rank, job)))
 
@@ -222,13 +234,16 @@ def _perform(rank: int, job: Job) -> Outcome:
     try:
         store = dist.FileStore(job.store, job.num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=timedelta(seconds=job.timeout))
-        return Outcome(job.number, job.function(rank, job.num_ranks, *job.arguments))
+        dist.barrier()  # nobody leaves while another one still connects
     except BaseException as error:
-        return Outcome(job.number, error=error, text=traceback.format_exc())
+        return Outcome(error=error, text=traceback.format_exc(), is_broken=True)
+    try:
+        return Outcome(job.function(rank, job.num_ranks, *job.arguments))
+    except BaseException as error:
+        return Outcome(error=error, text=traceback.format_exc())
     finally:
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
 def _pickled(outcome: Outcome) -> bytes:
@@ -238,4 +253,4 @@ def _pickled(outcome: Outcome) -> bytes:
         return payload
     except Exception:
         text = outcome.text or f"the result does not pickle\n{traceback.format_exc()}"
-        return pickle.dumps(Outcome(outcome.number, text=text))
+        return pickle.dumps(Outcome(text=text, is_broken=outcome.is_broken))
