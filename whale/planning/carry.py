@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
+from whale.axes import Axes, axes_of, discover
+from whale.axes import discover
 from whale.cost import Line, spec_line
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Edge, Plan, Replica, TaskGraph
+from whale.ir.plan import Cut, Edge, Plan, Replica, Stage, TaskGraph
 from whale.planning.bridging import crossing_faults
+from whale.planning.carry_cuts import carry_cuts, same_axes
 from whale.planning.make_plan import find_batch_axes
 from whale.planning.stages import Assignment, Late, Wish, assign
 from whale.planning.structure import Structure, analyse, floating_ops
+from whale.planning.verify_cuts import cut_faults
 
 
 def carry_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
@@ -32,6 +36,8 @@ def carry_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
     if unknown:
         raise PlanError(f"captures of one model have the same parameters (only in {other.mode}: {', '.join(unknown)})")
     structure = _structure(other, plan)
+    is_cut = any(stage.cuts for replica in plan.replicas for stage in replica.stages)
+    names = same_axes(discover(train_graph), discover(other)) if is_cut else {}
     assignments: dict[tuple[tuple[str, ...], ...], Assignment] = {}
     replicas = []
     for replica in plan.replicas:
@@ -39,11 +45,12 @@ def carry_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
         if held not in assignments:
             assignments[held] = _assign_by_holders(other, structure, held)
         rows = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
-        replicas.append(_carry_replica(replica, other, assignments[held], rows[1] - rows[0]))
+        replicas.append(_carry_replica(replica, other, assignments[held], rows[1] - rows[0], names))
+    replicas = _carry_cuts(replicas, train_graph, other)
     axes, _ = find_batch_axes(other, replicas)
     raise_faults(crossing_faults(other, replicas, dict(axes)))
     first = next(iter(assignments.values()))
-    return dataclasses.replace(
+    carried = dataclasses.replace(
         plan,
         model=other.fingerprint,
         replicas=tuple(replicas),
@@ -52,6 +59,36 @@ def carry_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
         choices=(),
         recomputes_stages=False,
     )
+    raise_faults(list(cut_faults(carried, other)))
+    return carried
+
+
+def _carry_cuts(replicas: list[Replica], train_graph: ModelGraph, other: ModelGraph) -> list[Replica]:
+    """The cuts by the names that their axes have in the other capture; axes that it has not are left out."""
+    if not any(stage.cuts for replica in replicas for stage in replica.stages):
+        return replicas
+    names = matching_axes(discover(train_graph), discover(other))
+
+    def carried(stage: Stage) -> Stage:
+        cuts = tuple(Cut(names[cut.axis], cut.sizes) for cut in stage.cuts if cut.axis in names)
+        return dataclasses.replace(stage, cuts=cuts)
+
+    return [dataclasses.replace(replica, stages=tuple(map(carried, replica.stages))) for replica in replicas]
+
+
+def matching_axes(first: Axes, second: Axes) -> dict[str, str]:
+    """Per axis of one capture its name in another capture of the same model: by the parameters' dimensions, else by name and size."""
+    found: dict[str, str] = {}
+    for parameter, dimensions in first.parameters.items():
+        for own, others in zip(dimensions, second.parameters.get(parameter, ()), strict=False):
+            own_axes, other_axes = axes_of(own), axes_of(others)
+            if len(own_axes) == len(other_axes):
+                found |= zip(own_axes, other_axes, strict=True)
+    for axis in first.axes:
+        like = second.by_name.get(axis.name)
+        if like is not None and like.size == axis.size:
+            found.setdefault(axis.name, axis.name)
+    return found
 
 
 def _structure(graph: ModelGraph, plan: Plan) -> Structure:
@@ -109,9 +146,9 @@ def _fault(graph: ModelGraph, late: Late) -> PlanError:
     )
 
 
-def _carry_replica(replica: Replica, graph: ModelGraph, assignment: Assignment, num_rows: int) -> Replica:
+def _carry_replica(replica: Replica, graph: ModelGraph, assignment: Assignment, num_rows: int, names: dict[str, str]) -> Replica:
     stages = tuple(
-        dataclasses.replace(stage, ops=part.ops, estimates=(), recompute=())
+        dataclasses.replace(stage, ops=part.ops, estimates=(), recompute=(), cuts=carry_cuts(stage.cuts, names, graph.mode))
         for stage, part in zip(replica.stages, assignment.parts, strict=True)
     )
     edges = []

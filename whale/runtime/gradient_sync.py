@@ -248,7 +248,7 @@ class GradientSync:
         filled = [(slot.view, gradient) for slot in bucket.slots if (gradient := slot.gradient) is not None]
         if len(filled) < len(bucket.slots):
             bucket.flat.zero_()
-        with torch.no_grad():
+        if filled:
             torch._foreach_copy_([view for view, _ in filled], [gradient for _, gradient in filled])
         for slot in bucket.slots:
             if slot.index is None:
