@@ -360,6 +360,7 @@ FACTORIES = [
 
 POINTWISE = [
     Case("add.Tensor", (x(2, 1, 5), x(3, 1)), {"kept": [2, 3, 5]}),
+    Case("broadcast_tensors.default", ([x(2, 1, 5), x(3, 1)],), {"kept": [2, 3, 5]}),
     Case("mul.Scalar", (x(2, 3), 2.0), {"kept": [2, 3]}),
     Case("where.self", (bits(3), x(2, 3), x(2, 1)), {"kept": [2, 3]}),
     Case("masked_fill.Scalar", (x(2, 3), bits(2, 1), 0.0), {"kept": [2, 3]}),

@@ -16,7 +16,9 @@ def pointwise(op: Op, reading: Reading) -> Outcome:
     """Unifies all operands with the results."""
     tensors = reading.tensors(op)
     letters: list[Letter] = []
-    results = tuple(_result(sizes_of(spec), tensors, reading, letters) for spec in op.outputs)
+    sizes = [sizes_of(spec) for spec in op.outputs]
+    made = {shape: _result(shape, tensors, reading, letters) for shape in dict.fromkeys(sizes)}  # results of one shape are cut alike
+    results = tuple(made[shape] for shape in sizes)
     return Outcome(results, (*reading.rows_read(op), *letters), is_position=_moves_nothing(op, reading))
 
 

@@ -211,7 +211,7 @@ POINTWISE: dict[str, Rule] = {
     **dict.fromkeys(sorted(COPIES), pointwise),
     **dict.fromkeys(
         (
-            "copy", "fill", "zero", "dropout", "native_dropout", "alpha_dropout", "bernoulli", "where",
+            "broadcast_tensors", "copy", "fill", "zero", "dropout", "native_dropout", "alpha_dropout", "bernoulli", "where",
             "masked_fill", "lerp", "nan_to_num", "softplus", "hardtanh", "rrelu_with_noise", "relu6", "selu", "celu", "normal",
             "uniform", "bitwise_not", "_conj", "resolve_conj", "resolve_neg", "requires_grad",
             "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "__iand__", "__ior__", "__ixor__",
