@@ -99,7 +99,8 @@ def _by_phases(graph: ModelGraph, leaves: Sequence[ScopeNode], sizes: Sizes, tas
     phase_of = find_phases(analyse(graph), task_graph_of, places, kinds)
     phases = sorted(dict.fromkeys(phase_of.values()), key=lambda phase: (phase.place, phase.level, phase.kind))
     stage_of = {phase: stage for stage, phase in enumerate(phases)}
-    pieces = sorted({(task_graph, stage_of[phase_of[name]]) for name, task_graph in task_graph_of.items()})
+    found = {(task_graph, stage_of[phase_of[name]]) for name, task_graph in task_graph_of.items()}
+    pieces = sorted(found, key=lambda piece: (piece[1], piece[0]))
     number = {piece: index for index, piece in enumerate(pieces)}
     names = list(_names(leaves))
     first = dict(reversed(pieces))

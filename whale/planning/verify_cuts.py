@@ -27,7 +27,7 @@ def cut_faults(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> Itera
 
 
 def _stage(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[PlanError]:
-    if stage.split > 1 and not stage.cuts:
+    if stage.split > 1 and not stage.cuts and graph.mode == "train":
         yield PlanError(f"a split stage cuts an axis ({name}: groups of {stage.split} devices, no cut)")
     cut = [cut.axis for cut in stage.cuts]
     for axis in sorted({axis for axis in cut if cut.count(axis) > 1}):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scope
 from whale.config import SCHEDULES, Config
 from whale.cost import kept_tensors, storage_of
-from whale.errors import ConfigError
+from whale.errors import ConfigError, PlanError
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json, to_json
-from whale.planning import MemoryShortage, explain, make_plan
+from whale.planning import MemoryShortage, explain, make_plan, verify
 from whale.planning.recompute import read_policy
 from whale.planning.scheduling import shape_pipeline
 from whale.planning.segments import find_blocks, find_cores, find_ground
@@ -187,3 +187,20 @@ def test_stages_hold_what_the_schedule_promises(schedule: str) -> None:
     whole = shape_pipeline(config.with_values({"recompute.policy": "full"}), None, 3)
     assert any(whole.recomputed) and whole.inserts_recompute != any(pipeline.recomputed)
     assert read_policy("full", whole) == read_policy("none", pipeline)
+
+
+def test_verify_names_runs_that_are_none() -> None:
+    graph, there = thick(), cluster((1e9,))
+    plan = make_plan(graph, there, Config({"recompute.policy": {0: 1}}), rows=4)
+    verify(plan, graph, there)
+
+    def broken(*runs: tuple[str, str]) -> Plan:
+        replica = plan.replicas[0]
+        return replace(plan, replicas=(replace(replica, stages=(replace(replica.stages[0], recompute=runs),)),))
+
+    for runs in ((("up0", "nowhere"),), (("down0", "up0"),), (("up0", "down1"), ("down1", "down2")), (("up2", "down2"), ("up0", "down0"))):
+        with pytest.raises(PlanError, match="runs of the stage's ops, in order and apart"):
+            verify(broken(*runs), graph, there)
+    verify(broken(("up0", "up0"), ("wide0", "down0")), graph, there)
+    with pytest.raises(PlanError, match="as a whole or in parts, not both"):
+        verify(replace(plan, recomputes_stages=True), graph, there)

@@ -1,0 +1,173 @@
+"""Cuts of captured models: Megatron's patterns come out by themselves, sizes follow speed and memory, plans are golden."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+
+import whale
+from tests import hf_models
+from tests.unit.planning.graphs import cluster
+from whale.axes import discover
+from whale.capture import capture
+from whale.capture.scopes import Annotation
+from whale.config import Config
+from whale.errors import PlanError
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Cut, Plan
+from whale.planning import carry_plan, explain, make_plan, verify
+
+SLOW_PAIR = cluster((1e9, 1e9))
+UNLIKE_PAIR = cluster((3e9, 1e9))
+
+
+class Scoped(nn.Module):
+    """A model that runs under scopes."""
+
+    def __init__(self, model: nn.Module, scopes: Callable[[], tuple[Annotation, ...]]) -> None:
+        super().__init__()
+        self.inner, self.scopes = model, scopes
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        opened = self.scopes()
+        for each in opened:
+            each.__enter__()
+        try:
+            return self.inner(**batch)
+        finally:
+            for each in reversed(opened):
+                each.__exit__(None, None, None)
+
+
+def split_two() -> tuple[Annotation, ...]:
+    return (whale.split(2),)
+
+
+@lru_cache
+def captured(family: str, mode: str = "train", **settings: object) -> ModelGraph:
+    model, batch = getattr(hf_models, family)(**settings)
+    graph, _ = capture(Scoped(model, split_two), batch, mode=mode)  # type: ignore[arg-type]
+    return graph
+
+
+def cuts_of(plan: Plan, stage: int = 0) -> dict[str, tuple[int, ...]]:
+    return {cut.axis.removeprefix("inner."): cut.sizes for cut in plan.replicas[0].stages[stage].cuts}
+
+
+def test_gpt2_is_cut_by_heads_columns_and_vocabulary(golden: Callable[[str, str], None]) -> None:
+    """Fused qkv by heads, feed-forward column then row, and the tied vocabulary from the table to the loss."""
+    plan = make_plan(captured("gpt2"), SLOW_PAIR, Config())
+    assert cuts_of(plan) == {
+        "transformer.wte.vocabulary": (31, 30),
+        "transformer.wpe.vocabulary": (8, 8),
+        "transformer.h.0.attn.heads": (2, 2),
+        "transformer.h.0.mlp.c_fc.weight:1": (64, 64),
+        "transformer.h.1.attn.heads": (2, 2),
+        "transformer.h.1.mlp.c_fc.weight:1": (64, 64),
+    }
+    golden("plans/split_gpt2.txt", f"{plan}\n" + "\n".join(" | ".join(row) for row in explain(plan)))
+
+
+def test_sizes_follow_the_devices_speed(golden: Callable[[str, str], None]) -> None:
+    plan = make_plan(captured("gpt2"), UNLIKE_PAIR, Config())
+    cuts = cuts_of(plan)
+    assert cuts["transformer.h.0.attn.heads"] == (3, 1)
+    assert cuts["transformer.h.1.mlp.c_fc.weight:1"] == (96, 32)
+    golden("plans/split_gpt2_uneven.txt", str(plan))
+
+
+def test_memory_moves_units_to_the_larger_device() -> None:
+    graph = captured("gpt2")
+    free = make_plan(graph, UNLIKE_PAIR, Config())
+    need = [estimate.parameter_bytes + estimate.activation_bytes for estimate in free.replicas[0].stages[0].estimates]
+    assert need[0] > need[1]
+    tight = cluster((3e9, 1e9), memory=int(sum(need) / 2 * 1.06 / 0.9))
+    plan = make_plan(graph, tight, Config())
+    assert cuts_of(plan)["transformer.h.0.mlp.c_fc.weight:1"][0] < 96
+    assert all(e.parameter_bytes + e.activation_bytes <= e.capacity for e in plan.replicas[0].stages[0].estimates)
+    assert next(choice.bound for choice in plan.choices if choice.pass_name == "cutting") == "memory"
+
+
+def test_grouped_queries_are_cut_by_their_key_value_heads() -> None:
+    cuts = cuts_of(make_plan(captured("llama"), SLOW_PAIR, Config()))
+    assert {axis for axis in cuts if "heads" in axis} == {f"model.layers.{layer}.self_attn.heads.0" for layer in (0, 1)}
+    assert cuts["model.layers.0.mlp.gate_proj.weight:0"] == (24, 24)
+    assert cuts["classes"] == (31, 30)
+
+
+def test_convolutions_are_cut_by_channels() -> None:
+    cuts = cuts_of(make_plan(captured("resnet"), SLOW_PAIR, Config()))
+    assert sum("channels" in axis for axis in cuts) >= 4
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "vit", "resnet", "llama", "mixtral"])
+def test_every_family_gains_and_its_plan_is_sound(family: str) -> None:
+    graph = captured(family)
+    plan = make_plan(graph, SLOW_PAIR, Config())
+    verify(plan, graph, SLOW_PAIR)
+    stage = plan.replicas[0].stages[0]
+    whole = make_plan(graph, cluster((1e9, 1e9, 1e9)), Config())  # the third device is idle
+    assert whole.idle_devices == ("h0/2",)
+    assert stage.split == 2 and stage.shares == (4,) and len(stage.estimates) == 2
+    axes = discover(graph)
+    for cut in stage.cuts:
+        assert sum(cut.sizes) == axes.by_name[cut.axis].size
+
+
+def test_parameters_are_divided_and_what_stays_whole_is_not() -> None:
+    plan = make_plan(captured("gpt2"), SLOW_PAIR, Config())
+    held = [estimate.parameter_bytes for estimate in plan.replicas[0].stages[0].estimates]
+    everything = sum(parameter.spec.num_bytes * 4 for parameter in captured("gpt2").parameters if parameter.kind == "parameter")
+    assert everything / 2 < max(held) < everything * 0.6
+
+
+def test_identical_blocks_are_one_decision() -> None:
+    plan = make_plan(captured("gpt2", n_layer=6), SLOW_PAIR, Config())
+    cuts = cuts_of(plan)
+    assert {cuts[f"transformer.h.{layer}.attn.heads"] for layer in range(6)} == {(2, 2)}
+    assert "6 x inner.transformer.h.*.attn.heads 2:2" in str(plan)
+
+
+@pytest.mark.parametrize("mode", ["eval", "predict"])
+def test_cuts_are_carried_to_other_modes(mode: str) -> None:
+    graph, other = captured("gpt2"), captured("gpt2", mode)
+    plan = make_plan(graph, SLOW_PAIR, Config())
+    carried = carry_plan(plan, graph, other)
+    verify(carried, other, SLOW_PAIR)
+    assert carried.replicas[0].stages[0].cuts == plan.replicas[0].stages[0].cuts
+    assert carried.replicas[0].stages[0].split == 2
+
+
+def spoil(plan: Plan, cuts: tuple[Cut, ...]) -> Plan:
+    replica = plan.replicas[0]
+    stage = dataclasses.replace(replica.stages[0], cuts=cuts)
+    return dataclasses.replace(plan, replicas=(dataclasses.replace(replica, stages=(stage,)),))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        ((), "a split stage cuts an axis"),
+        ((Cut("inner.transformer.h.0.attn.heads", (2, 1)),), "add up to the axis .*is 3 of 4"),
+        ((Cut("inner.transformer.h.0.attn.heads", (4, 0)),), "has a part"),
+        ((Cut("inner.transformer.h.0.attn.heads", (4,)),), "a size for each device"),
+        ((Cut("inner.transformer.h.0.attn.heads", (2, 2)),) * 2, "cuts an axis once"),
+        ((Cut("nonsense", (2, 2)),), "names an axis of the model"),
+        ((Cut("batch", (2, 2)),), "divided by shares"),
+        ((Cut("inner.transformer.hidden", (16, 16)),), "needs whole"),
+        (
+            (Cut("inner.transformer.h.0.attn.heads", (2, 2)), Cut("inner.transformer.h.0.attn.head_dim", (4, 4))),
+            "no op has two",
+        ),
+    ],
+)
+def test_faults_of_cuts_are_named(cuts: tuple[Cut, ...], message: str) -> None:
+    graph = captured("gpt2")
+    plan = make_plan(graph, SLOW_PAIR, Config())
+    with pytest.raises(PlanError, match=f"(?s){message}"):
+        verify(spoil(plan, cuts), graph, SLOW_PAIR)
