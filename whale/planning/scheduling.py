@@ -8,6 +8,7 @@ from functools import cached_property
 from whale.config import Config
 from whale.errors import AnnotationError, ConfigError
 from whale.ir.plan import Choice
+from whale.ir.schedule import Kind
 from whale.ir.scope import Scope
 from whale.planning.scope_tree import Copies
 from whale.planning.taskgraphs import Annotations
@@ -147,7 +148,7 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         group_size=group_size,
     )
     in_flight = tuple(-(-peaks[rank] // chunks) for rank in stage_rank)
-    recomputed, inserts = _recomputed(config, num_ranks, group_size)
+    recomputed, inserts = _recomputed(config, num_ranks)
     if chunks == 1:
         recomputed = tuple(recomputed[rank] for rank in stage_rank)
     return Pipeline(
@@ -168,20 +169,16 @@ def smallest_group(config: Config, num_ranks: int) -> int | None:
     return min(num_ranks, config.pipeline.num_micro_batch)
 
 
-def _recomputed(config: Config, num_ranks: int, group_size: int | None) -> tuple[tuple[int, ...], bool]:
+def _recomputed(config: Config, num_ranks: int) -> tuple[tuple[int, ...], bool]:
     """What recomputes as a whole: what the schedule says, or every stage where the policy is ``full``."""
     wanted = config.pipeline
-    small = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=num_ranks, num_chunks=wanted.num_chunks)
+    small = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=1, num_chunks=wanted.num_chunks)
     alive = count_recomputed(small)
     if any(alive) or config.recompute.policy != "full":
         return alive, False
-    order = build(
-        wanted.schedule,
-        num_ranks=num_ranks,
-        num_micro_batch=wanted.num_micro_batch,
-        num_chunks=wanted.num_chunks,
-        group_size=group_size,
-    )
+    if all(action.kind is not Kind.BACKWARD_WEIGHT for actions in small.ranks for action in actions):
+        return (1,) * small.num_stages, True  # B follows R at once
+    order = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=wanted.num_micro_batch, num_chunks=wanted.num_chunks)
     return count_recomputed(insert_recompute(order)), True
 
 

@@ -33,7 +33,7 @@ def verify(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = 
     faults += _devices(plan, cluster)
     seen: dict[tuple[object, ...], None] = {}
     for replica in plan.replicas:
-        key = tuple((stage.ops, stage.parameters) for stage in replica.stages), replica.edges
+        key = tuple((stage.ops, stage.parameters, stage.recompute) for stage in replica.stages), replica.edges
         if key not in seen:  # equal replicas have equal faults
             seen[key] = None
             faults += [fault for check in _CHECKS for fault in check(plan, graph, replica)]
