@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from whale.axes import Axes, axes_of, discover
 from whale.axes import discover
 from whale.cost import Line, spec_line
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Cut, Edge, Plan, Replica, Stage, TaskGraph
+from whale.ir.plan import Edge, Plan, Replica, TaskGraph
 from whale.planning.bridging import crossing_faults
 from whale.planning.carry_cuts import carry_cuts, same_axes
 from whale.planning.make_plan import find_batch_axes
@@ -46,7 +45,6 @@ def carry_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
             assignments[held] = _assign_by_holders(other, structure, held)
         rows = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
         replicas.append(_carry_replica(replica, other, assignments[held], rows[1] - rows[0], names))
-    replicas = _carry_cuts(replicas, train_graph, other)
     axes, _ = find_batch_axes(other, replicas)
     raise_faults(crossing_faults(other, replicas, dict(axes)))
     first = next(iter(assignments.values()))
@@ -61,34 +59,6 @@ def carry_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
     )
     raise_faults(list(cut_faults(carried, other)))
     return carried
-
-
-def _carry_cuts(replicas: list[Replica], train_graph: ModelGraph, other: ModelGraph) -> list[Replica]:
-    """The cuts by the names that their axes have in the other capture; axes that it has not are left out."""
-    if not any(stage.cuts for replica in replicas for stage in replica.stages):
-        return replicas
-    names = matching_axes(discover(train_graph), discover(other))
-
-    def carried(stage: Stage) -> Stage:
-        cuts = tuple(Cut(names[cut.axis], cut.sizes) for cut in stage.cuts if cut.axis in names)
-        return dataclasses.replace(stage, cuts=cuts)
-
-    return [dataclasses.replace(replica, stages=tuple(map(carried, replica.stages))) for replica in replicas]
-
-
-def matching_axes(first: Axes, second: Axes) -> dict[str, str]:
-    """Per axis of one capture its name in another capture of the same model: by the parameters' dimensions, else by name and size."""
-    found: dict[str, str] = {}
-    for parameter, dimensions in first.parameters.items():
-        for own, others in zip(dimensions, second.parameters.get(parameter, ()), strict=False):
-            own_axes, other_axes = axes_of(own), axes_of(others)
-            if len(own_axes) == len(other_axes):
-                found |= zip(own_axes, other_axes, strict=True)
-    for axis in first.axes:
-        like = second.by_name.get(axis.name)
-        if like is not None and like.size == axis.size:
-            found.setdefault(axis.name, axis.name)
-    return found
 
 
 def _structure(graph: ModelGraph, plan: Plan) -> Structure:

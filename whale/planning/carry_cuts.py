@@ -14,12 +14,16 @@ from whale.ir.plan import Cut
 
 
 def same_axes(ours: Axes, theirs: Axes) -> dict[str, str]:
-    """Per axis of one capture that some parameter has, its name in the other."""
+    """Per axis of one capture its name in the other: by the parameters that have it, else by name and size."""
     names: dict[str, str] = {}
     for parameter, dimensions in ours.parameters.items():
         for own, other in zip(dimensions, theirs.parameters.get(parameter, ()), strict=False):
             for axis, name in _pairs(own, other):
                 names.setdefault(axis, name)
+    for known in ours.axes:
+        like = theirs.by_name.get(known.name)
+        if like is not None and like.size == known.size:
+            names.setdefault(known.name, known.name)
     return names
 
 
