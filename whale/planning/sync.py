@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
 
 from whale.cost import exposed_sync, optimizer_seconds, ring_all_reduce_seconds
+from whale.ir.division import intervals
 from whale.planning.pricing import Pricing
 from whale.planning.replica import ReplicaModel
 from whale.planning.scheduling import Pipeline
@@ -70,28 +73,83 @@ def shortest_backward(pipeline: Pipeline, replicas: Sequence[ReplicaModel], rows
 def _owner_sets(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[ReplicaModel]) -> dict[tuple[str, ...], int]:
     """Trainable bytes by the devices that hold them, in the cluster's order."""
     order = {device.name: index for index, device in enumerate(pricing.cluster.devices)}
-    assignments = {id(replica.assignment): replica.assignment for replica in replicas}
-    holders: dict[str, list[tuple[int, int]]] = {}
-    for key, assignment in assignments.items():
-        for stage, part in enumerate(assignment.parts):
-            for name in part.parameters:
-                holders.setdefault(name, []).append((key, pipeline.stage_rank[stage]))
-    by_place: dict[tuple[tuple[int, int], ...], int] = {}
-    for name, places in holders.items():
-        parameter = pricing.graph.parameter_by_name[name]
-        if parameter.kind == "parameter" and parameter.trainable:
+    cut = _cut_parameters(pricing, replicas)
+    by_place: dict[tuple[tuple[int, int, int], ...], int] = {}
+    for name, places in _holders(pricing, pipeline, replicas).items():
+        if name not in cut:
             key_of_set = tuple(dict.fromkeys(places))
-            by_place[key_of_set] = by_place.get(key_of_set, 0) + parameter.spec.num_bytes
+            by_place[key_of_set] = by_place.get(key_of_set, 0) + pricing.graph.parameter_by_name[name].spec.num_bytes
     sets: dict[tuple[str, ...], int] = {}
     for places_of_set, num_bytes in by_place.items():
         wanted = set(places_of_set)
         devices = {
             name
             for replica in replicas
-            for rank, names in enumerate(replica.placed)
-            if (id(replica.assignment), rank) in wanted
-            for name in names
+            for key, rank, width in wanted
+            if key == id(replica.assignment)
+            for name in replica.placed[rank][::width]  # a split group has equal gradients of what it holds whole
         }
         owners = tuple(sorted(devices, key=order.__getitem__))
         sets[owners] = sets.get(owners, 0) + num_bytes
+    for name in sorted(cut):
+        for holders, num_bytes in _pieces(pricing, pipeline, replicas, name, cut[name]):
+            owners = tuple(sorted(holders, key=order.__getitem__))
+            sets[owners] = sets.get(owners, 0) + num_bytes
     return sets
+
+
+def _holders(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[ReplicaModel]) -> dict[str, list[tuple[int, int, int]]]:
+    """Per trainable parameter, the assignments and ranks that hold it, with the width of their split groups."""
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for key, assignment in {id(replica.assignment): replica.assignment for replica in replicas}.items():
+        for stage, part in enumerate(assignment.parts):
+            for name in part.parameters:
+                parameter = pricing.graph.parameter_by_name[name]
+                if parameter.kind == "parameter" and parameter.trainable:
+                    found.setdefault(name, []).append((key, pipeline.stage_rank[stage], pipeline.width(stage)))
+    return found
+
+
+def _cut_parameters(pricing: Pricing, replicas: Sequence[ReplicaModel]) -> dict[str, tuple[str, ...]]:
+    """Per trainable parameter that some device holds a part of, the axes that are cut of it."""
+    axes = {cut.axis: None for replica in replicas for cutting in replica.cuttings if cutting for cut in cutting.cuts}
+    found: dict[str, tuple[str, ...]] = {}
+    for axis in axes:
+        for name in dict.fromkeys(holder.rpartition(":")[0] for holder in pricing.axes.held_by[axis]):
+            parameter = pricing.graph.parameter_by_name[name]
+            if parameter.kind == "parameter" and parameter.trainable:
+                found[name] = (*found.get(name, ()), axis)
+    return found
+
+
+def _pieces(
+    pricing: Pricing, pipeline: Pipeline, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]
+) -> Iterator[tuple[frozenset[str], int]]:
+    """The pieces into which all bounds together cut a parameter: who holds each, and its bytes."""
+    held = dict(_regions(pipeline, replicas, name, axes))
+    size = {axis: pricing.axes.by_name[axis].size for axis in axes}
+    bounds = {axis: sorted({0, size[axis], *(end for region in held.values() for end in region.get(axis, ()))}) for axis in axes}
+    num_bytes = pricing.graph.parameter_by_name[name].spec.num_bytes
+    for box in product(*(pairwise(bounds[axis]) for axis in axes)):
+        piece = dict(zip(axes, box, strict=True))
+        owners = frozenset(
+            device
+            for device, region in held.items()
+            if all(region[axis][0] <= start and stop <= region[axis][1] for axis, (start, stop) in piece.items() if axis in region)
+        )
+        yield owners, round(num_bytes * prod((stop - start) / size[axis] for axis, (start, stop) in piece.items()))
+
+
+def _regions(
+    pipeline: Pipeline, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]
+) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
+    """Per device that holds a parameter, its interval of each axis that it does not hold whole."""
+    for replica in replicas:
+        for stage, part in enumerate(replica.assignment.parts):
+            if name not in part.parameters:
+                continue
+            cutting, width = replica.cuttings[stage], pipeline.width(stage)
+            own = {cut.axis: intervals(cut.sizes) for cut in (cutting.cuts if cutting else ()) if cut.axis in axes}
+            for index, device in enumerate(replica.placed[pipeline.stage_rank[stage]]):
+                if own or index % width == 0:
+                    yield device, {axis: parts[index % width] for axis, parts in own.items()}
