@@ -24,6 +24,7 @@ from whale.planning import carry_plan
 from whale.runtime.batch_view import BatchView
 from whale.runtime.buffers import merge_buffers
 from whale.runtime.clipping import clip, global_norm
+from whale.runtime.elementwise import check_elementwise
 from whale.runtime.executor import StepState
 from whale.runtime.gathering import gather_outputs, gather_tensors
 from whale.runtime.gradient_sync import GradientSync, plan_buckets
@@ -89,6 +90,8 @@ class Engine:
         self.scheduler = together(
             world, lambda: scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
         )
+        cut = [name for name in self._parameters if holdings.is_cut(name)]
+        together(world, lambda: check_elementwise(self.optimizer, cut))
         self._workers["train"] = self._make_worker("train", plan, schedule)
         self._loader: Loader | None = None
         self._position: Any = None
@@ -113,7 +116,7 @@ class Engine:
         worker = self._workers["train"]
         self._forget_gradients()
         seed = (self._config.runtime.seed, self.step_number)
-        state = self._guarded(lambda: self._run_or_abandon(worker, self._view("train", batch), seed))
+        state = self._guarded(lambda: self._run_or_abandon(worker, self._agreed_view("train", batch), seed))
         if self._sync is not None:
             self._guarded(self._sync.wait)
         if state.account.needs_correction:
@@ -164,7 +167,7 @@ class Engine:
         if limit is None:
             return
         gradients = self.gradients()
-        rank = self._rank
+        rank = self.rank
         counted = [gradient for name, whole in gradients.items() for gradient in self.holdings.answered_for(name, rank, whole)]
         norm = global_norm(counted, self._world.device, self._groups, self._everyone)
         clip(list(gradients.values()), norm, limit)
@@ -193,8 +196,8 @@ class Engine:
         self._merge_buffers()
         if name not in self._modes:
             example = batch.data if isinstance(batch, RankBatch) else batch
-            self._modes[name] = CapturedMode(self._model, example, self._loss, name)
-        num_rows = self._view(name, batch).num_rows
+            self._modes[name] = together(self._world, lambda: CapturedMode(self._model, example, self._loss, name))
+        num_rows = self._agreed_view(name, batch).num_rows
         num_micro_batch = max(1, min(self.plan.num_micro_batch, num_rows // len(self.plan.replicas)))
         worker = self._workers.get(name)
         if worker is None or worker.plan.num_micro_batch != num_micro_batch:
@@ -241,6 +244,16 @@ class Engine:
         return {name: self._in_world(owners)[0] for name, owners in self.plan.owners.items()}
 
     @property
+    def rank(self) -> int | None:
+        """This rank's number in the plan; None if the plan leaves it idle."""
+        return None if self._seat is None else self._seat.rank
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """Per rank of the plan, the rank in the world."""
+        return self._world_ranks
+
+    @property
     def current_loader(self) -> Loader | None:
         """The loader made last."""
         return self._loader
@@ -262,7 +275,7 @@ class Engine:
             global_batch_size: rows over all ranks.
             **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers`` as `whale.api.loader.make_loader` takes them.
         """
-        rank = self._rank
+        rank = self.rank
         self._loader = make_loader(dataset, global_batch_size=global_batch_size, plan=self.plan, rank=rank, **options)
         if self._position is not None:
             self._loader.position = self._position
@@ -277,7 +290,7 @@ class Engine:
         """
         self._merge_buffers()
         graph = self.model_graph
-        found = gather_tensors(graph, self.holdings, self._rank, self._tensors, self._world_ranks, self._world, only=rank)
+        found = gather_tensors(graph, self.holdings, self.rank, self._tensors, self._world_ranks, self._world, only=rank)
         if found is None:
             return None
         return {key: found[graph.parameter_by_name[key].name] for key in self._model.state_dict()}
@@ -305,9 +318,10 @@ class Engine:
         self._groups.close()
         self._status.finish()
 
-    @property
-    def _rank(self) -> int | None:
-        return None if self._seat is None else self._seat.rank
+    def agreed_keys(self, name: str, keys: Sequence[str]) -> tuple[str, ...]:
+        """What the optimizers of all owners keep for a cut parameter; every rank of the world takes part."""
+        found = self._world.gather_objects(tuple(keys) if name in self._tensors else None)
+        return next((keys for keys in found if isinstance(keys, tuple)), ())
 
     # ---- parts -----------------------------------------------------------------------------------------------
 
@@ -341,6 +355,15 @@ class Engine:
             status=self._status,
         )
 
+    def _agreed_view(self, name: ModeName, batch: Any) -> BatchView:
+        """The batch in parts; where it is bad on this rank alone, the others do not wait for it."""
+        try:
+            return self._view(name, batch)
+        except BatchError:
+            if name in self._workers:
+                self._workers[name].refuse()
+            raise
+
     def _view(self, name: ModeName, batch: Any) -> BatchView:
         structure = self._modes[name].program.batch
         with_rows = frozenset(part.name for part in structure.inputs if part.has_rows and part.name is not None)
@@ -358,7 +381,7 @@ class Engine:
         self._statistics_moved = False
         train = self._modes["train"]
         names = mutated_buffers(train.graph, train.program.graph.nodes)
-        rank = self._rank
+        rank = self.rank
         merge_buffers(self.plan, rank, train.graph, self._tensors, names, self._groups, self._everyone, self._world.device)
 
     def _guarded(self, action: Callable[[], T]) -> T:

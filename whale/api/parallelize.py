@@ -16,7 +16,7 @@ from whale.api.session import resolve_config
 from whale.api.weights import agree_on_weights
 from whale.comm import World, connect, on_first_rank, together
 from whale.config import Config
-from whale.errors import CaptureError, PlanError
+from whale.errors import CaptureError, ConfigError, PlanError
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -64,6 +64,7 @@ def parallelize(
     Raises:
         WhaleError: see the subclasses; everything is checked before the first step, on all ranks.
     """
+    _check_arguments(model, loss=loss, optimizer=optimizer, scheduler=scheduler, initialize=initialize)
     settings = resolve_config(config)
     world = connect(settings.communication.timeout_seconds)
     attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
@@ -109,7 +110,7 @@ def _compare_captures(graph: ModelGraph, world: World) -> None:
 def _plan(plan: Plan | str | Path | None, graph: ModelGraph, cluster: Cluster, config: Config) -> Plan:
     if plan is None:
         return make_plan(graph, cluster, config)
-    given = plan if isinstance(plan, Plan) else from_json(Plan, Path(plan).read_text())
+    given = plan if isinstance(plan, Plan) else _read_plan(Path(plan))
     if given.model != graph.fingerprint:
         raise PlanError(
             f"a plan serves the model it was made for (plan: {given.model}, this model: {graph.fingerprint})",
@@ -117,6 +118,32 @@ def _plan(plan: Plan | str | Path | None, graph: ModelGraph, cluster: Cluster, c
         )
     verify(given, graph, cluster)
     return given
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        return from_json(Plan, path.read_text())
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path}: {error.strerror}", hint="whale plan ... --output FILE writes one") from error
+    except (ValueError, TypeError) as error:  # not JSON is a ValueError too
+        raise PlanError(f"{path} is not a plan: {error}", hint="whale plan ... --output FILE writes one") from error
+
+
+def _check_arguments(model: object, **functions: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"a model is a torch.nn.Module (got {type(model).__name__})")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ConfigError(
+                f"{name}= is a function that whale calls, or None (got {type(function).__name__})", hint=_FUNCTION_HINTS.get(name)
+            )
+
+
+_FUNCTION_HINTS = {
+    "optimizer": "pass functools.partial(torch.optim.AdamW, lr=3e-4): whale hands it the (name, parameter) pairs that a rank owns",
+    "scheduler": "pass a function of the optimizer: lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)",
+    "loss": "loss(output, batch) returns a scalar or (sum, weight)",
+}
 
 
 def make_schedule(plan: Plan) -> Schedule:
