@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -20,9 +20,10 @@ from whale.capture import Program, capture
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
-from whale.runtime.cutting import CutProgram, cut_out, lower_cuts, put_in
+from whale.runtime.cutting import GROUP, CutProgram, cut_out, lower_cuts, put_in
 from whale.runtime.cutting.communication import enter
-from whale.runtime.lowering import StageProgram, lower
+from whale.runtime.deferred import WeightQueue
+from whale.runtime.lowering import StageCuts, StageProgram, lower
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ def run(
     batch: Any,
     tensors: Mapping[str, Tensor],
     *first: object,
+    after: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss (or the outputs, flat) and the gradients of a program on these tensors."""
+    """The loss (or the outputs, flat) and the gradients of a program on these tensors; `after` follows the backward pass."""
     leaves: dict[str, Any] = {**program.batch.leaves(batch), "num_rows": program.batch.rows(batch)}
     trained = {parameter.name for parameter in model.parameters if parameter.kind == "parameter" and parameter.trainable}
     own = {name: value.detach().clone().requires_grad_(name in trained) for name, value in tensors.items()}
@@ -108,7 +110,8 @@ def run(
         weight = 1.0 if term.weight is None else named[term.weight] + term.offset
         weight = weight if term.minimum is None else torch.as_tensor(weight).clamp(min=term.minimum)
         loss = loss + term.coefficient * named[term.sum] / weight
-    loss.backward()
+    torch.autograd.backward(loss)
+    after()
     return loss.detach(), {name: value.grad for name, value in own.items() if value.grad is not None}
 
 
@@ -250,5 +253,39 @@ def staged_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], 
     together = CutProgram(fx.Graph(), {**lowered[0].parameters, **lowered[1].parameters}, lowered[0].partial | lowered[1].partial, {})
     for name, expected in whole.gradients.items():
         made = _assembled(name, gradients.get(name), expected, together, axes, cuts, rank, num_ranks, False)
+        found[name] = _error(made, expected, floor)
+    return found
+
+
+def composed_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut]) -> dict[str, float]:
+    """`errors` of a program whose ops are recomputed in three segments and whose weight gradients wait."""
+    whole = captured(builder)
+    model, program, axes = whole.model, whole.program, whole.axes
+    calls = [op.name for op in model.ops if op.kind == "call"]
+    third = len(calls) // 4
+    terms = [name for term in model.loss for name in (term.sum, term.weight) if name is not None]
+    stage = lower(
+        program.graph,
+        model,
+        calls,
+        (),
+        terms,
+        torch.device("cpu"),
+        splits_backward=True,
+        segments=[calls[:third], calls[third : 2 * third], calls[2 * third : 3 * third]],
+        cuts=StageCuts(axes, tuple(cuts), rank),
+    )
+    plain = whole_stage(model, program)
+    lowered = lower_cuts(plain.module.graph, model, axes, cuts, rank)
+    queue = WeightQueue()
+    given: dict[str, Any] = {"weight_queue": queue, GROUP: dist.group.WORLD}
+    first = [given[name] for name in stage.inputs if name in given]
+    tensors = {name: _part(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
+    rest = replace(stage, inputs=tuple(name for name in stage.inputs if name not in given))
+    loss, gradients = run(stage.module, rest, model, program, whole.batch, tensors, *first, after=queue.run)
+    found = {"loss": _error(loss, whole.loss, 0.0)}
+    floor = max(float(value.abs().max()) for value in whole.gradients.values()) * 1e-3
+    for name, expected in whole.gradients.items():
+        made = _assembled(name, gradients.get(name), expected, lowered, axes, cuts, rank, num_ranks, False)
         found[name] = _error(made, expected, floor)
     return found

@@ -109,7 +109,9 @@ def _try(whole: Single, axes: Axes, cut: Cut, rank: int) -> str:
         cut_out(t, axes.ops[f"t{i}"].outputs[0], axes, cuts, rank) if model.by_name[f"t{i}"].kind == "parameter" else t
         for i, t in enumerate(whole.tensors)
     ]
-    error, made, own = "", [], []
+    error = ""
+    made: list[Tensor] = []
+    own: list[Tensor | None] = []
     try:
         made, own = run(fx.GraphModule(nn.Module(), program.graph), local, whole.trained, dist.group.WORLD)
     except Exception:

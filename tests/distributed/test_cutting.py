@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import cutting_models
-from tests.distributed.cutting import captured, choose, errors, staged_errors
+from tests.distributed.cutting import captured, choose, composed_errors, errors, staged_errors
 from tests.distributed.cutting_operators import failures
 from tests.distributed.world import World
 from tests.hf_models import BUILDERS
@@ -61,6 +61,14 @@ def test_stages_hand_over_whole_tensors(world: World, family: str, share: float)
     for seed in range(3):
         cuts = choose(axes, 2, seed)
         assert worst(world.run(staged_errors, builder, cuts, share, num_ranks=2)) < (TOLERANCE, ""), cuts
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_parts_can_be_recomputed_and_their_weight_gradients_can_wait(world: World, family: str) -> None:
+    builder = f"tests.hf_models:{family}"
+    for seed in range(2):
+        cuts = choose(captured(builder).axes, 2, seed)
+        assert worst(world.run(composed_errors, builder, cuts, num_ranks=2)) < (TOLERANCE, ""), cuts
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])
