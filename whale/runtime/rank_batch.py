@@ -58,11 +58,11 @@ def _cuts(plan: Plan, replica: int, stage: Stage, num_rows: int) -> list[Rows]:
             f"a batch needs at least one row for each micro-batch: {needed} (the batch: {num_rows} rows)", hint=_SMALL_BATCH
         ) from None
     smallest = min(stop - start for start, stop in micro_batches)
-    num_devices = len(stage.virtual_device.devices)
-    if smallest < num_devices:
+    if smallest < len(stage.groups):
+        whom = "device" if stage.split == 1 else "split group"
         raise BatchError(
-            f"a micro-batch needs at least one row for each device of a stage: stage {stage.index} of replica {replica} "
-            f"has {num_devices} (a micro-batch of a batch of {num_rows} rows: {smallest})",
+            f"a micro-batch needs at least one row for each {whom} of a stage: stage {stage.index} of replica {replica} "
+            f"has {len(stage.groups)} (a micro-batch of a batch of {num_rows} rows: {smallest})",
             hint=_SMALL_BATCH,
         )
     return [stage.row_intervals(stop - start, start) for start, stop in micro_batches]
