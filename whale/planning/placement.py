@@ -44,9 +44,14 @@ def placements(
         rules.append(("fast devices where most is computed", work, _speed))
     rules.append(("the cluster's order", [0.0] * pipeline.num_ranks, lambda device: 0.0))
     found: dict[tuple[Placed, ...], Placement] = {}
+    widths = tuple(max(map(pipeline.width, pipeline.stages_of(rank))) for rank in range(pipeline.num_ranks))
+    idle_names = tuple(device.name for device in idle)
     for rule, demand, supply in rules:
         replicas = tuple(_assign(group, pipeline.devices, demand, supply) for group in groups)
-        found.setdefault(replicas, Placement(rule, replicas, tuple(device.name for device in idle)))
+        found.setdefault(replicas, Placement(rule, replicas, idle_names))
+    if max(widths) > 1:
+        replicas = tuple(_assign_by_hosts(group, pipeline.devices, widths) for group in groups)
+        found.setdefault(replicas, Placement("split groups inside hosts", replicas, idle_names))
     return tuple(found.values())
 
 
@@ -90,3 +95,27 @@ def _assign(group: Sequence[Device], sizes: Sequence[int], demand: Sequence[floa
         placed[rank] = tuple(device.name for device in devices[start : start + sizes[rank]])
         start += sizes[rank]
     return tuple(placed)
+
+
+def _assign_by_hosts(group: Sequence[Device], sizes: Sequence[int], widths: Sequence[int]) -> Placed:
+    """Ranks with the widest split groups choose first: for each group the host that it fills best, like devices together."""
+    free: dict[str, list[Device]] = {}
+    for device in sorted(group, key=lambda device: -_speed(device)):
+        free.setdefault(device.host, []).append(device)
+    placed: list[tuple[str, ...]] = [()] * len(sizes)
+    for rank in sorted(range(len(sizes)), key=lambda rank: -widths[rank]):
+        for _ in range(sizes[rank] // widths[rank]):
+            placed[rank] += tuple(device.name for device in _take(free, widths[rank]))
+    return tuple(placed)
+
+
+def _take(free: dict[str, list[Device]], count: int) -> list[Device]:
+    """So many devices, from one host if one has them: the one that is left with fewest; else from the fullest ones."""
+    fitting = [host for host, devices in free.items() if len(devices) >= count]
+    if fitting:
+        host = min(fitting, key=lambda host: (len(free[host]) % count, len(free[host])))
+        taken, free[host] = free[host][:count], free[host][count:]
+        return taken
+    host = max(free, key=lambda host: len(free[host]))
+    taken, free[host] = free[host], []
+    return taken + _take(free, count - len(taken))

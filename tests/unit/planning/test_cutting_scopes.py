@@ -89,6 +89,13 @@ def test_split_stages_in_a_pipeline_with_unlike_counts() -> None:
     assert plan.stage_rank == (0, 1)
 
 
+def test_split_groups_stay_inside_hosts() -> None:
+    path = (scope(0, 2), split(1, 2))
+    plan = make_plan(mlp(path, (scope(2, 2),)), cluster((1e7,) * 3, (1e7,) * 3), Config(), rows=512)
+    groups = plan.replicas[0].stages[0].virtual_device.devices
+    assert {(groups[index][:2], groups[index + 1][:2]) for index in (0, 2)} == {("h0", "h0"), ("h1", "h1")}
+
+
 def test_unlike_replicas_have_sizes_of_their_own() -> None:
     plan = make_plan(mlp((split(0, 2),)), cluster((1e7, 1e7), (3e7, 1e7)), Config(), rows=16)
     assert [sizes(plan, replica=index)["up0.weight:0"] for index in range(2)] == [(16, 16), (24, 8)]
