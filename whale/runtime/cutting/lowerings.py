@@ -51,7 +51,8 @@ lstm gru rnn_tanh rnn_relu
 zeros_like ones_like full_like empty_like rand_like randn_like randint_like
 prelu view_as_complex view_as_real
 to _to_copy clone contiguous detach alias lift_fresh lift_fresh_copy type_as
-broadcast_tensors copy fill zero dropout native_dropout feature_dropout alpha_dropout bernoulli where masked_fill lerp nan_to_num softplus hardtanh
+broadcast_tensors
+copy fill zero dropout native_dropout feature_dropout alpha_dropout bernoulli where masked_fill lerp nan_to_num softplus hardtanh
 rrelu_with_noise relu6 selu celu normal uniform bitwise_not _conj resolve_conj resolve_neg requires_grad
 __and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__
 floor_divide multiply divide subtract negative absolute fix greater greater_equal less less_equal not_equal isclose
