@@ -12,7 +12,8 @@ demo: $(VENV)/installed
 	$(BIN)/whale run --ranks 4 --recipe $(DEMO_RECIPE) examples/train_gpt.py --steps 60 --evaluate-every 30 --checkpoint checkpoints/demo
 
 test: $(VENV)/installed_tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest tests/distributed tests/gpu
 
 lint: $(VENV)/installed_tests
 	$(BIN)/python -m ruff check

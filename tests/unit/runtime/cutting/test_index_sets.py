@@ -26,7 +26,7 @@ def factors(depth: int = 1) -> st.SearchStrategy[object]:
 
 
 def dimensions(depth: int = 1) -> st.SearchStrategy[Dimension]:
-    return st.lists(factors(depth), max_size=3).map(tuple)  # type: ignore[arg-type]
+    return st.lists(factors(depth), max_size=2 if depth < 1 else 3).map(tuple)  # type: ignore[arg-type]
 
 
 def enumerated(dimension: Dimension, held: dict[str, tuple[int, int]]) -> list[bool]:
@@ -50,7 +50,8 @@ def test_index_sets_hold_what_the_product_holds(dimension: Dimension, drawn: dic
     assert [place for start, stop in runs for place in range(start, stop)] == [place for place, flag in enumerate(flags) if flag]
     assert runs == merged(runs)
     assert count(runs) == sum(flags)
-    assert [count_below(runs, bound) for bound in range(len(flags) + 1)] == [sum(flags[:bound]) for bound in range(len(flags) + 1)]
+    for bound in range(0, len(flags) + 1, 1 + len(flags) // 20):
+        assert count_below(runs, bound) == sum(flags[:bound])
 
 
 def test_intervals_follow_each_other() -> None:
