@@ -54,10 +54,14 @@ class Model(nn.Module):
             self.embed, self.first, self.second = nn.Embedding(CLASSES, WIDTH), Block(), Block()
             with whale.split(2):
                 self.head = nn.Linear(WIDTH, CLASSES)
+                if case == "colocated and tied":
+                    self.last = Block()
+                    self.head.weight = self.embed.weight
             whale.set_default_strategy(None)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.second(self.first(self.embed(ids))))
+        hidden = self.second(self.first(self.embed(ids)))
+        return self.head(self.last(hidden) if hasattr(self, "last") else hidden)
 
 
 def loss_fn(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -127,6 +131,7 @@ def difference(engine: Any, model: nn.Module, batch: dict[str, torch.Tensor]) ->
         ("last stage", 3, False),
         ("both stages", 4, False),
         ("colocated", 2, False),
+        ("colocated and tied", 2, False),
     ],
 )
 def test_a_split_model_trains_as_the_plain_one(world: World, case: str, num_ranks: int, unlike: bool, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +99,11 @@ class Agreement:
         parts = self._start(batch.num_rows, self._measure(batch))
         return Pending(None, lambda: self._end(parts, batch.num_rows))
 
+    def refuse(self) -> None:
+        """Takes part where this rank has found its batch bad, so that no other rank waits for it."""
+        with suppress(BatchError):  # this rank's own error says more
+            self._end(self._start(math.nan, self._none()), 0)
+
     def answers_for(self, term: int) -> bool:
         """Whether this rank is the one that tells all others a term's weight."""
         seat = self._seat
@@ -105,7 +112,7 @@ class Agreement:
     def _none(self) -> torch.Tensor:
         return torch.zeros(len(self._weights.measured), dtype=torch.float64, device=self._world.device)
 
-    def _start(self, num_rows: int, measured: torch.Tensor) -> list[tuple[torch.Tensor, dist.Work | None]]:
+    def _start(self, num_rows: float, measured: torch.Tensor) -> list[tuple[torch.Tensor, dist.Work | None]]:
         """Sums over all ranks; the rows stay off a GPU, which is not to be waited for."""
         if self._world.is_alone:
             return [(measured, None)]
@@ -119,6 +126,8 @@ class Agreement:
         if self._world.is_alone:
             return list(parts[0][0])
         count, squares = parts[0][0][:2].tolist()
+        if math.isnan(count):
+            raise BatchError("every rank needs a good batch (another rank has refused its own)", hint="see that rank's error")
         if abs(self._world.size * squares - count**2) > 0.5:
             raise BatchError(
                 f"the batch must have the same rows on every rank (here {num_rows}, {count / self._world.size:g} on average)",

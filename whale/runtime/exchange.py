@@ -73,7 +73,8 @@ class Exchange:
         self._local_rows: dict[tuple[int, int], tuple[int, int]] = {}
 
     def begin(self, micro_batches: Sequence[tuple[int, int]]) -> None:
-        """Starts a step whose micro-batches take these global rows."""
+        """Starts a step whose micro-batches take these global rows; forgets what a step that was given up has left."""
+        self._parcels.clear()
         self._micro_batches = micro_batches
 
     def local_rows(self, stage: int, micro_batch: int) -> tuple[int, int]:

@@ -98,7 +98,7 @@ class Executor:
         Args:
             actions: of this rank.
             state: of the step.
-            agree: called once, before the first message, and before the first backward if that needs it.
+            agree: called once, before the first message, before `reduce`, and before the first backward if that needs it.
             reduce: called once, after the last forward.
 
         Raises:
@@ -128,7 +128,7 @@ class Executor:
                     self._sync.arm(_stage(action))
                 self._handlers[action.kind](state, *_place(action)[1:])
             if index == last_forward:
-                if state.awaits_weights and not is_agreed:
+                if not is_agreed:  # on all ranks before the sum: one that refuses the batch starts none
                     agree()
                     is_agreed = True
                 reduce()

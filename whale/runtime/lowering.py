@@ -15,6 +15,7 @@ from whale.ir.plan import Cut
 from whale.runtime.cutting import GROUP, lower_cuts
 from whale.runtime.deferred import defer_weights
 from whale.runtime.segments import OP, with_segments
+from whale.runtime.shared_gradient import divide_gradients
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def lower(
     if cuts is not None:
         program = lower_cuts(local, model, cuts.axes, cuts.cuts, cuts.position)
         local, num_dims, first = program.graph, {**num_dims, **program.num_dims}, (GROUP,)
+        divide_gradients(local, model, cuts.shared - program.partial, len(cuts.cuts[0].sizes))
     if splits_backward:
         with local.inserting_before(next(iter(local.nodes))):
             queue = local.placeholder(QUEUE)
@@ -101,11 +103,13 @@ class StageCuts:
         axes: of the model.
         cuts: of the stage.
         position: of the device in its split group.
+        shared: parameters that another stage of the device reads too.
     """
 
     axes: Axes
     cuts: tuple[Cut, ...]
     position: int
+    shared: frozenset[str] = frozenset()
 
 
 def _copy(

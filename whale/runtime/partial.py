@@ -12,11 +12,12 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime.cutting import lower_cuts
 from whale.runtime.holdings import Partial
+from whale.runtime.shared_gradient import shared_parameters
 from whale.runtime.stage_source import StageSource
 
 
 def partial_parameters(plan: Plan, model: ModelGraph, graph: fx.Graph, axes: Axes | None) -> Partial:
-    """Per (replica, stage), the whole parameters whose gradients must be summed over each split group.
+    """Per (replica, stage), the whole parameters whose gradients are to be added over each split group.
 
     Args:
         plan: the plan.
@@ -32,5 +33,5 @@ def partial_parameters(plan: Plan, model: ModelGraph, graph: fx.Graph, axes: Axe
                 plain = replace(stage, recompute=())
                 source = StageSource(model, lambda _: graph, replica, plain, set(), torch.device("cpu"), False)
                 program = lower_cuts(source(model.num_rows).module.graph, model, axes, stage.cuts, 0)
-                found[replica.index, stage.index] = program.partial
+                found[replica.index, stage.index] = program.partial | shared_parameters(replica, stage)
     return found

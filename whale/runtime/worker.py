@@ -10,7 +10,7 @@ import torch.distributed as dist
 from whale.axes import Axes
 from whale.comm import Channels, Groups, World, wait
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan, Stage
+from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Action, Kind, Schedule
 from whale.runtime.agreement import Agreement
 from whale.runtime.batch_view import BatchView
@@ -21,6 +21,7 @@ from whale.runtime.gradient_sync import GradientSync
 from whale.runtime.loss import LossAccount, weight_program
 from whale.runtime.lowering import StageCuts
 from whale.runtime.seat import Seat
+from whale.runtime.shared_gradient import shared_parameters
 from whale.runtime.stage import StageRunner
 from whale.runtime.stage_source import GraphSource, StageSource
 from whale.runtime.status import StatusBoard
@@ -79,7 +80,7 @@ class Worker:
             self._counted = frozenset(index for index in mine if seat.position % replica.stages[index].split == 0)
             known = set(self._weights.by_rows) | set(self._weights.measured)
             for index in mine:
-                cuts = _cuts(replica.stages[index], axes, seat.position)
+                cuts = _cuts(replica, replica.stages[index], axes, seat.position)
                 splits = _splits_backward(self._actions, index)
                 self.stages[index] = StageSource(model, graphs, replica, replica.stages[index], known, world.device, splits, cuts)
             runners = {
@@ -153,6 +154,10 @@ class Worker:
             self.executor.run(self._actions, state, agree, reduce)
         return state
 
+    def refuse(self) -> None:
+        """Tells the other ranks, which are about to run a step, that this rank's batch is bad."""
+        self._agreement.refuse()
+
     def _know(self, account: LossAccount, weights: Sequence[torch.Tensor]) -> None:
         for index, weight in zip(self._weights.measured, weights, strict=True):
             account.know(index, weight, tells=self._agreement.answers_for(index))
@@ -168,11 +173,11 @@ class Worker:
         self.channels.close()
 
 
-def _cuts(stage: Stage, axes: Axes | None, position: int) -> StageCuts | None:
+def _cuts(replica: Replica, stage: Stage, axes: Axes | None, position: int) -> StageCuts | None:
     if not stage.cuts:
         return None
     assert axes is not None, "a cut stage needs the axes of the model"
-    return StageCuts(axes, stage.cuts, position % stage.split)
+    return StageCuts(axes, stage.cuts, position % stage.split, shared_parameters(replica, stage))
 
 
 def _splits_backward(actions: tuple[Action, ...], stage: int) -> bool:

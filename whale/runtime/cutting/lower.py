@@ -61,7 +61,7 @@ def lower_cuts(
     """
     layout = CutLayout(model, axes, tuple(cuts), position)
     known = [node for node in graph.nodes if node.name in model.by_name]
-    raise_faults(layout.faults([node.name for node in known]))
+    raise_faults(layout.faults([node.name for node in known if node.op != "placeholder"]))
     partial = _partial_parameters(graph, layout) - frozenset(complete)
     names = {node.name for node in known if _parameter(model, node.name) in partial}
     roots = _roots(graph, model)
