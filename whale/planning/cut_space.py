@@ -37,7 +37,7 @@ class Scene:
         ops: the calls of the stage, in graph order.
         received: ops of other stages whose values it reads.
         handed_on: ops whose values other stages read; as those that the graph returns, they are made whole.
-        shared: parameters that another stage on the same devices reads too: a device holds them in one way.
+        shared: its parameters that another stage on the same devices reads too: a device holds them in one way.
     """
 
     graph: ModelGraph

@@ -87,7 +87,7 @@ def make_scene(pricing: Pricing, assignment: Assignment, stage: int, stage_rank:
         part.ops,
         received=frozenset(name for names in part.received.values() for name in names),
         handed_on=frozenset(name for other in assignment.parts for name in other.received.get(stage, ())),
-        shared=frozenset(name for index in beside for name in assignment.parts[index].parameters),
+        shared=frozenset(part.parameters).intersection(name for index in beside for name in assignment.parts[index].parameters),
     )
 
 
