@@ -13,7 +13,7 @@ from torch import nn
 from whale.api.attach import Attachment
 from whale.api.checkpointing import load_engine, save_engine
 from whale.api.loader import Loader, make_loader
-from whale.api.mode import CapturedMode, ModeName
+from whale.api.mode import CapturedMode, ModeName, example_like
 from whale.comm import Groups, World, together
 from whale.config import Config
 from whale.errors import BatchError
@@ -195,7 +195,7 @@ class Engine:
         """The worker of a mode without backward, for the rows of this batch."""
         self._merge_buffers()
         if name not in self._modes:
-            example = batch.data if isinstance(batch, RankBatch) else batch
+            example = example_like(batch.data if isinstance(batch, RankBatch) else batch, self._modes["train"].example)
             self._modes[name] = together(self._world, lambda: CapturedMode(self._model, example, self._loss, name))
         num_rows = self._agreed_view(name, batch).num_rows
         num_micro_batch = max(1, min(self.plan.num_micro_batch, num_rows // len(self.plan.replicas)))

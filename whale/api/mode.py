@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from whale.capture import Program, capture
-from whale.errors import CaptureError
+from whale.capture import BatchStructure, Program, capture
+from whale.errors import BatchError, CaptureError
 from whale.ir.graph import ModelGraph
 
 ModeName = Literal["train", "eval", "predict"]
@@ -28,10 +28,11 @@ class CapturedMode:
     Attributes:
         graph: the captured model as a value.
         program: what runs.
+        example: the batch.
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss: Callable[..., Any] | None, name: ModeName) -> None:
-        self._model, self._batch, self._loss, self._name = model, batch, loss, name
+        self._model, self.example, self._loss, self._name = model, batch, loss, name
         self.graph: ModelGraph
         self.program: Program
         self.graph, self.program = capture(model, batch, loss, mode=name)
@@ -57,7 +58,7 @@ class CapturedMode:
                 return leaf[torch.arange(num_rows, device=leaf.device) % example]
             return leaf
 
-        _, program = capture(self._model, pytree.tree_map(resize, self._batch), self._loss, mode=self._name, static=True)
+        _, program = capture(self._model, pytree.tree_map(resize, self.example), self._loss, mode=self._name, static=True)
         ours = [node.name for node in self.program.graph.nodes]
         theirs = [node.name for node in program.graph.nodes]
         if ours != theirs:
@@ -67,3 +68,23 @@ class CapturedMode:
                 hint="a Python loop or a condition in forward depends on the batch size",
             )
         return program.graph
+
+
+def example_like(batch: Any, known: Any) -> Any:
+    """An example of a batch's form: what is known already where it fits, else the batch.
+
+    The known example is the same on every rank, and has rows enough; a rank's own rows may be one, or none.
+
+    Args:
+        batch: the batch to come; None where this rank has no rows of it.
+        known: the training's example, which may have parts that the batch lacks.
+    """
+    if batch is None:
+        return known
+    if isinstance(batch, Mapping) and isinstance(known, Mapping):
+        known = {key: value for key, value in known.items() if key in batch}
+    try:
+        BatchStructure.of(known).leaves(batch)
+    except BatchError:
+        return batch
+    return known

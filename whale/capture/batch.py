@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from whale.errors import BatchError, WhaleError, raise_faults
@@ -62,7 +62,8 @@ class BatchStructure:
         leaves, spec = pytree.tree_flatten_with_path(_plain(batch))
         _check_leaves(leaves)
         rows = _most_common_rows([leaf for _, leaf in leaves if isinstance(leaf, Tensor)], least_rows)
-        names: set[str] = {"num_rows"}
+        names = fx.Graph()  # its placeholders are named as those of the captured graph will be
+        names.placeholder("num_rows")
         return BatchStructure(spec, tuple(_describe(path, leaf, rows, names) for path, leaf in leaves), rows)
 
     @property
@@ -143,15 +144,13 @@ def _most_common_rows(tensors: list[Tensor], least_rows: int) -> int:
     return int(rows)
 
 
-def _describe(path: Any, leaf: object, rows: int, names: set[str]) -> Leaf:
+def _describe(path: Any, leaf: object, rows: int, names: fx.Graph) -> Leaf:
     text = pytree.keystr(path)
     if not isinstance(leaf, Tensor):
         return Leaf(text, None, value=leaf)
     words = [re.sub(r"\W", "_", str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))) for key in path]
     name = "_".join(words) if words and not words[0][:1].isdigit() else "_".join(["input", *(words or ["0"])])
-    while name in names:
-        name += "_"
-    names.add(name)
+    name = names.placeholder(name).name  # unique, and no word of Python: "input" becomes "input_1"
     return Leaf(text, name, tuple(leaf.shape), leaf.dtype, leaf.dim() > 0 and leaf.shape[0] == rows)
 
 

@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException, UserError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
 
@@ -91,6 +92,7 @@ def quiet_export() -> Iterator[None]:
     with (
         mock.patch.object(torch.export._trace, "print", nothing, create=True),
         mock.patch.object(torch.export._trace.log, "error", nothing),
+        mock.patch.object(symbolic_shapes.log, "warning", nothing),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

@@ -109,15 +109,16 @@ class _Flattening:
         order = {InputKind.USER_INPUT: 0, InputKind.PARAMETER: 1, InputKind.BUFFER: 2}
         placeholders = self._exported.graph.find_nodes(op="placeholder")
         leaves = iter(self._structure.inputs)
-        shared: dict[str, fx.Node] = {}
+        shared: dict[tuple[str, str], fx.Node] = {}
         for node in sorted(placeholders, key=lambda node: order.get(specs[node.name].kind, 3)):
             spec = specs[node.name]
             leaf = next(leaves) if spec.kind is InputKind.USER_INPUT else None
             kind, wanted, source = ("input", leaf.name or "", "") if leaf is not None else self._holding(spec)
-            if wanted not in shared:
-                shared[wanted] = self._placeholder(node, kind, wanted, source)
-                shared[wanted].meta["whale.has_rows"] = leaf is not None and leaf.has_rows
-            values[node] = shared[wanted]
+            key = kind, source or wanted  # not the op's name: a_b.c and a.b_c would like the same one
+            if key not in shared:
+                shared[key] = self._placeholder(node, kind, wanted, source)
+                shared[key].meta["whale.has_rows"] = leaf is not None and leaf.has_rows
+            values[node] = shared[key]
         self._flat.results = self._inline(self._exported.graph_module, values)
 
     def _holding(self, spec: InputSpec) -> tuple[str, str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
 import sys
@@ -35,6 +37,12 @@ def line_of_traceback(last: TracebackType | None) -> SourceLine | None:
             found = SourceLine(_shorten(file), last.tb_lineno)
         last = last.tb_next
     return found
+
+
+def line_of_function(function: object) -> SourceLine | None:
+    """Where a function (or what a partial calls) is defined; None of what has no code of its own."""
+    code = getattr(inspect.unwrap(function.func) if isinstance(function, functools.partial) else function, "__code__", None)
+    return SourceLine(_shorten(code.co_filename), code.co_firstlineno) if code is not None and _is_users(code.co_filename) else None
 
 
 @cache

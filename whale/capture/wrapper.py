@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure
 from whale.capture.program import OutputStructure
+from whale.capture.source import line_of_function
 from whale.errors import BatchError, CaptureError
+from whale.ir.source import SourceLine
 
 Mode = Literal["train", "eval", "predict"]
 Loss = Callable[[Any, Any], Any]
@@ -54,7 +56,7 @@ class Wrapper(nn.Module):
             return tuple(outputs)
         loss = self._loss[0]
         value = _own_loss(output) if loss is None else loss(output, batch)
-        total, weight = _checked_loss(value)
+        total, weight = _checked_loss(value, line_of_function(loss))
         self.found.weight = weight if isinstance(weight, float) else None
         return (total,) if weight is None or isinstance(weight, float) else (total, weight)
 
@@ -102,7 +104,7 @@ def _own_loss(output: Any) -> Any:
     return found
 
 
-def _checked_loss(value: Any) -> tuple[Tensor, Tensor | torch.SymInt | float | None]:
+def _checked_loss(value: Any, where: SourceLine | None) -> tuple[Tensor, Tensor | torch.SymInt | float | None]:
     parts = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     numbers = (int, float, torch.SymInt)
     fits = len(parts) in (1, 2) and isinstance(parts[0], Tensor) and parts[0].dim() == 0 and parts[0].is_floating_point()
@@ -111,6 +113,7 @@ def _checked_loss(value: Any) -> tuple[Tensor, Tensor | torch.SymInt | float | N
     if not fits:
         raise CaptureError(
             f"a loss is a floating-point scalar or a pair (sum, weight) of scalars (got {_describe(value)})",
+            where=where,
             hint="reduce it with .mean() or .sum()",
         )
     weight = parts[1] if len(parts) == 2 else None

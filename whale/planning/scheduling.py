@@ -199,6 +199,7 @@ def _ranks_of_scopes(config: Config, annotations: Annotations, chunks: int) -> i
             f"schedule {config.pipeline.schedule} with {chunks} chunks needs a multiple of {chunks} stages "
             f"(the scopes make {num_stages}: {listing})",
             where=annotations.scopes[0].where,
+            hint="fewer chunks (pipeline.num_chunks), or more TaskGraphs and devices for them",
         )
     num_ranks = num_stages // chunks
     asked = config.pipeline.num_stages

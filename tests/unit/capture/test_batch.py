@@ -19,19 +19,19 @@ def example(rows: int = 4) -> dict[str, Any]:
 def test_rows_are_the_most_common_size() -> None:
     structure = BatchStructure.of(example())
     assert structure.example_rows == 4
-    assert {leaf.name: leaf.has_rows for leaf in structure.inputs} == {"ids": True, "input": True, "table": False}
+    assert {leaf.name: leaf.has_rows for leaf in structure.inputs} == {"ids": True, "input_1": True, "table": False}
     assert structure.rows(example(9)) == 9
 
 
 def test_order_of_keys_and_kind_of_mapping_do_not_matter() -> None:
     structure = BatchStructure.of(example())
     other = UserDict(reversed(example(2).items()))
-    assert list(structure.leaves(other)) == ["ids", "input", "table"]
+    assert list(structure.leaves(other)) == ["ids", "input_1", "table"]
 
 
 def test_names_are_identifiers_and_unique() -> None:
     batch = {"a": [torch.zeros(2), {"b-c": torch.zeros(2)}], "a_0": torch.zeros(2), "num_rows": torch.zeros(2)}
-    assert [leaf.name for leaf in BatchStructure.of(batch).inputs] == ["a_0", "a_1_b_c", "a_0_", "num_rows_"]
+    assert [leaf.name for leaf in BatchStructure.of(batch).inputs] == ["a_0", "a_1_b_c", "a_1", "num_rows_1"]
     assert [leaf.name for leaf in BatchStructure.of((torch.zeros(2), torch.zeros(2))).inputs] == ["input_0", "input_1"]
     assert [leaf.name for leaf in BatchStructure.of(torch.zeros(2)).inputs] == ["input_0"]
 

@@ -223,6 +223,30 @@ def test_tuple_batch_goes_by_position_and_the_rest_to_the_loss() -> None:
     assert_same(model, graph, program, (rows(3, 4), torch.tensor([2, 1, 0])), lambda m, b: loss(m(b[0]), b))
 
 
+class Clashing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_1 = nn.Linear(4, 4)
+        self.layer = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, input: Tensor, id: Tensor) -> Tensor:
+        output: Tensor = self.layer[1](self.layer_1(self.layer[0](input))) + id
+        return output
+
+
+def test_names_that_python_or_other_tensors_have() -> None:
+    model = Clashing()
+    batch = {name: torch.randn(4, 4) for name in ("input", "id", "def", "p_layer_1_weight", "größe")}
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return sum(((output - value).square().mean() for value in batch.values()), torch.zeros(()))
+
+    graph, program = capture(model, batch, loss)
+    assert set(program.batch.leaves(batch)) == {op.name for op in graph.ops if op.kind == "input"} - {"num_rows"}
+    assert {op.target for op in graph.ops if op.kind == "parameter"} == set(dict(model.named_parameters()))
+    assert_same(model, graph, program, batch, lambda model, batch: loss(model(batch["input"], batch["id"]), batch))
+
+
 def test_predict_rebuilds_the_output() -> None:
     model = TwoInputs()
     batch = {"a": rows(4, 3), "b": rows(4, 5)}

@@ -150,8 +150,10 @@ def test_lazy_parameters() -> None:
     ],
 )
 def test_a_loss_is_a_scalar_or_a_pair(loss: Callable[..., Any], message: str) -> None:
-    with pytest.raises(CaptureError, match=message):
+    with pytest.raises(CaptureError, match=message) as caught:
         capture(Net(lambda linear, x: linear(x)), torch.randn(4, 4), loss)
+    if "gradient" not in message:
+        assert str(caught.value.where).endswith(f"test_errors.py:{loss.__code__.co_firstlineno}")
 
 
 def test_missing_loss() -> None:

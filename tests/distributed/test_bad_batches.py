@@ -1,0 +1,118 @@
+"""A batch that is bad on some ranks is refused on all of them, nothing has changed, and the next good one trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from tests.distributed.training import make_cluster
+from tests.distributed.world import World
+from whale.errors import BatchError
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How it is run: relative speeds of the devices, whether scopes cut it in two, rows of rank 1's bad batch (0: a part is missing)."""
+
+    num_devices: int
+    has_scopes: bool
+    num_micro_batch: int
+    bad_rows: int
+
+
+def make_model(has_scopes: bool) -> nn.Module:
+    torch.manual_seed(0)
+    if not has_scopes:
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    with whale.replicate(1, name="front"):
+        front = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+    with whale.replicate(1, name="back"):
+        back = nn.Linear(8, 1)
+    return nn.Sequential(front, back)
+
+
+def make_batch(rows: int) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    return {"input": torch.randn(8, 4, generator=generator)[:rows], "target": torch.randn(8, 1, generator=generator)[:rows]}
+
+
+def loss(output: Tensor, batch: Batch) -> Tensor:
+    return nn.functional.mse_loss(output, batch["target"])
+
+
+def bad_batch(rank: int, case: Case) -> Batch:
+    if rank != 1:
+        return make_batch(8)
+    return make_batch(case.bad_rows) if case.bad_rows else {"input": make_batch(8)["input"]}
+
+
+def refuse_and_go_on(rank: int, num_ranks: int, case: Case) -> tuple[list[str], list[float], bool]:
+    """What was said about the bad batches, then the losses of good ones, and whether the bad ones changed anything."""
+    engine = whale.parallelize(
+        make_model(case.has_scopes),
+        loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        batch=make_batch(8),
+        config={"pipeline.num_micro_batch": case.num_micro_batch},
+        cluster=make_cluster((1.0,) * case.num_devices),
+    )
+    losses, said = [float(engine.step(make_batch(8)))], []
+    before = engine.state_dict()
+    engine.evaluate(make_batch(8))
+    for action in (engine.step, engine.step, engine.evaluate):
+        with pytest.raises(BatchError) as caught:
+            action(bad_batch(rank, case))
+        said.append(caught.value.message)
+    after = engine.state_dict()
+    assert before is not None and after is not None
+    is_kept = engine.step_number == 1 and all(torch.equal(value, after[name]) for name, value in before.items())
+    losses += [float(engine.step(make_batch(8))), float(engine.evaluate(make_batch(8)))]
+    engine.close()
+    return said, losses, is_kept
+
+
+CASES = {
+    "pipeline": Case(2, True, 1, 6),
+    "data parallel": Case(2, False, 1, 6),
+    "accumulation": Case(2, False, 2, 6),
+    "a part is missing": Case(2, True, 2, 0),
+    "a part is missing, data parallel": Case(2, False, 1, 0),
+    "too small on one rank": Case(2, True, 4, 2),
+    "an idle rank": Case(2, False, 1, 6),
+    "an idle rank of a pipeline": Case(3, True, 2, 6),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_that_is_bad_on_one_rank(world: World, name: str) -> None:
+    case = CASES[name]
+    expected = train_alone()
+    for rank, (said, losses, is_kept) in enumerate(world.run(refuse_and_go_on, case, num_ranks=3 if "idle" in name else 2)):
+        if case.bad_rows:
+            average = r"the batch must have the same rows on every rank"
+            assert all(message.startswith(average) for message in said), said
+        else:
+            assert all(("missing: ['target']" in message) == (rank == 1) for message in said), said
+            assert rank == 1 or all("another rank has refused its own" in message for message in said), said
+        assert is_kept
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def train_alone() -> list[float]:
+    model, batch = make_model(False), make_batch(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(2):
+        value = loss(model(batch["input"]), batch)
+        optimizer.zero_grad()
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return [*losses, float(loss(model(batch["input"]), batch).detach())]
