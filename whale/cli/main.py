@@ -6,7 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from whale.cli import axes, capture, explain, launch, plan, schedule
+import whale.cli.axes as axes
+import whale.cli.capture as capture
+import whale.cli.explain as explain
+import whale.cli.launch as launch
+import whale.cli.plan as plan
+import whale.cli.schedule as schedule
 from whale.errors import WhaleError
 
 

@@ -7,22 +7,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from whale.config import sections
 from whale.config.epl import REFUSED, STRATEGIES
 from whale.config.keys import Key, Shares, keys_of
 from whale.config.nearest import did_you_mean, nearest
+from whale.config.sections import Cluster, Communication, Gradient, Memory, Pipeline, Recompute, Runtime
 from whale.config.strict_yaml import parse_yaml
 from whale.errors import ConfigError, WhaleError
 from whale.units import parse_quantity
 
 SECTIONS: Mapping[str, type[object]] = {
-    "pipeline": sections.Pipeline,
-    "cluster": sections.Cluster,
-    "memory": sections.Memory,
-    "gradient": sections.Gradient,
-    "communication": sections.Communication,
-    "runtime": sections.Runtime,
-    "recompute": sections.Recompute,
+    "pipeline": Pipeline,
+    "cluster": Cluster,
+    "memory": Memory,
+    "gradient": Gradient,
+    "communication": Communication,
+    "runtime": Runtime,
+    "recompute": Recompute,
 }
 """The sections, in the order in which they print."""
 

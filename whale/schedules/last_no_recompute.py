@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whale.ir.schedule import Action
-from whale.schedules import one_f_one_b
 from whale.schedules.builder import Builder
+from whale.schedules.one_f_one_b import order as plain_order
+from whale.schedules.one_f_one_b import peak
 from whale.schedules.recompute import before_backward
 from whale.schedules.recompute_early import cool_down
 from whale.schedules.shape import Shape
@@ -24,7 +25,7 @@ def order(shape: Shape, rank: int) -> Iterator[Action]:
     early = cool_down(shape, rank)
     if rank == last - 1:
         early.add((rank, 0))
-    return before_backward(one_f_one_b.order(shape, rank), () if rank == last else (rank,), early)
+    return before_backward(plain_order(shape, rank), () if rank == last else (rank,), early)
 
 
-LAST_NO_RECOMPUTE = Builder("last_no_recompute", order, one_f_one_b.peak)
+LAST_NO_RECOMPUTE = Builder("last_no_recompute", order, peak)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whale.ir.schedule import Action
-from whale.schedules import one_f_one_b
 from whale.schedules.builder import Builder
+from whale.schedules.one_f_one_b import num_warm_up, peak
+from whale.schedules.one_f_one_b import order as plain_order
 from whale.schedules.recompute import before_backward
 from whale.schedules.shape import Shape
 
@@ -19,13 +20,13 @@ from whale.schedules.shape import Shape
 
 def order(shape: Shape, rank: int) -> Iterator[Action]:
     """Computations of one rank: plain recomputation but for the last p - 1 - s micro-batches of stage s."""
-    return before_backward(one_f_one_b.order(shape, rank), (rank,), cool_down(shape, rank))
+    return before_backward(plain_order(shape, rank), (rank,), cool_down(shape, rank))
 
 
 def cool_down(shape: Shape, rank: int) -> set[tuple[int | None, int | None]]:
     """(stage, micro-batch) of the backwards that no forward comes between."""
     m = shape.num_micro_batch
-    return {(rank, micro_batch) for micro_batch in range(m - one_f_one_b.num_warm_up(shape, rank), m)}
+    return {(rank, micro_batch) for micro_batch in range(m - num_warm_up(shape, rank), m)}
 
 
-RECOMPUTE_EARLY = Builder("recompute_early", order, one_f_one_b.peak)
+RECOMPUTE_EARLY = Builder("recompute_early", order, peak)

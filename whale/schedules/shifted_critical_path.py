@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whale.ir.schedule import Action, Kind
-from whale.schedules import one_f_one_b
 from whale.schedules.builder import Builder
+from whale.schedules.one_f_one_b import order as plain_order
+from whale.schedules.one_f_one_b import peak as plain_peak
 from whale.schedules.recompute import before_backward
 from whale.schedules.recompute_early import cool_down
 from whale.schedules.shape import Shape
@@ -24,7 +25,7 @@ def order(shape: Shape, rank: int) -> Iterator[Action]:
     early = cool_down(shape, rank)
     if rank in (last - 1, last - 2):
         early.add((rank, 0))
-    actions = list(one_f_one_b.order(shape, rank))
+    actions = list(plain_order(shape, rank))
     if _is_shifted(shape, rank):
         early.add((rank, 1))  # it follows B0 at once, and its gradient is a forward and a backward behind that of 0
         third = actions.index(Action(Kind.FORWARD, rank, 2))
@@ -38,7 +39,7 @@ def _is_shifted(shape: Shape, rank: int) -> bool:
 
 def peak(shape: Shape, rank: int) -> int:
     """That of 1F1B, and one more on the stage before the last."""
-    return one_f_one_b.peak(shape, rank) + _is_shifted(shape, rank)
+    return plain_peak(shape, rank) + _is_shifted(shape, rank)
 
 
 SHIFTED_CRITICAL_PATH = Builder("shifted_critical_path", order, peak)

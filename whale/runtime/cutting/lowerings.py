@@ -11,7 +11,9 @@ from types import MappingProxyType
 
 from torch import fx
 
-from whale.runtime.cutting import contractions, shapes, tables
+import whale.runtime.cutting.contractions as contractions
+import whale.runtime.cutting.shapes as shapes
+import whale.runtime.cutting.tables as tables
 from whale.runtime.cutting.call import Call
 
 Lowering = Callable[[Call], fx.Node]
