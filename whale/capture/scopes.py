@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch.fx.traceback
 from torch import nn
 
-from whale.capture import tagging
+import whale.capture.tagging as tagging
 from whale.capture.source import user_line
 from whale.errors import AnnotationError
 from whale.ir.scope import Scope, ScopeKind, ScopePath
