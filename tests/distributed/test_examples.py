@@ -39,3 +39,12 @@ def test_the_overhead_benchmark_writes_its_ratios(tmp_path: Path) -> None:
     results = json.loads(file.read_text())
     assert set(results) == {"single", "data_parallel", "pipeline"}
     assert all(result["ratio"] > 0 for result in results.values())
+
+
+def test_the_split_classifier_trains_on_two_ranks_as_on_one() -> None:
+    script = ("examples/split_classifier.py", "--classes", "4001", "--width", "64", "--steps", "20", "--print-every", "5")
+    alone, split = run(*script), run("-m", "whale", "run", "--ranks", "2", *script)
+    assert "groups of 2 cut classes 2001:2000" in split
+    losses = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", text)] for text in (alone, split)]
+    assert len(losses[0]) == len(losses[1]) == 5 and losses[0][-1] < losses[0][0]
+    assert all(abs(one - two) < 2e-3 for one, two in zip(*losses, strict=True))
