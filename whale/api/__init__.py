@@ -1,7 +1,7 @@
 """The face that users import: `init`, `parallelize` and the `Engine` it returns."""
 
 from whale.api.engine import Engine
-from whale.api.parallelize import parallelize
+from whale.api.parallelizing import parallelize
 from whale.api.session import init
 
 __all__ = ["Engine", "init", "parallelize"]
