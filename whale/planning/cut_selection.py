@@ -2,9 +2,9 @@
 
 x_k = 1     kind k is cut                       saves whole_k - cut_k, costs its reductions forward
 y_S = 1     some kind of S is cut               costs the reductions backward of the tensors that S makes enter
-e           bytes beyond a device's memory      costs more than any time, so that what fits is preferred
+e           bytes beyond a device's memory      kept at 0; where nothing fits, at the least there is
 
-minimise  sum x_k (cut_k + leaving_k - whole_k) + sum y_S entering_S + penalty e
+minimise  sum x_k (cut_k + leaving_k - whole_k) + sum y_S entering_S
 where     sum of x_k over the kinds that meet in one op <= 1,   x_k <= y_S for k in S,   sum x_k >= 1
 """
 
@@ -80,33 +80,42 @@ def select(
     Returns:
         None where there is no other set.
     """
+    cost = _cost(sized)
+    rows = _rows(sized, conflicts, other_than)
+    overflow = np.append(np.zeros(len(cost) - 1), 1.0)
+    found = _solve(sized, cost, rows, insisted, 0.0)
+    if found is None:  # nothing fits: what overflows least, and of that the fastest
+        least = _solve(sized, overflow, rows, insisted, np.inf)
+        found = None if least is None else _solve(sized, cost, rows, insisted, float(least[-1]) + 1e-7)
+    if found is None:
+        return None
+    return sized.evaluate([kind for kind in range(len(sized.figures.kinds)) if found[kind] > 0.5])
+
+
+def _solve(sized: Sized, cost: Floats, rows: tuple[Floats, Floats, Floats], insisted: Collection[int], most_excess: float) -> Floats | None:
+    """The cheapest assignment whose overflow is at most so much; None where there is none."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # half a second to load, and only a split needs it
 
     num_kinds, num_sets = len(sized.figures.kinds), len(sized.figures.entering)
-    cost = _cost(sized)
-    rows, low, high = _rows(sized, conflicts, other_than)
     lower = np.zeros(len(cost))
     lower[list(insisted)] = 1.0
-    upper = np.append(np.ones(num_kinds + num_sets), np.inf)
+    upper = np.append(np.ones(num_kinds + num_sets), most_excess)
     integral = np.append(np.ones(num_kinds), np.zeros(num_sets + 1))
     found = milp(
         cost,
         integrality=integral,
         bounds=Bounds(lower, upper),
-        constraints=LinearConstraint(rows, low, high),
+        constraints=LinearConstraint(*rows),
         options={"mip_rel_gap": 0.0},
     )
-    if found.x is None:
-        return None
-    return sized.evaluate([kind for kind in range(num_kinds) if found.x[kind] > 0.5])
+    result: Floats | None = found.x
+    return result
 
 
 def _cost(sized: Sized) -> Floats:
-    """The objective, scaled so that the largest time is 1000 and a device's memory is 1."""
+    """The objective, scaled so that the largest time is 1000; a device's memory counts as 1, and overflow costs nothing here."""
     times = np.array([sized.gain(kind) for kind in range(len(sized.figures.kinds))] + [cost for _, cost in sized.figures.entering])
-    scaled = times * (1000 / max(float(np.abs(times).max()), 1e-30))
-    penalty = 10 * (1.0 + float(np.abs(scaled).sum()))
-    return np.append(scaled, penalty)
+    return np.append(times * (1000 / max(float(np.abs(times).max()), 1e-30)), 0.0)
 
 
 def _rows(sized: Sized, conflicts: Sequence[Sequence[int]], other_than: Collection[int] | None) -> tuple[Floats, Floats, Floats]:
