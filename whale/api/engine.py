@@ -130,6 +130,7 @@ class Engine:
         loss = state.account.loss(self._summed(worker, state))
         self.step_number += 1
         self._statistics_moved = True
+        self._rest()
         return loss
 
     def _run_or_abandon(self, worker: Worker, view: BatchView, seed: tuple[int, ...]) -> StepState:
@@ -139,6 +140,10 @@ class Engine:
             if self._sync is not None:
                 self._sync.abandon()
             raise
+
+    def _rest(self) -> None:
+        """States that the script goes on, so that what stops it there is not laid to a wait that is over."""
+        self._status.set(f"the script after step {self.step_number}")
 
     def _summed(self, worker: Worker, state: StepState) -> torch.Tensor:
         """The loss's sums and weights over all ranks."""
@@ -179,7 +184,9 @@ class Engine:
         worker = self._forward_worker("eval", batch)
         seed = (self._config.runtime.seed, self.step_number)
         state = self._guarded(lambda: worker.run(self._view("eval", batch), seed, with_gradients=False))
-        return state.account.loss(self._summed(worker, state))
+        loss = state.account.loss(self._summed(worker, state))
+        self._rest()
+        return loss
 
     def predict(self, batch: Any) -> Any:
         """The model's output for the whole global batch, in evaluation mode, on every rank."""
@@ -189,6 +196,7 @@ class Engine:
         mode = self._modes["predict"]
         outputs = gather_outputs(mode.graph, worker.plan, self._world_ranks, self._world, state.outputs, view.num_rows)
         assert mode.program.outputs is not None
+        self._rest()
         return mode.program.outputs.rebuild(outputs)
 
     def _forward_worker(self, name: ModeName, batch: Any) -> Worker:

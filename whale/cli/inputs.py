@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,23 @@ def read_graph(source: str, pairs: Sequence[str]) -> ModelGraph:
     build = load_function(source)
     from whale.capture import capture
 
-    result = build(**parse_pairs(pairs, "--arg"))
+    values = parse_pairs(pairs, "--arg")
+    _check_names(source, build, values)
+    result = build(**values)
     if not isinstance(result, tuple) or len(result) != 3:
         raise CaptureError(f"{source} must return (model, batch, loss), not {_kind(result)}")
     model, batch, loss = result
     graph, _ = capture(model, batch, loss)
     return graph
+
+
+def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, object]) -> None:
+    try:
+        inspect.signature(build).bind(**values)
+    except TypeError as error:
+        raise CaptureError(
+            f"{source} is called with the --arg pairs as keyword arguments: {error}", hint=f"it takes {inspect.signature(build)}"
+        ) from error
 
 
 def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:

@@ -49,6 +49,7 @@ def run(words: Sequence[str]) -> int:
     from whale.runtime.status import RUN_DIRECTORY, read_all
 
     arguments = make_parser().parse_args(list(words))
+    _check(arguments)
     variables = _variables(arguments)
     with _run_directory() as directory, _environment({**variables, RUN_DIRECTORY: directory}):
         try:
@@ -76,6 +77,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--timeout", type=float, metavar="SECONDS", help="longest that a rank waits for another (communication.timeout_seconds)"
     )
     return parser
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Finds here what torchrun would answer with a traceback, or each rank by itself."""
+    ranks = str(arguments.nproc_per_node)
+    if ranks not in ("auto", "gpu", "cpu") and not (ranks.isdecimal() and int(ranks) > 0):
+        raise ConfigError(f"--ranks takes a whole number above 0, or auto, gpu or cpu ({ranks} is not)")
+    if not (arguments.module or arguments.no_python) and not Path(arguments.training_script).is_file():
+        raise ConfigError(f"there is no script {arguments.training_script}", hint="whale run [flags] SCRIPT [the script's own words]")
 
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:

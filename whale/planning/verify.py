@@ -46,7 +46,10 @@ def verify(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = 
 def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
     unknown = sorted({name for name in plan.devices if name not in cluster.by_name})
     if unknown:
-        yield PlanError(f"a plan names devices of the cluster ({', '.join(unknown)} not in {cluster.name})")
+        yield PlanError(
+            f"a plan names devices of the cluster ({', '.join(unknown)} not in {cluster.name})",
+            hint="pass the cluster that the plan was made for (cluster=, or cluster: in the recipe), or plan again for this one",
+        )
     used = [device for replica in plan.replicas for device in _replica_devices(plan, replica)]
     twice = sorted({name for name in used if used.count(name) > 1}) if len(set(used)) < len(used) else []
     if twice:

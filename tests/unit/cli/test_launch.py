@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,11 +95,21 @@ def test_ranks_get_the_recipe_the_timeout_and_one_thread(tmp_path: Path, monkeyp
     assert launch._variables(launch.make_parser().parse_args(["train.py"])) == {}
 
 
-@pytest.mark.parametrize("words", [["--timeout", "0"], ["--recipe", "none.yaml"]])
-def test_bad_flags_start_nothing(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--timeout", "0", "train.py"], "--timeout must be more than 0"),
+        (["--recipe", "none.yaml", "train.py"], "none.yaml"),
+        (["--ranks", "0", "train.py"], "(0 is not)"),
+        (["--ranks", "two", "train.py"], "(two is not)"),
+        (["missing.py"], "no script missing.py"),
+    ],
+)
+def test_bad_flags_start_nothing(words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError):
-        launch.run([*words, "train.py"])
+    Path("train.py").touch()
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        launch.run(words)
 
 
 def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

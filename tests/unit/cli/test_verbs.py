@@ -88,6 +88,7 @@ def test_explain_prints_every_choice(model: str, capsys: pytest.CaptureFixture[s
     ("words", "said"),
     [
         (["plan", "verb_model.py:only_model"], "must return (model, batch, loss), not Linear"),
+        (["plan", "verb_model.py:build", "--arg", "no_such=1"], "unexpected keyword argument 'no_such'"),
         (["plan", "verb_model.py:build", "--cluster", "none.yaml"], "none.yaml"),
         (["plan", "verb_model.py:build", "--ranks", "0"], "--ranks must be at least 1, not 0"),
         (["plan", "verb_model.py:build", "--set", "pipeline.num_micro_batches=2"], "num_micro_batch"),

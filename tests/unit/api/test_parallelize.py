@@ -1,0 +1,116 @@
+"""What is wrong with the arguments of `parallelize` or with a batch is one clear error, and nothing has changed."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from whale.errors import BatchError, CaptureError, CheckpointError, ConfigError, PlanError, WhaleError
+from whale.ir.serialization import to_json
+
+torch.set_num_threads(1)
+
+BATCH = {"input": torch.randn(8, 4), "target": torch.randn(8, 1)}
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(output, batch["target"])
+
+
+def parallelize(model: Any = None, **changes: Any) -> whale.Engine:
+    arguments = {"loss": loss, "optimizer": partial(torch.optim.SGD, lr=0.1), "batch": BATCH, **changes}
+    return whale.parallelize(nn.Linear(4, 1) if model is None else model, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "said"),
+    [
+        ({"model": lambda input: input}, CaptureError, "is a torch.nn.Module"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, ConfigError, "optimizer= is a function .*got SGD"),
+        ({"scheduler": 3}, ConfigError, "scheduler= is a function .*got int"),
+        ({"config": {"pipeline.num_micro_batches": 2}}, ConfigError, "did you mean 'pipeline.num_micro_batch'"),
+        ({"config": {"pipeline.num_micro_batch": 16}}, BatchError, "need 16 rows .the batch has 8"),
+        (
+            {"config": {"pipeline.schedule": "interleaved", "pipeline.num_chunks": 9}},
+            ConfigError,
+            "needs 9 TaskGraphs .the model can be cut",
+        ),
+        ({"config": {"recompute.policy": {0: 1.5}}}, ConfigError, "stage 0: 1.5"),
+        ({"cluster": "none.yaml"}, WhaleError, "cannot read none.yaml"),
+        ({"plan": "none.json"}, PlanError, "cannot read the plan none.json"),
+    ],
+)
+def test_bad_arguments(changes: dict[str, Any], kind: type[WhaleError], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        parallelize(**changes)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', "3"])
+def test_what_is_no_plan(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match=r"plan.json is not a plan"):
+        parallelize(plan=tmp_path / "plan.json")
+
+
+def test_a_plan_from_a_file_and_one_of_another_model(tmp_path: Path) -> None:
+    plan = parallelize(config={"pipeline.num_micro_batch": 2}).plan
+    (tmp_path / "plan.json").write_text(to_json(plan))
+    assert parallelize(plan=tmp_path / "plan.json").plan == plan
+    with pytest.raises(PlanError, match="serves the model it was made for"):
+        parallelize(nn.Sequential(nn.Linear(4, 1), nn.Tanh()), plan=plan)
+
+
+def test_scopes_left_open_by_an_exception_do_not_count() -> None:
+    with pytest.raises(KeyError), whale.replicate(7, name="broken"):
+        raise KeyError
+    assert [graph.name for graph in parallelize().plan.task_graphs] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"input": torch.zeros(2, 4), "target": torch.zeros(2, 1)}, "the batch: 2 rows"),
+        ({"input": torch.zeros(8, 4)}, "missing: .'target'"),
+        ({"input": torch.zeros(8, 3), "target": torch.zeros(8, 1)}, "now .8, 3"),
+        ({"input": torch.zeros(8, 4), "target": torch.zeros(7, 1)}, "same number of rows"),
+    ],
+)
+def test_a_bad_batch_changes_nothing(batch: dict[str, Tensor], said: str) -> None:
+    engine = parallelize(config={"pipeline.num_micro_batch": 4})
+    engine.step(BATCH)
+    before = {name: value.clone() for name, value in (engine.state_dict() or {}).items()}
+    with pytest.raises(BatchError, match=said):
+        engine.step(batch)
+    after = engine.state_dict() or {}
+    assert engine.step_number == 1 and all(torch.equal(value, after[name]) for name, value in before.items())
+    engine.step(BATCH)
+
+
+def test_a_half_written_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    engine = parallelize()
+    engine.save(tmp_path / "whole")
+    engine.step(BATCH)
+    engine.save(tmp_path / "half")
+    (tmp_path / "half" / "complete.json").unlink()
+    before = {name: value.clone() for name, value in (engine.state_dict() or {}).items()}
+    with pytest.raises(CheckpointError, match=r"complete\.json is missing") as caught:
+        engine.load(tmp_path / "half")
+    assert "whole" in str(caught.value)
+    after = engine.state_dict() or {}
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    engine.load(tmp_path / "whole")
+    assert engine.step_number == 0
+
+
+def test_one_row_is_evaluated_by_the_example_of_the_training() -> None:
+    model = nn.Linear(4, 1)
+    engine = parallelize(model)
+    one = {name: value[:1] for name, value in BATCH.items()}
+    assert torch.allclose(engine.predict({"input": one["input"]}), model(one["input"]))
+    assert torch.isclose(engine.evaluate(one), loss(model(one["input"]), one).double())
