@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -65,11 +69,45 @@ def connect(timeout_seconds: float) -> World:
     device = _device(local_rank)
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(_backend(), timeout=timeout)
+        atexit.register(_leave)
     if not dist.is_initialized():
         return World(0, 1, 0, 1, device, timeout)
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     return World(dist.get_rank(), size, local_rank, local_size, device, timeout)
+
+
+class Closable(Protocol):
+    """What holds process groups."""
+
+    def close(self) -> None:
+        """Gives them back."""
+
+
+def close_at_exit(holder: Closable) -> None:
+    """Closes a holder of process groups that is still alive when the interpreter ends in good order.
+
+    A group ends its threads when its last holder lets go. Gloo's let go of tensors after the work is done; one that does
+    so while the interpreter ends aborts the process, so that a run that went well would fail.
+    """
+    atexit.register(_close, weakref.ref(holder))
+
+
+def _close(reference: weakref.ref[Closable]) -> None:
+    holder = reference()
+    if holder is not None and not _has_failed():
+        holder.close()
+
+
+def _leave() -> None:
+    """Ends the process group that `connect` made."""
+    if dist.is_initialized() and not _has_failed():
+        dist.destroy_process_group()
+
+
+def _has_failed() -> bool:
+    """Whether an error ends this process: work that peers will never join may be under way, and is not to be waited for."""
+    return hasattr(sys, "last_value")
 
 
 def _device(local_rank: int) -> torch.device:
