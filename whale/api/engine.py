@@ -14,9 +14,9 @@ from whale.api.attach import Attachment
 from whale.api.checkpointing import load_engine, save_engine
 from whale.api.loader import Loader, make_loader
 from whale.api.mode import CapturedMode, ModeName, example_like
-from whale.comm import Groups, World, together
+from whale.comm import Groups, World, close_at_exit, together
 from whale.config import Config
-from whale.errors import BatchError
+from whale.errors import BatchError, RuntimeFault
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
@@ -96,6 +96,7 @@ class Engine:
         self._loader: Loader | None = None
         self._position: Any = None
         self._statistics_moved = False
+        close_at_exit(self)
 
     # ---- training --------------------------------------------------------------------------------------------
 
@@ -113,6 +114,7 @@ class Engine:
             BatchError: the batch is not of the example's form, too small, or unequal on two ranks. Nothing has changed.
             RuntimeFault: a peer died, or a wait outlasted ``communication.timeout_seconds``.
         """
+        self._check_open()
         worker = self._workers["train"]
         self._forget_gradients()
         seed = (self._config.runtime.seed, self.step_number)
@@ -201,6 +203,7 @@ class Engine:
 
     def _forward_worker(self, name: ModeName, batch: Any) -> Worker:
         """The worker of a mode without backward, for the rows of this batch."""
+        self._check_open()
         self._merge_buffers()
         if name not in self._modes:
             example = example_like(batch.data if isinstance(batch, RankBatch) else batch, self._modes["train"].example)
@@ -243,7 +246,7 @@ class Engine:
     @property
     def peak_in_flight(self) -> int:
         """The most micro-batches, over this rank's stages, whose activations the last step held at once: from F to B or W."""
-        executor = self._workers["train"].executor
+        executor = self._workers["train"].executor if self._workers else None
         return 0 if executor is None else executor.peak_in_flight
 
     @property
@@ -323,6 +326,7 @@ class Engine:
         """Gives back process groups; the engine cannot step afterwards. Other engines are not touched."""
         for worker in self._workers.values():
             worker.close()
+        self._workers.clear()
         self._groups.close()
         self._status.finish()
 
@@ -330,6 +334,10 @@ class Engine:
         """What the optimizers of all owners keep for a cut parameter; every rank of the world takes part."""
         found = self._world.gather_objects(tuple(keys) if name in self._tensors else None)
         return next((keys for keys in found if isinstance(keys, tuple)), ())
+
+    def _check_open(self) -> None:
+        if not self._workers:
+            raise RuntimeFault("an engine steps, evaluates and predicts until it is closed (close() was called)")
 
     # ---- parts -----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ deadlock: there every lane gets its own group, made in sorted order on all ranks
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -69,5 +70,6 @@ class Channels:
     def close(self) -> None:
         """Destroys the groups made here."""
         for group in self._groups.values():
-            dist.destroy_process_group(group)
+            with suppress(ValueError):  # the world may have ended, and all groups with it
+                dist.destroy_process_group(group)
         self._groups.clear()

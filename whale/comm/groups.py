@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -53,5 +54,6 @@ class Groups:
         """Destroys the groups made here; the world's own stays."""
         for group in self._groups.values():
             if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+                with suppress(ValueError):  # the world may have ended, and all groups with it
+                    dist.destroy_process_group(group)
         self._groups.clear()

@@ -169,8 +169,10 @@ class Worker:
             wait(work, what, self._peers, self.world.timeout)
 
     def close(self) -> None:
-        """Gives back the channels."""
+        """Gives back the channels, and lets go of the groups of split stages; no step can follow."""
         self.channels.close()
+        self.executor = None
+        self.stages.clear()
 
 
 def _cuts(replica: Replica, stage: Stage, axes: Axes | None, position: int) -> StageCuts | None:
