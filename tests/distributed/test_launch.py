@@ -64,3 +64,20 @@ def test_a_pipeline_that_loses_a_rank_ends_and_says_where(how: str, said: str) -
     assert re.search(rf"whale run: rank 1 \(pid \d+\) {said}; last running in STEP", result.stderr), result.stderr
     assert re.search(r"whale run: rank 0 .*(waited|waiting in \S+) for rank 1", result.stderr), result.stderr
     assert seconds < 60
+
+
+def test_no_thread_of_a_process_group_outlives_the_script(tmp_path: Path) -> None:
+    """One that lets go of a tensor while the interpreter ends aborts the process: a run that went well would fail, now and then."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, os, torch\n"
+        "names = lambda: sorted(open(f'/proc/self/task/{task}/comm').read().strip() for task in os.listdir('/proc/self/task'))\n"
+        "atexit.register(lambda: print(names()))\n"
+        "import whale\n"
+        "batch = torch.randn(4, 4)\n"
+        "engine = whale.parallelize(torch.nn.Linear(4, 4), loss=lambda output, batch: output.square().mean(), batch=batch)\n"
+        "engine.step(batch)\n"
+    )
+    result, _ = whale_run("--ranks", "2", str(script))
+    assert result.returncode == 0, result.stderr
+    assert "gloo" not in result.stdout and "python" in result.stdout, result.stdout
