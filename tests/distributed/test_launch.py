@@ -80,4 +80,4 @@ def test_no_thread_of_a_process_group_outlives_the_script(tmp_path: Path) -> Non
     )
     result, _ = whale_run("--ranks", "2", str(script))
     assert result.returncode == 0, result.stderr
-    assert "gloo" not in result.stdout and "python" in result.stdout, result.stdout
+    assert "runloop" not in result.stdout and "python" in result.stdout, result.stdout
