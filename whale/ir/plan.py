@@ -80,13 +80,24 @@ class Estimate:
 class Cut:
     """One axis of a split stage, divided over the devices of each split group.
 
+    Where nothing else is said, every op that meets the axis works on parts of it, and every parameter that has it is held in
+    parts. An op meets one axis that is cut at most; where its operands are cut along another, a bridge stands between.
+
     Attributes:
         axis: name of the logical axis.
-        sizes: per device of a group, its units of the axis; their sum is the axis.
+        sizes: per device of a group, its units of the axis; their sum is the axis. For the batch, shares of the rows.
+        whole_in: ops that meet the axis, but do not work on parts of it.
+        whole_parameters: parameters and buffers that have the axis, but are not held in parts of it.
+        scattered: ops that sum over another axis that is cut: each device keeps its part of this axis of the sum.
+        arriving: values from other stages of which each device is handed its part only.
     """
 
     axis: str
     sizes: tuple[int, ...]
+    whole_in: tuple[str, ...] = ()
+    whole_parameters: tuple[str, ...] = ()
+    scattered: tuple[str, ...] = ()
+    arriving: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.axis} {':'.join(str(size) for size in self.sizes)}"

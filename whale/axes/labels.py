@@ -1,0 +1,165 @@
+"""Along which axis each op of a split stage works on parts, and how its results lie between ops.
+
+              works along     its result lies
+    up        features        cut along features
+    gelu      features        cut along features
+    down      features        whole, after a sum; or cut along sequence, where each device keeps its part of the sum
+    add       sequence        cut along sequence
+    norm      nothing         whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale.axes.added import added_operand
+from whale.axes.values import Axes, axes_of
+from whale.errors import PlanError
+from whale.ir.graph import ModelGraph, Op
+from whale.ir.plan import Cut
+
+SCATTERED = frozenset({"sum", "mean", "lookup"})
+"""How partial results may be combined so that a device can keep its part of the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How an op needs an operand.
+
+    Attributes:
+        axis: along which it is cut; None where it is whole.
+        entered: whether it is whole while the op works on parts of an axis that it lacks: its gradients are partial.
+    """
+
+    axis: str | None = None
+    entered: bool = False
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of one stage.
+
+    Attributes:
+        graph: the model.
+        axes: its axes.
+        ops: the calls of the stage.
+        cuts: of the stage.
+    """
+
+    graph: ModelGraph
+    axes: Axes
+    ops: frozenset[str]
+    cuts: tuple[Cut, ...]
+
+    @cached_property
+    def work(self) -> Mapping[str, str]:
+        """Per op that works on parts, the axis; `faults` sees to it that there are not two."""
+        found: dict[str, str] = {}
+        for cut in self.cuts:
+            whole = frozenset(cut.whole_in)
+            for op in self.meeting[cut.axis]:
+                if op not in whole:
+                    found.setdefault(op, cut.axis)
+        return found
+
+    @cached_property
+    def scattered(self) -> Mapping[str, str]:
+        """Per op whose sum is scattered, the axis along which."""
+        return {op: cut.axis for cut in self.cuts for op in cut.scattered if op in self.ops}
+
+    @cached_property
+    def meeting(self) -> Mapping[str, tuple[str, ...]]:
+        """Per cut axis, the calls of the stage that meet it."""
+        found: dict[str, list[str]] = {cut.axis: [] for cut in self.cuts}
+        for op in self.graph.ops:
+            if op.kind == "call" and op.name in self.ops and op.name in self.axes.ops:
+                for axis in self.axes.ops[op.name].roles:
+                    if axis in found:
+                        found[axis].append(op.name)
+        return {axis: tuple(names) for axis, names in found.items()}
+
+    def axes_in(self, op: str) -> frozenset[str]:
+        """The axes in the results of an op."""
+        known = self._axes_in.get(op)
+        if known is None:
+            made = self.axes.ops.get(op)
+            known = frozenset(axis for dims in made.outputs for dim in dims for axis in axes_of(dim)) if made else frozenset()
+            self._axes_in[op] = known
+        return known
+
+    @cached_property
+    def _axes_in(self) -> dict[str, frozenset[str]]:
+        return {}
+
+    def held(self, op: str) -> str | None:
+        """The axis along which the results of an op lie in parts; None where they are whole."""
+        known = self.graph.by_name[op]
+        if known.kind in ("parameter", "buffer"):
+            parameter = self.graph.parameter_by_name[known.target].name
+            axes = (cut.axis for cut in self.cuts if parameter not in cut.whole_parameters)
+            return next((axis for axis in axes if axis in self.axes_in(op)), None)
+        if op not in self.ops:
+            return next((cut.axis for cut in self.cuts if op in cut.arriving), None)
+        axis = self.scattered.get(op, self.work.get(op))
+        return axis if axis in self.axes_in(op) else None
+
+    def is_summed(self, op: str) -> bool:
+        """Whether results of an op for parts are combined over the group."""
+        axis = self.work.get(op)
+        return axis is not None and self.axes.ops[op].roles[axis].kind == "contracted"
+
+    def use(self, op: str, operand: str) -> Use:
+        """How an op needs an operand, which is one tensor."""
+        axis = self.work.get(op)
+        if axis is not None and self.is_summed(op) and added_operand(self.graph.by_name[op]) == operand:
+            axis = self.scattered.get(op)
+        if axis is None:
+            return Use()
+        return Use(axis) if axis in self.axes_in(operand) else Use(entered=True)
+
+    def faults(self) -> list[PlanError]:
+        """Why the ops cannot work so, as errors at the user's lines: once per axis, or pair of axes, with the first op."""
+        found: dict[object, PlanError] = {}
+        for op in self.graph.ops:
+            if op.name in self.ops and op.name in self.axes.ops and op.kind == "call":
+                for key, fault in self._op_faults(op):
+                    found.setdefault(key, fault)
+        return list(found.values())
+
+    def _op_faults(self, op: Op) -> list[tuple[object, PlanError]]:
+        roles = self.axes.ops[op.name].roles
+        met = [cut.axis for cut in self.cuts if cut.axis in roles and op.name not in cut.whole_in]
+        found: list[tuple[object, PlanError]] = []
+        for axis in met:
+            if roles[axis].kind == "whole":
+                text = f"{op.target} (%{op.name}) needs {axis} whole, which is cut: it {roles[axis].reason}"
+                found.append((axis, PlanError(text, where=op.where)))
+        if len(met) > 1:
+            text = f"{op.target} (%{op.name}) meets two axes that are cut ({' and '.join(met)})"
+            found.append((frozenset(met), PlanError(text, where=op.where)))
+        unsaid = [cut.axis for cut in self.cuts if cut.axis not in roles and self._passes(op, cut.axis)]
+        for axis in unsaid:
+            text = f"{op.target} (%{op.name}) does not say what it does with {axis}, which is cut"
+            found.append(((axis, "unsaid"), PlanError(text, where=op.where)))
+        target = self.scattered.get(op.name)
+        if target is not None and not self._may_scatter(op, target):
+            text = f"only a sum over another axis is scattered ({op.target} (%{op.name}) along {target})"
+            found.append(((target, "scattered"), PlanError(text, where=op.where)))
+        return found
+
+    def _passes(self, op: Op, axis: str) -> bool:
+        """Whether an axis is in an op's results though the op says nothing of it."""
+        return axis in self.axes_in(op.name)
+
+    def _may_scatter(self, op: Op, target: str) -> bool:
+        axis = self.work.get(op.name)
+        role = self.axes.ops[op.name].roles.get(axis) if axis else None
+        is_sum = role is not None and role.kind == "contracted" and role.combine in SCATTERED
+        return is_sum and len(op.outputs) == 1 and target in self.axes_in(op.name) and "in_place" not in op.tags
+
+
+def label(graph: ModelGraph, axes: Axes, ops: Collection[str], cuts: Sequence[Cut]) -> Labels:
+    """The labels of a stage that runs these ops."""
+    return Labels(graph, axes, frozenset(ops), tuple(cuts))
