@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from whale.axes import Axes, discover
+from whale.axes.index_sets import index_set, intervals
 from whale.axes.values import Dimension, axes_of
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import Region
 from whale.ir.plan import Plan, Stage
-from whale.runtime.cutting.index_sets import index_set, intervals
 from whale.runtime.cutting.pieces import Index, as_index, axis_sizes, part
 
 Partial = Mapping[tuple[int, int], Collection[str]]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.runtime.cutting.index_sets import Runs, count
+from whale.axes.index_sets import Runs, count
 from whale.runtime.cutting.pieces import as_index
 
 Group = dist.ProcessGroup

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from whale.axes.index_sets import Runs, count, extent, index_set, intervals
 from whale.axes.values import Axes, Concatenation, Dimension, Role, axes_of
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
-from whale.runtime.cutting.index_sets import Runs, count, extent, index_set, intervals
 from whale.runtime.cutting.pieces import axis_sizes
 
 

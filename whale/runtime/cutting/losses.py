@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from whale.axes.index_sets import Runs
 from whale.runtime.cutting.communication import Group, largest, leave
-from whale.runtime.cutting.index_sets import Runs
 from whale.runtime.cutting.lookups import localize
 
 NONE, MEAN, SUM = 0, 1, 2

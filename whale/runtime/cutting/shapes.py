@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from whale.axes.index_sets import count_below
 from whale.axes.values import Dimension
 from whale.runtime.cutting.call import Call
-from whale.runtime.cutting.index_sets import count_below
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale.runtime.cutting.index_sets import Runs, merged
+from whale.axes.index_sets import Runs, merged
 from whale.runtime.cutting.lookups import localize, part_embedding, part_gather, part_index, part_index_select, part_one_hot
 
 SIZE = 11
