@@ -78,8 +78,16 @@ def parallelize(
     holders = {name: tuple(sorted(attachment.rank_of[decided.devices[r]] for r in owners)) for name, owners in decided.owners.items()}
     axes = discover_if_cut(decided, train.graph)
     holdings = Holdings(decided, axes, partial_parameters(decided, train.graph, train.program.graph, axes))
-    whole = agree_on_weights(model, train.program.tensors, owned, holders, world, settings.runtime.seed, initialize)
-    tensors = {name: holdings.cut_out(name, rank[mine[0]], tensor) for name, tensor in whole.items()}
+    tensors = agree_on_weights(
+        model,
+        train.program.tensors,
+        owned,
+        holders,
+        world,
+        settings.runtime.seed,
+        initialize,
+        lambda name, whole: holdings.cut_out(name, rank[mine[0]], whole),
+    )
     return Engine(
         model=model,
         loss=loss,

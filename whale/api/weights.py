@@ -22,8 +22,9 @@ def agree_on_weights(
     world: World,
     seed: int,
     initialize: Callable[[nn.Module], None] | None,
+    cut: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """The tensors that this rank owns, equal on all their owners.
+    """The tensors that this rank owns, or its parts of them, equal on all their owners.
 
     Args:
         model: the user's model.
@@ -33,19 +34,24 @@ def agree_on_weights(
         world: this process among its peers.
         seed: for a meta model.
         initialize: the user's own filling of a module.
+        cut: the part of a whole tensor that this rank holds, by name.
     """
-    tensors = together(world, lambda: initial_tensors(model, owned, seed=seed, initialize=initialize, device=world.device))
+    tensors = together(world, lambda: initial_tensors(model, owned, seed=seed, initialize=initialize, device=world.device, cut=cut))
     if not world.is_alone:
         real = {name for name, tensor in users.items() if not tensor.is_meta and name in holders}
-        _take_from_rank_0(tensors, {name: users[name].detach() for name in real}, holders, world)
+        _take_from_rank_0(tensors, {name: users[name].detach() for name in real}, holders, world, cut)
     return tensors
 
 
 def _take_from_rank_0(
-    tensors: Mapping[str, torch.Tensor], real: Mapping[str, torch.Tensor], holders: Mapping[str, tuple[int, ...]], world: World
+    tensors: Mapping[str, torch.Tensor],
+    real: Mapping[str, torch.Tensor],
+    holders: Mapping[str, tuple[int, ...]],
+    world: World,
+    cut: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Where ranks built the model with other weights than rank 0, rank 0's are sent, with one warning."""
-    sums = world.gather_objects(checksums(real if world.rank == 0 else {name: tensors[name] for name in tensors if name in real}))
+    """Where ranks built the model with other weights than rank 0, rank 0's are sent, whole and one at a time, with one warning."""
+    sums = world.gather_objects(checksums(real if world.rank == 0 else {name: real[name] for name in tensors if name in real}))
     reference = sums[0]
     assert isinstance(reference, Mapping)
     differing: dict[str, tuple[int, ...]] = {}
@@ -61,8 +67,11 @@ def _take_from_rank_0(
     groups = Groups(world, differing.values())
     for name, ranks in differing.items():
         if world.rank in ranks:
-            value = real[name].to(world.device).contiguous() if world.rank == 0 else tensors[name].detach()
+            own = real[name]
+            value = own.to(world.device).contiguous() if world.rank == 0 else torch.empty(own.shape, dtype=own.dtype, device=world.device)
             dist.broadcast(value, src=0, group=groups[ranks])
+            if world.rank != 0:
+                tensors[name].detach().copy_(cut(name, value))
     groups.close()
 
 

@@ -1,11 +1,11 @@
 """Along which axis each op of a split stage works on parts, and how its results lie between ops.
 
-              works along     its result lies
-    up        features        cut along features
-    gelu      features        cut along features
-    down      features        whole, after a sum; or cut along sequence, where each device keeps its part of the sum
-    add       sequence        cut along sequence
-    norm      nothing         whole
+          works along     its result lies
+up        features        cut along features
+gelu      features        cut along features
+down      features        whole, after a sum; or cut along sequence, where each device keeps its part of the sum
+add       sequence        cut along sequence
+norm      nothing         whole
 """
 
 from __future__ import annotations

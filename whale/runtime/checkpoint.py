@@ -1,4 +1,4 @@
-"""Checkpoints by `torch.distributed.checkpoint`: each tensor is written once, and read by any plan's ranks that own it.
+"""Checkpoints by `torch.distributed.checkpoint`: each element is written once, and read by any plan's ranks that hold it.
 
     key                            value
     model.{name}                   a parameter or buffer
@@ -7,14 +7,14 @@
     extra.{key}                    plain data that all ranks share
     rank.{rank}.{key}              plain data of one rank
 
-A tensor that is cut over ranks will be written under the same key, a region by each writer; only `_entries` and
-`_targets` know how a tensor becomes an entry.
+A tensor that is cut over ranks is one entry, too: of the whole shape, in chunks that its holders write. So nothing tells
+by which plan a checkpoint was written, and no rank needs more of a tensor than it holds.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_entries
 from torch.distributed.checkpoint.state_dict_saver import save as write_entries
 
@@ -32,7 +31,9 @@ from whale.comm import World, on_first_rank, together
 from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
 from whale.runtime.checkpoint_files import aside, check_complete, complete, prepare
+from whale.runtime.checkpoint_planners import ShareLoadPlanner, ShareSavePlanner
 from whale.runtime.optimizer_state import OptimizerState
+from whale.runtime.shares import Share
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ def save(
     writers: Mapping[str, int],
     world: World,
     plan: str | None = None,
+    shares: Mapping[str, Share] | None = None,
 ) -> None:
     """Writes a checkpoint; all ranks of the world call it together.
 
@@ -69,28 +71,40 @@ def save(
         tensors: the parameters and buffers that this rank owns, by name.
         optimizer: its optimizer's state.
         extras: plain data.
-        writers: per name, the rank that writes the tensor and its optimizer state; the same on all ranks.
+        writers: per name, the rank that writes the tensor and its optimizer state; the same on all ranks. Of a tensor that is
+            held in parts it writes only what is not divided with it.
         world: this process among its peers.
         plan: text stored beside, as ``plan.json``.
+        shares: of the tensors that some rank holds only a part of, by name, where this rank's part lies and what it writes of it.
 
     Raises:
         CheckpointError: it cannot be written; the same on all ranks, and the previous one is intact.
     """
     on_first_rank(world, lambda: _writing(path, lambda: prepare(path)))
-    entries = _entries(tensors, optimizer, extras, writers, world.rank)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
+    parts = _parts(tensors, optimizer, shares or {})
+    entries = _entries(tensors, optimizer, extras, [name for name in tensors if writers[name] == world.rank], world.rank)
+    entries = {**{key: value for key, value in entries.items() if key not in parts}, **{key: part for key, (part, _) in parts.items()}}
+    planner = ShareSavePlanner({key: share for key, (_, share) in parts.items()})
     metadata = _quietly(path, lambda: write_entries(entries, checkpoint_id=aside(path), planner=planner, no_dist=world.is_alone))
     on_first_rank(world, lambda: _writing(path, lambda: complete(path, _files(metadata), plan)))
 
 
-def load(path: Path, *, tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], world: World) -> tuple[OptimizerState, Extras]:
+def load(
+    path: Path,
+    *,
+    tensors: Mapping[str, Tensor],
+    specs: Mapping[str, TensorSpec],
+    world: World,
+    shares: Mapping[str, Share] | None = None,
+) -> tuple[OptimizerState, Extras]:
     """Reads a checkpoint, whatever plan wrote it; all ranks of the world call it together.
 
     Args:
         path: the folder.
         tensors: the parameters and buffers that this rank owns, by name; they are filled in place.
-        specs: of all parameters and buffers of the model, by name; the same on all ranks.
+        specs: of all parameters and buffers of the model, whole, by name; the same on all ranks.
         world: this process among its peers.
+        shares: of the tensors that this rank holds only a part of, by name, where that lies.
 
     Returns:
         The optimizer state of this rank's parameters, and the plain data. Nothing has changed where it raises before reading.
@@ -98,26 +112,35 @@ def load(path: Path, *, tensors: Mapping[str, Tensor], specs: Mapping[str, Tenso
     Raises:
         CheckpointError: it is incomplete, damaged, or of another model; the same kind on all ranks.
     """
-    return together(world, lambda: _load(path, tensors, specs, world.rank))
+    return together(world, lambda: _load(path, tensors, specs, world.rank, shares or {}))
 
 
-def _load(path: Path, tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], rank: int) -> tuple[OptimizerState, Extras]:
+def _load(
+    path: Path, tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], rank: int, shares: Mapping[str, Share]
+) -> tuple[OptimizerState, Extras]:
     check_complete(path)
     reader = FileSystemReader(path)
     metadata = _quietly(path, reader.read_metadata)
     _check_model(path, metadata, specs)
-    wanted = _targets(tensors, metadata, rank)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    # Each rank reads for itself: what it needs is in the metadata, and `_together` shares the outcome.
-    _quietly(path, lambda: read_entries(wanted, storage_reader=reader, planner=planner, no_dist=True))
+    wanted, parts = _targets(tensors, metadata, rank, shares)
+    # Each rank reads for itself: what it needs is in the metadata, and `together` shares the outcome.
+    _quietly(path, lambda: read_entries(wanted, storage_reader=reader, planner=ShareLoadPlanner(parts), no_dist=True))
     return _unpack(wanted, tensors, rank)
 
 
-def _entries(
-    tensors: Mapping[str, Tensor], optimizer: OptimizerState, extras: Extras, writers: Mapping[str, int], rank: int
-) -> dict[str, Any]:
+def _parts(tensors: Mapping[str, Tensor], optimizer: OptimizerState, shares: Mapping[str, Share]) -> dict[str, tuple[Tensor, Share]]:
+    """What this rank holds a part of, by key: tensors, and what the optimizer keeps for each of their elements."""
+    found: dict[str, tuple[Tensor, Share]] = {}
+    for name, share in shares.items():
+        found[f"model.{name}"] = tensors[name].detach(), share
+        for key, value in optimizer.state.get(name, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape == tensors[name].shape:
+                found[f"optimizer.{name}.{key}"] = value.detach(), share
+    return found
+
+
+def _entries(tensors: Mapping[str, Tensor], optimizer: OptimizerState, extras: Extras, mine: Sequence[str], rank: int) -> dict[str, Any]:
     """What this rank writes, by key."""
-    mine = [name for name in tensors if writers[name] == rank]
     entries: dict[str, Any] = {f"model.{name}": tensors[name].detach() for name in mine}
     for name in mine:
         for key, value in optimizer.state.get(name, {}).items():
@@ -130,19 +153,30 @@ def _entries(
     return entries
 
 
-def _targets(tensors: Mapping[str, Tensor], metadata: Metadata, rank: int) -> dict[str, Any]:
-    """What this rank reads, by key: its tensors, and room for the rest."""
+def _targets(
+    tensors: Mapping[str, Tensor], metadata: Metadata, rank: int, shares: Mapping[str, Share]
+) -> tuple[dict[str, Any], dict[str, Share]]:
+    """What this rank reads, by key: its tensors, and room for the rest; and which of it are parts."""
     wanted: dict[str, Any] = {}
+    parts: dict[str, Share] = {}
     for key, stored in metadata.state_dict_metadata.items():
         section, _, rest = key.partition(".")
+        name = rest if section == "model" else rest.rpartition(".")[0]
+        share = shares.get(name) if section in ("model", "optimizer") else None
+        if share is not None and isinstance(stored, TensorStorageMetadata) and tuple(stored.size) == share.shape:
+            parts[key] = share
         if section == "model":
-            if rest in tensors:
-                wanted[key] = tensors[rest].detach()
-            continue
-        name = rest.rpartition(".")[0]
-        if section in ("extra", "options") or (section == "optimizer" and name in tensors) or key.startswith(f"rank.{rank}."):
-            wanted[key] = torch.empty(stored.size, dtype=stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
-    return wanted
+            if name in tensors:
+                wanted[key] = tensors[name].detach()
+        elif section in ("extra", "options") or (section == "optimizer" and name in tensors) or key.startswith(f"rank.{rank}."):
+            wanted[key] = _room(stored, parts.get(key))
+    return wanted, parts
+
+
+def _room(stored: TensorStorageMetadata | BytesStorageMetadata, share: Share | None) -> Tensor | None:
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    return torch.empty(stored.size if share is None else share.local_shape, dtype=stored.properties.dtype)
 
 
 def _unpack(entries: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int) -> tuple[OptimizerState, Extras]:

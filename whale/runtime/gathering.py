@@ -57,42 +57,6 @@ def gather_tensors(
     return found if only in (None, world.rank) else None
 
 
-def gather_whole(
-    model: ModelGraph,
-    holdings: Holdings,
-    name: str,
-    local: torch.Tensor | None,
-    rank: int | None,
-    world_ranks: Sequence[int],
-    world: World,
-) -> torch.Tensor | None:
-    """Brings the parts of one tensor together on the rank that answers for the parameter (its lowest owner in the world).
-
-    Args:
-        model: shapes.
-        holdings: who holds which part.
-        name: of the parameter, or of the parameter that the tensor is kept for.
-        local: this rank's part; None where it has none.
-        rank: this rank of the plan; None if idle.
-        world_ranks: per rank of the plan, the rank in the world.
-        world: this process among its peers.
-
-    Returns:
-        The whole tensor, on the CPU of that rank; None on the others.
-    """
-    pieces = holdings.pieces(name)
-    writer = min(world_ranks[owner] for owner in holdings.plan.owners[name])
-    whole: torch.Tensor | None = None
-    if writer == world.rank:
-        assert local is not None
-        whole = torch.empty(model.parameter_by_name[name].spec.shape, dtype=local.dtype)
-    for piece in pieces:
-        holder = world_ranks[piece.owners[0]]
-        mine = _own_piece(holdings, piece, rank, {name: local}) if holder == world.rank and local is not None else None
-        _gather_piece(whole, holdings.index(name, piece.region), mine, holder, world, writer)
-    return whole
-
-
 def _own_piece(holdings: Holdings, piece: HeldPiece, rank: int | None, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     assert rank is not None
     index = holdings.index(piece.name, piece.region, holdings.regions[piece.name][rank])

@@ -16,11 +16,10 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from whale.axes import Axes, discover
-from whale.axes.index_sets import index_set, intervals
+from whale.axes.index_sets import Runs, index_set, intervals
 from whale.axes.values import Dimension, axes_of
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
@@ -117,6 +116,11 @@ class Holdings:
         held = {axis: (start - outer.get(axis, (0, 0))[0], stop - outer.get(axis, (0, 0))[0]) for axis, start, stop in region.intervals}
         return tuple(as_index(index_set(dimension, sizes, held)) for dimension in self.dimensions(name))
 
+    def runs(self, name: str, region: Region) -> tuple[Runs, ...]:
+        """Per dimension of a parameter of known axes, the positions that a region takes."""
+        held = {axis: (start, stop) for axis, start, stop in region.intervals}
+        return tuple(index_set(dimension, self._sizes, held) for dimension in self.dimensions(name))
+
     def pieces(self, name: str) -> tuple[Piece, ...]:
         """The pieces of a parameter, in order."""
         regions = self.regions[name]
@@ -135,12 +139,9 @@ class Holdings:
         return prod(place.stop - place.start if isinstance(place, slice) else len(place) for place in index)
 
     def cut_out(self, name: str, rank: int, whole: Tensor) -> Tensor:
-        """The part of a parameter or buffer that a rank holds, as a leaf of its own."""
+        """The part of a parameter or buffer that a rank holds; a view of it where that can be."""
         index = self.index(name, self.regions[name][rank])
-        if index is None:
-            return whole
-        held = part(whole.detach(), index).clone(memory_format=torch.contiguous_format)
-        return nn.Parameter(held, whole.requires_grad) if isinstance(whole, nn.Parameter) else held
+        return whole if index is None else part(whole, index)
 
     def answered_for(self, name: str, rank: int | None, held: Tensor) -> list[Tensor]:
         """The parts of what this rank holds of a parameter (or of its gradient) that it is the lowest owner of."""

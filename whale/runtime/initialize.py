@@ -1,5 +1,7 @@
 """Initial weights: clones of real tensors, and meta tensors filled one at a time, equal under every plan.
 
+A rank that holds a part of a tensor gets just that: the whole one is let go before the next is filled.
+
     sources, strongest first      a tensor's recipe                       random numbers
     initialize(module)            the writers in the strongest source     seeded from (seed, writer, tensor) before
     _init_weights(module)         that has any, innermost module first;   each writer, on the CPU, so neither the plan
@@ -33,6 +35,7 @@ def initial_tensors(
     seed: int,
     initialize: Callable[[nn.Module], None] | None = None,
     device: torch.device,
+    cut: Callable[[str, Tensor], Tensor] = lambda _, whole: whole,
 ) -> dict[str, Tensor]:
     """The tensors that a rank starts from; the model is not modified.
 
@@ -43,9 +46,10 @@ def initial_tensors(
         seed: of the initial values of meta tensors.
         initialize: fills a module's own tensors in place, as one passes to ``nn.Module.apply``.
         device: where the tensors go.
+        cut: the part of a whole tensor to keep, by its name (the first of those asked for, where it has several); a view may do.
 
     Returns:
-        Per name a leaf tensor, detached from the model's, with its dtype and ``requires_grad``.
+        Per name a leaf tensor with memory of its own, of the model's dtype and ``requires_grad``.
 
     Raises:
         InitializationError: a name the model has not, a tensor on the meta device that nothing fills in full, or an initialiser that fails.
@@ -61,20 +65,28 @@ def initial_tensors(
             original = originals[name]
             if id(original) in made:
                 continue
-            if not original.is_meta:
-                made[id(original)] = _leaf(original.detach().to(device, copy=True), original)
-                continue
-            assert builder is not None
-            value = builder.fill(name)
+            value = _kept(original, name, builder, cut, device)
             if value is not None:
-                made[id(original)] = _leaf(value.to(device), original)
+                made[id(original)] = value
     if builder is not None:
         builder.raise_faults()
     return {name: made[id(originals[name])] for name in wanted}
 
 
-def _leaf(value: Tensor, original: Tensor) -> Tensor:
-    return nn.Parameter(value, requires_grad=original.requires_grad) if isinstance(original, nn.Parameter) else value
+def _kept(
+    original: Tensor, name: str, builder: _Builder | None, cut: Callable[[str, Tensor], Tensor], device: torch.device
+) -> Tensor | None:
+    """What is kept of one tensor, in memory of its own, neither the user's nor the whole one's; None where nothing fills it."""
+    whole = original.detach() if builder is None or not original.is_meta else builder.fill(name)
+    if whole is None:
+        return None
+    part = cut(name, whole).to(device)
+    if part.shape != whole.shape:
+        part = part.contiguous()
+    is_ours = part is whole and original.is_meta
+    if not is_ours and part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+        part = part.clone()
+    return nn.Parameter(part, requires_grad=original.requires_grad) if isinstance(original, nn.Parameter) else part
 
 
 @contextmanager
@@ -131,8 +143,8 @@ class _Builder:
             value = self._build(slot, recipe, 0)
             return None if _has_nan(value) else value
         values = [self._build(slot, recipe, sentinel) for sentinel in _SENTINELS]
-        marks = [_poisoned(slot.original, sentinel) for sentinel in _SENTINELS]
-        untouched = (values[0] == marks[0]) & (values[1] == marks[1])
+        untouched = values[0] == _mark(_SENTINELS[0], dtype)
+        untouched &= values[1] == _mark(_SENTINELS[1], dtype)
         return None if bool(untouched.any()) else values[0]
 
     def _build(self, slot: Slot, recipe: Sequence[Initializer], sentinel: int) -> Tensor:
@@ -172,7 +184,11 @@ def _poisoned(original: Tensor, sentinel: int) -> Tensor:
     value = torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device="cpu")
     if value.dtype.is_floating_point or value.dtype.is_complex:
         return value.fill_(float("nan"))
-    return value.fill_(sentinel == _SENTINELS[0] if value.dtype == torch.bool else sentinel)
+    return value.fill_(_mark(sentinel, value.dtype))
+
+
+def _mark(sentinel: int, dtype: torch.dtype) -> int:
+    return sentinel == _SENTINELS[0] if dtype == torch.bool else sentinel
 
 
 def _has_nan(value: Tensor) -> bool:
