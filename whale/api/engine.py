@@ -251,8 +251,8 @@ class Engine:
 
     @property
     def writers(self) -> dict[str, int]:
-        """Per parameter and buffer, the world rank that answers for it: the lowest owner of its first piece."""
-        return {name: self._world_ranks[self.holdings.pieces(name)[0].owners[0]] for name in self.plan.owners}
+        """Per parameter and buffer, the world rank that answers for it: its lowest owner."""
+        return {name: self._in_world(owners)[0] for name, owners in self.plan.owners.items()}
 
     @property
     def rank(self) -> int | None:
@@ -330,6 +330,11 @@ class Engine:
         self._groups.close()
         self._status.finish()
 
+    def agreed_keys(self, name: str, keys: Sequence[str]) -> tuple[str, ...]:
+        """What the optimizers of all owners keep for a cut parameter; every rank of the world takes part."""
+        found = self._world.gather_objects(tuple(keys) if name in self._tensors else None)
+        return next((keys for keys in found if isinstance(keys, tuple)), ())
+
     def _check_open(self) -> None:
         if not self._workers:
             raise RuntimeFault("an engine steps, evaluates and predicts until it is closed (close() was called)")
@@ -393,7 +398,7 @@ class Engine:
         train = self._modes["train"]
         names = mutated_buffers(train.graph, train.program.graph.nodes)
         rank = self.rank
-        merge_buffers(self.plan, rank, train.graph, self._tensors, names, self._groups, self._everyone, self._world.device)
+        merge_buffers(self.holdings, rank, train.graph, self._tensors, names, self._groups, self._everyone, self._world.device)
 
     def _guarded(self, action: Callable[[], T]) -> T:
         try:
