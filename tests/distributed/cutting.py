@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from whale.axes import Axes, discover
+from whale.axes import Axes, Dimension, axes_of, discover
+from whale.axes.labels import SCATTERED
 from whale.capture import Program, capture
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
-from whale.runtime.cutting import GROUP, CutProgram, cut_out, lower_cuts, put_in
+from whale.runtime.cutting import GROUP, CutProgram, Group, cut_out, lower_cuts, put_in
 from whale.runtime.cutting.communication import enter
 from whale.runtime.deferred import WeightQueue
 from whale.runtime.lowering import StageCuts, StageProgram, lower
@@ -128,6 +129,72 @@ def choose(axes: Axes, num_parts: int, seed: int, *, in_order: bool = False) -> 
     return tuple(Cut(name, _sizes(axes.by_name[name].size, num_parts, draw)) for name in chosen)
 
 
+def choose_labels(model: ModelGraph, axes: Axes, num_parts: int, seed: int) -> tuple[Cut, ...]:
+    """Random axes, each op working along any of them that it may, or along none: bridges of every kind stand between."""
+    draw = random.Random(seed)
+    names = [axis.name for axis in axes.axes if axis.name != BATCH and axis.size >= num_parts]
+    chosen = set(draw.sample(names, min(len(names), 6)))
+    work = _random_work(model, axes, chosen, draw)
+    scattered = _random_scatters(model, axes, chosen, work, draw)
+    held = {name: draw.choice([None, *sorted(chosen & _axes_in(dims))]) for name, dims in axes.parameters.items()}
+    cuts = []
+    for name in sorted(chosen):
+        met = [op.name for op in model.ops if op.kind == "call" and op.name in axes.ops and name in axes.ops[op.name].roles]
+        cut = Cut(
+            name,
+            _sizes(axes.by_name[name].size, num_parts, draw),
+            whole_in=tuple(op for op in met if work.get(op) != name),
+            whole_parameters=tuple(sorted(parameter for parameter, axis in held.items() if axis != name)),
+            scattered=tuple(op for op, axis in scattered.items() if axis == name),
+        )
+        cuts.append(cut)
+    return tuple(cuts)
+
+
+def _axes_in(dimensions: Sequence[Dimension]) -> set[str]:
+    return {axis for dimension in dimensions for axis in axes_of(dimension)}
+
+
+def _random_work(model: ModelGraph, axes: Axes, chosen: set[str], draw: random.Random) -> dict[str, str | None]:
+    """The axis of each op; ops on memory that is written in place, and the results of an op of several, have one."""
+    roots: dict[str, str] = {}
+    tied: dict[str, list[str]] = {}
+    for op in model.ops:
+        follows = op.kind == "call" and (op.tags & {"view", "in_place"} or op.target == "operator.getitem") and op.inputs
+        roots[op.name] = roots[op.inputs[0]] if follows else op.name
+        tied.setdefault(roots[op.name], []).append(op.name)
+    written = {roots[op.name] for op in model.ops if "in_place" in op.tags or op.target == "operator.getitem"}
+    work: dict[str, str | None] = {}
+    for root, members in tied.items():
+        calls = [name for name in members if name in axes.ops and model.by_name[name].kind == "call"]
+        for group in [calls] if root in written else [[name] for name in calls]:
+            may = set.intersection(*(_may_work(axes, name, chosen) for name in group)) if group else set()
+            if root in written and model.by_name[root].kind != "call":
+                may = set()
+            axis = draw.choice([None, *sorted(may), *sorted(may)])
+            work |= dict.fromkeys(group, axis)
+    return work
+
+
+def _may_work(axes: Axes, name: str, chosen: set[str]) -> set[str]:
+    return {axis for axis, role in axes.ops[name].roles.items() if axis in chosen and role.kind != "whole"}
+
+
+def _random_scatters(
+    model: ModelGraph, axes: Axes, chosen: set[str], work: Mapping[str, str | None], draw: random.Random
+) -> dict[str, str]:
+    found = {}
+    for name, axis in work.items():
+        op, made = model.by_name[name], axes.ops[name]
+        if axis is None or made.roles[axis].kind != "contracted" or made.roles[axis].combine not in SCATTERED:
+            continue
+        along = sorted(chosen & _axes_in([dim for dims in made.outputs for dim in dims]))
+        written = any("in_place" in model.by_name[user].tags for user in model.users[name])
+        if along and len(op.outputs) == 1 and "in_place" not in op.tags and not written and draw.random() < 0.7:
+            found[name] = draw.choice(along)
+    return found
+
+
 def _sizes(total: int, num_parts: int, draw: random.Random) -> tuple[int, ...]:
     ends = [0, *sorted(draw.sample(range(1, total), num_parts - 1)), total]
     return tuple(stop - start for start, stop in pairwise(ends))
@@ -159,7 +226,7 @@ def errors(
         _break(lowered)
     tensors = {name: _part(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
     module = fx.GraphModule(nn.Module(), lowered.graph)
-    loss, gradients = run(module, stage, model, program, batch, tensors, dist.group.WORLD)
+    loss, gradients = run(module, stage, model, program, batch, tensors, everyone())
     found = {"loss": _error(loss, right, 0.0)}
     floor = max([0.0, *(float(value.abs().max()) for value in expected_gradients.values())]) * 1e-3
     for name, expected in expected_gradients.items():
@@ -174,12 +241,23 @@ def _break(lowered: CutProgram) -> None:
             node.target = _identity
 
 
-def _identity(value: Tensor, group: object) -> Tensor:
+def _identity(value: Tensor, group: object, what: str) -> Tensor:
     return value
 
 
+def everyone() -> Group:
+    """All ranks as one split group."""
+    assert dist.group.WORLD is not None
+    return Group(dist.group.WORLD)
+
+
+def _held_so(name: str, cuts: Sequence[Cut]) -> list[Cut]:
+    """The cuts by which a parameter is held."""
+    return [cut for cut in cuts if name not in cut.whole_parameters]
+
+
 def _part(name: str, value: Tensor, axes: Axes, cuts: Sequence[Cut], rank: int) -> Tensor:
-    return cut_out(value, axes.parameters[name], axes, cuts, rank) if name in axes.parameters else value
+    return cut_out(value, axes.parameters[name], axes, _held_so(name, cuts), rank) if name in axes.parameters else value
 
 
 def _assembled(
@@ -200,7 +278,7 @@ def _assembled(
         whole = torch.zeros_like(like)
         for position, piece in enumerate(pieces):
             if piece is not None:
-                put_in(whole, piece, lowered.parameters[name], axes, cuts, position)
+                put_in(whole, piece, lowered.parameters[name], axes, _held_so(name, cuts), position)
         return whole
     own = torch.zeros_like(like) if gradient is None else gradient
     if name in lowered.partial and not broken:
@@ -247,7 +325,7 @@ def staged_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], 
     inputs = tuple(dict.fromkeys(name for piece in pieces for name in piece.inputs if name not in crossing))
     stage = replace(pieces[1], inputs=inputs)
     tensors = {name: _part(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
-    loss, gradients = run(Both(), stage, model, program, whole.batch, tensors, dist.group.WORLD)
+    loss, gradients = run(Both(), stage, model, program, whole.batch, tensors, everyone())
     found = {"loss": _error(loss, whole.loss, 0.0)}
     floor = max(float(value.abs().max()) for value in whole.gradients.values()) * 1e-3
     together = CutProgram(fx.Graph(), {**lowered[0].parameters, **lowered[1].parameters}, lowered[0].partial | lowered[1].partial, {})
@@ -278,7 +356,7 @@ def composed_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut]
     plain = whole_stage(model, program)
     lowered = lower_cuts(plain.module.graph, model, axes, cuts, rank)
     queue = WeightQueue()
-    given: dict[str, Any] = {"weight_queue": queue, GROUP: dist.group.WORLD}
+    given: dict[str, Any] = {"weight_queue": queue, GROUP: everyone()}
     first = [given[name] for name in stage.inputs if name in given]
     tensors = {name: _part(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
     rest = replace(stage, inputs=tuple(name for name in stage.inputs if name not in given))

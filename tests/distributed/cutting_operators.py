@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from tests.distributed.cutting import everyone
 from tests.unit.axes.law import Case, Law, results
 from tests.unit.axes.test_rules_alone import bits, ids, labels, x
 from whale.axes import Axes, discover
@@ -113,7 +114,7 @@ def _try(whole: Single, axes: Axes, cut: Cut, rank: int) -> str:
     made: list[Tensor] = []
     own: list[Tensor | None] = []
     try:
-        made, own = run(fx.GraphModule(nn.Module(), program.graph), local, whole.trained, dist.group.WORLD)
+        made, own = run(fx.GraphModule(nn.Module(), program.graph), local, whole.trained, everyone())
     except Exception:
         error = traceback.format_exc(limit=-3)
     errors: list[Any] = [None] * dist.get_world_size()

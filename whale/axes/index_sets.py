@@ -99,3 +99,8 @@ def count(runs: Runs) -> int:
 def count_below(runs: Runs, bound: int) -> int:
     """How many of the positions come before `bound`: where a slice of the whole begins in the part."""
     return sum(min(stop, bound) - start for start, stop in runs if start < bound)
+
+
+def relative(runs: Runs, within: Runs) -> Runs:
+    """Positions that lie in a set, counted among its own: what is asked for of a part, as places in that part."""
+    return merged((count_below(within, start), count_below(within, stop)) for start, stop in runs)

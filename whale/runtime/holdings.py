@@ -23,7 +23,7 @@ from whale.axes.index_sets import Runs, index_set, intervals
 from whale.axes.values import Dimension, axes_of
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
-from whale.ir.layout import Region
+from whale.ir.layout import BATCH, Region
 from whale.ir.plan import Plan, Stage
 from whale.runtime.cutting.pieces import Index, as_index, axis_sizes, part
 
@@ -91,8 +91,8 @@ class Holdings:
     def _region(self, stage: Stage, position: int, name: str) -> Region:
         if not stage.cuts:
             return Region()
-        held = intervals(stage.cuts, position)
-        mine = {axis for dimension in self.dimensions(name) for axis in axes_of(dimension)} & set(held)
+        held = intervals([cut for cut in stage.cuts if name not in cut.whole_parameters], position)
+        mine = {axis for dimension in self.dimensions(name) for axis in axes_of(dimension)} & set(held) - {BATCH}
         return Region(tuple((axis, *held[axis]) for axis in sorted(mine)))
 
     def dimensions(self, name: str) -> tuple[Dimension, ...]:

@@ -11,6 +11,7 @@ from torch import fx
 
 from whale.axes import Axes
 from whale.ir.graph import ModelGraph, Op
+from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
 from whale.runtime.cutting import GROUP, lower_cuts
 from whale.runtime.deferred import defer_weights
@@ -52,6 +53,7 @@ def lower(
     splits_backward: bool = False,
     segments: Sequence[Collection[str]] = (),
     cuts: StageCuts | None = None,
+    num_rows: int = 0,
 ) -> StageProgram:
     """Cuts the ops of one stage out of the whole graph.
 
@@ -65,6 +67,7 @@ def lower(
         splits_backward: weight gradients wait in a queue (see `whale.runtime.deferred`), which the program takes first.
         segments: runs of its ops that keep only their inputs and are computed again in the backward pass.
         cuts: of a split stage: its program works on this device's parts, and takes the split group first.
+        num_rows: rows that its split group takes, where the batch is cut.
     """
     wanted, handed = set(ops), set(received)
     read = _reads(model, wanted, handed, outputs)
@@ -73,7 +76,7 @@ def lower(
     num_dims = {op.name: len(op.outputs[0].shape) for op in model.ops if op.outputs}
     first: tuple[str, ...] = ()
     if cuts is not None:
-        program = lower_cuts(local, model, cuts.axes, cuts.cuts, cuts.position)
+        program = lower_cuts(local, model, cuts.axes, cuts.cuts, cuts.position, num_rows=num_rows)
         local, num_dims, first = program.graph, {**num_dims, **program.num_dims}, (GROUP,)
         divide_gradients(local, model, cuts.shared - program.partial, len(cuts.cuts[0].sizes))
     if splits_backward:
@@ -110,6 +113,11 @@ class StageCuts:
     cuts: tuple[Cut, ...]
     position: int
     shared: frozenset[str] = frozenset()
+
+    @property
+    def divides_rows(self) -> bool:
+        """Whether the batch is among the axes that are cut: then a program serves one number of rows only."""
+        return any(cut.axis == BATCH for cut in self.cuts)
 
 
 def _copy(

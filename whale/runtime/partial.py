@@ -9,6 +9,7 @@ from torch import fx
 
 from whale.axes import Axes
 from whale.ir.graph import ModelGraph
+from whale.ir.layout import BATCH
 from whale.ir.plan import Plan
 from whale.runtime.cutting import lower_cuts
 from whale.runtime.holdings import Partial
@@ -32,6 +33,7 @@ def partial_parameters(plan: Plan, model: ModelGraph, graph: fx.Graph, axes: Axe
                 assert axes is not None
                 plain = replace(stage, recompute=())
                 source = StageSource(model, lambda _: graph, replica, plain, set(), torch.device("cpu"), False)
-                program = lower_cuts(source(model.num_rows).module.graph, model, axes, stage.cuts, 0)
+                rows = model.num_rows if any(cut.axis == BATCH for cut in stage.cuts) else 0
+                program = lower_cuts(source(model.num_rows).module.graph, model, axes, stage.cuts, 0, num_rows=rows)
                 found[replica.index, stage.index] = program.partial | shared_parameters(replica, stage)
     return found

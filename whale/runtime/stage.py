@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from whale.ir.schedule import Kind
-from whale.runtime.cutting import GROUP
+from whale.runtime.cutting import GROUP, Group
 from whale.runtime.deferred import WeightQueue
 from whale.runtime.loss import NUM_ROWS
 from whale.runtime.lowering import QUEUE, StageProgram
@@ -70,7 +69,7 @@ class StageRunner:
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         row_group: int = 0,
-        split_group: dist.ProcessGroup | None = None,
+        split_group: Group | None = None,
     ) -> None:
         self.row_group = row_group
         self._split_group = split_group

@@ -1,4 +1,4 @@
-"""A stage's program for any number of rows, lowered once per captured graph."""
+"""A stage's program for any number of rows, lowered once per captured graph, and per number where the rows are cut too."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ class StageSource:
         own_outputs = {name for name in model.outputs if name in ops}
         wanted = sent | terms | weights | own_outputs
         self.outputs = tuple(op.name for op in model.ops if op.name in wanted)
-        self._lowered: dict[fx.Graph, StageProgram] = {}
+        self._lowered: dict[tuple[fx.Graph, int], StageProgram] = {}
 
     def __call__(self, num_rows: int) -> StageProgram:
         graph = self._graphs(num_rows)
-        program = self._lowered.get(graph)
+        rows = num_rows if self._cuts is not None and self._cuts.divides_rows else 0
+        program = self._lowered.get((graph, rows))
         if program is None:
             program = lower(
                 graph,
@@ -70,6 +71,7 @@ class StageSource:
                 splits_backward=self._splits_backward,
                 cuts=self._cuts,
                 segments=self._stage.segments,
+                num_rows=rows,
             )
-            self._lowered[graph] = program
+            self._lowered[graph, rows] = program
         return program

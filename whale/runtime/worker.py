@@ -15,6 +15,7 @@ from whale.ir.schedule import Action, Kind, Schedule
 from whale.runtime.agreement import Agreement
 from whale.runtime.batch_view import BatchView
 from whale.runtime.boundary import Boundary
+from whale.runtime.cutting import Group
 from whale.runtime.exchange import Exchange
 from whale.runtime.executor import Executor, StepState
 from whale.runtime.gradient_sync import GradientSync
@@ -100,11 +101,12 @@ class Worker:
             plan, model, self._weights, seat, self._loss_stages(), self._held_terms(), tensors, world, groups, self.finish
         )
 
-    def _split_group(self, stage: Stage, position: int, world_ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    def _split_group(self, stage: Stage, position: int, world_ranks: Sequence[int]) -> Group | None:
         if stage.split == 1:
             return None
         devices = stage.groups[position // stage.split]
-        return self._groups[tuple(sorted(world_ranks[self.plan.rank_of[device]] for device in devices))]
+        ranks = tuple(world_ranks[self.plan.rank_of[device]] for device in devices)
+        return Group(self._groups[tuple(sorted(ranks))], ranks, self.world.timeout)
 
     def _held_terms(self) -> frozenset[int]:
         outputs = {name for source in self.stages.values() for name in source.outputs}

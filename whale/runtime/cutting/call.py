@@ -10,20 +10,14 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from whale.axes.values import Dimension, Role
+from whale.axes.added import ADDED, operator_name
+from whale.axes.values import Dimension, Role, axes_of
 from whale.errors import PlanError
 from whale.ir.graph import Op
-from whale.runtime.cutting.communication import leave
-from whale.runtime.cutting.layout import CutLayout
+from whale.runtime.cutting.communication import leave, scatter
+from whale.runtime.cutting.layout import CutLayout, Held
 from whale.runtime.cutting.randomness import drawn_apart
 from whale.runtime.cutting.writer import Writer
-
-ADDED = {
-    "linear": "bias", "addmm": "self", "baddbmm": "self", "bilinear": "bias", "_grouped_mm": "bias",
-    "conv1d": "bias", "conv2d": "bias", "conv3d": "bias", "convolution": "bias",
-    "conv_transpose1d": "bias", "conv_transpose2d": "bias", "conv_transpose3d": "bias",
-}  # fmt: skip
-"""Per operator, the operand that is added once: under a contraction it waits until the sum over the group is there."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +64,31 @@ class Call:
         """Dimensions of a tensor argument."""
         return self.layout.dimensions(self.raw[name].name)
 
+    def is_cut(self, dimension: Dimension) -> bool:
+        """Whether this call works on a part of a dimension."""
+        return self.axis in axes_of(dimension)
+
+    def held(self, dimension: Dimension) -> Held:
+        """What this call works on of a dimension that is cut."""
+        return self.layout.held(dimension, self.axis)
+
     def cut_dim(self, dimensions: Sequence[Dimension]) -> int | None:
         """Which of these dimensions is cut."""
-        return next((index for index, dimension in enumerate(dimensions) if self.layout.is_cut(dimension)), None)
+        return next((index for index, dimension in enumerate(dimensions) if self.is_cut(dimension)), None)
+
+    def has_part(self, node: fx.Node) -> bool:
+        """Whether an operand has the axis, so that this call reads a part of it."""
+        return self.axis in self.layout.labels.axes_in(node.name)
 
     def value(self, name: str) -> Any:
-        """An argument in the new graph: a tensor without the cut axis is entered, one that is added later is not."""
-        later = is_added_later(self.operator, name, self.role)
-        return self.writer.mapped(self.raw[name], entering=not later)
+        """An argument in the new graph, each tensor in the form in which this call needs it."""
+        if self.role.kind == "contracted" and ADDED.get(self.operator, ("",))[0] == name:
+            return self.added(self.raw[name])
+        return self.writer.mapped(self.raw[name], self.axis)
+
+    def added(self, argument: Any) -> Any:
+        """An operand that is added to the sum, in the form in which the sum lies."""
+        return self.writer.mapped(argument, self.layout.labels.scattered.get(self.op.name))
 
     def emit(self, target: Any, *args: Any, what: str = "", **kwargs: Any) -> fx.Node:
         """A new node that stands for this call, or for a step of it."""
@@ -102,8 +113,12 @@ class Call:
         return self.operator == "feature_dropout" and (self.cut_dim(self.result) or 0) > 1
 
     def leave(self, partial: fx.Node) -> fx.Node:
-        """The sum of the devices' partial results."""
-        return self.emit(leave, partial, self.writer.group, what="leave")
+        """The sum of the devices' partial results: whole, or this device's part of it."""
+        target = self.layout.labels.scattered.get(self.op.name)
+        if target is None:
+            return self.emit(leave, partial, self.writer.group, f"%{self.op.name}", what="leave")
+        slots = self.layout.slots(self.op.name, target)
+        return self.emit(scatter, partial, slots, self.writer.group, f"%{self.op.name}", what="scatter")
 
     def refuse(self, why: str, hint: str | None = None) -> NoReturn:
         """Says that this call cannot be cut so.
@@ -115,12 +130,6 @@ class Call:
         raise PlanError(message, where=self.op.where, hint=hint)
 
 
-def operator_name(target: str) -> str:
-    """``aten.add_.Tensor`` is ``add``."""
-    name = target.split(".")[1] if "." in target else target
-    return name if name.startswith("_") else name.rstrip("_")
-
-
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Arguments of a call of an operator by name, with the defaults of its schema."""
     assert isinstance(node.target, torch._ops.OpOverload), node
@@ -129,11 +138,6 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     found.update({item.name: value for item, value in zip((i for i in schema if not i.kwarg_only), node.args, strict=False)})
     found.update(node.kwargs)
     return found
-
-
-def is_added_later(operator: str, name: str, role: Role) -> bool:
-    """Whether an operand is added after the sum over the group."""
-    return role.kind == "contracted" and ADDED.get(operator) == name
 
 
 def _is(value: Any, default: Any) -> bool:

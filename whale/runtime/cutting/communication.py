@@ -1,12 +1,16 @@
 """What the devices of a split group exchange inside a stage, each with its adjoint.
 
-    enter    whole -> used by parts      forward: nothing          backward: sum over the group
-    leave    partial -> whole            forward: sum              backward: nothing
-    gather   cut -> whole                forward: all-gather       backward: the own part of the gradient
-    part     whole -> cut                forward: the own part     backward: zeros around it (an `enter` sums them)
+                 forward                           backward
+    enter        nothing                           all-reduce         whole -> used whole by parts
+    part         the own part                      all-gather         whole -> cut
+    gather       all-gather                        the own part       cut -> whole
+    collect      all-gather                        reduce-scatter     cut -> used whole by parts
+    exchange     all-to-all                        all-to-all         cut -> cut along another axis
+    leave        all-reduce                        nothing            sum -> whole
+    scatter      reduce-scatter                    all-gather         sum -> cut
 
 Whole values, and their gradients, are equal on all devices of the group. The group is an argument, so the programs
-that call these hold no state.
+that call these hold no state; so is what it is for, which an error names.
 """
 
 from __future__ import annotations
@@ -18,128 +22,140 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.axes.index_sets import Runs, count
-from whale.runtime.cutting.pieces import as_index
+from whale.runtime.cutting.collectives import all_gather, all_reduce, all_to_all, gathered, reduce_scatter
+from whale.runtime.cutting.group import Group
+from whale.runtime.cutting.slots import Slots
 
-Group = dist.ProcessGroup
+__all__ = ["Group", "collect", "enter", "exchange", "gather", "gathered", "largest", "leave", "leave_each", "part", "scatter", "smallest"]
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, value: Tensor, group: Group, what: str) -> Tensor:
+        ctx.group, ctx.what = group, what
         return value.detach()  # not a view for autograd, so in-place ops of the model may follow
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
-        return _reduced(gradients[0], ctx.group, dist.ReduceOp.SUM), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return all_reduce(gradients[0], ctx.group, ctx.what), None, None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
-        return _reduced(value, group, dist.ReduceOp.SUM)
+    def forward(ctx: Any, value: Tensor, group: Group, what: str) -> Tensor:
+        return all_reduce(value, group, what)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None, None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, slots: Slots, group: Group, what: str) -> Tensor:
+        ctx.slots, ctx.group, ctx.what = slots, group, what
+        return slots.own(value).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gather(gradients[0], ctx.slots, ctx.group, ctx.what), None, None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, dim: int, parts: tuple[Runs, ...], position: int, group: Group) -> Tensor:
-        ctx.dim, ctx.runs = dim, parts[position]
-        counts = [count(runs) for runs in parts]
-        front = value.movedim(dim, 0)
-        padded = front.new_zeros((max(counts), *front.shape[1:]))
-        padded[: counts[position]] = front
-        received = [torch.empty_like(padded) for _ in parts]
-        dist.all_gather(received, padded, group=group)
-        whole = front.new_empty((sum(counts), *front.shape[1:]))
-        for piece, runs, number in zip(received, parts, counts, strict=True):
-            whole[as_index(runs)] = piece[:number]
-        return whole.movedim(0, dim).contiguous()
+    def forward(ctx: Any, value: Tensor, slots: Slots, group: Group, what: str, used_by_parts: bool) -> Tensor:
+        ctx.slots, ctx.group, ctx.what, ctx.used_by_parts = slots, group, what, used_by_parts
+        return all_gather(value, slots, group, what)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return take(gradients[0], ctx.dim, ctx.runs).contiguous(), None, None, None, None
+        if ctx.used_by_parts:
+            return reduce_scatter(gradients[0], ctx.slots, ctx.group, ctx.what), None, None, None, None
+        return ctx.slots.own(gradients[0]).contiguous(), None, None, None, None
 
 
-def enter(value: Tensor, group: Group) -> Tensor:
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, slots: Slots, group: Group, what: str) -> Tensor:
+        ctx.slots, ctx.group, ctx.what = slots, group, what
+        return reduce_scatter(value, slots, group, what)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gather(gradients[0], ctx.slots, ctx.group, ctx.what), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, leaving: Slots, arriving: Slots, group: Group, what: str) -> Tensor:
+        ctx.leaving, ctx.arriving, ctx.group, ctx.what = leaving, arriving, group, what
+        return all_to_all(value, leaving, arriving, group, what)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return all_to_all(gradients[0], ctx.arriving, ctx.leaving, ctx.group, ctx.what), None, None, None, None
+
+
+def enter(value: Tensor, group: Group, what: str = "enter") -> Tensor:
     """A whole tensor as its parts' consumers use it: their gradients are partial, and summed on the way back."""
-    entered: Tensor = _Enter.apply(value, group)  # type: ignore[no-untyped-call]
+    entered: Tensor = _Enter.apply(value, group, what)  # type: ignore[no-untyped-call]
     return entered
 
 
-def leave(value: Tensor, group: Group) -> Tensor:
+def leave(value: Tensor, group: Group, what: str = "leave") -> Tensor:
     """The sum of what the devices of the group computed from their parts."""
-    whole: Tensor = _Leave.apply(value, group)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Leave.apply(value, group, what)  # type: ignore[no-untyped-call]
     return whole
 
 
-def leave_each(values: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+def leave_each(values: Sequence[Tensor], group: Group, what: str = "leave") -> tuple[Tensor, ...]:
     """`leave` for each result of an op that has several."""
-    return tuple(leave(value, group) for value in values)
+    return tuple(leave(value, group, what) for value in values)
 
 
-def gather(value: Tensor, dim: int, units: int, rows_outside: bool, parts: tuple[Runs, ...], position: int, group: Group) -> Tensor:
-    """The whole tensor, on every device, from its parts.
+def part(value: Tensor, slots: Slots, group: Group, what: str = "part") -> Tensor:
+    """The own part of a whole tensor; the parts' gradients are brought together."""
+    own: Tensor = _Part.apply(value, slots, group, what)  # type: ignore[no-untyped-call]
+    return own
+
+
+def gather(value: Tensor, slots: Slots, group: Group, what: str = "gather") -> Tensor:
+    """The whole tensor, on every device, from its parts; its users work on all of it, so gradients are whole."""
+    whole: Tensor = _Gather.apply(value, slots, group, what, False)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def collect(value: Tensor, slots: Slots, group: Group, what: str = "collect") -> Tensor:
+    """The whole tensor from its parts, for users that work on parts of another axis: gradients are summed and cut at once."""
+    whole: Tensor = _Gather.apply(value, slots, group, what, True)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def scatter(value: Tensor, slots: Slots, group: Group, what: str = "scatter") -> Tensor:
+    """The own part of the sum of what the devices computed."""
+    own: Tensor = _Scatter.apply(value, slots, group, what)  # type: ignore[no-untyped-call]
+    return own
+
+
+def exchange(value: Tensor, leaving: Slots, arriving: Slots, group: Group, what: str = "exchange") -> Tensor:
+    """Parts along one axis as parts along another.
 
     Args:
         value: the own part.
-        dim: the dimension that is cut.
-        units: size of that dimension, the rows of the batch left out.
-        rows_outside: where the dimension also holds the batch, whether that is the outer factor.
-        parts: per device, its positions among the units.
-        position: of this device.
+        leaving: what of it every device gets.
+        arriving: where in the new part what every device sends belongs.
         group: the split group.
+        what: it is for.
     """
-    split, at = _unfolded(value, dim, count(parts[position]), rows_outside)
-    whole: Tensor = _Gather.apply(split, at, parts, position, group)  # type: ignore[no-untyped-call]
-    return whole.flatten(dim, dim + 2)
-
-
-def part(value: Tensor, dim: int, units: int, rows_outside: bool, runs: Runs) -> Tensor:
-    """The own part of a whole tensor; arguments as in `gather`, `runs` being the own positions."""
-    split, at = _unfolded(value, dim, units, rows_outside)
-    return take(split, at, runs).flatten(dim, dim + 2)
-
-
-def _unfolded(value: Tensor, dim: int, units: int, rows_outside: bool) -> tuple[Tensor, int]:
-    """A dimension as ``outer x units x inner``, and where the units are."""
-    rest = value.shape[dim] // units if units else 1
-    shape = (rest, units, 1) if rows_outside else (1, units, rest)
-    return value.reshape(*value.shape[:dim], *shape, *value.shape[dim + 1 :]), dim + 1
-
-
-def take(value: Tensor, dim: int, runs: Runs) -> Tensor:
-    """Positions of one dimension."""
-    place = as_index(runs)
-    if isinstance(place, slice):
-        return value.narrow(dim, place.start, place.stop - place.start)
-    return value.index_select(dim, place.to(value.device))
+    own: Tensor = _Exchange.apply(value, leaving, arriving, group, what)  # type: ignore[no-untyped-call]
+    return own
 
 
 def largest(value: Tensor, group: Group) -> Tensor:
     """The largest of the devices' values, element by element, without a gradient."""
-    return _reduced(value.detach(), group, dist.ReduceOp.MAX)
+    return all_reduce(value.detach(), group, "largest", dist.ReduceOp.MAX)
 
 
 def smallest(value: Tensor, group: Group) -> Tensor:
     """The smallest of the devices' values, element by element, without a gradient."""
-    return _reduced(value.detach(), group, dist.ReduceOp.MIN)
-
-
-def gathered(value: Tensor, group: Group) -> list[Tensor]:
-    """The devices' values, which have one shape, in order of position, without a gradient."""
-    own = value.detach().contiguous()
-    received = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, own, group=group)
-    return received
-
-
-def _reduced(value: Tensor, group: Group, how: Any) -> Tensor:
-    wire = torch.uint8 if value.dtype is torch.bool else value.dtype
-    whole = value.to(wire).clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(whole, op=how, group=group)
-    return whole.to(value.dtype)
+    return all_reduce(value.detach(), group, "smallest", dist.ReduceOp.MIN)

@@ -47,9 +47,9 @@ def _share(call: Call) -> float:
     """This device's share of the elements along the contracted axis."""
     for value in call.raw.values():
         for source in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(source, fx.Node) and call.layout.holds(source.name):
+            if isinstance(source, fx.Node) and call.has_part(source):
                 dimensions = call.layout.dimensions(source.name)
-                held = call.layout.held(dimensions[call.cut_dim(dimensions) or 0])
+                held = call.held(dimensions[call.cut_dim(dimensions) or 0])
                 return held.count / held.units
     raise AssertionError(call.op)
 
@@ -73,7 +73,7 @@ def added_product(call: Call) -> fx.Node:
 
 
 def _scaled(call: Call, value: fx.Node, factor: Any) -> fx.Node:
-    factor = call.writer.mapped(factor, entering=False)
+    factor = call.writer.raw(factor)
     return value if factor == 1 else call.emit(operator.mul, value, factor, what="scaled")
 
 
@@ -90,7 +90,7 @@ def convolution(call: Call) -> fx.Node:
     num_spatial = len(weight) - 2
     transposed = call.operator.startswith("conv_transpose") or call.raw.get("transposed") is True
     dimensions = call.result if transposed else call.dimensions("input")
-    channels, inner = call.layout.held(dimensions[len(dimensions) - num_spatial - 1]), call.layout.held(weight[1])
+    channels, inner = call.held(dimensions[len(dimensions) - num_spatial - 1]), call.held(weight[1])
     groups = channels.count // inner.count
     if call.role.kind != "contracted" or call.raw["bias"] is None:
         return finish(call, call.same(groups=groups))
@@ -113,7 +113,7 @@ def classification_loss(call: Call) -> fx.Node:
     combine = call.role.combine
     if combine == "softmax":
         dimensions = call.dimensions("self")
-        held = call.layout.held(dimensions[min(1, len(dimensions) - 1)])
+        held = call.held(dimensions[min(1, len(dimensions) - 1)])
         values = (call.value("self"), call.value("target"), call.raw["reduction"], call.raw["ignore_index"])
         return call.emit(part_cross_entropy, *values, held.runs, held.units, call.writer.group)
     if combine != "weighted_mean":

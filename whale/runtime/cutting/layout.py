@@ -1,18 +1,21 @@
-"""What one device of a split stage holds of each op's results, and which ops are cut along which axis."""
+"""What one device of a split stage holds of each op's results, and where in a tensor the parts of all devices lie."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from whale.axes.index_sets import Runs, count, extent, index_set, intervals
+from whale.axes.index_sets import Runs, count, extent, index_set, intervals, relative
+from whale.axes.labels import Labels, Use
 from whale.axes.values import Axes, Concatenation, Dimension, Role, axes_of
 from whale.errors import PlanError
+from whale.ir.division import divide
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
 from whale.runtime.cutting.pieces import axis_sizes
+from whale.runtime.cutting.slots import Slots
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Held:
         """How many units this device holds."""
         return count(self.runs)
 
+    def slots(self, dim: int) -> Slots:
+        """The same, for a tensor that has it as this dimension."""
+        return Slots(dim, self.units, self.parts, self.position, self.rows_outside)
+
 
 @dataclass(frozen=True)
 class CutLayout:
@@ -53,65 +60,105 @@ class CutLayout:
         axes: its axes.
         cuts: of the stage.
         position: of this device in its split group.
+        ops: the calls of the stage; all of the model's where not given.
+        num_rows: rows that the group takes, where the batch is cut.
     """
 
     model: ModelGraph
     axes: Axes
     cuts: tuple[Cut, ...]
     position: int
+    ops: Collection[str] = field(default=())
+    num_rows: int = 0
+
+    @cached_property
+    def labels(self) -> Labels:
+        """Along which axis each op works."""
+        ops = self.ops or [op.name for op in self.model.ops if op.kind == "call"]
+        return Labels(self.model, self.axes, frozenset(ops), self.cuts)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Sizes of all axes."""
-        return axis_sizes(self.axes)
-
-    @cached_property
-    def cut_axes(self) -> frozenset[str]:
-        """The axes that are cut."""
-        return frozenset(cut.axis for cut in self.cuts)
+        """Sizes of all axes; of the batch, the rows at hand."""
+        sizes = axis_sizes(self.axes)
+        return {**sizes, BATCH: self.num_rows} if self.num_rows else sizes
 
     @cached_property
     def _intervals(self) -> tuple[dict[str, tuple[int, int]], ...]:
-        return tuple(intervals(self.cuts, position) for position in range(len(self.cuts[0].sizes) if self.cuts else 1))
+        known = [self._with_rows(cut) for cut in self.cuts]
+        return tuple(intervals(known, position) for position in range(len(self.cuts[0].sizes) if self.cuts else 1))
 
-    def is_cut(self, dimension: Dimension) -> bool:
-        """Whether a device holds only a part of a dimension."""
-        return any(axis in self.cut_axes for axis in axes_of(dimension))
+    def _with_rows(self, cut: Cut) -> Cut:
+        return Cut(BATCH, divide(self.num_rows, cut.sizes)) if cut.axis == BATCH else cut
+
+    def returned(self, op: str) -> Use:
+        """How a stage hands on a value: whole, but rows that lie apart already stay so, if the batch's numbers are not asked for."""
+        known = self.model.by_name.get(op)
+        stays = known is not None and self.labels.held(op) == BATCH and op not in self.model.outputs
+        return Use(BATCH) if stays else Use()
 
     def dimensions(self, op: str, result: int = 0) -> tuple[Dimension, ...]:
         """The dimensions of one result of an op."""
         return self.axes.ops[op].outputs[result]
 
-    def holds(self, op: str) -> bool:
-        """Whether some result of an op is cut."""
-        known = self.axes.ops.get(op)
-        return known is not None and any(self.is_cut(dimension) for dimensions in known.outputs for dimension in dimensions)
-
-    def axis(self, op: str) -> str | None:
-        """The axis along which an op is cut, if it is; `faults` sees to it that there are not two."""
-        roles = self.axes.ops[op].roles if op in self.axes.ops else {}
-        return next((axis for axis in roles if axis in self.cut_axes), None)
-
     def role(self, op: str, axis: str) -> Role:
         """What an op does with an axis."""
         return self.axes.ops[op].roles[axis]
 
-    def held(self, dimension: Dimension) -> Held:
-        """What this device holds of a dimension that is cut."""
+    def held(self, dimension: Dimension, *cut: str) -> Held:
+        """What this device holds of a dimension of which these axes are cut."""
         rest, rows_outside = dimension, True
-        if BATCH in dimension:
+        is_product = BATCH in dimension and BATCH not in cut
+        if is_product:
             at = dimension.index(BATCH)
             before, after = dimension[:at], dimension[at + 1 :]
-            rows_outside = not self.is_cut(before)
+            rows_outside = not any(axis in cut for axis in axes_of(before))
             rest = after if rows_outside else before
-        parts = tuple(index_set(rest, self.sizes, held) for held in self._intervals)
-        return Held(extent(rest, self.sizes), parts, self.position, rows_outside, BATCH in dimension)
+        parts = tuple(index_set(rest, self.sizes, {axis: held[axis] for axis in cut}) for held in self._intervals)
+        return Held(extent(rest, self.sizes), parts, self.position, rows_outside, is_product)
+
+    def slots(self, op: str, axis: str) -> Slots:
+        """Where the parts of an op's result lie that is cut along an axis."""
+        dimensions = self.dimensions(op)
+        dim = next(index for index, dimension in enumerate(dimensions) if axis in axes_of(dimension))
+        return self.held(dimensions[dim], axis).slots(dim)
+
+    def rows_lie_between(self, op: str, source: str, target: str) -> bool:
+        """Whether two axes are in one dimension of a tensor, on either side of the batch."""
+        for dimension in self.dimensions(op):
+            if BATCH in dimension and {source, target} <= set(axes_of(dimension)) and BATCH not in (source, target):
+                before = axes_of(dimension[: dimension.index(BATCH)])
+                return (source in before) != (target in before)
+        return False
+
+    def exchange(self, op: str, source: str, target: str) -> tuple[Slots, Slots]:
+        """What leaves the own part cut along one axis, and what arrives in that cut along another."""
+        leaving, arriving = self.slots(op, target), self.slots(op, source)
+        if leaving.dim != arriving.dim:
+            return leaving, arriving
+        return self._within(op, leaving.dim, source, target), self._within(op, leaving.dim, target, source)
+
+    def _within(self, op: str, dim: int, mine: str, others: str) -> Slots:
+        """Where in the own part along one axis the parts of the devices along another lie, both in one dimension."""
+        dimension = self.dimensions(op)[dim]
+        own = self.held(dimension, mine)
+        held = self._intervals[self.position][mine]
+        at = dimension if not own.has_rows else self._beside_rows(dimension, own.rows_outside)
+        both = [index_set(at, self.sizes, {mine: held, others: device[others]}) for device in self._intervals]
+        return Slots(dim, own.count, tuple(relative(runs, own.runs) for runs in both), self.position, own.rows_outside)
+
+    @staticmethod
+    def _beside_rows(dimension: Dimension, rows_outside: bool) -> Dimension:
+        at = dimension.index(BATCH)
+        return dimension[at + 1 :] if rows_outside else dimension[:at]
 
     def faults(self, ops: Sequence[str]) -> list[PlanError]:
         """Why these ops cannot be cut so, as errors at the user's lines."""
         found = [fault for cut in self.cuts if (fault := self._cut_fault(cut)) is not None]
+        if not found:
+            found += self.labels.faults()
         for name in ops:
-            if name in self.axes.ops and (fault := self._op_fault(self.model.by_name[name])) is not None:
+            if name in self.axes.ops and (fault := self._rows_fault(self.model.by_name[name])) is not None:
                 found.append(fault)
         return found
 
@@ -119,9 +166,9 @@ class CutLayout:
         known = self.axes.by_name.get(cut.axis)
         if known is None:
             return PlanError(f"a cut names an axis of the model ({cut.axis!r} is none)")
-        if cut.axis == BATCH:
+        if cut.axis == BATCH and not self.num_rows:
             return PlanError("a split cuts an axis other than the batch (batch: replicate cuts that)")
-        if sum(cut.sizes) != known.size:
+        if cut.axis != BATCH and sum(cut.sizes) != known.size:
             return PlanError(f"the sizes of a cut sum to its axis ({cut}: {sum(cut.sizes)}, {cut.axis}: {known.size})")
         if len(cut.sizes) != len(self.cuts[0].sizes):
             return PlanError(f"the cuts of a stage have equally many sizes ({cut} and {self.cuts[0]})")
@@ -129,26 +176,14 @@ class CutLayout:
             return PlanError(f"every device of a split group takes at least 1 of each axis ({cut})")
         return None
 
-    def _axes_around(self, op: Op) -> set[str]:
-        """The cut axes of an op's operands and results."""
-        around = [op.name, *(name for name in op.inputs if name in self.axes.ops and len(self.axes.ops[name].outputs) == 1)]
-        dimensions = (dimension for name in around for dims in self.axes.ops[name].outputs for dimension in dims)
-        return {axis for dimension in dimensions for axis in axes_of(dimension)} & self.cut_axes
-
-    def _op_fault(self, op: Op) -> PlanError | None:
-        met = {axis: role for axis, role in self.axes.ops[op.name].roles.items() if axis in self.cut_axes}
-        for axis, role in met.items():
-            if role.kind == "whole":
-                return PlanError(f"{op.target} (%{op.name}) needs {axis} whole, which is cut: it {role.reason}", where=op.where)
-        unsaid = self._axes_around(op) - self.axes.ops[op.name].roles.keys()
-        if unsaid:
-            return PlanError(f"{op.target} (%{op.name}) does not say what it does with {min(unsaid)}, which is cut", where=op.where)
-        if len(met) > 1:
-            return PlanError(f"{op.target} (%{op.name}) meets two axes that are cut ({' and '.join(met)})", where=op.where)
+    def _rows_fault(self, op: Op) -> PlanError | None:
+        axis = self.labels.held(op.name)
+        if axis is None or axis == BATCH:
+            return None
         for dimensions in self.axes.ops[op.name].outputs:
             for dimension in dimensions:
-                if self.is_cut(dimension) and any(_mixes_rows(factor) for factor in dimension):
-                    return PlanError(f"{op.target} (%{op.name}) joins the batch and {next(iter(met))} in one dimension", where=op.where)
+                if axis in axes_of(dimension) and any(_mixes_rows(factor) for factor in dimension):
+                    return PlanError(f"{op.target} (%{op.name}) joins the batch and {axis} in one dimension", where=op.where)
         return None
 
 

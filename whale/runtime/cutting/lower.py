@@ -1,24 +1,27 @@
 """The pass that makes a stage's graph compute on the parts of one device of a split group.
 
-    whole x ----------------------> layer_norm ---> enter ---> linear (own columns) ---> gelu ---> linear (own rows) ---> leave
-                                                                                                                     + bias
-Tensors that the stage is given or hands on are whole; its parameters and buffers are parts.
+    whole x ---> layer_norm ---> enter ---> linear (own columns) ---> gelu ---> linear (own rows) ---> leave + bias
+
+    x cut along the sequence ---> layer_norm ---> collect ---> linear (own columns) ---> ... ---> scatter + bias
+
+Tensors that the stage is given or hands on are whole, unless the plan says otherwise.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from whale.axes.labels import Use
 from whale.axes.values import Axes, Dimension
-from whale.errors import raise_faults
+from whale.errors import PlanError, raise_faults
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Cut
-from whale.runtime.cutting.call import Call, is_added_later, named_arguments, operator_name
+from whale.runtime.cutting.call import Call
 from whale.runtime.cutting.layout import CutLayout
 from whale.runtime.cutting.lowerings import lowering
 from whale.runtime.cutting.writer import GROUP, Writer
@@ -43,7 +46,14 @@ class CutProgram:
 
 
 def lower_cuts(
-    graph: fx.Graph, model: ModelGraph, axes: Axes, cuts: Sequence[Cut], position: int, *, complete: Collection[str] = ()
+    graph: fx.Graph,
+    model: ModelGraph,
+    axes: Axes,
+    cuts: Sequence[Cut],
+    position: int,
+    *,
+    complete: Collection[str] = (),
+    num_rows: int = 0,
 ) -> CutProgram:
     """Rewrites a stage's graph so that it computes on parts.
 
@@ -55,21 +65,23 @@ def lower_cuts(
         position: of this device in its split group.
         complete: parameters whose gradients must not be left partial, since another program on the same device adds
             complete ones to them.
+        num_rows: rows that the group takes; needed where the batch is cut.
 
     Raises:
         PlanError: an op cannot be cut so; names the op and the user's line.
     """
-    layout = CutLayout(model, axes, tuple(cuts), position)
     known = [node for node in graph.nodes if node.name in model.by_name]
-    raise_faults(layout.faults([node.name for node in known if node.op != "placeholder"]))
-    partial = _partial_parameters(graph, layout) - frozenset(complete)
-    names = {node.name for node in known if _parameter(model, node.name) in partial}
+    ops = [node.name for node in known if node.op != "placeholder"]
+    layout = CutLayout(model, axes, tuple(cuts), position, ops, num_rows)
     roots = _roots(graph, model)
     written = frozenset(roots[node.name] for node in known if "in_place" in model.by_name[node.name].tags)
+    raise_faults([*layout.faults(ops), *_memory_faults(known, layout, roots, written)])
+    partial = _partial_parameters(graph, layout) - frozenset(complete)
+    names = {node.name for node in known if _parameter(model, node.name) in partial}
     writer = Writer(layout, roots, written, frozenset(names))
     for node in graph.nodes:
         _write(node, writer)
-    cut = [node.name for node in known if _parameter(model, node.name) and layout.holds(node.name)]
+    cut = [node.name for node in known if _parameter(model, node.name) and layout.labels.held(node.name)]
     parameters = {_parameter(model, name): layout.dimensions(name) for name in cut}
     writer.graph.lint()
     return CutProgram(writer.graph, parameters, partial, writer.added)
@@ -79,14 +91,12 @@ def _write(node: fx.Node, writer: Writer) -> None:
     """Writes one node of the old graph."""
     layout, op = writer.layout, writer.layout.model.by_name.get(node.name)
     if node.op == "output":
-        writer.graph.output(tuple(writer.whole(value) for value in node.args[0]))  # type: ignore[union-attr, arg-type]
+        writer.graph.output(fx.node.map_arg(node.args[0], lambda value: writer.form(value, layout.returned(value.name))))
         return
-    axis = layout.axis(node.name) if op is not None else None
-    if op is None or axis is None or node.op == "placeholder":
-        writer.copy(node)
-        if op is not None and node.op == "placeholder" and op.kind not in ("parameter", "buffer") and layout.holds(node.name):
-            writer.part_of_whole(node)
-    elif node.target is operator.getitem:
+    axis = layout.labels.work.get(node.name)
+    if op is None or node.op == "placeholder" or node.target is operator.getitem:
+        writer.copy(node, as_it_lies=True)
+    elif axis is None:
         writer.copy(node)
     else:
         call = Call(writer, node, op, axis)
@@ -97,6 +107,20 @@ def _write(node: fx.Node, writer: Writer) -> None:
         writer.wrote(node)
 
 
+def _memory_faults(known: Sequence[fx.Node], layout: CutLayout, roots: Mapping[str, str], written: Collection[str]) -> list[PlanError]:
+    """Views of memory that is written in place must lie as it does: a bridge between would be a copy."""
+    faults = []
+    for node in known:
+        op = layout.model.by_name[node.name]
+        if roots[node.name] not in written or roots[node.name] == node.name or node.target is operator.getitem:
+            continue
+        source = node.all_input_nodes[0].name
+        if layout.labels.held(source) != layout.labels.use(op.name, source).axis:
+            text = f"{op.target} (%{op.name}) shares memory that is written in place, so it is cut as %{source} is"
+            faults.append(PlanError(text, where=op.where))
+    return faults
+
+
 def _parameter(model: ModelGraph, name: str) -> str:
     """The first name of the parameter or buffer that a placeholder brings; "" for any other node."""
     op = model.by_name[name]
@@ -105,27 +129,15 @@ def _parameter(model: ModelGraph, name: str) -> str:
 
 def _partial_parameters(graph: fx.Graph, layout: CutLayout) -> frozenset[str]:
     """Whole trainable parameters that only ops on parts read."""
-    model = layout.model
+    model, labels = layout.model, layout.labels
     uses: dict[str, list[bool]] = {}
     for node in graph.nodes:
-        for source, is_on_parts in _uses(node, layout):
+        for source in node.all_input_nodes:
             name = _parameter(model, source.name) if source.name in model.by_name else ""
-            if name and model.parameter_by_name[name].kind == "parameter" and not layout.holds(source.name):
-                uses.setdefault(name, []).append(is_on_parts)
+            if name and model.parameter_by_name[name].kind == "parameter" and labels.held(source.name) is None:
+                use = labels.use(node.name, source.name) if node.name in labels.ops else Use()
+                uses.setdefault(name, []).append(use.entered or use.axis is not None)
     return frozenset(name for name, found in uses.items() if all(found) and model.parameter_by_name[name].trainable)
-
-
-def _uses(node: fx.Node, layout: CutLayout) -> Iterator[tuple[fx.Node, bool]]:
-    """What a node reads, each with whether it is read by parts."""
-    axis = layout.axis(node.name) if node.name in layout.model.by_name else None
-    if axis is None or not isinstance(node.target, torch._ops.OpOverload):
-        yield from ((source, False) for source in node.all_input_nodes)
-        return
-    kind, role = operator_name(layout.model.by_name[node.name].target), layout.role(node.name, axis)
-    for name, value in named_arguments(node).items():
-        for source in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(source, fx.Node):
-                yield source, not is_added_later(kind, name, role)
 
 
 def _roots(graph: fx.Graph, model: ModelGraph) -> dict[str, str]:

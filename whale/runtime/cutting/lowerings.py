@@ -21,7 +21,7 @@ Lowering = Callable[[Call], fx.Node]
 
 def attention(call: Call) -> fx.Node:
     """Attention: heads are independent; queries too, unless their places in the whole decide what they see."""
-    if call.raw["is_causal"] is True and call.layout.is_cut(call.result[-2]):
+    if call.raw["is_causal"] is True and call.is_cut(call.result[-2]):
         call.refuse("a causal mask is made from the positions of the queries", hint="pass the mask as attn_mask")
     return contractions.same(call)
 
@@ -29,7 +29,7 @@ def attention(call: Call) -> fx.Node:
 def group_norm(call: Call) -> fx.Node:
     """Group normalisation: where the channels are cut, whole groups are."""
     name = "num_groups" if "num_groups" in call.raw else "group"
-    channels = call.layout.held(call.dimensions("input")[1])
+    channels = call.held(call.dimensions("input")[1])
     return call.same(**{name: call.raw[name] * channels.count // channels.units})
 
 

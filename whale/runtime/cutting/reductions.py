@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from whale.runtime.cutting.communication import Group, gathered, largest, leave, smallest
@@ -46,8 +45,7 @@ def part_all(own: Tensor, group: Group) -> Tensor:
 def part_prod(own: Tensor, group: Group) -> Tensor:
     """The product of the parts' products: each device's factor carries its own gradient, the value is equal on all."""
     factors = gathered(own, group)
-    rank = dist.get_rank(group)
-    others = [*factors[:rank], *factors[rank + 1 :]]
+    others = [*factors[: group.position], *factors[group.position + 1 :]]
     own_way = own * torch.stack(others).prod(0) if others else own
     return own_way + (torch.stack(factors).prod(0) - own_way).detach()
 

@@ -28,14 +28,14 @@ def local_sizes(call: Call, sizes: Sequence[Any], dimensions: Sequence[Dimension
 
 def _local_size(call: Call, size: Any, dimension: Dimension) -> Any:
     """A size of the old graph as the part's; -1 stays."""
-    mapped = call.writer.mapped(size, entering=False)
+    mapped = call.writer.raw(size)
     return mapped if isinstance(size, int) and size == -1 else _scaled_size(call, mapped, dimension)
 
 
 def _scaled_size(call: Call, size: Any, dimension: Dimension) -> Any:
-    if not call.layout.is_cut(dimension):
+    if not call.is_cut(dimension):
         return size
-    held = call.layout.held(dimension)
+    held = call.held(dimension)
     if isinstance(size, int):
         return size * held.count // held.units
     product = call.emit(operator.mul, size, held.count, what="size")
@@ -54,12 +54,12 @@ def view(call: Call) -> fx.Node:
 
 def view_as(call: Call) -> fx.Node:
     """``view_as``, ``reshape_as``: sizes of the result, which need not be cut as the tensor that they are taken from."""
-    other = call.writer.mapped(call.raw["other"], entering=False)
+    other = call.value("other")
     if call.dimensions("other") == call.result:
         return call.same(other=other)
     sizes: list[Any] = []
     for dim, (size, factor) in enumerate(zip(call.op.outputs[0].shape, call.op.outputs[0].row_factors, strict=True)):
-        if factor and call.layout.is_cut(call.dimensions("other")[dim]):
+        if factor and call.is_cut(call.dimensions("other")[dim]):
             call.refuse("the tensor that it takes its shape from is cut another way", hint="use view with sizes")
         whole = call.emit(aten.sym_size.int, other, dim, what="size") if factor else size
         sizes.append(_scaled_size(call, whole, call.result[dim]))
@@ -90,9 +90,9 @@ def sized(call: Call) -> fx.Node:
 
 def made_whole(call: Call) -> fx.Node:
     """``arange``, ``randn``, ``eye`` ...: made whole, as its values depend on the place, and cut."""
-    args = call.writer.mapped(call.node.args, entering=False)
-    kwargs = call.writer.mapped(call.node.kwargs, entering=False)
-    return call.writer.part(call.node, call.emit(call.node.target, *args, what="whole", **kwargs))
+    args = call.writer.raw(call.node.args)
+    kwargs = call.writer.raw(call.node.kwargs)
+    return call.writer.part(call.node, call.emit(call.node.target, *args, what="whole", **kwargs), call.axis)
 
 
 def repeat(call: Call) -> fx.Node:
@@ -117,9 +117,9 @@ def repeat_interleave(call: Call) -> fx.Node:
 
 def _copies(call: Call, number: Any, source: Dimension, made: Dimension) -> Any:
     """A number of copies on this part."""
-    if not call.layout.is_cut(made):
-        return call.writer.mapped(number, entering=False)
-    before, after = call.layout.held(source), call.layout.held(made)
+    if not call.is_cut(made):
+        return call.writer.raw(number)
+    before, after = call.held(source), call.held(made)
     if not isinstance(number, int):
         call.refuse("its number of copies is computed")
     return number * after.count * before.units // (after.units * before.count)
@@ -144,9 +144,9 @@ def split(call: Call) -> fx.Node:
     """``split``, ``chunk`` and kin: the sizes of the parts of the part."""
     dimensions = call.dimensions("self")
     dim = call.raw["dim"] % len(dimensions)
-    if not call.layout.is_cut(dimensions[dim]):
+    if not call.is_cut(dimensions[dim]):
         return call.same()
-    held = call.layout.held(dimensions[dim])
+    held = call.held(dimensions[dim])
     if held.has_rows:
         call.refuse("it splits a dimension that holds the batch too")
     ends = [count_below(held.runs, end) for end in accumulate((spec.shape[dim] for spec in call.op.outputs), initial=0)]
@@ -158,11 +158,11 @@ def slice_(call: Call) -> fx.Node:
     """``slice``, ``narrow``: all of a dimension, or a tile of it."""
     dimensions = call.dimensions("self")
     dim = call.raw["dim"] % len(dimensions)
-    if not call.layout.is_cut(dimensions[dim]):
+    if not call.is_cut(dimensions[dim]):
         return call.same()
     if dimensions[dim] == call.result[dim]:
         return call.emit(aten.alias.default, call.value("self"))
-    held = call.layout.held(dimensions[dim])
+    held = call.held(dimensions[dim])
     start = call.raw["start"] or 0
     if held.has_rows or not isinstance(start, int) or call.raw.get("step", 1) != 1:
         call.refuse("its bounds are computed or it skips positions")

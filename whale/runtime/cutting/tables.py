@@ -18,7 +18,7 @@ def _is_lookup(call: Call) -> bool:
 
 
 def _held(call: Call, name: str, dim: int) -> Held:
-    held = call.layout.held(call.dimensions(name)[dim])
+    held = call.held(call.dimensions(name)[dim])
     if held.has_rows:
         call.refuse("it looks up in a dimension that holds the batch too")
     return held
@@ -27,7 +27,7 @@ def _held(call: Call, name: str, dim: int) -> Held:
 def embedding(call: Call) -> fx.Node:
     """``embedding``: with its rows, its columns or its indices cut."""
     if not _is_lookup(call):
-        if call.raw["scale_grad_by_freq"] and not call.layout.holds(call.raw["weight"].name):
+        if call.raw["scale_grad_by_freq"] and not call.has_part(call.raw["weight"]):
             call.refuse("gradients scaled by frequency need all indices")
         return same(call)
     held = _held(call, "weight", 0)
@@ -74,7 +74,7 @@ def gather(call: Call) -> fx.Node:
 
 def one_hot(call: Call) -> fx.Node:
     """``one_hot``: the classes may be cut."""
-    if not call.layout.is_cut(call.result[-1]):
+    if not call.is_cut(call.result[-1]):
         return same(call)
-    held = call.layout.held(call.result[-1])
+    held = call.held(call.result[-1])
     return call.emit(part_one_hot, call.value("self"), held.runs, held.units)

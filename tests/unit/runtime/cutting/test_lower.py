@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from whale.axes import Axes, discover
+from whale.axes.added import operator_name
 from whale.axes.rules.table import TABLE
+from whale.axes.values import axes_of
 from whale.capture import capture
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Cut
 from whale.runtime.cutting import CutProgram, lower_cuts
-from whale.runtime.cutting.call import operator_name
 from whale.runtime.cutting.communication import enter, leave
 from whale.runtime.cutting.layout import CutLayout
 from whale.runtime.cutting.lowerings import LOWERINGS, SAME
@@ -145,7 +146,9 @@ def test_what_is_held_of_a_dimension_with_rows() -> None:
     cut = Cut("up.weight:0", (1, 3))
     layout = CutLayout(graph, axes, (cut,), 1)
     held = {
-        name: layout.held(dims[-1]) for name, dims in ((op, axes.ops[op].outputs[0]) for op in axes.ops) if dims and layout.is_cut(dims[-1])
+        name: layout.held(dims[-1], cut.axis)
+        for name, dims in ((op, axes.ops[op].outputs[0]) for op in axes.ops)
+        if dims and cut.axis in axes_of(dims[-1])
     }
     outside, inside = (next(h for n, h in held.items() if n.startswith("sin")), next(h for n, h in held.items() if n.startswith("cos")))
     assert (outside.units, outside.count, outside.rows_outside, outside.has_rows) == (20, 15, True, True)

@@ -1,0 +1,105 @@
+"""The collectives of a split group on parts of unlike sizes, without gradients.
+
+Gloo gathers equal parts only and has no reduce-scatter of its own: there pieces go from each device to each other one
+in one all-to-all, which moves no more bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.runtime.cutting.group import Group
+from whale.runtime.cutting.slots import Slots
+
+
+def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The devices' values combined, in memory of its own."""
+    wire = torch.uint8 if value.dtype is torch.bool else value.dtype
+    whole = value.to(wire).clone(memory_format=torch.contiguous_format)
+    group.wait(dist.all_reduce(whole, op=how, group=group.process_group, async_op=True), f"all-reduce of {what}")
+    return whole.to(value.dtype)
+
+
+def gathered(value: Tensor, group: Group) -> list[Tensor]:
+    """The devices' values, which have one shape, in order of position, without a gradient."""
+    own = value.detach().contiguous()
+    received = [torch.empty_like(own) for _ in range(group.size)]
+    in_order = [received[device] for device in group.order]
+    group.wait(dist.all_gather(in_order, own, group=group.process_group, async_op=True), "all-gather")
+    return received
+
+
+def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Tensor:
+    """The whole tensor from the devices' parts."""
+    shapes = [slots.shape(value, slots.counts[slots.position], device) for device in range(group.size)]
+    if group.is_gloo and not slots.is_even:
+        pieces = _swap([value] * group.size, shapes, group, f"all-gather of {what}")
+        return slots.put_together(pieces)
+    own = value.contiguous()
+    received = [own.new_empty(shape) for shape in shapes]
+    wires = [_bytes(received[device]) for device in group.order]
+    group.wait(dist.all_gather(wires, _bytes(own), group=group.process_group, async_op=True), f"all-gather of {what}")
+    return slots.put_together(received)
+
+
+def reduce_scatter(value: Tensor, slots: Slots, group: Group, what: str) -> Tensor:
+    """The own part of the sum of the devices' values."""
+    pieces = [slots.take(value, device).contiguous() for device in range(group.size)]
+    own = pieces[slots.position]
+    if group.is_gloo:
+        received = _swap(pieces, [tuple(own.shape)] * group.size, group, f"reduce-scatter of {what}")
+        return torch.stack(received).sum(0) if len(received) > 2 else received[0] + received[1]
+    total = torch.empty_like(own)
+    in_order = [pieces[device] for device in group.order]
+    group.wait(dist.reduce_scatter(total, in_order, group=group.process_group, async_op=True), f"reduce-scatter of {what}")
+    return total
+
+
+def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, what: str) -> Tensor:
+    """Every device gets of the own part what belongs to its new part.
+
+    Args:
+        value: the own part.
+        leaving: per device, what of the own part goes there.
+        arriving: per device, where in the new part what comes from there belongs.
+        group: the split group.
+        what: it is for.
+    """
+    pieces = [leaving.take(value, device) for device in range(group.size)]
+    shapes = [_arriving_shape(value, leaving, arriving, device) for device in range(group.size)]
+    return arriving.put_together(_swap(pieces, shapes, group, f"all-to-all of {what}"))
+
+
+def _arriving_shape(value: Tensor, leaving: Slots, arriving: Slots, device: int) -> tuple[int, ...]:
+    """What comes from a device: of the dimension that is divided now the own part, of the one that was all that it had."""
+    if leaving.dim == arriving.dim:
+        return arriving.shape(value, leaving.units, device)
+    shape = list(arriving.shape(value, arriving.counts[arriving.position], device))
+    shape[leaving.dim] = shape[leaving.dim] * leaving.counts[leaving.position] // leaving.units
+    return tuple(shape)
+
+
+def _swap(pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Group, what: str) -> list[Tensor]:
+    """Sends a piece to each device, and receives one of a stated shape from each; the own one stays here."""
+    wire = torch.uint8 if pieces[0].dtype is torch.bool else pieces[0].dtype
+    others = [device for device in group.order if device != group.position]
+    sizes = [0 if device == group.position else prod(shapes[device]) for device in group.order]
+    sent = [0 if device == group.position else pieces[device].numel() for device in group.order]
+    leaving = torch.cat([pieces[device].to(wire).reshape(-1) for device in others])
+    received = torch.empty(sum(sizes), dtype=wire, device=leaving.device)
+    work = dist.all_to_all_single(received, leaving, sizes, sent, group=group.process_group, async_op=True)
+    group.wait(work, what)
+    arrived = dict(zip(group.order, torch.split(received, sizes), strict=True))
+    arrived[group.position] = pieces[group.position]
+    return [arrived[device].to(pieces[0].dtype).reshape(shape) for device, shape in enumerate(shapes)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Booleans travel as bytes: not every backend knows them."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

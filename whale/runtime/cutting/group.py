@@ -1,0 +1,60 @@
+"""A split group as programs see it: the process group, who is in it, and how long to wait for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch.distributed as dist
+
+from whale.comm import wait
+
+
+@dataclass(frozen=True)
+class Group:
+    """A split group.
+
+    Attributes:
+        process_group: torch's.
+        ranks: world ranks of its devices, by position; as in the process group where not given.
+        timeout: the longest wait for one of its collectives.
+    """
+
+    process_group: dist.ProcessGroup
+    ranks: tuple[int, ...] = ()
+    timeout: timedelta = timedelta(seconds=300)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of devices."""
+        return dist.get_world_size(self.process_group)
+
+    @cached_property
+    def position(self) -> int:
+        """Of this device among them."""
+        return self.order[dist.get_rank(self.process_group)]
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Per rank of the process group, the position of its device."""
+        members = dist.get_process_group_ranks(self.process_group)
+        return tuple((self.ranks or tuple(members)).index(rank) for rank in members)
+
+    @cached_property
+    def peers(self) -> tuple[int, ...]:
+        """World ranks of the others."""
+        return tuple(rank for rank in dist.get_process_group_ranks(self.process_group) if rank != dist.get_rank())
+
+    @cached_property
+    def is_gloo(self) -> bool:
+        """Whether it speaks Gloo, which has no uneven all-gather and no native reduce-scatter."""
+        return "gloo" in str(dist.get_backend(self.process_group))
+
+    def wait(self, work: dist.Work | None, what: str) -> None:
+        """Waits for a collective.
+
+        Raises:
+            RuntimeFault: a peer died or the limit passed; names what it was for and the ranks.
+        """
+        wait(work, what, self.peers, self.timeout)
