@@ -101,7 +101,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(experts, 4 * width, width) * 0.02)
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        with whale.split(name="experts", axis="experts:0"):  # (3) the experts are divided over the devices
+        with whale.split(axis="experts:0"):  # (3) the experts are divided over the devices
             sent = torch.einsum("bsec,bsd->ebcd", routes.dispatch, x)
             hidden = F.gelu(torch.einsum("ebcd,edh->ebch", sent, self.up))
             done = torch.einsum("ebch,ehd->ebcd", hidden, self.down)

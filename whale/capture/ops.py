@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,9 +14,9 @@ from whale.capture.aliasing import viewed_arguments, written_arguments
 from whale.capture.flatten import Flat
 from whale.capture.flops import op_flops
 from whale.capture.gradients import gradient_flow
-from whale.capture.scopes import DEFAULT_KEY, PATH_KEY
+from whale.capture.scopes import DEFAULT_KEY, PATH_KEY, under_default
 from whale.capture.source import line_of_stack_trace
-from whale.capture.tagging import effective_tags
+from whale.capture.tagging import default_tags, effective_tags
 from whale.errors import CaptureError
 from whale.ir.graph import Argument, Op, OpKind, Ref, TensorSpec
 from whale.ir.scope import Scope, ScopePath
@@ -35,10 +36,26 @@ def describe(flat: Flat, model: nn.Module, default: Scope | None) -> tuple[Op, .
     flow = gradient_flow(flat.graph)
     tags = effective_tags(model)
     rest = () if default is None or tags else (default,)
-    return tuple(_op(node, flat, flow, tags, rest) for node in flat.graph.nodes if node.op != "output")
+    known = Tags(tags, default_tags(model), rest)
+    return tuple(_op(node, flat, flow, known) for node in flat.graph.nodes if node.op != "output")
 
 
-def _op(node: fx.Node, flat: Flat, flow: Mapping[fx.Node, bool], tags: Mapping[str, ScopePath], rest: ScopePath) -> Op:
+@dataclass(frozen=True)
+class Tags:
+    """What the model's modules say of scopes.
+
+    Attributes:
+        scopes: per path of a tagged module, its scopes.
+        defaults: per path of a module, the default strategy under which it was made, if any.
+        rest: the scopes of everything else.
+    """
+
+    scopes: Mapping[str, ScopePath]
+    defaults: Mapping[str, ScopePath]
+    rest: ScopePath
+
+
+def _op(node: fx.Node, flat: Flat, flow: Mapping[fx.Node, bool], tags: Tags) -> Op:
     outputs = _outputs(node, flat)
     if node.op == "placeholder":
         kind = cast(OpKind, flat.kinds[node.name])
@@ -54,7 +71,7 @@ def _op(node: fx.Node, flat: Flat, flow: Mapping[fx.Node, bool], tags: Mapping[s
         args=tuple(argument(item) for item in node.args),
         kwargs=tuple((name, argument(item)) for name, item in node.kwargs.items()),
         outputs=outputs,
-        scope=_scope(node, modules, tags, rest),
+        scope=_scope(node, modules, tags),
         module=modules[-1] if modules else "",
         where=line_of_stack_trace(node.meta.get("stack_trace")),
         forward_flops=forward,
@@ -105,15 +122,22 @@ def _modules(node: fx.Node) -> list[str]:
     return found
 
 
-def _scope(node: fx.Node, modules: list[str], tags: Mapping[str, ScopePath], rest: ScopePath) -> ScopePath:
+def _scope(node: fx.Node, modules: list[str], tags: Tags) -> ScopePath:
     """The scope open in `forward`, else the innermost tagged module's; the default strategy's come last."""
     custom = node.meta.get("custom") or {}
+    default: ScopePath = (custom[DEFAULT_KEY],) if DEFAULT_KEY in custom else ()
     if custom.get(PATH_KEY):
-        return cast(ScopePath, custom[PATH_KEY])
-    tag = next((tags[path] for path in reversed(["", *modules]) if path in tags), ())
-    if DEFAULT_KEY in custom and (not tag or tag[0].is_default):
-        return (custom[DEFAULT_KEY],)
-    return tag or rest
+        opened = cast(ScopePath, custom[PATH_KEY])
+        return under_default(opened, default or _innermost(modules, tags.defaults) or tags.rest)
+    tag = _innermost(modules, tags.scopes)
+    if default and (not tag or tag[-1].is_default):
+        return default
+    return tag or tags.rest
+
+
+def _innermost(modules: list[str], found: Mapping[str, ScopePath]) -> ScopePath:
+    """What is found for the innermost module that has anything."""
+    return next((found[path] for path in reversed(["", *modules]) if path in found), ())
 
 
 def _tags(node: fx.Node, flat: Flat) -> frozenset[str]:

@@ -170,16 +170,24 @@ def tag(module: nn.Module, scope: Annotation) -> nn.Module:
         AnnotationError: the scope is a `split` and the module carries scopes already.
     """
     outer = _nested(_open.get(), scope.entry())
+    default = _default.get()
     for inner in module.modules():
-        path = tagging.tag_of(inner)
-        tagging.set_tag(inner, functools.reduce(_nested, () if path is None or path[0].is_default else path, outer))
+        path = tagging.tag_of(inner) or ()
+        around = tuple(each for each in path if each.is_default) or (() if default is None else (default,))
+        own = functools.reduce(_nested, (each for each in path if not each.is_default), outer)
+        tagging.set_tag(inner, under_default(own, around))
     return module
 
 
 def current_path() -> ScopePath:
     """The path that a module made now is tagged with; empty under no scope and no default."""
     path, default = _open.get(), _default.get()
-    return path if path or default is None else (default,)
+    return under_default(path, () if default is None else (default,))
+
+
+def under_default(path: ScopePath, default: ScopePath) -> ScopePath:
+    """The scopes that count under a default strategy: a split keeps it, since it runs on its devices; others replace it."""
+    return (*default, *path) if not path or path[0].kind == "split" else path
 
 
 @contextmanager

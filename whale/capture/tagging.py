@@ -78,7 +78,13 @@ def effective_tags(model: nn.Module) -> dict[str, ScopePath]:
         path = tag_of(module)
         if path is None:
             continue
-        if path[0].is_default and any(tag_of(inner) not in (None, path) for inner in module.modules()):
+        if path[-1].is_default and any(tag_of(inner) not in (None, path) for inner in module.modules()):
             continue
         tags[name] = path
     return tags
+
+
+def default_tags(model: nn.Module) -> dict[str, ScopePath]:
+    """The default strategy, alone, that was in force where each module was made, by module path."""
+    paths = ((name, tag_of(module)) for name, module in model.named_modules(remove_duplicate=False))
+    return {name: path[:1] for name, path in paths if path is not None and path[0].is_default}

@@ -205,8 +205,8 @@ def test_default_strategy_starts_a_task_graph_each_time(bare_init: Any) -> None:
     model = Uses(first, head, second)  # made under the second default itself, but holds parts of others
     set_default_strategy(None)
     a, b, c = scopes(model)
-    assert a[0].is_default and c[0].is_default and not b[0].is_default
-    assert [path[0].key for path in (a, b, c)] == ["replicate#0", "head", "replicate#2"]
+    assert [[scope.key for scope in path] for path in (a, b, c)] == [["replicate#0"], ["replicate#0", "head"], ["replicate#2"]]
+    assert [[scope.is_default for scope in path] for path in (a, b, c)] == [[True], [True, False], [True]]
     assert nn.Module.__init__ is bare_init
 
 
@@ -225,6 +225,28 @@ def test_default_strategy_in_forward() -> None:
     graph, _ = capture(Net(), torch.randn(4, 4), lambda output, batch: output.sum())
     products = {op.args[1]: [scope.key for scope in op.scope] for op in graph.ops if op.target == "aten.mul.Tensor"}
     assert products == {2: [], 3: ["one"], 4: ["scoped"], 5: ["one"], 6: []}
+
+
+def test_a_split_in_forward_keeps_the_default_strategy_of_its_module() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with split(2):
+                return nn.functional.linear(x, self.weight)
+
+    set_default_strategy(replicate(2, name="one"))
+    first = Layer()
+    set_default_strategy(replicate(2, name="two"))
+    second = Layer()
+    set_default_strategy(None)
+    model = Uses(first, second, tag(nn.Linear(4, 4), split(2, name="last")))
+    assert names(model) == ["one/split#3", "two/split#4", "last"]
+    set_default_strategy(replicate(2, name="all"))
+    assert names(Uses(tag(nn.Linear(4, 4), split(2, name="last")))) == ["all/last"]
+    set_default_strategy(None)
 
 
 def test_default_strategy_of_a_model_built_before() -> None:
