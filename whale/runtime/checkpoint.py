@@ -83,7 +83,7 @@ def save(
     on_first_rank(world, lambda: _writing(path, lambda: prepare(path)))
     parts = _parts(tensors, optimizer, shares or {})
     entries = _entries(tensors, optimizer, extras, [name for name in tensors if writers[name] == world.rank], world.rank)
-    entries = {**{key: value for key, value in entries.items() if key not in parts}, **{key: part for key, (part, _) in parts.items()}}
+    entries.update({key: part for key, (part, _) in parts.items()})
     planner = ShareSavePlanner({key: share for key, (_, share) in parts.items()})
     metadata = _quietly(path, lambda: write_entries(entries, checkpoint_id=aside(path), planner=planner, no_dist=world.is_alone))
     on_first_rank(world, lambda: _writing(path, lambda: complete(path, _files(metadata), plan)))

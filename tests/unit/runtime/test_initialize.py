@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests import hf_models
+from tests.memory import PeakBytes
 from whale.errors import InitializationError
 from whale.runtime.checksums import checksums
 from whale.runtime.initialize import initial_tensors
@@ -276,3 +278,48 @@ def test_checksums_tell_bits_and_places_apart() -> None:
     assert len({sums["a"], sums["moved"], sums["sign"]}) == 3 and sums["empty"] == 0
     for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.complex128, torch.float64):
         assert -(2**63) <= checksums({"a": torch.ones(3, 2, dtype=dtype).t()})["a"] < 2**63
+
+
+class Stack(nn.Module):
+    """Layers of one size."""
+
+    def __init__(self, num_layers: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(num_layers))
+
+
+def rows_of(start: int, stop: int) -> Callable[[str, Tensor], Tensor]:
+    return lambda _, whole: whole.narrow(0, start, stop - start)
+
+
+@pytest.mark.parametrize("is_meta", [True, False])
+def test_parts_are_those_of_the_whole_tensors_and_lie_alone(is_meta: bool) -> None:
+    torch.manual_seed(3)
+    model = on_meta(Stack) if is_meta else Stack()
+    names = list(named_tensors(model))
+    whole = fill(model)
+    for cut in (rows_of(3, 20), lambda _, tensor: tensor[..., 1:9], lambda _, tensor: tensor.index_select(0, torch.tensor([5, 2, 9]))):
+        parts = fill(model, names, cut=cut)
+        for name, part in parts.items():
+            assert torch.equal(part, cut(name, whole[name].detach()))
+            assert part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
+            assert part.requires_grad == whole[name].requires_grad and isinstance(part, nn.Parameter) == isinstance(
+                whole[name], nn.Parameter
+            )
+
+
+def test_a_meta_model_needs_its_parts_and_one_whole_tensor() -> None:
+    model = on_meta(Stack)
+    largest = max(tensor.nbytes for tensor in named_tensors(model).values())
+    with PeakBytes() as memory:
+        parts = fill(model, cut=rows_of(0, 8))
+    held = sum(part.nbytes for part in parts.values())
+    assert memory.live == held
+    assert memory.peak <= held + largest + 1024
+
+
+def test_of_a_real_model_only_parts_are_copied() -> None:
+    model = Stack()
+    with PeakBytes() as memory:
+        parts = fill(model, cut=rows_of(0, 8))
+    assert memory.peak == sum(part.nbytes for part in parts.values())
