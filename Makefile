@@ -24,6 +24,7 @@ types: $(VENV)/installed_tests
 
 bench: $(VENV)/installed
 	$(BIN)/python examples/benchmarks/overhead.py
+	$(BIN)/python examples/benchmarks/split.py
 
 $(VENV)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -41,6 +41,14 @@ def test_the_overhead_benchmark_writes_its_ratios(tmp_path: Path) -> None:
     assert all(result["ratio"] > 0 for result in results.values())
 
 
+def test_the_split_benchmark_writes_its_ratios(tmp_path: Path) -> None:
+    file = tmp_path / "split.json"
+    run("examples/benchmarks/split.py", "--tiny", "--pairs", "1", "--steps", "1", "--warmup", "1", "--json", str(file))
+    results = json.loads(file.read_text())
+    assert set(results) == {"block", "classifier", "colocated"}
+    assert all(result["ratio"] > 0 and result["large"]["ratio"] > 0 for result in results.values())
+
+
 def test_the_split_classifier_trains_on_two_ranks_as_on_one() -> None:
     script = ("examples/split_classifier.py", "--classes", "4001", "--width", "64", "--steps", "20", "--print-every", "5")
     alone, split = run(*script), run("-m", "whale", "run", "--ranks", "2", *script)
