@@ -1,6 +1,6 @@
 """What computing, holding and sending cost: closed forms over the values of `whale.ir`."""
 
-from whale.cost.communication import all_reduce_line, edge_line, p2p_seconds, ring_all_reduce_seconds
+from whale.cost.communication import all_gather_line, all_reduce_line, all_to_all_line, edge_line, p2p_seconds, ring_all_reduce_seconds
 from whale.cost.compute import OpSeconds, op_seconds
 from whale.cost.kept import kept_tensors, storage_of
 from whale.cost.line import Line
@@ -14,7 +14,9 @@ __all__ = [
     "OpSeconds",
     "OpTable",
     "activation_line",
+    "all_gather_line",
     "all_reduce_line",
+    "all_to_all_line",
     "bubble_share",
     "edge_line",
     "exposed_sync",

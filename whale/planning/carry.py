@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from whale.axes import discover
+from whale.axes import Axes, discover
 from whale.cost import Line, spec_line
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.ir.graph import ModelGraph
@@ -36,7 +36,8 @@ def carry_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
         raise PlanError(f"captures of one model have the same parameters (only in {other.mode}: {', '.join(unknown)})")
     structure = _structure(other, plan)
     is_cut = any(stage.cuts for replica in plan.replicas for stage in replica.stages)
-    names = same_axes(discover(train_graph), discover(other)) if is_cut else {}
+    axes = discover(other) if is_cut else None
+    names = same_axes(discover(train_graph), axes) if axes else {}
     assignments: dict[tuple[tuple[str, ...], ...], Assignment] = {}
     replicas = []
     for replica in plan.replicas:
@@ -44,20 +45,20 @@ def carry_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
         if held not in assignments:
             assignments[held] = _assign_by_holders(other, structure, held)
         rows = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
-        replicas.append(_carry_replica(replica, other, assignments[held], rows[1] - rows[0], names))
-    axes, _ = find_batch_axes(other, replicas)
-    raise_faults(crossing_faults(other, replicas, dict(axes)))
+        replicas.append(_carry_replica(replica, other, assignments[held], rows[1] - rows[0], axes, names))
+    batch_axes, _ = find_batch_axes(other, replicas)
+    raise_faults(crossing_faults(other, replicas, dict(batch_axes)))
     first = next(iter(assignments.values()))
     carried = dataclasses.replace(
         plan,
         model=other.fingerprint,
         replicas=tuple(replicas),
         task_graphs=_task_graphs(plan, other, first),
-        batch_axes=axes,
+        batch_axes=batch_axes,
         choices=(),
         recomputes_stages=False,
     )
-    raise_faults(list(cut_faults(carried, other)))
+    raise_faults(list(cut_faults(carried, other, axes)))
     return carried
 
 
@@ -116,9 +117,17 @@ def _fault(graph: ModelGraph, late: Late) -> PlanError:
     )
 
 
-def _carry_replica(replica: Replica, graph: ModelGraph, assignment: Assignment, num_rows: int, names: dict[str, str]) -> Replica:
+def _carry_replica(
+    replica: Replica, graph: ModelGraph, assignment: Assignment, num_rows: int, axes: Axes | None, names: dict[str, str]
+) -> Replica:
     stages = tuple(
-        dataclasses.replace(stage, ops=part.ops, estimates=(), recompute=(), cuts=carry_cuts(stage.cuts, names, graph.mode))
+        dataclasses.replace(
+            stage,
+            ops=part.ops,
+            estimates=(),
+            recompute=(),
+            cuts=carry_cuts(stage.cuts, names, graph, axes, part.ops) if axes else (),
+        )
         for stage, part in zip(replica.stages, assignment.parts, strict=True)
     )
     edges = []

@@ -5,12 +5,16 @@ Axes take their names from what the graph does with them, so one axis may have a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from whale.axes import Axes
+from whale.axes.labels import label
 from whale.axes.values import Concatenation, Dimension
 from whale.errors import PlanError
+from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import Cut
+from whale.planning.memory_writes import MemoryWrites
 
 
 def same_axes(ours: Axes, theirs: Axes) -> dict[str, str]:
@@ -38,16 +42,99 @@ def _pairs(own: Dimension, other: Dimension) -> Iterator[tuple[str, str]]:
                 yield from _pairs(piece, partner)
 
 
-def carry_cuts(cuts: tuple[Cut, ...], names: dict[str, str], mode: str) -> tuple[Cut, ...]:
-    """Cuts under the names of another capture.
+def carry_cuts(cuts: tuple[Cut, ...], names: Mapping[str, str], graph: ModelGraph, axes: Axes, ops: Sequence[str]) -> tuple[Cut, ...]:
+    """Cuts for the ops of another capture: sizes and the parts in which parameters are held stay, ops are labelled anew.
+
+    Args:
+        cuts: of a stage in the first capture.
+        names: per axis there, its name here.
+        graph: the other capture.
+        axes: its axes.
+        ops: of the stage, in graph order.
 
     Raises:
-        PlanError: an axis that is cut has no counterpart.
+        PlanError: an axis along which parameters are held has no counterpart.
     """
-    lost = [cut.axis for cut in cuts if cut.axis not in names]
+    found: dict[str, Cut] = {}
+    lost = []
+    for cut in cuts:
+        like = axes.by_name.get(names.get(cut.axis, ""))
+        if like is not None and like.size == sum(cut.sizes):
+            found[like.name] = Cut(like.name, cut.sizes, whole_parameters=cut.whole_parameters)
+        elif _holds(cut, names, axes):
+            lost.append(cut.axis)
     if lost:
         raise PlanError(
-            f"an axis that is cut in training is one in {mode} too ({', '.join(lost)}: not found there)",
+            f"an axis that is cut in training is one in {graph.mode} too ({', '.join(lost)}: not found there)",
             hint="the model computes something else there; insist on another axis with whale.split(axis=...)",
         )
-    return tuple(Cut(names[cut.axis], cut.sizes) for cut in cuts)
+    work = _Labelling(graph, axes, ops, tuple(found.values())).work()
+    return tuple(_restated(cut, work, axes, ops) for cut in found.values())
+
+
+def _holds(cut: Cut, names: Mapping[str, str], axes: Axes) -> bool:
+    """Whether parameters are held in parts along an axis; one without a counterpart here may be in any."""
+    holders = axes.held_by.get(names.get(cut.axis, ""))
+    return holders is None or any(holder.rpartition(":")[0] not in cut.whole_parameters for holder in holders)
+
+
+def _restated(cut: Cut, work: Mapping[str, str], axes: Axes, ops: Sequence[str]) -> Cut:
+    meeting = (name for name in ops if name in axes.ops and cut.axis in axes.ops[name].roles)
+    return replace(cut, whole_in=tuple(name for name in meeting if work.get(name) != cut.axis))
+
+
+class _Labelling:
+    """Goes through the ops in order: each works along the axis in which its parameter lies, else its first operand."""
+
+    def __init__(self, graph: ModelGraph, axes: Axes, ops: Sequence[str], cuts: tuple[Cut, ...]) -> None:
+        self._graph, self._axes, self._ops = graph, axes, ops
+        self._sources = label(graph, axes, ops, cuts)
+        self._writes = MemoryWrites(graph, ops)
+        self._cut = [cut.axis for cut in cuts]
+        self._anywhere = [axis for axis in self._cut if self._all_may(axis)]
+
+    def work(self) -> dict[str, str]:
+        """Per op that works on parts, the axis. Memory that is written in place and would lie in two ways stays whole."""
+        whole: set[str] = set()
+        while True:
+            work, clash = self._go_through(whole)
+            if clash is None:
+                return work
+            whole.add(clash)
+
+    def _go_through(self, whole: Collection[str]) -> tuple[dict[str, str], str | None]:
+        work: dict[str, str] = {}
+        for name in self._ops:
+            op = self._graph.by_name[name]
+            axis = self._choose(op, work) if self._writes.owner[name] not in whole else None
+            if axis is not None:
+                work[name] = axis
+            for operand in op.inputs:
+                if op.target == "operator.getitem" or not self._writes.need_same(operand, name):
+                    continue
+                lies = self._held(operand, work)
+                if lies != (axis if axis in self._sources.axes_in(operand) else None) and self._writes.owner[operand] not in whole:
+                    return work, self._writes.owner[operand]
+        return work, None
+
+    def _choose(self, op: Op, work: Mapping[str, str]) -> str | None:
+        if op.name not in self._axes.ops:
+            return None
+        roles = self._axes.ops[op.name].roles
+        may = [axis for axis in self._cut if axis in roles and roles[axis].kind != "whole"]
+        if op.target == "operator.getitem":
+            return next((axis for axis in may if axis == work.get(op.inputs[0])), None)
+        sources = sorted(op.inputs, key=lambda name: self._graph.by_name[name].kind == "call")
+        lying = [self._held(name, work) for name in sources]
+        return next((axis for axis in (*lying, *self._anywhere) if axis in may), None)
+
+    def _held(self, name: str, work: Mapping[str, str]) -> str | None:
+        """The axis along which a tensor lies in parts."""
+        if self._graph.by_name[name].kind != "call":
+            return self._sources.held(name)
+        axis = work.get(name)
+        return axis if axis in self._sources.axes_in(name) else None
+
+    def _all_may(self, axis: str) -> bool:
+        met = (self._axes.ops[name].roles.get(axis) for name in self._ops if name in self._axes.ops)
+        return all(role is None or role.kind != "whole" for role in met)

@@ -1,268 +1,257 @@
-"""What cutting each kind of axes costs and saves on the devices of a split group: seconds and bytes of one micro-batch.
+"""What every label of every class of ops costs on the devices of a split group, and every bridge between them.
 
-For a kind k of alike axes, n units of it on a device, and the ops that meet it:
+For n units of an axis on a device, of a micro-batch:
 
-    not cut      the ops run whole on every device
-    cut          arithmetic falls to n / size, traffic by what has the axis; results of contracted uses are reduced
-                 forward, gradients of whole tensors that enter are reduced backward, once per tensor
+    op, whole          all of its time, on every device
+    op along an axis   arithmetic falls to n / size, traffic by what has the axis; what it contracts is summed, at once or
+                       (scattered) half now and half backward
+    tensor             each form in which it is used and does not lie is one bridge, shared by the users of that form
+    parameter          where only work on parts uses a whole one, its gradient is summed once per step
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.cost import Line, all_reduce_line, op_seconds, spec_line
-from whale.cost.op_table import Floats, OpTable, is_free
+from whale.axes.bridges import Bridge
+from whale.cost import Line
+from whale.cost.op_table import Floats, is_free
 from whale.ir.cluster import Device
 from whale.ir.graph import Op
-from whale.planning.cut_space import CutSpace, Scene
+from whale.planning.cut_classes import WHOLE, Classes, Label, Tensors, Use
+from whale.planning.cut_program import LabelFigures, Pair, Program, TensorFigures, UserFigures
+from whale.planning.cut_traffic import CutTraffic, cut_traffic
 from whale.planning.pricing import Pricing, device_kind
+from whale.planning.tolls import Site, Tolls
 
 GRID = 33
 """Times by units are computed at this many points and lie on lines between them."""
 
-
-@dataclass(frozen=True)
-class KindFigures:
-    """What one kind of axes costs, all its axes together.
-
-    Attributes:
-        size: units of each of its axes.
-        count: how many axes.
-        whole: per position, seconds of its ops run whole.
-        cut: per position, the same by units held, 0 to `size`.
-        leaving: seconds of reducing the results of its contracted uses.
-        num_bytes: of parameters and kept activations that are divided, for one device if whole.
-    """
-
-    size: int
-    count: int
-    whole: tuple[float, ...]
-    cut: tuple[Floats, ...]
-    leaving: float
-    num_bytes: float
+Sizes = Sequence[tuple[int, ...]]
+"""Per kind, the units of each position."""
 
 
 @dataclass(frozen=True)
+class Worker:
+    """A device as it is met at one position of the groups."""
+
+    position: int
+    device: Device
+
+
 class Figures:
-    """What may be cut in a stage, priced.
-
-    Attributes:
-        kinds: per kind of the cut space.
-        entering: per set of kinds (indices), seconds of reducing the gradients of the tensors that only these make enter.
-        whole: seconds of the stage if nothing is cut, on the slowest position.
-        num_bytes: of one device, if nothing is cut.
-        capacity: bytes, per position.
-    """
-
-    kinds: tuple[KindFigures, ...]
-    entering: tuple[tuple[tuple[int, ...], float], ...]
-    whole: float
-    num_bytes: float
-    capacity: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where a stage runs.
-
-    Attributes:
-        groups: the devices of each split group.
-        num_rows: rows of a micro-batch that a group takes.
-        in_flight: micro-batches whose activations are held.
-        num_micro_batch: micro-batches of a step.
-    """
-
-    groups: tuple[tuple[str, ...], ...]
-    num_rows: float
-    in_flight: int
-    num_micro_batch: int
-
-    @property
-    def width(self) -> int:
-        return len(self.groups[0])
-
-
-def price_cuts(scene: Scene, space: CutSpace, pricing: Pricing, site: Site, num_bytes: Line) -> Figures:
-    """Prices what may be cut.
+    """Prices of one stage at one site.
 
     Args:
+        classes: of the stage.
+        pricing: of the graph on the cluster.
+        site: the devices, and the rows they take.
         num_bytes: what one device holds if nothing is cut, by rows.
     """
-    devices = _distinct_devices(pricing, site)
-    total = [_whole_seconds(pricing, device, scene.ops, site.num_rows) for each in devices for device in each]
-    return Figures(
-        kinds=tuple(_price_kind(scene, kind, pricing, site, devices) for kind in space.kinds),
-        entering=tuple(_entering(scene, space, pricing, site).items()),
-        whole=max(total),
-        num_bytes=num_bytes.at(site.num_rows),
-        capacity=tuple(min(pricing.capacity(group[position]) for group in site.groups) for position in range(site.width)),
-    )
 
+    def __init__(self, classes: Classes, pricing: Pricing, site: Site, num_bytes: Line) -> None:
+        self.classes, self.pricing, self.site = classes, pricing, site
+        self.tolls = Tolls(pricing, site)
+        self.workers = tuple(_workers(pricing, site))
+        self.num_bytes = num_bytes.at(site.num_rows)
+        self.capacity = tuple(min(pricing.capacity(group[position]) for group in site.groups) for position in range(site.width))
 
-def communication(scene: Scene, axes: frozenset[str], pricing: Pricing, site: Site) -> tuple[Line, Line]:
-    """Seconds of reductions inside the split groups for one micro-batch with these axes cut, forward and backward, by rows."""
-    forward = Line.sum(_made_whole(scene, op, axis, pricing, site) for axis in sorted(axes) for op in scene.members[axis])
-    entering = {name for axis in sorted(axes) for op in scene.members[axis] for name in _entered(scene, op, axis, pricing)}
-    return forward, Line.sum(_enter(pricing, name, site) for name in sorted(entering))
+    @cached_property
+    def whole(self) -> float:
+        """Seconds of the stage if nothing is cut, on the slowest device."""
+        return float(np.max(sum((self._whole_seconds[node] for node in range(len(self.classes.nodes))), np.zeros(len(self.workers)))))
 
+    @cached_property
+    def _whole_seconds(self) -> tuple[Floats, ...]:
+        """Per node, per worker, seconds of its members run whole."""
+        index = [
+            [self.pricing.table.position[name] for op in node.ops for name in self.classes.members[op.name]] for node in self.classes.nodes
+        ]
+        found = np.zeros((len(index), len(self.workers)))
+        for number, worker in enumerate(self.workers):
+            seconds = self.pricing.seconds(worker.device, self.site.num_rows)
+            forward = seconds.forward_fixed + self.site.num_rows * seconds.forward_per_row
+            both = forward + seconds.backward_fixed + self.site.num_rows * seconds.backward_per_row
+            found[:, number] = [both[own].sum() for own in index]
+        return tuple(found)
 
-def _distinct_devices(pricing: Pricing, site: Site) -> tuple[tuple[Device, ...], ...]:
-    """Per position, its devices in the groups, equal ones once."""
-    return tuple(
-        tuple(
-            {
-                device_kind(pricing.cluster.by_name[group[position]]): pricing.cluster.by_name[group[position]] for group in site.groups
-            }.values()
-        )
-        for position in range(site.width)
-    )
+    @cached_property
+    def _traffic(self) -> dict[int, tuple[tuple[int, ...], CutTraffic]]:
+        """Per kind, the nodes that may work along it, and their first ops as a table."""
+        found: dict[int, list[int]] = {}
+        for number, node in enumerate(self.classes.nodes):
+            if not is_free(node.first):
+                for kind in dict.fromkeys(label.work for label in node.labels if label.work != WHOLE):
+                    found.setdefault(kind, []).append(number)
+        return {kind: (tuple(nodes), self._traffic_of(kind, nodes)) for kind, nodes in found.items()}
 
+    def _traffic_of(self, kind: int, nodes: Sequence[int]) -> CutTraffic:
+        ops = [self.classes.nodes[number].first for number in nodes]
+        work = [(op, self.classes.work(op.name, Label(kind))) for op in ops]
+        return cut_traffic(self.pricing.graph, self.pricing.axes, self.pricing.table, work)
 
-def _whole_seconds(pricing: Pricing, device: Device, ops: Iterable[str], num_rows: float) -> float:
-    seconds = pricing.seconds(device, num_rows)
-    index = np.array([pricing.table.position[name] for name in ops], dtype=np.int64)
-    fixed = seconds.forward_fixed[index] + seconds.backward_fixed[index]
-    return float((fixed + num_rows * (seconds.forward_per_row[index] + seconds.backward_per_row[index])).sum())
+    def size(self, kind: int) -> int:
+        """Units of the axes of a kind."""
+        return self.pricing.axes.by_name[self.classes.space.kinds[kind][0]].size
 
+    def curves(self, kind: int, nodes: Collection[int] | None = None) -> tuple[Floats, ...]:
+        """Per position, seconds of the ops along a kind by units held, 0 to its size.
 
-def _price_kind(scene: Scene, kind: Sequence[str], pricing: Pricing, site: Site, devices: Sequence[Sequence[Device]]) -> KindFigures:
-    axis, count = kind[0], len(kind)
-    size = scene.axes.by_name[axis].size
-    members = scene.members[axis]
-    names = [op.name for op in members]
-    table = _Entries(scene, axis, pricing)
-    curves = {device_kind(device): count * table.seconds(device, site.num_rows, size) for each in devices for device in each}
-    wholes = {device_kind(device): count * _whole_seconds(pricing, device, names, site.num_rows) for each in devices for device in each}
-    return KindFigures(
-        size=size,
-        count=count,
-        whole=tuple(max(wholes[device_kind(device)] for device in each) for each in devices),
-        cut=tuple(np.max([curves[device_kind(device)] for device in each], axis=0) for each in devices),
-        leaving=count * Line.sum(_made_whole(scene, op, axis, pricing, site) for op in members).at(site.num_rows),
-        num_bytes=count * _divided_bytes(scene, axis, pricing, site),
-    )
-
-
-class _Entries:
-    """The ops that meet one axis, as a table whose work can be scaled to a part of the axis."""
-
-    def __init__(self, scene: Scene, axis: str, pricing: Pricing) -> None:
-        ops = [op for op in scene.members[axis] if not is_free(op)]
-        index = np.array([pricing.table.position[op.name] for op in ops], dtype=np.int64)
-        self._training = pricing.training
-        self._table = _rows_of(pricing.table, index)
-        lines = [_cut_traffic(scene, axis, op) for op in ops]
-        self._cut_fixed = np.minimum(np.array([line.fixed for line in lines]), self._table.bytes_fixed)
-        self._cut_per_row = np.minimum(np.array([line.per_row for line in lines]), self._table.bytes_per_row)
-
-    def seconds(self, device: Device, num_rows: float, size: int) -> Floats:
-        """Time of all these ops by units held, 0 to `size`."""
+        Args:
+            nodes: those that work along it; None for all that may.
+        """
+        size = self.size(kind)
         shares = np.linspace(0.0, 1.0, min(GRID, size + 1))
-        times = np.array([self._at(device, num_rows, float(share)) for share in shares])
-        result: Floats = np.maximum.accumulate(np.interp(np.arange(size + 1) / size, shares, times))
-        return result
+        found: dict[int, Floats] = {}
+        known: dict[object, Floats] = {}
+        for worker in self.workers:
+            key = device_kind(worker.device)
+            if key not in known:
+                times = np.array([self._seconds_along(kind, worker.device, float(share), nodes) for share in shares])
+                known[key] = np.maximum.accumulate(np.interp(np.arange(size + 1) / size, shares, times))
+            found[worker.position] = np.maximum(found.get(worker.position, 0.0), known[key])
+        return tuple(found[position] for position in range(self.site.width))
 
-    def _at(self, device: Device, num_rows: float, share: float) -> float:
-        seconds = op_seconds(_scaled(self._table, share, self._cut_fixed, self._cut_per_row), device, num_rows)
-        forward = seconds.forward_fixed + num_rows * seconds.forward_per_row
-        backward = seconds.backward_fixed + num_rows * seconds.backward_per_row
-        return float(forward.sum() + (backward.sum() if self._training else 0.0))
+    def _seconds_along(self, kind: int, device: Device, share: float, nodes: Collection[int] | None) -> float:
+        if kind not in self._traffic:
+            return share
+        members, traffic = self._traffic[kind]
+        seconds = traffic.seconds(device, self.site.num_rows, np.full(len(members), share), self.pricing.training)
+        counts = [len(self.classes.nodes[node].ops) if nodes is None or node in nodes else 0 for node in members]
+        return float(seconds @ np.array(counts, dtype=np.float64))
+
+    def program(self, sizes: Sizes, insisted: Collection[int]) -> Program:
+        """The integer program with the sizes of every kind fixed."""
+        shares = np.array([np.array(own) / self.size(kind) for kind, own in enumerate(sizes)]).reshape(len(sizes), self.site.width)
+        along = self._times(shares)
+        nodes = tuple(tuple(self._labels(number, along, shares)) for number in range(len(self.classes.nodes)))
+        tensors = tuple(figures for each in self.classes.tensors if (figures := self._tensor(each, shares)) is not None)
+        return Program(nodes, tensors, len(sizes), self.num_bytes, self.capacity, tuple(self._insisted(insisted)))
+
+    def _insisted(self, kinds: Collection[int]) -> Iterator[tuple[int, int]]:
+        for number, node in enumerate(self.classes.nodes):
+            for kind in kinds:
+                if node.first.kind == "call" and any(label.work == kind for label in node.labels):
+                    yield number, kind
+
+    def _times(self, shares: NDArray[np.float64]) -> dict[tuple[int, int], Floats]:
+        """Per kind and node, per worker, seconds of its members on parts."""
+        found: dict[tuple[int, int], Floats] = {}
+        for kind, (members, traffic) in self._traffic.items():
+            counts = np.array([len(self.classes.nodes[node].ops) for node in members], dtype=np.float64)
+            rows = []
+            for worker in self.workers:
+                own = np.full(len(members), shares[kind, worker.position])
+                rows.append(counts * traffic.seconds(worker.device, self.site.num_rows, own, self.pricing.training))
+            for column, node in enumerate(members):
+                found[kind, node] = np.array([row[column] for row in rows])
+        return found
+
+    def _labels(self, number: int, along: Mapping[tuple[int, int], Floats], shares: NDArray[np.float64]) -> Iterator[LabelFigures]:
+        node = self.classes.nodes[number]
+        nothing = np.zeros(len(self.workers))
+        for label in node.labels:
+            is_call = node.first.kind == "call"
+            lane = label.work if is_call else WHOLE
+            seconds = along.get((lane, number), nothing) if lane != WHOLE else self._whole_seconds[number]
+            yield LabelFigures(
+                seconds=tuple(seconds),
+                lane=lane,
+                fixed=len(node.ops) * self._sum_seconds(node.first, label) if is_call else 0.0,
+                num_bytes=tuple(self._held_bytes(number, label, shares)),
+                kinds=frozenset({label.work, label.scattered}) - {WHOLE},
+                divides=is_call and label.work != WHOLE and self._counts(node.first, label),
+            )
+
+    def _counts(self, op: Op, label: Label) -> bool:
+        """Whether work on parts divides something worth it: arithmetic, or a parameter."""
+        axis = self.classes.work(op.name, label)
+        graph = self.pricing.graph
+        reads = any(graph.by_name[name].kind == "parameter" and axis in self.classes.scene.axes_in(name) for name in op.inputs)
+        return reads or (op.requires_grad and op.backward_flops > 0)
+
+    def _sum_seconds(self, op: Op, label: Label) -> float:
+        axis = self.classes.work(op.name, label)
+        if axis is None or self.classes.scene.role(op.name, axis).kind != "contracted":
+            return 0.0
+        bridge = Bridge(op.name, None, "scattered" if label.scattered != WHOLE else None, is_sum=True, has_gradient=op.requires_grad)
+        forward, backward = self.tolls.both_ways(bridge)
+        return (forward + backward).at(self.site.num_rows)
+
+    def _held_bytes(self, number: int, label: Label, shares: NDArray[np.float64]) -> Iterator[float]:
+        """Per position, what a label holds more or less than if everything were whole."""
+        saved = self._divisible(number, label)
+        for position in range(self.site.width):
+            yield sum(-num_bytes * (1 - shares[kind, position]) for kind, num_bytes in saved)
+
+    def _divisible(self, number: int, label: Label) -> tuple[tuple[int, float], ...]:
+        """Bytes that lie in parts at a label, each with the kind along which."""
+        node = self.classes.nodes[number]
+        if node.first.kind in ("parameter", "buffer"):
+            held = sum(self.pricing.parameter_bytes(self.pricing.graph.parameter_by_name[op.target].name) for op in node.ops)
+            return ((label.work, float(held)),) if label.work != WHOLE else ()
+        found: list[tuple[int, float]] = []
+        for member in self.classes.members[node.first.name]:
+            kind = self.classes.form(member, label)
+            if kind != WHOLE and member in self._kept:
+                found.append((kind, len(node.ops) * self._activation_bytes(member)))
+        return tuple(found)
+
+    def _activation_bytes(self, name: str) -> float:
+        return self.site.in_flight * self.tolls.payload(self.pricing.graph.by_name[name]).at(self.site.num_rows)
+
+    @cached_property
+    def _kept(self) -> frozenset[str]:
+        return frozenset(name for op in self.classes.scene.ops for name in self.pricing.kept.get(op, ()))
+
+    def divided_bytes(self, labels: Sequence[int]) -> list[float]:
+        """Per kind, bytes that lie in parts along it if the nodes have these labels (indices)."""
+        found = [0.0] * len(self.classes.space.kinds)
+        for number, index in enumerate(labels):
+            for kind, num_bytes in self._divisible(number, self.classes.nodes[number].labels[index]):
+                found[kind] += num_bytes
+        return found
+
+    def _tensor(self, tensors: Tensors, shares: NDArray[np.float64]) -> TensorFigures | None:
+        """The bridges of some alike tensors; None where none can stand."""
+        pairs: dict[tuple[int, Use], Pair] = {}
+        for form in dict.fromkeys(tensors.forms):
+            for use in dict.fromkeys(use for user in tensors.users for use in user.uses):
+                pair = self._pair(tensors, form, use, shares)
+                if pair is not None:
+                    pairs[form, use] = pair
+        if not pairs:
+            return None
+        users = tuple(UserFigures(user.node, user.uses, user.has_gradient, user.keeps, user.is_rigid) for user in tensors.users)
+        once = 0.0
+        if tensors.first.kind == "parameter" and tensors.first.requires_grad and self.pricing.training:
+            once = tensors.count * self.tolls.synchronized(tensors.first).at(self.site.num_rows)
+        return TensorFigures(tensors.node, tensors.forms, users, pairs, once)
+
+    def _pair(self, tensors: Tensors, form: int, use: Use, shares: NDArray[np.float64]) -> Pair | None:
+        """What a bridge costs; None for none."""
+        kind, entered = use
+        op = tensors.first
+        bridge = Bridge(op.name, _name(form), _name(kind), entered, has_gradient=op.requires_grad)
+        if not bridge.forward and not bridge.backward:
+            return None
+        forward, backward = (line.at(self.site.num_rows) * tensors.count for line in self.tolls.both_ways(bridge))
+        num_bytes = tensors.count * self._activation_bytes(op.name) if bridge.forward else 0.0
+        copy = tuple(num_bytes * (shares[kind, position] if kind != WHOLE else 1.0) for position in range(self.site.width))
+        return Pair(forward, backward, copy if op.kind == "call" else (0.0,) * self.site.width, bool(bridge.forward))
 
 
-def _rows_of(table: OpTable, index: NDArray[np.int64]) -> OpTable:
-    columns = ("dtype", "launches", "trains", "flops_fixed", "flops_per_row", "backward_flops_fixed", "backward_flops_per_row")
-    return replace(table, **{name: getattr(table, name)[index] for name in (*columns, "bytes_fixed", "bytes_per_row")})
+def _name(kind: int) -> str | None:
+    return None if kind == WHOLE else str(kind)
 
 
-def _scaled(table: OpTable, share: float, cut_fixed: Floats, cut_per_row: Floats) -> OpTable:
-    return replace(
-        table,
-        flops_fixed=table.flops_fixed * share,
-        flops_per_row=table.flops_per_row * share,
-        backward_flops_fixed=table.backward_flops_fixed * share,
-        backward_flops_per_row=table.backward_flops_per_row * share,
-        bytes_fixed=table.bytes_fixed - (1 - share) * cut_fixed,
-        bytes_per_row=table.bytes_per_row - (1 - share) * cut_per_row,
-    )
-
-
-def _cut_traffic(scene: Scene, axis: str, op: Op) -> Line:
-    """Bytes of what an op reads and writes that has the axis."""
-    names = (op.name, *(name for name in op.inputs if scene.graph.by_name[name].outputs))
-    specs = (spec for name in names if axis in scene.axes_in(name) for spec in scene.graph.by_name[name].outputs)
-    return Line.sum(spec_line(spec, scene.graph.num_rows) for spec in specs)
-
-
-def _made_whole(scene: Scene, op: Op, axis: str, pricing: Pricing, site: Site) -> Line:
-    """Seconds of making an op's results whole: it contracts the axis, or they have it and are handed on."""
-    payload = Line.sum(spec_line(spec, scene.graph.num_rows) for spec in op.outputs)
-    if axis in scene.axes_in(op.name):
-        returned = op.name in scene.handed_on or op.name in scene.graph.outputs
-        return _reduce(pricing, site, payload, 1) * 0.5 if returned else Line()  # gathering is half of reducing
-    role = scene.axes.ops[op.name].roles[axis]
-    if role.kind != "contracted":
-        return Line()
-    if role.combine != "softmax":
-        return _reduce(pricing, site, payload, 1)
-    source = scene.graph.by_name[op.inputs[0]].outputs[0]  # the largest; then the sum and the target's logit together
-    return _reduce(pricing, site, spec_line(source, scene.graph.num_rows) * (3 / scene.axes.by_name[axis].size), 2)
-
-
-def _entering(scene: Scene, space: CutSpace, pricing: Pricing, site: Site) -> dict[tuple[int, ...], float]:
-    """Seconds of the entrances, by the kinds that need them."""
-    kind_of = {axis: index for index, kind in enumerate(space.kinds) for axis in kind}
-    users: dict[str, set[int]] = {}
-    for axis, kind in kind_of.items():
-        for op in scene.members[axis]:
-            for name in _entered(scene, op, axis, pricing):
-                users.setdefault(name, set()).add(kind)
-    found: dict[tuple[int, ...], float] = {}
-    for name, kinds in users.items():
-        key = tuple(sorted(kinds))
-        found[key] = found.get(key, 0.0) + _enter(pricing, name, site).at(site.num_rows)
-    return found
-
-
-def _entered(scene: Scene, op: Op, axis: str, pricing: Pricing) -> Iterator[str]:
-    """Whole tensors with a gradient that an op reads beside its parts; what is added after a contraction does not enter.
-
-    A tensor received from another stage is whole, whether or not it has the axis.
-    """
-    if not pricing.training or not op.requires_grad:
-        return
-    contracted = scene.axes.ops[op.name].roles[axis].kind == "contracted"
-    for name in op.inputs:
-        source = scene.graph.by_name[name]
-        is_part = axis in scene.axes_in(name) and name not in scene.received
-        if source.requires_grad and source.outputs and not is_part and not (contracted and source.kind == "parameter"):
-            yield name
-
-
-def _enter(pricing: Pricing, name: str, site: Site) -> Line:
-    op = pricing.graph.by_name[name]
-    payload = Line.sum(spec_line(spec, pricing.graph.num_rows) for spec in op.outputs)
-    line = _reduce(pricing, site, payload, 1)
-    return line * (1 / site.num_micro_batch) if op.kind == "parameter" else line
-
-
-def _reduce(pricing: Pricing, site: Site, payload: Line, num_messages: int) -> Line:
-    lines = (all_reduce_line(pricing.cluster, group, payload, num_messages) for group in site.groups)
-    return max(lines, key=lambda line: line.at(site.num_rows))
-
-
-def _divided_bytes(scene: Scene, axis: str, pricing: Pricing, site: Site) -> float:
-    held: dict[str, None] = {}
-    kept: dict[str, None] = {}
-    for op in scene.members[axis]:
-        for name in op.inputs:
-            source = scene.graph.by_name[name]
-            if source.kind in ("parameter", "buffer") and axis in scene.axes_in(name):
-                held[scene.graph.parameter_by_name[source.target].name] = None
-        kept |= dict.fromkeys(name for name in pricing.kept.get(op.name, ()) if axis in scene.axes_in(name))
-    activations = Line.sum(spec_line(spec, scene.graph.num_rows) for name in kept for spec in scene.graph.by_name[name].outputs)
-    return sum(pricing.parameter_bytes(name) for name in held) + site.in_flight * activations.at(site.num_rows)
+def _workers(pricing: Pricing, site: Site) -> Iterator[Worker]:
+    """Per position, its devices in the groups, equal ones once."""
+    for position in range(site.width):
+        devices = (pricing.cluster.by_name[group[position]] for group in site.groups)
+        yield from (Worker(position, device) for device in {device_kind(device): device for device in devices}.values())

@@ -1,4 +1,4 @@
-"""What of one stage may be cut: its axes, why others may not be, which exclude one another, and which are alike."""
+"""What of one stage may be cut: its axes, why others may not be, and which are alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cached_property
 
-from whale.axes import Axes, axes_of
+from whale.axes import Axes, Role, axes_of
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.layout import BATCH
 from whale.ir.source import SourceLine
@@ -53,6 +53,12 @@ class Scene:
         return tuple(self.graph.by_name[name] for name in self.ops if name in self.axes.ops)
 
     @cached_property
+    def returned(self) -> frozenset[str]:
+        """Values of the stage that leave it: they are made whole."""
+        terms = (name for term in self.graph.loss for name in (term.sum, term.weight) if name)
+        return frozenset(self.ops).intersection((*self.handed_on, *self.graph.outputs, *terms))
+
+    @cached_property
     def members(self) -> dict[str, tuple[Op, ...]]:
         """Per axis but the batch, the ops that meet it."""
         found: dict[str, list[Op]] = {}
@@ -61,6 +67,14 @@ class Scene:
                 if axis != BATCH:
                     found.setdefault(axis, []).append(op)
         return {axis: tuple(ops) for axis, ops in found.items()}
+
+    def role(self, op: str, axis: str) -> Role:
+        """What an op does with an axis that it meets."""
+        return self.axes.ops[op].roles[axis]
+
+    def may_work(self, op: Op, axis: str) -> bool:
+        """Whether an op could work on parts of an axis that it meets."""
+        return self.axes.ops[op.name].roles[axis].kind != "whole"
 
     def axes_in(self, name: str) -> frozenset[str]:
         """The axes in the results of an op."""
@@ -82,14 +96,17 @@ class CutSpace:
     Attributes:
         axes: that may, in the model's order.
         refused: that may not, with the reason.
-        kinds: the axes in sets of alike ones: each set is one decision.
-        conflicts: sets of kinds (by index) that meet in one op: at most one of each is cut.
+        kinds: the axes in sets of alike ones, of which no op meets two.
     """
 
     axes: tuple[str, ...]
     refused: Mapping[str, Refusal]
     kinds: tuple[tuple[str, ...], ...]
-    conflicts: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def kind_of(self) -> dict[str, int]:
+        """Per axis, the index of its kind."""
+        return {axis: index for index, kind in enumerate(self.kinds) for axis in kind}
 
 
 def find_cut_space(scene: Scene, width: int) -> CutSpace:
@@ -105,18 +122,22 @@ def find_cut_space(scene: Scene, width: int) -> CutSpace:
         if refusal is not None:
             refused[axis] = refusal
     allowed = tuple(axis.name for axis in scene.axes.axes if axis.name in scene.members and axis.name not in refused)
-    meetings = _meetings(scene, frozenset(allowed))
-    kinds = _fold(scene, allowed, meetings)
-    kind_of = {axis: index for index, kind in enumerate(kinds) for axis in kind}
-    conflicts = dict.fromkeys(tuple(sorted({kind_of[axis] for axis in meeting})) for meeting in meetings)
-    return CutSpace(allowed, refused, kinds, tuple(conflicts))
+    return CutSpace(allowed, refused, _fold(scene, allowed, _meetings(scene, frozenset(allowed))))
+
+
+def whole_refusal(op: Op, role: Role) -> Refusal:
+    """An op needs an axis whole."""
+    return Refusal(f"{op.target} {role.reason} (%{op.name})", op.where, _hint(op, role.reason))
 
 
 def _refusal(scene: Scene, axis: str, width: int) -> Refusal | None:
-    for op in scene.members[axis]:
-        role = scene.axes.ops[op.name].roles[axis]
-        if role.kind == "whole":
-            return Refusal(f"{op.target} {role.reason} (%{op.name})", op.where, _hint(op, role.reason))
+    """Why an axis is cut nowhere: no op may work on its parts, it is too short, or a device would hold a parameter in two ways."""
+    members = scene.members[axis]
+    if not any(scene.may_work(op, axis) for op in members):
+        return whole_refusal(members[0], scene.role(members[0].name, axis))
+    silent = next((op for op in scene.calls if axis in scene.axes_in(op.name) and axis not in scene.axes.ops[op.name].roles), None)
+    if silent is not None:
+        return Refusal(f"{silent.target} does not say what it does with it (%{silent.name})", silent.where)
     size = scene.axes.by_name[axis].size
     if size < width:
         return Refusal(f"split over {width} devices needs at least {width} ({axis}: {size})")
@@ -149,16 +170,16 @@ def _fold(scene: Scene, allowed: Sequence[str], meetings: Collection[frozenset[s
     Alike axes that meet one another stay apart: there the best is to cut every other one (layers of equal width in a row).
     """
     own = {axis: hash(_signature(scene, axis)) for axis in allowed}
-    beside: dict[str, list[int]] = {axis: [] for axis in allowed}
+    beside: dict[str, set[int]] = {axis: set() for axis in allowed}
     apart: set[int] = set()
     for meeting in meetings:
         signs = [own[axis] for axis in meeting]
         for axis in meeting:
-            beside[axis] += [own[other] for other in meeting if other != axis]
+            beside[axis].update(own[other] for other in meeting if other != axis)
         apart.update(sign for sign, count in Counter(signs).items() if count > 1)
     kinds: dict[Hashable, list[str]] = {}
     for axis in allowed:
-        key = axis if own[axis] in apart else (own[axis], tuple(sorted(beside[axis])))
+        key = axis if own[axis] in apart else (own[axis], frozenset(beside[axis]))
         kinds.setdefault(key, []).append(axis)
     return tuple(tuple(kind) for kind in kinds.values())
 

@@ -1,14 +1,18 @@
-"""The cutting pass: which axes a split stage is cut along, and in which sizes, so that the predicted time is least.
+"""The cutting pass: along which axis each op of a split stage works on parts, and in which sizes, for the least predicted time.
 
-Sizes come from each device's own speed, kind by kind: between two reductions the devices wait for one another, so each
-kind is balanced by itself. The set of kinds is the optimum of an integer program over these sizes. Where the choice
-overflows a device, sizes are divided again within the memory that it leaves, and the choice is made once more.
+Sizes come from each device's own speed, kind by kind: between two bridges the devices wait for one another, so the work along
+each kind is balanced by itself, first that of all ops that might, then that of those that do. The labels of the ops are the
+optimum of an integer program over these sizes. Where the choice overflows a device, sizes are divided again within the memory
+that it leaves, and the choice is made once more.
+
+The program's optimum is exact (HiGHS, gap 0) for given sizes, for alike ops that are labelled alike, and for prices by the
+cost model. Sizes and labels are settled in turn: that is a heuristic where devices are unlike or memory is short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,11 +21,14 @@ from whale.errors import AnnotationError, raise_faults
 from whale.ir.plan import Cut
 from whale.ir.scope import Scope
 from whale.planning.balance import Curve, MemoryShortage, divide_units
-from whale.planning.cut_figures import Figures, Site, price_cuts
-from whale.planning.cut_selection import Selection, Sized, select
-from whale.planning.cut_space import CutSpace, Scene, find_cut_space
+from whale.planning.cut_classes import Classes
+from whale.planning.cut_figures import Figures, Sizes
+from whale.planning.cut_program import Program, Selection, solve
+from whale.planning.cut_space import Scene, find_cut_space
 from whale.planning.insisting import find_insisted, no_axis_fault
 from whale.planning.pricing import Pricing
+from whale.planning.tolls import Site
+from whale.planning.write_cuts import names_of, write_cuts
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Cutting:
 
     Attributes:
         cuts: per cut axis its sizes, in the model's order of axes.
-        seconds: of the stage for one micro-batch on the slowest devices, reductions included.
+        seconds: of the stage for one micro-batch on the slowest devices, bridges included.
         uncut_seconds: the same if every device computed everything.
         runner_up: the next best set of axes, and its seconds; empty where there is no other.
         runner_up_seconds: 0 where there is no other.
@@ -45,8 +52,21 @@ class Cutting:
     bound_by_memory: bool
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """Labels, and the sizes they were chosen for."""
+
+    program: Program
+    sizes: Sizes
+    selection: Selection
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        return self.selection.excess, self.selection.seconds
+
+
 def choose_cuts(scene: Scene, pricing: Pricing, site: Site, num_bytes: Line, scopes: Sequence[Scope] = ()) -> Cutting:
-    """Chooses the axes of one stage and their sizes.
+    """Chooses the axes of one stage, the ops that work along them, and the sizes.
 
     Args:
         scene: the stage.
@@ -60,69 +80,98 @@ def choose_cuts(scene: Scene, pricing: Pricing, site: Site, num_bytes: Line, sco
     """
     space = find_cut_space(scene, site.width)
     insisted, faults = find_insisted(scene, space, scopes, site.width)
-    if not space.kinds and not faults:
-        faults = [no_axis_fault(scene, space, scopes, site.width)]
     raise_faults(faults)
-    figures = price_cuts(scene, space, pricing, site, num_bytes)
-    sized = Sized(figures, tuple(_sizes(figures, kind) for kind in range(len(space.kinds))))
-    first = best = _best(sized, space, insisted, scopes)
-    if best.excess > 0:
-        limited = Sized(figures, tuple(_sizes(figures, kind, best.kinds) for kind in range(len(space.kinds))))
-        again = _best(limited, space, insisted, scopes)
-        if again.excess < best.excess:
-            best, sized = again, limited
-    other = select(sized, space.conflicts, insisted, best.kinds)
+    figures = Figures(Classes(scene, space, pricing.kept), pricing, site, num_bytes)
+    first = _settle(figures, insisted, scopes)
+    if first is None:
+        raise no_axis_fault(scene, space, scopes, site.width)
+    best = _within_memory(figures, first, insisted)
+    other = solve(best.program, best.selection.kinds)
     return Cutting(
-        cuts=_cuts(scene, space, sized, best.kinds),
-        seconds=best.seconds,
+        cuts=write_cuts(figures.classes, best.selection.labels, best.sizes),
+        seconds=best.selection.seconds,
         uncut_seconds=figures.whole,
-        runner_up=_names(space, other.kinds) if other else (),
+        runner_up=names_of(figures.classes, other.labels) if other else (),
         runner_up_seconds=other.seconds if other else 0.0,
-        bound_by_memory=best != first or best.excess > 0 or _fastest(sized, space, insisted) < best.seconds * (1 - 1e-9),
+        bound_by_memory=best.sizes != first.sizes or best.selection != first.selection or best.selection.excess > 0,
     )
 
 
-def _best(sized: Sized, space: CutSpace, insisted: Collection[int], scopes: Sequence[Scope]) -> Selection:
-    found = select(sized, space.conflicts, insisted)
-    if found is None:
-        raise AnnotationError(
-            f"axes that are cut together never meet in one op ({', '.join(_names(space, insisted))})",
-            where=next((scope.where for scope in scopes if scope.axis), None),
-            hint="put the ops of each under a split of their own",
-        )
-    return found
+def _settle(figures: Figures, insisted: Collection[int], scopes: Sequence[Scope]) -> _Choice | None:
+    """The best labels as if memory were boundless, at sizes of the ops that work; None where nothing can be cut."""
+    kinds = range(len(figures.classes.space.kinds))
+    choice: _Choice | None = None
+    sizes = tuple(_sizes(figures, kind) for kind in kinds)
+    for _ in range(2):
+        program = figures.program(sizes, insisted)
+        if not any(label.divides for node in program.nodes for label in node):
+            return None
+        found = solve(replace(program, capacity=(2**62,) * len(program.capacity)))
+        if found is None:
+            raise _clash(figures, insisted, scopes)
+        selection = program.evaluate(found.labels)
+        assert selection is not None
+        new = _Choice(program, sizes, selection)
+        choice = new if choice is None or new.selection.seconds < choice.selection.seconds else choice
+        again = tuple(_sizes(figures, kind, nodes=_working(figures, choice.selection, kind)) for kind in kinds)
+        if again == sizes:
+            break
+        sizes = again
+    return choice
 
 
-def _fastest(sized: Sized, space: CutSpace, insisted: Collection[int]) -> float:
-    """Seconds of the best set if memory were no matter."""
-    boundless = tuple(2**62 for _ in sized.figures.capacity)
-    free = Figures(sized.figures.kinds, sized.figures.entering, sized.figures.whole, sized.figures.num_bytes, boundless)
-    found = select(Sized(free, sized.sizes), space.conflicts, insisted)
-    return found.seconds if found else 0.0
+def _within_memory(figures: Figures, first: _Choice, insisted: Collection[int]) -> _Choice:
+    """The best choice that fits; where none does, the one that overflows least."""
+    if first.selection.excess <= 0:
+        return first
+    best = first
+    found = solve(first.program)
+    if found is not None:
+        best = min(best, _Choice(first.program, first.sizes, found), key=lambda choice: choice.rank)
+    divided = sum(figures.divided_bytes(best.selection.labels))
+    sizes = tuple(
+        _sizes(figures, kind, _working(figures, best.selection, kind), divided) for kind in range(len(figures.classes.space.kinds))
+    )
+    if best.selection.excess > 0 or sizes != first.sizes:
+        program = figures.program(sizes, insisted)
+        found = solve(program)
+        if found is not None:
+            best = min(best, _Choice(program, sizes, found), key=lambda choice: choice.rank)
+    return best
 
 
-def _sizes(figures: Figures, kind: int, within: Collection[int] | None = None) -> tuple[int, ...]:
-    """Units of every position: by speed alone, or within the memory that is left if the kinds `within` are cut in one proportion."""
-    own = figures.kinds[kind]
-    excess = np.zeros(own.size + 1)
+def _working(figures: Figures, selection: Selection, kind: int) -> frozenset[int] | None:
+    """The nodes that work along a kind; None (for all that may) where none does."""
+    nodes = figures.classes.nodes
+    found = [
+        number
+        for number, index in enumerate(selection.labels)
+        if nodes[number].labels[index].work == kind and nodes[number].first.kind == "call"
+    ]
+    return frozenset(found) or None
+
+
+def _sizes(figures: Figures, kind: int, nodes: frozenset[int] | None = None, divided: float | None = None) -> tuple[int, ...]:
+    """Units of every position: by speed alone, or within the memory that is left if so many bytes are cut in one proportion."""
+    size = figures.size(kind)
+    excess = np.zeros(size + 1)
     curves = []
-    for position, seconds in enumerate(own.cut):
-        if within is not None:
-            divided = sum(figures.kinds[other].num_bytes for other in within)
-            share = np.arange(own.size + 1) / own.size
+    for position, seconds in enumerate(figures.curves(kind, nodes)):
+        if divided is not None:
+            share = np.arange(size + 1) / size
             excess = np.maximum(figures.num_bytes - divided * (1 - share) - figures.capacity[position], 0.0)
         curves.append(Curve(seconds, excess, 1))
     try:
-        return divide_units(own.size, curves)
+        return divide_units(size, curves)
     except MemoryShortage as error:
         return error.sizes
 
 
-def _names(space: CutSpace, kinds: Collection[int]) -> tuple[str, ...]:
-    chosen = {axis for kind in kinds for axis in space.kinds[kind]}
-    return tuple(axis for axis in space.axes if axis in chosen)
-
-
-def _cuts(scene: Scene, space: CutSpace, sized: Sized, kinds: Collection[int]) -> tuple[Cut, ...]:
-    sizes = {axis: sized.sizes[kind] for kind in kinds for axis in space.kinds[kind]}
-    return tuple(Cut(axis, sizes[axis]) for axis in space.axes if axis in sizes)
+def _clash(figures: Figures, insisted: Collection[int], scopes: Sequence[Scope]) -> AnnotationError:
+    space = figures.classes.space
+    chosen = {axis for kind in insisted for axis in space.kinds[kind]}
+    return AnnotationError(
+        f"axes that are cut together never meet in one op ({', '.join(axis for axis in space.axes if axis in chosen)})",
+        where=next((scope.where for scope in scopes if scope.axis), None),
+        hint="put the ops of each under a split of their own",
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from whale.ir.plan import Choice, Replica
-from whale.planning.local_graph import sizes_at
 from whale.planning.pricing import PartCost
 from whale.planning.solve import Solution, Solver
 from whale.units import format_bytes, format_seconds
@@ -28,7 +27,7 @@ def _stage(solver: Solver, best: Solution, replicas: Sequence[Replica], stage: i
     pipeline, model = solver.pipeline, best.replicas[members[0]]
     planned, recompute, part = replicas[members[0]].stages[stage], model.recomputes[stage], model.assignment.parts[stage]
     costs, rows = model.costs[stage], planned.shares
-    prices = [solver.pricing.local(part.ops, sizes_at(planned.cuts, p)) if planned.cuts else solver.pricing for p in range(planned.split)]
+    prices = [solver.pricing.local(part.ops, planned.cuts, p) if planned.cuts else solver.pricing for p in range(planned.split)]
     seconds = max(
         prices[position].again(part, recompute, solver.pricing.cluster.by_name[name], max(1.0, share)).at(share)
         for group, share in zip(planned.groups, rows, strict=True)

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from whale.errors import AnnotationError, WhaleError
 from whale.ir.layout import BATCH
 from whale.ir.scope import Scope
-from whale.planning.cut_space import CutSpace, Refusal, Scene
+from whale.planning.cut_space import CutSpace, Refusal, Scene, whole_refusal
 
 MAX_NAMES = 5
 """At most this many names are listed in an error."""
@@ -21,10 +21,13 @@ def find_insisted(scene: Scene, space: CutSpace, scopes: Sequence[Scope], width:
     for scope in dict.fromkeys(scope for scope in scopes if scope.axis is not None):
         assert scope.axis is not None
         names = matches(scope.axis, scene.members)
+        silent = next((found for name in names if (found := _without_rule(scene, name)) is not None), None)
         allowed = [axis for axis in names if axis in space.axes]
         own = {index for index, kind in enumerate(space.kinds) for axis in allowed if axis in kind}
         if not names:
             faults.append(_unknown(scope, scene))
+        elif silent is not None:
+            faults.append(_refused(scope, names[0], silent, width))
         elif not allowed:
             faults.append(_refused(scope, names[0], space.refused[names[0]], width))
         elif len(own) > 1:
@@ -58,6 +61,15 @@ def no_axis_fault(scene: Scene, space: CutSpace, scopes: Sequence[Scope], width:
         hint=next((refusal.hint for refusal in space.refused.values() if refusal.hint), None)
         or "whale axes shows every axis and what keeps it whole; use replicate here, or put more of the model under the split",
     )
+
+
+def _without_rule(scene: Scene, axis: str) -> Refusal | None:
+    """An op that meets an axis and has no rule: nobody can tell what it does with parts."""
+    for op in scene.members[axis]:
+        role = scene.role(op.name, axis)
+        if role.kind == "whole" and "no rule" in role.reason:
+            return whole_refusal(op, role)
+    return None
 
 
 def _unknown(scope: Scope, scene: Scene) -> AnnotationError:

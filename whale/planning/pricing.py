@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from whale.axes import Axes, discover
+from whale.axes.labels import Labels, label
 from whale.cost import (
     Line,
     OpSeconds,
@@ -26,8 +27,9 @@ from whale.cost import (
 )
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Estimate
-from whale.planning.local_graph import Sizes, local_graph
+from whale.ir.plan import Cut, Estimate
+from whale.planning.cut_traffic import local_table
+from whale.planning.local_graph import local_graph
 from whale.planning.stages import NOTHING, Assignment, Part, Recompute
 from whale.planning.structure import activations_of
 
@@ -103,6 +105,7 @@ class Pricing:
     _computing: dict[Hashable, tuple[Line, Line]] = field(default_factory=dict)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict)
     _locals: dict[Hashable, Pricing] = field(default_factory=dict)
+    _labels: dict[Hashable, Labels] = field(default_factory=dict)
 
     @cached_property
     def table(self) -> OpTable:
@@ -129,12 +132,23 @@ class Pricing:
         """The logical axes of the graph."""
         return discover(self.graph)
 
-    def local(self, ops: tuple[str, ...], sizes: Sizes) -> Pricing:
-        """Prices for a device that holds these sizes of the cut axes of the stage that runs these ops."""
-        key = hash(ops), tuple(sizes.items())
+    def labels(self, ops: tuple[str, ...], cuts: tuple[Cut, ...]) -> Labels:
+        """The labels of a split stage that runs these ops."""
+        key = hash(ops), cuts
+        if key not in self._labels:
+            self._labels[key] = label(self.graph, self.axes, ops, cuts)
+        return self._labels[key]
+
+    def local(self, ops: tuple[str, ...], cuts: tuple[Cut, ...], position: int) -> Pricing:
+        """Prices for the device at a position of the split groups of the stage that runs these ops."""
+        sizes = tuple(cut.sizes[position] for cut in cuts)
+        key = hash(ops), cuts, sizes
         if key not in self._locals:
-            graph = local_graph(self.graph, self.axes, ops, sizes)
-            self._locals[key] = Pricing(graph, self.cluster, self.fraction, self.optimizer_states, _links=self._links)
+            labels = self.labels(ops, cuts)
+            local = Pricing(local_graph(labels, position), self.cluster, self.fraction, self.optimizer_states, _links=self._links)
+            shares = {cut.axis: size / self.axes.by_name[cut.axis].size for cut, size in zip(cuts, sizes, strict=True)}
+            local.table = local_table(self.graph, self.axes, self.table, labels.work, shares)
+            self._locals[key] = local
         return self._locals[key]
 
     @property

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from whale.cost import Line, edge_line
+from whale.axes.bridges import Bridge, find_bridges
+from whale.axes.labels import Labels
+from whale.cost import Line, edge_line, spec_line
 from whale.ir.plan import Cut
-from whale.planning.cut_figures import Site, communication
 from whale.planning.cut_space import Scene
 from whale.planning.cutting import Cutting, choose_cuts
-from whale.planning.local_graph import sizes_at
 from whale.planning.placement import Placed
 from whale.planning.pricing import DeviceCost, Pricing
 from whale.planning.scheduling import Pipeline
 from whale.planning.stages import Assignment, Recompute
+from whale.planning.tolls import Site, Tolls
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,21 @@ def price_stage(
     num_bytes = Line(float(part.parameter_bytes)) + part.activation * site.in_flight + part.working
     cutting = choose_cuts(scene, pricing, site, num_bytes, pipeline.splits[stage].scopes)
     parts = [
-        pricing.local(assignment.parts[stage].ops, sizes_at(cutting.cuts, position)).stage(assignment, stage, devices, rows, recompute)
+        pricing.local(assignment.parts[stage].ops, cutting.cuts, position).stage(assignment, stage, devices, rows, recompute)
         for position in range(site.width)
     ]
-    forward, backward = communication(scene, frozenset(cut.axis for cut in cutting.cuts), pricing, site)
+    labels = pricing.labels(assignment.parts[stage].ops, cutting.cuts)
+    bridges = find_bridges(labels, scene.returned)
+    forward, backward = Tolls(pricing, site).of_stage(labels, bridges)
     again = _share_of(forward, assignment, stage, recompute)
+    copies = [_copies(pricing, labels, bridges, position, recompute) for position in range(site.width)]
     costs = tuple(
         replace(
             (own := parts[index % site.width][index]),
             forward=own.forward + forward,
             backward=own.backward + backward + again,
             receive=own.receive + _from_own_devices(pricing, pipeline, assignment, stage, devices, index),
+            part=replace(own.part, activation=own.part.activation + copies[index % site.width]),
         )
         for index in range(len(devices[stage]))
     )
@@ -89,6 +94,22 @@ def make_scene(pricing: Pricing, assignment: Assignment, stage: int, stage_rank:
         handed_on=frozenset(name for other in assignment.parts for name in other.received.get(stage, ())),
         shared=frozenset(part.parameters).intersection(name for index in beside for name in assignment.parts[index].parameters),
     )
+
+
+def _copies(pricing: Pricing, labels: Labels, bridges: Sequence[Bridge], position: int, recompute: Recompute) -> Line:
+    """Bytes of the forms into which bridges bring tensors and that their users keep for backward, by rows."""
+    again = frozenset(name for segment in recompute.segments for name in segment)
+    if recompute.num_alive:
+        return Line()
+    sizes = {cut.axis: cut.sizes[position] for cut in labels.cuts}
+    found = []
+    for bridge in bridges:
+        op = pricing.graph.by_name[bridge.tensor]
+        keepers = (user for user in bridge.users if user not in again and pricing.owner[op.name] in pricing.kept.get(user, ()))
+        if op.kind == "call" and bridge.forward and not bridge.is_sum and any(keepers):
+            share = sizes[bridge.target] / pricing.axes.by_name[bridge.target].size if bridge.target else 1.0
+            found.append(Line.sum(spec_line(spec, pricing.graph.num_rows) for spec in op.outputs) * share)
+    return Line.sum(found)
 
 
 def _share_of(forward: Line, assignment: Assignment, stage: int, recompute: Recompute) -> Line:

@@ -1,14 +1,16 @@
-"""Checks the cuts of a plan against the axes of its model: whole axes stay whole, sizes add up, no op meets two."""
+"""Checks the cuts of a plan against the axes of its model: sizes add up, ops can work so, tensors lie in one way."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from whale.axes import Axes, discover
+from whale.axes.labels import label
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut, Plan, Replica, Stage
+from whale.planning.memory_writes import MemoryWrites
 
 
 def cut_faults(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> Iterator[PlanError]:
@@ -34,7 +36,8 @@ def _stage(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[P
         yield PlanError(f"a stage cuts an axis once ({name}: {axis} {cut.count(axis)} times)")
     for each in stage.cuts:
         yield from _sizes(each, stage, axes, name)
-    yield from _ops(stage, graph, axes, name, frozenset(cut))
+    yield from _names(stage, graph, axes, name)
+    yield from _ops(stage, graph, axes, name)
 
 
 def _sizes(cut: Cut, stage: Stage, axes: Axes, name: str) -> Iterator[PlanError]:
@@ -52,44 +55,76 @@ def _sizes(cut: Cut, stage: Stage, axes: Axes, name: str) -> Iterator[PlanError]
         yield PlanError(f"the sizes of a cut add up to the axis ({name}: {cut} is {sum(cut.sizes)} of {axis.size})")
 
 
-def _ops(stage: Stage, graph: ModelGraph, axes: Axes, name: str, cut: frozenset[str]) -> Iterator[PlanError]:
-    """Two cut axes in one op, and cut axes that an op needs whole: once per set of axes, with the first op."""
-    clashes: dict[frozenset[str], str] = {}
-    wholes: dict[str, str] = {}
+def _ops(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[PlanError]:
+    """The labels of the ops, and whether memory that is written in place lies in one way."""
+    labels = label(graph, axes, stage.ops, [cut for cut in stage.cuts if cut.axis in axes.by_name])
+    for fault in labels.faults():
+        yield PlanError(f"{fault.message} ({name})", where=fault.where)
+    writes = MemoryWrites(graph, stage.ops)
     for op in stage.ops:
-        roles = axes.ops[op].roles if op in axes.ops else {}
-        met = cut.intersection(roles)
-        if len(met) > 1:
-            clashes.setdefault(met, op)
-        for axis in met:
-            if roles[axis].kind == "whole":
-                wholes.setdefault(axis, op)
-    for met, op in clashes.items():
-        where = graph.by_name[op].where
-        yield PlanError(f"no op has two of the axes that a stage cuts ({name}: {op} has {', '.join(sorted(met))})", where=where)
-    for axis, op in wholes.items():
-        where = graph.by_name[op].where
-        yield PlanError(
-            f"a stage cuts no axis that one of its ops needs whole ({name}: {op} {axes.ops[op].roles[axis].reason}: {axis})", where=where
-        )
+        if graph.by_name[op].target == "operator.getitem":
+            continue
+        for operand in graph.by_name[op].inputs:
+            lies, needed = labels.held(operand), labels.use(op, operand).axis
+            if lies != needed and writes.need_same(operand, op):
+                yield PlanError(
+                    f"memory that is written in place lies in one way ({name}: %{operand} {_along(lies)}, for %{op} {_along(needed)})",
+                    where=graph.by_name[op].where,
+                )
+
+
+def _names(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[PlanError]:
+    """The ops and parameters that cuts name, and how parameters are held."""
+    ops, parameters = set(stage.ops), set(graph.parameter_by_name)
+    read = {source for op in stage.ops for source in graph.by_name[op].inputs} - ops
+    for cut in stage.cuts:
+        for field, listed, known in (
+            ("whole_in", cut.whole_in, ops),
+            ("whole_parameters", cut.whole_parameters, parameters),
+            ("scattered", cut.scattered, ops),
+            ("arriving", cut.arriving, read),
+        ):
+            unknown = sorted(set(listed) - known)
+            if unknown:
+                yield PlanError(f"a cut names what its stage has ({name}: {cut.axis}, {field}: {', '.join(unknown)})")
+    for parameter, cuts in _held(stage, axes).items():
+        if len(cuts) > 1:
+            along = " and ".join(cut.axis for cut in cuts)
+            yield PlanError(f"a parameter is held in parts of one axis ({name}: {parameter} along {along})")
+
+
+def _held(stage: Stage, axes: Axes) -> dict[str, tuple[Cut, ...]]:
+    """Per parameter that is held in parts, the cuts along which."""
+    held: dict[str, tuple[Cut, ...]] = {}
+    own = set(stage.parameters)
+    for cut in stage.cuts:
+        for holder in dict.fromkeys(holder.rpartition(":")[0] for holder in axes.held_by.get(cut.axis, ())):
+            if holder in own and holder not in cut.whole_parameters:
+                held[holder] = (*held.get(holder, ()), cut)
+    return held
+
+
+def _along(axis: str | None) -> str:
+    return f"cut along {axis}" if axis else "whole"
 
 
 def _held_twice(plan: Plan, replica: Replica, axes: Axes) -> Iterator[PlanError]:
     """Two stages on one virtual device hold a parameter in the same way."""
     first: dict[tuple[int, str], tuple[int, Sequence[Cut]]] = {}
     for stage in replica.stages[: plan.num_stages]:
-        held: dict[str, tuple[Cut, ...]] = {}
-        for cut in stage.cuts:
-            for holder in dict.fromkeys(holder.rpartition(":")[0] for holder in axes.held_by.get(cut.axis, ())):
-                held[holder] = (*held.get(holder, ()), cut)
+        held = _held(stage, axes)
         for parameter in stage.parameters:
             own = held.get(parameter, ())
             other, cuts = first.setdefault((plan.stage_rank[stage.index], parameter), (stage.index, own))
-            if cuts != own:
+            if _ways(cuts) != _ways(own):
                 yield PlanError(
                     f"a device holds a parameter in one way (replica {replica.index}: {parameter} in stage {other} "
                     f"{_show(cuts)}, in stage {stage.index} {_show(own)})"
                 )
+
+
+def _ways(cuts: Sequence[Cut]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(cut.axis, cut.sizes) for cut in cuts]
 
 
 def _show(cuts: Sequence[Cut]) -> str:

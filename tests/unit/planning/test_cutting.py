@@ -159,10 +159,10 @@ def spoil(plan: Plan, cuts: tuple[Cut, ...]) -> Plan:
         ((Cut("inner.transformer.h.0.attn.heads", (2, 2)),) * 2, "cuts an axis once"),
         ((Cut("nonsense", (2, 2)),), "names an axis of the model"),
         ((Cut("batch", (2, 2)),), "divided by shares"),
-        ((Cut("inner.transformer.hidden", (16, 16)),), "needs whole"),
+        ((Cut("inner.transformer.hidden", (16, 16)),), "needs inner.transformer.hidden whole, which is cut"),
         (
             (Cut("inner.transformer.h.0.attn.heads", (2, 2)), Cut("inner.transformer.h.0.attn.head_dim", (4, 4))),
-            "no op has two",
+            "meets two axes that are cut",
         ),
     ],
 )
