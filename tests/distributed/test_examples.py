@@ -41,14 +41,6 @@ def test_the_overhead_benchmark_writes_its_ratios(tmp_path: Path) -> None:
     assert all(result["ratio"] > 0 for result in results.values())
 
 
-def test_the_split_benchmark_writes_its_ratios(tmp_path: Path) -> None:
-    file = tmp_path / "split.json"
-    run("examples/benchmarks/split.py", "--tiny", "--pairs", "1", "--steps", "1", "--warmup", "1", "--json", str(file))
-    results = json.loads(file.read_text())
-    assert set(results) == {"block", "classifier", "colocated"}
-    assert all(result["ratio"] > 0 and result["large"]["ratio"] > 0 for result in results.values())
-
-
 def test_the_split_classifier_trains_on_two_ranks_as_on_one() -> None:
     script = ("examples/split_classifier.py", "--classes", "4001", "--width", "64", "--steps", "20", "--print-every", "5")
     alone, split = run(*script), run("-m", "whale", "run", "--ranks", "2", *script)
@@ -56,3 +48,17 @@ def test_the_split_classifier_trains_on_two_ranks_as_on_one() -> None:
     losses = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", text)] for text in (alone, split)]
     assert len(losses[0]) == len(losses[1]) == 5 and losses[0][-1] < losses[0][0]
     assert all(abs(one - two) < 2e-3 for one, two in zip(*losses, strict=True))
+
+
+def test_the_mixture_of_experts_trains_on_two_ranks_as_on_one() -> None:
+    script = ("examples/moe.py", "--layers", "1", "--width", "32", "--context", "32", "--steps", "20", "--print-every", "10")
+    alone, divided = run(*script), run("-m", "whale", "run", "--ranks", "2", *script)
+    assert "groups of 2 cut blocks.0.gate.experts:0 4:4" in divided
+    losses, loads = ([re.findall(pattern, text) for text in (alone, divided)] for pattern in (r"loss ([\d.]+)", r"per expert ([\d ]+);"))
+    assert len(losses[0]) == len(losses[1]) == len(loads[0]) == len(loads[1]) == 3
+    assert float(losses[0][2]) < float(losses[0][0]) - 1, "it learns"
+    assert all(abs(float(a) - float(b)) < 2e-3 for a, b in zip(*losses, strict=True))
+    assert loads[0][0] == loads[1][0], "the same tokens chose the same experts"
+    of_devices = re.findall(r"\S+/\d+ (\d+)", divided.partition("per device")[2].splitlines()[0])
+    assert len(of_devices) == 2
+    assert sum(map(int, of_devices)) == sum(int(number) for number in loads[1][0].split()) == 16 * 32 * 2

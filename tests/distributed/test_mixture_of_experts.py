@@ -17,7 +17,7 @@ from tests.distributed.world import World
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
-import moe  # noqa: E402
+import moe
 
 WIDTH, HEADS, CONTEXT, EXPERTS, CHOICES = 8, 2, 6, 8, 2
 LEARNING_RATE = 1.0  # so that the first step of SGD shows the gradients

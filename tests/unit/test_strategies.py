@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import whale
 from whale.capture import capture
+from whale.cli.inputs import read_graph
 from whale.config import load_config
 from whale.hardware import load_cluster
 from whale.ir.graph import ModelGraph
@@ -50,9 +51,15 @@ def graph_of(scopes: tuple[int, int] | None) -> ModelGraph:
     return capture(model, (torch.zeros(64, 64, device="meta"),), lambda output, batch: output.square().mean())[0]
 
 
+@cache
+def graph_of_experts() -> ModelGraph:
+    """The mixture of experts of the examples, 8 in each of 2 layers."""
+    return read_graph(str(ROOT.parent / "examples" / "moe.py:build"), [])
+
+
 @dataclass(frozen=True)
 class Expected:
-    """What a recipe gives on so many devices: devices per stage of each replica."""
+    """What a recipe gives on so many devices: devices per stage of each replica. The model is a chain in `scopes`, or has experts."""
 
     cluster: str
     replicas: int
@@ -60,6 +67,7 @@ class Expected:
     schedule: str = "1f1b"
     num_micro_batch: int = 1
     scopes: tuple[int, int] | None = None
+    has_experts: bool = False
 
 
 EXPECTED = {
@@ -67,6 +75,7 @@ EXPECTED = {
     "data_parallel": Expected("cpu_2", 2, (1,)),
     "gradient_accumulation": Expected("cpu_2", 2, (1,), num_micro_batch=4),
     "interleaved": Expected("cpu_2", 1, (1,) * 4, "interleaved", num_micro_batch=8),
+    "mixture_of_experts": Expected("v100_t4", 1, (4,) * 5, has_experts=True),
     "mixed_pipeline": Expected("v100_t4", 2, (1, 1), num_micro_batch=8),
     "pipeline": Expected("cpu_2", 1, (1, 1), num_micro_batch=8),
     "pipeline_by_scopes": Expected("cpu_4", 2, (1, 1), num_micro_batch=4, scopes=(1, 1)),
@@ -87,7 +96,7 @@ def plan_for(recipe: Path, expected: Expected) -> Plan:
     if config.cluster.file is not None:
         assert Path(config.cluster.file).stem == expected.cluster
     cluster = load_cluster(ROOT / "clusters" / f"{expected.cluster}.yaml")
-    graph = graph_of(expected.scopes)
+    graph = graph_of_experts() if expected.has_experts else graph_of(expected.scopes)
     plan = make_plan(graph, cluster, config)
     verify(plan, graph, cluster)
     return plan
@@ -110,6 +119,13 @@ def test_a_faster_device_takes_more_rows() -> None:
         for replica, (start, stop) in zip(plan.replicas, plan.replica_rows(64), strict=True)
     }
     assert min(rows["big/0"], rows["big/1"]) > max(rows["small/0"], rows["small/1"])
+
+
+def test_a_faster_device_has_more_experts() -> None:
+    plan = plan_for(ROOT / "recipes" / "mixture_of_experts.yaml", EXPECTED["mixture_of_experts"])
+    layers = [stage for stage in plan.replicas[0].stages if stage.split == 4]
+    held = [{cut.axis: cut.sizes for cut in stage.cuts} for stage in layers]
+    assert [each[f"blocks.{layer}.gate.experts:0"] for layer, each in enumerate(held)] == [(3, 3, 1, 1)] * 2
 
 
 @pytest.mark.parametrize("path", [path for path in CLUSTERS if path.stem != "a100_3072"], ids=lambda path: path.stem)
