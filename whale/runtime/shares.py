@@ -8,13 +8,15 @@ local           0 1     2 3     4 5         three boxes, each an interval of the
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
+from itertools import accumulate, product
 
 from torch import Tensor
 
-from whale.axes.index_sets import Runs, count, count_below
+from whale.axes.index_sets import Runs, count
 from whale.ir.graph import ModelGraph
 from whale.runtime.holdings import Holdings
 
@@ -72,13 +74,40 @@ class Share:
 
     def local(self, box: Box) -> Box:
         """Where what is held of a rectangle of the whole lies in the rank's own tensor: side by side, whatever lies between."""
-        start = tuple(count_below(runs, bound) for runs, bound in zip(self.held, box.start, strict=True))
-        return Box(start, tuple(count_below(runs, bound) for runs, bound in zip(self.held, box.stop, strict=True)))
+        start = tuple(line.count_below(bound) for line, bound in zip(self._lines, box.start, strict=True))
+        return Box(start, tuple(line.count_below(bound) for line, bound in zip(self._lines, box.stop, strict=True)))
 
     def overlap(self, box: Box) -> tuple[Runs, ...] | None:
         """Per dimension, the held positions of a rectangle of the whole; None where there are none."""
-        found = tuple(_within(runs, *ends) for runs, ends in zip(self.held, zip(box.start, box.stop, strict=True), strict=True))
+        ends = zip(box.start, box.stop, strict=True)
+        found = tuple(line.within(start, stop) for line, (start, stop) in zip(self._lines, ends, strict=True))
         return found if all(found) else None
+
+    @cached_property
+    def _lines(self) -> tuple[_Line, ...]:
+        return tuple(map(_Line, self.held))
+
+
+class _Line:
+    """Runs that are asked often: a comb may have thousands, and a checkpoint as many pieces."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._starts = [start for start, _ in runs]
+        self._counts = [0, *accumulate(stop - start for start, stop in runs)]
+
+    def count_below(self, bound: int) -> int:
+        """How many positions come before `bound`."""
+        number = bisect_left(self._starts, bound)
+        beyond = max(self._runs[number - 1][1] - bound, 0) if number else 0
+        return self._counts[number] - beyond
+
+    def within(self, start: int, stop: int) -> Runs:
+        """What lies in ``[start, stop)``."""
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        near = self._runs[first : bisect_left(self._starts, stop)]
+        clipped = ((max(start, low), min(stop, high)) for low, high in near)
+        return tuple((low, high) for low, high in clipped if low < high)
 
 
 def boxes(positions: Sequence[Runs]) -> Iterator[Box]:
@@ -110,11 +139,6 @@ def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph) -> dict
                 tuple(holdings.runs(name, piece.region) for piece in pieces),
             )
     return found
-
-
-def _within(runs: Runs, first: int, last: int) -> Runs:
-    clipped = ((max(start, first), min(stop, last)) for start, stop in runs)
-    return tuple((start, stop) for start, stop in clipped if start < stop)
 
 
 def _less(positions: Sequence[int], origin: Sequence[int]) -> tuple[int, ...]:
