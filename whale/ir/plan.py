@@ -296,12 +296,19 @@ class Plan:
 
 
 def describe_cuts(cuts: Iterable[Cut]) -> str:
-    """Cuts as text; those whose names differ only in numbers (of layers) and that have equal sizes are told once."""
+    """Cuts as text; those whose names differ only in numbers (of layers) and that have equal sizes are told once.
+
+    Says how many ops meet an axis but work on all of it: ``hidden 16:16 (whole in 43 ops)``.
+    """
     found: dict[tuple[str, tuple[int, ...]], list[Cut]] = {}
     for cut in cuts:
         pattern = ".".join("*" if part.isdigit() else part for part in cut.axis.split("."))
         found.setdefault((pattern, cut.sizes), []).append(cut)
-    texts = [str(own[0]) if len(own) == 1 else f"{len(own)} x {Cut(pattern, sizes)}" for (pattern, sizes), own in found.items()]
+    texts = []
+    for (pattern, sizes), own in found.items():
+        num_whole = sum(len(cut.whole_in) for cut in own)
+        note = f" (whole in {num_whole} op{'s' * (num_whole > 1)})" if num_whole else ""
+        texts.append((str(own[0]) if len(own) == 1 else f"{len(own)} x {Cut(pattern, sizes)}") + note)
     return ", ".join(texts)
 
 

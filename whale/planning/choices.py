@@ -8,6 +8,7 @@ from itertools import pairwise
 from whale.axes import Mixing
 from whale.ir.division import divide_evenly
 from whale.ir.plan import Choice, Replica
+from whale.planning.explain_bridges import explain_bridges
 from whale.planning.explain_cutting import explain_cutting
 from whale.planning.explain_recompute import explain_recompute
 from whale.planning.group_size import Outcome
@@ -36,6 +37,7 @@ def explain_choices(annotations: Annotations | None, found: Outcome, replicas: S
             bound="the scopes",
         )
     yield from explain_cutting(best, replicas)
+    yield from explain_bridges(found.solver, best, replicas)
     yield _rows(best)
     for replica in replicas:
         if any(len(stage.shares) > 1 for stage in replica.stages):
