@@ -49,11 +49,19 @@ class Block:
 
 @dataclass(frozen=True)
 class Segment:
-    """The blocks from `start` up to the next segment, under ``whale.replicate(device_count)``, or under no scope of their own."""
+    """The blocks from `start` up to the next segment, under a scope, or under none of their own.
+
+    Attributes:
+        start: the first block.
+        device_count: of the scope.
+        is_scoped: whether there is one.
+        is_split: whether it is ``whale.split`` rather than ``whale.replicate``.
+    """
 
     start: int
     device_count: int | None = 1
     is_scoped: bool = True
+    is_split: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,7 +233,8 @@ def _scope(description: Description, number: int, placement: Placement) -> Abstr
     segment = description.segments[number]
     if description.placement != placement or not segment.is_scoped:
         return nullcontext()
-    return whale.replicate(segment.device_count, name=f"part{number}")
+    make = whale.split if segment.is_split else whale.replicate
+    return make(segment.device_count, name=f"part{number}")
 
 
 def _copies(description: Description, placement: Placement) -> AbstractContextManager[Any]:
