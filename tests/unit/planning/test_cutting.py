@@ -61,10 +61,9 @@ def cuts_of(plan: Plan, stage: int = 0) -> dict[str, tuple[int, ...]]:
 
 def test_gpt2_is_cut_by_heads_columns_and_vocabulary(golden: Callable[[str, str], None]) -> None:
     """Fused qkv by heads, feed-forward column then row, and the tied vocabulary from the table to the loss."""
-    plan = make_plan(captured("gpt2"), SLOW_PAIR, Config())
+    plan = make_plan(captured("gpt2", vocab_size=601), SLOW_PAIR, Config())
     assert cuts_of(plan) == {
-        "transformer.wte.vocabulary": (31, 30),
-        "transformer.wpe.vocabulary": (8, 8),
+        "transformer.wte.vocabulary": (301, 300),
         "transformer.h.0.attn.heads": (2, 2),
         "transformer.h.0.mlp.c_fc.weight:1": (64, 64),
         "transformer.h.1.attn.heads": (2, 2),
@@ -74,7 +73,7 @@ def test_gpt2_is_cut_by_heads_columns_and_vocabulary(golden: Callable[[str, str]
 
 
 def test_sizes_follow_the_devices_speed(golden: Callable[[str, str], None]) -> None:
-    plan = make_plan(captured("gpt2"), UNLIKE_PAIR, Config())
+    plan = make_plan(captured("gpt2", vocab_size=601), UNLIKE_PAIR, Config())
     cuts = cuts_of(plan)
     assert cuts["transformer.h.0.attn.heads"] == (3, 1)
     assert cuts["transformer.h.1.mlp.c_fc.weight:1"] == (96, 32)
@@ -82,7 +81,7 @@ def test_sizes_follow_the_devices_speed(golden: Callable[[str, str], None]) -> N
 
 
 def test_memory_moves_units_to_the_larger_device() -> None:
-    graph = captured("gpt2")
+    graph = captured("gpt2", vocab_size=601)
     free = make_plan(graph, UNLIKE_PAIR, Config())
     need = [estimate.parameter_bytes + estimate.activation_bytes for estimate in free.replicas[0].stages[0].estimates]
     assert need[0] > need[1]
@@ -94,10 +93,10 @@ def test_memory_moves_units_to_the_larger_device() -> None:
 
 
 def test_grouped_queries_are_cut_by_their_key_value_heads() -> None:
-    cuts = cuts_of(make_plan(captured("llama"), SLOW_PAIR, Config()))
+    cuts = cuts_of(make_plan(captured("llama", vocab_size=601), SLOW_PAIR, Config()))
     assert {axis for axis in cuts if "heads" in axis} == {f"model.layers.{layer}.self_attn.heads.0" for layer in (0, 1)}
     assert cuts["model.layers.0.mlp.gate_proj.weight:0"] == (24, 24)
-    assert cuts["classes"] == (31, 30)
+    assert cuts["classes"] == (301, 300)
 
 
 def test_convolutions_are_cut_by_channels() -> None:
@@ -135,7 +134,7 @@ def test_identical_blocks_are_one_decision() -> None:
 
 @pytest.mark.parametrize("mode", ["eval", "predict"])
 def test_cuts_are_carried_to_other_modes(mode: str) -> None:
-    graph, other = captured("gpt2"), captured("gpt2", mode)
+    graph, other = captured("gpt2", vocab_size=601), captured("gpt2", mode, vocab_size=601)
     plan = make_plan(graph, SLOW_PAIR, Config())
     carried = carry_plan(plan, graph, other)
     verify(carried, other, SLOW_PAIR)

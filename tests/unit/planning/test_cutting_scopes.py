@@ -28,13 +28,13 @@ def mlp(*paths: ScopePath, width: int = 8, inner: int = 32) -> ModelGraph:
     for index, path in enumerate(paths):
         graph.path = path
         weight = graph.parameter(f"norm{index}.weight", width)
-        y = graph.call(f"norm{index}", "aten.layer_norm.default", x, (width,), weight)
+        y = graph.call(f"norm{index}", "aten.layer_norm.default", x, (width,), weight, width=width)
         up, down = graph.parameter(f"up{index}.weight", inner, width), graph.parameter(f"down{index}.weight", width, inner)
         flops = 2 * 4 * width * inner
         y = graph.call(f"up{index}", "aten.linear.default", y, up, width=inner, flops=flops)
         y = graph.call(f"relu{index}", "aten.relu.default", y, width=inner, tags=("pointwise",))
         y = graph.call(f"down{index}", "aten.linear.default", y, down, width=width, flops=flops)
-        x = graph.call(f"add{index}", "aten.add.Tensor", x, y, tags=("pointwise",))
+        x = graph.call(f"add{index}", "aten.add.Tensor", x, y, width=width, tags=("pointwise",))
     graph.path = ()
     graph.sum_loss(x)
     return graph.build()
@@ -161,9 +161,10 @@ def test_an_axis_that_is_not_there_names_the_nearest() -> None:
         make_plan(mlp((split(0, 2, axis="up0.wight:0"),)), FOUR, Config())
 
 
-def test_an_axis_that_is_whole_says_why() -> None:
-    with pytest.raises(AnnotationError, match=r"(?s)cannot be cut: aten.layer_norm.default .*%norm0.*at model.py:1"):
-        make_plan(mlp((split(0, 2, axis="norm0.weight:0"),)), FOUR, Config())
+def test_an_axis_that_the_user_insists_on_is_cut_beside_what_needs_it_whole() -> None:
+    plan = make_plan(mlp((split(0, 2, axis="norm0.weight:0"),)), cluster((1e7, 1e7)), Config())
+    (cut,) = plan.replicas[0].stages[0].cuts
+    assert (cut.axis, cut.whole_in) == ("norm0.weight:0", ("norm0",))
 
 
 def test_an_op_without_a_rule_says_how_to_register_one() -> None:
@@ -184,8 +185,8 @@ def test_an_axis_too_short_for_the_devices() -> None:
 
 
 def test_a_split_of_which_nothing_can_be_cut_gives_all_reasons() -> None:
-    graph = mlp((split(0, 4),), inner=3)
-    with pytest.raises(AnnotationError, match=r"(?s)needs an axis that can be cut \(.*layer_norm.*needs at least 4 \(up0.weight:0: 3\)"):
+    graph = mlp((split(0, 4),), inner=3, width=2)
+    with pytest.raises(AnnotationError, match=r"(?s)needs an axis that can be cut \(.*needs at least 4 \(norm0.weight:0: 2\).*\(up0.weight:0: 3\)"):
         make_plan(graph, FOUR, Config())
 
 
