@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -19,17 +20,29 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """How it is run: relative speeds of the devices, whether scopes cut it in two, rows of rank 1's bad batch (0: a part is missing)."""
+    """How it is run: number of devices, scopes, rows of rank 1's bad batch (0: a part is missing)."""
 
     num_devices: int
-    has_scopes: bool
+    scopes: Scopes
     num_micro_batch: int
     bad_rows: int
 
 
-def make_model(has_scopes: bool) -> nn.Module:
+Scopes = Literal["none", "two stages", "split", "colocated"]
+
+
+def make_model(scopes: Scopes) -> nn.Module:
     torch.manual_seed(0)
-    if not has_scopes:
+    if scopes == "split":
+        with whale.split(2):
+            return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    if scopes == "colocated":
+        with whale.replicate(2):
+            first = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        with whale.split(2):
+            last = nn.Linear(8, 1)
+        return nn.Sequential(first, last)
+    if scopes == "none":
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     with whale.replicate(1, name="front"):
         front = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
@@ -56,7 +69,7 @@ def bad_batch(rank: int, case: Case) -> Batch:
 def refuse_and_go_on(rank: int, num_ranks: int, case: Case) -> tuple[list[str], list[float], bool]:
     """What was said about the bad batches, then the losses of good ones, and whether the bad ones changed anything."""
     engine = whale.parallelize(
-        make_model(case.has_scopes),
+        make_model(case.scopes),
         loss=loss,
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         batch=make_batch(8),
@@ -79,14 +92,18 @@ def refuse_and_go_on(rank: int, num_ranks: int, case: Case) -> tuple[list[str], 
 
 
 CASES = {
-    "pipeline": Case(2, True, 1, 6),
-    "data parallel": Case(2, False, 1, 6),
-    "accumulation": Case(2, False, 2, 6),
-    "a part is missing": Case(2, True, 2, 0),
-    "a part is missing, data parallel": Case(2, False, 1, 0),
-    "too small on one rank": Case(2, True, 4, 2),
-    "an idle rank": Case(2, False, 1, 6),
-    "an idle rank of a pipeline": Case(3, True, 2, 6),
+    "pipeline": Case(2, "two stages", 1, 6),
+    "data parallel": Case(2, "none", 1, 6),
+    "accumulation": Case(2, "none", 2, 6),
+    "a part is missing": Case(2, "two stages", 2, 0),
+    "a part is missing, data parallel": Case(2, "none", 1, 0),
+    "too small on one rank": Case(2, "two stages", 4, 2),
+    "split": Case(2, "split", 1, 6),
+    "split behind rows": Case(2, "colocated", 1, 6),
+    "split, accumulation": Case(2, "split", 2, 6),
+    "a part is missing, split": Case(2, "split", 1, 0),
+    "an idle rank": Case(2, "none", 1, 6),
+    "an idle rank of a pipeline": Case(3, "two stages", 2, 6),
 }
 
 
@@ -106,7 +123,7 @@ def test_a_batch_that_is_bad_on_one_rank(world: World, name: str) -> None:
 
 
 def train_alone() -> list[float]:
-    model, batch = make_model(False), make_batch(8)
+    model, batch = make_model("none"), make_batch(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(2):

@@ -76,6 +76,7 @@ class Executor:
     ) -> None:
         self._stages, self._exchange, self._model = stages, exchange, model
         self._counted = counted
+        self._is_split = any(stage.is_split for stage in stages.values())
         self._sync, self._status, self._device = sync, status, device
         self._flights: dict[tuple[int, int], Flight] = {}
         self._recomputed: frozenset[tuple[int | None, int | None]] = frozenset()
@@ -99,6 +100,7 @@ class Executor:
             actions: of this rank.
             state: of the step.
             agree: called once, before the first message, before `reduce`, and before the first backward if that needs it.
+                Split stages send messages while they compute, to and from each other too, so there it comes first of all.
             reduce: called once, after the last forward.
 
         Raises:
@@ -113,7 +115,8 @@ class Executor:
         last_forward = max((index for index, action in enumerate(actions) if action.kind is Kind.FORWARD), default=-1)
         num_posted, is_agreed = 0, False
         for index, action in enumerate(actions):
-            if not is_agreed and (action.kind in COMMUNICATION or (state.awaits_weights and action.kind is not Kind.FORWARD)):
+            needs_weights = state.awaits_weights and action.kind is not Kind.FORWARD
+            if not is_agreed and (self._is_split or needs_weights or action.kind in COMMUNICATION):
                 agree()
                 is_agreed = True
             if is_agreed:

@@ -77,6 +77,11 @@ class StageRunner:
         self._tensors = tensors
         self._device = device
 
+    @property
+    def is_split(self) -> bool:
+        """Whether its computation waits for other ranks in the midst."""
+        return self._split_group is not None
+
     def forward(
         self,
         num_rows: int,
