@@ -6,7 +6,8 @@ For n units of an axis on a device, of a micro-batch:
     op along an axis   arithmetic falls to n / size, traffic by what has the axis; what it contracts is summed, at once or
                        (scattered) half now and half backward
     tensor             each form in which it is used and does not lie is one bridge, shared by the users of that form
-    parameter          where only work on parts uses a whole one, its gradient is summed once per step
+    parameter          where only work on parts uses a whole one, its gradient is summed once per step; the optimizer steps
+                       what a device holds
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.axes.bridges import Bridge
-from whale.cost import Line
+from whale.cost import Line, optimizer_seconds
 from whale.cost.op_table import Floats, is_free
 from whale.ir.cluster import Device
 from whale.ir.graph import Op
@@ -64,7 +65,8 @@ class Figures:
     @cached_property
     def whole(self) -> float:
         """Seconds of the stage if nothing is cut, on the slowest device."""
-        return float(np.max(sum((self._whole_seconds[node] for node in range(len(self.classes.nodes))), np.zeros(len(self.workers)))))
+        stepping = sum(self._optimizer_seconds(number, Label(), None) for number in range(len(self.classes.nodes)))
+        return float(np.max(np.sum(self._whole_seconds, axis=0))) + stepping
 
     @cached_property
     def _whole_seconds(self) -> tuple[Floats, ...]:
@@ -162,11 +164,23 @@ class Figures:
             yield LabelFigures(
                 seconds=tuple(seconds),
                 lane=lane,
-                fixed=len(node.ops) * self._sum_seconds(node.first, label) if is_call else 0.0,
+                fixed=len(node.ops) * self._sum_seconds(node.first, label) if is_call else self._optimizer_seconds(number, label, shares),
                 num_bytes=tuple(self._held_bytes(number, label, shares)),
                 kinds=frozenset({label.work, label.scattered}) - {WHOLE},
                 divides=is_call and label.work != WHOLE and self._counts(node.first, label),
             )
+
+    def _optimizer_seconds(self, number: int, label: Label, shares: NDArray[np.float64] | None) -> float:
+        """Seconds of stepping the parameters of a node, per micro-batch of the step, on the slowest device."""
+        node = self.classes.nodes[number]
+        if node.first.kind != "parameter" or not node.first.requires_grad or not self.pricing.training:
+            return 0.0
+        held = sum(op.num_bytes for op in node.ops)
+        times = []
+        for worker in self.workers:
+            share = shares[label.work, worker.position] if shares is not None and label.work != WHOLE else 1.0
+            times.append(optimizer_seconds(worker.device, held * share, self.pricing.optimizer_states))
+        return max(times) / self.site.num_micro_batch
 
     def _counts(self, op: Op, label: Label) -> bool:
         """Whether work on parts divides something worth it: arithmetic, or a parameter."""

@@ -11,8 +11,9 @@ cost model. Sizes and labels are settled in turn: that is a heuristic where devi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from whale.planning.cut_figures import Figures, Sizes
 from whale.planning.cut_program import Program, Selection, solve
 from whale.planning.cut_space import Scene, find_cut_space
 from whale.planning.insisting import find_insisted, no_axis_fault
-from whale.planning.pricing import Pricing
+from whale.planning.pricing import Pricing, device_kind
 from whale.planning.tolls import Site
 from whale.planning.write_cuts import names_of, write_cuts
 
@@ -37,7 +38,7 @@ class Cutting:
 
     Attributes:
         cuts: per cut axis its sizes, in the model's order of axes.
-        seconds: of the stage for one micro-batch on the slowest devices, bridges included.
+        seconds: of the stage for one micro-batch on the slowest devices, with bridges and a share of the optimizer's step.
         uncut_seconds: the same if every device computed everything.
         runner_up: the next best set of axes, and its seconds; empty where there is no other.
         runner_up_seconds: 0 where there is no other.
@@ -78,10 +79,27 @@ def choose_cuts(scene: Scene, pricing: Pricing, site: Site, num_bytes: Line, sco
     Raises:
         AnnotationError: no axis can be cut, or one that is asked for cannot.
     """
-    space = find_cut_space(scene, site.width)
+    stage = hash(scene.ops), scene.received, scene.handed_on, scene.shared, site.width
+    place = tuple(_place(pricing, group) for group in site.groups), site.num_rows, site.in_flight, site.num_micro_batch
+    key = stage, place, num_bytes, tuple(scopes)
+    if key not in pricing.cuttings:
+        if stage not in pricing.cuttings:
+            pricing.cuttings[stage] = Classes(scene, find_cut_space(scene, site.width), pricing.kept)
+        pricing.cuttings[key] = _choose(Figures(pricing.cuttings[stage], pricing, site, num_bytes), scopes)
+    cutting: Cutting = pricing.cuttings[key]
+    return cutting
+
+
+def _place(pricing: Pricing, group: Sequence[str]) -> Hashable:
+    """Groups of equal devices on equal links are cut alike."""
+    kinds = tuple(device_kind(pricing.cluster.by_name[name]) for name in group)
+    return kinds, tuple(pricing.link(a, b) for a, b in combinations(group, 2))
+
+
+def _choose(figures: Figures, scopes: Sequence[Scope]) -> Cutting:
+    scene, space, site = figures.classes.scene, figures.classes.space, figures.site
     insisted, faults = find_insisted(scene, space, scopes, site.width)
     raise_faults(faults)
-    figures = Figures(Classes(scene, space, pricing.kept), pricing, site, num_bytes)
     first = _settle(figures, insisted, scopes)
     if first is None:
         raise no_axis_fault(scene, space, scopes, site.width)

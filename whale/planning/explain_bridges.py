@@ -58,7 +58,11 @@ def _together(stage: Stage, bridges: Sequence[Bridge], found: dict[Bridge, Bytes
         f"stage {stage.index}: all {len(bridges)}",
         "each form once for all its users, in one step",
         cost=f"{format_bytes(fused)} per device and micro-batch",
-        runner_up=f"one for each user: {format_bytes(alone)}; through whole tensors: {format_bytes(steps)}",
+        runner_up="; ".join(
+            f"{text}: {format_bytes(num_bytes)}"
+            for text, num_bytes in (("one for each user", alone), ("through whole tensors", steps))
+            if num_bytes != fused
+        ),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -94,6 +95,7 @@ class Pricing:
     Args:
         fraction: share of each device's memory that a plan may use.
         optimizer_states: tensors that the optimizer keeps per parameter.
+        cuttings: what was found out about split stages, for those that ask it.
     """
 
     graph: ModelGraph
@@ -106,6 +108,7 @@ class Pricing:
     _links: dict[tuple[str, str], Link] = field(default_factory=dict)
     _locals: dict[Hashable, Pricing] = field(default_factory=dict)
     _labels: dict[Hashable, Labels] = field(default_factory=dict)
+    cuttings: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
     def table(self) -> OpTable:
