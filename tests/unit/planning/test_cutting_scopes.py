@@ -186,7 +186,9 @@ def test_an_axis_too_short_for_the_devices() -> None:
 
 def test_a_split_of_which_nothing_can_be_cut_gives_all_reasons() -> None:
     graph = mlp((split(0, 4),), inner=3, width=2)
-    with pytest.raises(AnnotationError, match=r"(?s)needs an axis that can be cut \(.*needs at least 4 \(norm0.weight:0: 2\).*\(up0.weight:0: 3\)"):
+    with pytest.raises(
+        AnnotationError, match=r"(?s)needs an axis that can be cut \(.*needs at least 4 \(norm0.weight:0: 2\).*\(up0.weight:0: 3\)"
+    ):
         make_plan(graph, FOUR, Config())
 
 
