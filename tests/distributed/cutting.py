@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from whale.axes import Axes, Dimension, axes_of, discover
-from whale.axes.labels import SCATTERED
+from whale.axes.labels import may_scatter
+from whale.axes.values import may_lie_in_parts
 from whale.capture import Program, capture
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH
@@ -136,7 +137,10 @@ def choose_labels(model: ModelGraph, axes: Axes, num_parts: int, seed: int) -> t
     chosen = set(draw.sample(names, min(len(names), 6)))
     work = _random_work(model, axes, chosen, draw)
     scattered = _random_scatters(model, axes, chosen, work, draw)
-    held = {name: draw.choice([None, *sorted(chosen & _axes_in(dims))]) for name, dims in axes.parameters.items()}
+    held = {
+        name: draw.choice([None, *(axis for axis in sorted(chosen) if may_lie_in_parts(dims, axis))])
+        for name, dims in axes.parameters.items()
+    }
     cuts = []
     for name in sorted(chosen):
         met = [op.name for op in model.ops if op.kind == "call" and op.name in axes.ops and name in axes.ops[op.name].roles]
@@ -185,12 +189,10 @@ def _random_scatters(
 ) -> dict[str, str]:
     found = {}
     for name, axis in work.items():
-        op, made = model.by_name[name], axes.ops[name]
-        if axis is None or made.roles[axis].kind != "contracted" or made.roles[axis].combine not in SCATTERED:
-            continue
-        along = sorted(chosen & _axes_in([dim for dims in made.outputs for dim in dims]))
+        op = model.by_name[name]
+        along = [other for other in sorted(chosen) if axis is not None and may_scatter(op, axes, axis, other)]
         written = any("in_place" in model.by_name[user].tags for user in model.users[name])
-        if along and len(op.outputs) == 1 and "in_place" not in op.tags and not written and draw.random() < 0.7:
+        if along and not written and draw.random() < 0.7:
             found[name] = draw.choice(along)
     return found
 

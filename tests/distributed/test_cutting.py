@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import cutting_models
-from tests.distributed.cutting import captured, choose, composed_errors, errors, staged_errors
+from tests.distributed.cutting import captured, choose, choose_labels, composed_errors, errors, staged_errors
 from tests.distributed.cutting_operators import failures
 from tests.distributed.world import World
 from tests.hf_models import BUILDERS
@@ -25,6 +25,16 @@ def test_a_hugging_face_model_on_parts_is_the_model(world: World, family: str) -
     for seed, num_parts in enumerate((2, 3, 2, 3, 2)):
         cuts = choose(axes, num_parts, seed, in_order=seed == 0)
         assert worst(world.run(errors, builder, cuts, num_ranks=num_parts)) < (TOLERANCE, ""), cuts
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_a_hugging_face_model_with_random_bridges_is_the_model(world: World, family: str) -> None:
+    builder = f"tests.hf_models:{family}"
+    whole = captured(builder)
+    for seed in range(4):
+        num_parts = 2 + seed % 2
+        cuts = choose_labels(whole.model, whole.axes, num_parts, seed)
+        assert worst(world.run(errors, builder, cuts, num_ranks=num_parts)) < (TOLERANCE, ""), seed
 
 
 @pytest.mark.parametrize("name", cutting_models.BUILDERS)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.axes.added import added_operand
-from whale.axes.values import Axes, axes_of
+from whale.axes.values import Axes, axes_of, may_lie_in_parts
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import Cut
@@ -98,8 +98,8 @@ class Labels:
         known = self.graph.by_name[op]
         if known.kind in ("parameter", "buffer"):
             parameter = self.graph.parameter_by_name[known.target].name
-            axes = (cut.axis for cut in self.cuts if parameter not in cut.whole_parameters)
-            return next((axis for axis in axes if axis in self.axes_in(op)), None)
+            axes = (cut.axis for cut in self.cuts if parameter not in cut.whole_parameters and cut.axis in self.axes_in(op))
+            return next((axis for axis in axes if may_lie_in_parts(self.axes.ops[op].outputs[0], axis)), None)
         if op not in self.ops:
             return next((cut.axis for cut in self.cuts if op in cut.arriving), None)
         axis = self.scattered.get(op, self.work.get(op))
@@ -155,9 +155,16 @@ class Labels:
 
     def _may_scatter(self, op: Op, target: str) -> bool:
         axis = self.work.get(op.name)
-        role = self.axes.ops[op.name].roles.get(axis) if axis else None
-        is_sum = role is not None and role.kind == "contracted" and role.combine in SCATTERED
-        return is_sum and len(op.outputs) == 1 and target in self.axes_in(op.name) and "in_place" not in op.tags
+        return axis is not None and may_scatter(op, self.axes, axis, target)
+
+
+def may_scatter(op: Op, axes: Axes, axis: str, target: str) -> bool:
+    """Whether the sum that an op makes over parts of one axis may be scattered along another, which it has and keeps."""
+    roles = axes.ops[op.name].roles
+    role, other = roles.get(axis), roles.get(target)
+    is_sum = role is not None and role.kind == "contracted" and role.combine in SCATTERED
+    is_kept = other is not None and other.kind in ("kept", "broadcast") and target != axis
+    return is_sum and is_kept and len(op.outputs) == 1 and "in_place" not in op.tags
 
 
 def label(graph: ModelGraph, axes: Axes, ops: Collection[str], cuts: Sequence[Cut]) -> Labels:

@@ -187,3 +187,22 @@ def axes_of(dimension: Dimension) -> tuple[str, ...]:
             for piece in factor.pieces:
                 found += axes_of(piece)
     return tuple(found)
+
+
+def may_lie_in_parts(dimensions: tuple[Dimension, ...], axis: str) -> bool:
+    """Whether a tensor can be held in parts of an axis: it has it, and not twice, of which parts would be the diagonal blocks only."""
+    found = [dimension for dimension in dimensions if axis in axes_of(dimension)]
+    return len(found) == 1 and _comes_once(found[0], axis)
+
+
+def _comes_once(dimension: Dimension, axis: str) -> bool:
+    counts = [1 if factor == axis else 0 if isinstance(factor, str) else _pieces_have(factor, axis) for factor in dimension]
+    return sum(counts) == 1
+
+
+def _pieces_have(factor: Concatenation, axis: str) -> int:
+    """0 where no piece has the axis, 1 where each has it once, else 2."""
+    have = [axis in axes_of(piece) for piece in factor.pieces]
+    if not any(have):
+        return 0
+    return 1 if all(have) and all(_comes_once(piece, axis) for piece in factor.pieces) else 2

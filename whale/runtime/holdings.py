@@ -20,7 +20,7 @@ from torch import Tensor
 
 from whale.axes import Axes, discover
 from whale.axes.index_sets import Runs, index_set, intervals
-from whale.axes.values import Dimension, axes_of
+from whale.axes.values import Dimension, may_lie_in_parts
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH, Region
@@ -92,7 +92,7 @@ class Holdings:
         if not stage.cuts:
             return Region()
         held = intervals([cut for cut in stage.cuts if name not in cut.whole_parameters], position)
-        mine = {axis for dimension in self.dimensions(name) for axis in axes_of(dimension)} & set(held) - {BATCH}
+        mine = [axis for axis in held if axis != BATCH and may_lie_in_parts(self.dimensions(name), axis)]
         return Region(tuple((axis, *held[axis]) for axis in sorted(mine)))
 
     def dimensions(self, name: str) -> tuple[Dimension, ...]:

@@ -50,5 +50,5 @@ def part_prod(own: Tensor, group: Group) -> Tensor:
     return own_way + (torch.stack(factors).prod(0) - own_way).detach()
 
 
-FINISHES: dict[str, Callable[[Any, Any], Tensor]] = {"sum": leave, "any": part_any, "all": part_all, "prod": part_prod}
-"""How results for parts of a contracted axis become the whole result, where that needs nothing but the results."""
+FINISHES: dict[str, Callable[[Any, Any], Tensor]] = {"any": part_any, "all": part_all, "prod": part_prod}
+"""How results for parts of a contracted axis become the whole result, where they are not added."""
