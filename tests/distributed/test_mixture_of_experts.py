@@ -1,4 +1,4 @@
-"""The mixture of experts of the examples: experts divided evenly and unevenly, in replicas and pipelines, trained as the plain model."""
+"""Mixtures of experts, of the examples and of Hugging Face: divided evenly and unevenly, trained as the plain model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import whale
 from tests import reference
 from tests.distributed.training import make_cluster
 from tests.distributed.world import World
+from tests.hf_models import mixtral
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
@@ -155,3 +156,27 @@ def test_divided_experts_train_as_on_one_device(world: World, layout: str) -> No
 
 def difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((state[name] - value).abs().max()) for name, value in expected.items())
+
+
+def train_mixtral(rank: int, size: int, implementation: str, axis: str, speeds: tuple[float, ...]) -> tuple[reference.Run, list[str]]:
+    if implementation == "grouped_mm":  # on the CPU an operator of the library's own
+        whale.register_rule("transformers.grouped_mm_fallback", "input[n! k] weight[e! k j] offs[e!] -> [n! j]")
+    model, batch = mixtral(rows=8, experts_implementation=implementation)
+    whale.tag(model, whale.split(size, axis=axis))
+    engine = whale.parallelize(model, optimizer=optimizer, batch=batch, cluster=make_cluster(speeds))
+    try:
+        losses = [float(engine.step(batch)) for _ in range(3)]
+        cut = [cut.axis for stage in engine.plan.replicas[0].stages for cut in stage.cuts]
+        return reference.Run(losses, {}, reference.copy_of(engine.state_dict() or {})), cut
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("implementation", "axis"), [("batched_mm", "experts.gate_up_proj:0"), ("grouped_mm", "experts.gate_up_proj:1.1")])
+def test_experts_of_mixtral_are_cut_as_captured(world: World, implementation: str, axis: str) -> None:
+    model, batch = mixtral(rows=8, experts_implementation=implementation)
+    expected = reference.train(model, lambda output, _: output.loss, [batch] * 3, optimizer)
+    for run, cut in world.run(train_mixtral, implementation, axis, (3.0, 1.0), num_ranks=2, timeout=120.0):
+        assert sum(name.endswith(axis) for name in cut) == 2, "in both layers"
+        assert max(abs(a - b) for a, b in zip(run.losses, expected.losses, strict=True)) < 1e-5
+        assert difference(run.state, expected.state) < 1e-5
