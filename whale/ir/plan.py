@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.ir.division import divide, divide_evenly, intervals
+from whale.ir.layout import BATCH
 from whale.units import format_bytes, format_seconds
 
 
@@ -90,6 +91,7 @@ class Cut:
         whole_parameters: parameters and buffers that have the axis, but are not held in parts of it.
         scattered: ops that sum over another axis that is cut: each device keeps its part of this axis of the sum.
         arriving: values from other stages of which each device is handed its part only.
+        handed_on: values for other stages that stay in parts; only of the batch.
     """
 
     axis: str
@@ -98,6 +100,7 @@ class Cut:
     whole_parameters: tuple[str, ...] = ()
     scattered: tuple[str, ...] = ()
     arriving: tuple[str, ...] = ()
+    handed_on: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.axis} {':'.join(str(size) for size in self.sizes)}"
@@ -161,6 +164,22 @@ class Stage:
         """
         parts = intervals(divide(num_rows, self.shares, minimum=1), start)
         return tuple(part for part in parts for _ in range(self.split))
+
+    @property
+    def row_cut(self) -> Cut | None:
+        """How the rows of a split group are divided among its devices, where some of its ops work on rows of their own."""
+        return next((cut for cut in self.cuts if cut.axis == BATCH), None)
+
+    def tensor_intervals(self, tensor: str, num_rows: int) -> tuple[tuple[int, int], ...]:
+        """Per device, the rows of a micro-batch that it has of a tensor which crosses its border.
+
+        Raises:
+            ValueError: there is less than one row per device that takes rows of its own.
+        """
+        whole, cut = self.row_intervals(num_rows), self.row_cut
+        if cut is None or (tensor not in cut.arriving and tensor not in cut.handed_on):
+            return whole
+        return tuple(part for start, stop in whole[:: self.split] for part in intervals(divide(stop - start, cut.sizes, minimum=1), start))
 
 
 @dataclass(frozen=True, slots=True)

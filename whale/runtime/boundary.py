@@ -88,6 +88,10 @@ class Boundary:
         """Rows of a micro-batch that one device of a stage holds."""
         return self.replica.stages[stage].row_intervals(num_rows)[position]
 
+    def tensor_rows(self, stage: int, tensor: str, position: int, num_rows: int) -> tuple[int, int]:
+        """Rows of a micro-batch that one device of a stage has of a tensor."""
+        return self.replica.stages[stage].tensor_intervals(tensor, num_rows)[position]
+
     def __hash__(self) -> int:
         return id(self)
 
@@ -117,14 +121,14 @@ def _transfers(boundary: Boundary, edge: Edge, tensor: str, num_rows: int, direc
     if has_rows and (len(source.virtual_device.devices) > 1 or len(target.virtual_device.devices) > 1):
         assert tensor in dict(boundary.plan.batch_axes), f"%{tensor} crosses unlike stages without a known batch axis"
         ends = (source, target) if direction == "forward" else (target, source)
-        for transfer in transfers(_by_rows(ends[0], num_rows), _by_rows(ends[1], num_rows)):
+        for transfer in transfers(_by_rows(ends[0], tensor, num_rows), _by_rows(ends[1], tensor, num_rows)):
             yield transfer.source, transfer.target, transfer.region
     else:
         yield from _whole(source, target, direction)
 
 
-def _by_rows(stage: Stage, num_rows: int) -> Layout:
-    return Layout(tuple(Region(((BATCH, start, stop),)) for start, stop in stage.row_intervals(num_rows)))
+def _by_rows(stage: Stage, tensor: str, num_rows: int) -> Layout:
+    return Layout(tuple(Region(((BATCH, start, stop),)) for start, stop in stage.tensor_intervals(tensor, num_rows)))
 
 
 def _whole(source: Stage, target: Stage, direction: Direction) -> Iterator[tuple[int, int, Region]]:

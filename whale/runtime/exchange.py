@@ -71,6 +71,7 @@ class Exchange:
         self._sends: list[tuple[dist.Work, torch.Tensor, int, str]] = []
         self._micro_batches: Sequence[tuple[int, int]] = ()
         self._local_rows: dict[tuple[int, int], tuple[int, int]] = {}
+        self._tensor_rows: dict[tuple[int, int, str], tuple[int, int]] = {}
 
     def begin(self, micro_batches: Sequence[tuple[int, int]]) -> None:
         """Starts a step whose micro-batches take these global rows; forgets what a step that was given up has left."""
@@ -84,6 +85,14 @@ class Exchange:
         if key not in self._local_rows:
             self._local_rows[key] = self._boundary.local_rows(stage, self._position, stop - start)
         return self._local_rows[key]
+
+    def _rows_of(self, tensor: str, place: Place) -> tuple[int, int]:
+        """Rows of a micro-batch that this rank has of a tensor in a stage."""
+        start, stop = self._micro_batches[place[2]]
+        key = (place[1], stop - start, tensor)
+        if key not in self._tensor_rows:
+            self._tensor_rows[key] = self._boundary.tensor_rows(place[1], tensor, self._position, stop - start)
+        return self._tensor_rows[key]
 
     def post(self, place: Place, *, on_this_virtual_device: bool = False) -> None:
         """Starts to receive what a stage needs from other virtual devices (or from its own)."""
@@ -123,12 +132,11 @@ class Exchange:
             values: this rank's part of each tensor, or of its gradient.
             on_this_virtual_device: choose the edges that stay on it.
         """
-        low, _ = self.local_rows(place[1], place[2])
         for copy in self._copies(place, arriving=False, local=on_this_virtual_device):
             lane = copy.lane
             if lane.source != self._rank:
                 continue
-            piece = self._piece(values[copy.tensor], copy, low)
+            piece = self._piece(values[copy.tensor], copy, self._rows_of(copy.tensor, place)[0])
             if lane.target == self._rank:
                 self._parcels.setdefault(self._other_end(place, copy), []).append(Parcel(copy, piece, None, self._rank))
             else:
@@ -164,7 +172,7 @@ class Exchange:
     def _shape(self, place: Place, copy: Copy) -> tuple[int, ...]:
         spec = self._model.by_name[copy.tensor].outputs[0]
         if copy.start is None or copy.stop is None:
-            low, high = self.local_rows(place[1], place[2])
+            low, high = self._rows_of(copy.tensor, place)
             return spec.shape_at(high - low)
         return piece_shape(spec, self._axes[copy.tensor], copy.stop - copy.start)
 
@@ -173,7 +181,7 @@ class Exchange:
         return torch.empty(self._shape(place, copy), dtype=dtype, device=self._channels.wire_device)
 
     def _assemble(self, place: Place, tensor: str, parcels: Sequence[Parcel]) -> torch.Tensor:
-        low, high = self.local_rows(place[1], place[2])
+        low, high = self._rows_of(tensor, place)
         first = parcels[0].copy
         if len(parcels) == 1 and (first.start is None or (first.start, first.stop) == (low, high)):
             return parcels[0].wire.to(self._device)

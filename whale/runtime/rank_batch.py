@@ -65,6 +65,12 @@ def _cuts(plan: Plan, replica: int, stage: Stage, num_rows: int) -> list[Rows]:
             f"has {len(stage.groups)} (a micro-batch of a batch of {num_rows} rows: {smallest})",
             hint=_SMALL_BATCH,
         )
+    if stage.row_cut is not None and min(b - a for a, b in stage.row_intervals(smallest)) < stage.split:
+        raise BatchError(
+            f"a micro-batch needs at least one row for each device that takes rows of its own: stage {stage.index} of replica {replica} "
+            f"has {stage.split} in a group (a micro-batch of a batch of {num_rows} rows: {smallest})",
+            hint=_SMALL_BATCH,
+        )
     return [stage.row_intervals(stop - start, start) for start, stop in micro_batches]
 
 

@@ -89,13 +89,12 @@ class CutLayout:
         return tuple(intervals(known, position) for position in range(len(self.cuts[0].sizes) if self.cuts else 1))
 
     def _with_rows(self, cut: Cut) -> Cut:
-        return Cut(BATCH, divide(self.num_rows, cut.sizes)) if cut.axis == BATCH else cut
+        return Cut(BATCH, divide(self.num_rows, cut.sizes, minimum=1)) if cut.axis == BATCH else cut
 
     def returned(self, op: str) -> Use:
-        """How a stage hands on a value: whole, but rows that lie apart already stay so, if the batch's numbers are not asked for."""
-        known = self.model.by_name.get(op)
-        stays = known is not None and self.labels.held(op) == BATCH and op not in self.model.outputs
-        return Use(BATCH) if stays else Use()
+        """How a stage hands on a value: whole, unless the plan lets it stay in parts."""
+        axis = next((cut.axis for cut in self.cuts if op in cut.handed_on), None)
+        return Use(axis)
 
     def dimensions(self, op: str, result: int = 0) -> tuple[Dimension, ...]:
         """The dimensions of one result of an op."""
