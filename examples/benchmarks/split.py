@@ -9,7 +9,7 @@ colocated    the same with each rank's own rows in the backbone, which is data p
 The peer is `torch.distributed.tensor.parallel.parallelize_module`, in the plan that a user who knows it well would write:
 column- then row-wise layers in the block, local tensors between them; in the classifiers a column-wise layer and
 `loss_parallel`; where the backbone is data parallel, DistributedDataParallel around it, and the layer gathers the features
-itself. All step AdamW in its fused form, the fastest on either side.
+itself. All step AdamW in its fused form.
 
 Each is measured on small shapes, where what surrounds the arithmetic is the cost, and on large ones. Both sides must first have
 trained alike: the same losses, the same weights. Each pair times one block of steps of either side, in alternating order, so
@@ -372,7 +372,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=15, help="default 15")
+    parser.add_argument("--pairs", type=int, default=11, help="default 11")
     parser.add_argument("--warmup", type=int, default=4, help="steps of both sides that are compared before; default 4")
     parser.add_argument("--steps", type=int, help="per block that is timed, in place of each shape's own number")
     parser.add_argument("--only", choices=sorted(CASES), help="one comparison")
