@@ -18,6 +18,7 @@ from math import prod
 from whale.axes.bridges import Bridge, Transport
 from whale.axes.index_sets import Runs, count, index_set, intervals
 from whale.axes.values import Axes, Dimension
+from whale.ir.division import divide
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, TensorSpec
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
@@ -38,7 +39,7 @@ def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, cuts: Sequence[C
     sum_factor = sum_share(bridge, graph, axes) if bridge.is_sum else 1.0
     forward = backward = 0.0
     for spec, dimensions in zip(graph.by_name[bridge.tensor].outputs, axes.ops[bridge.tensor].outputs, strict=True):
-        part = _Part(spec, dimensions, axes, graph.num_rows, rows, intervals(cuts, position))
+        part = _Part(spec, dimensions, axes, graph.num_rows, rows, intervals([_at_rows(cut, rows) for cut in cuts], position))
         size = DTYPE_BYTES[spec.dtype]
         forward += size * _received(bridge.forward, part, bridge.source, bridge.target, width) * sum_factor
         backward += size * _received(bridge.backward, part, bridge.target, bridge.source, width)
@@ -58,6 +59,10 @@ def sum_share(bridge: Bridge, graph: ModelGraph, axes: Axes) -> float:
         size = next(axes.by_name[axis].size for axis, role in axes.ops[op.name].roles.items() if role.combine == "softmax")
         return 3 * (rows.num_elements / size) * DTYPE_BYTES[rows.dtype] / max(1, op.num_bytes)
     return 2.0 if "weighted_mean" in combines else 1.0
+
+
+def _at_rows(cut: Cut, rows: int) -> Cut:
+    return Cut(BATCH, divide(rows, cut.sizes)) if cut.axis == BATCH else cut
 
 
 class _Part:

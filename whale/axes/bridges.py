@@ -100,7 +100,7 @@ def find_bridges(labels: Labels, returned: frozenset[str] = frozenset()) -> tupl
             for operand in _tensors(labels, op):
                 users.setdefault((operand, labels.use(op.name, operand)), []).append(op.name)
     for name in returned:
-        users.setdefault((name, Use()), [])
+        users.setdefault((name, labels.returned(name)), [])
     position = {op.name: index for index, op in enumerate(labels.graph.ops)}
     found = [*_sums(labels), *_between(labels, users)]
     return tuple(sorted(found, key=lambda bridge: position[bridge.tensor]))

@@ -119,6 +119,10 @@ class Labels:
             return Use()
         return Use(axis) if axis in self.axes_in(operand) else Use(entered=True)
 
+    def returned(self, op: str) -> Use:
+        """How the stage hands on a value: whole, unless the plan lets it stay in parts."""
+        return Use(next((cut.axis for cut in self.cuts if op in cut.handed_on), None))
+
     def faults(self) -> list[PlanError]:
         """Why the ops cannot work so, as errors at the user's lines: once per axis, or pair of axes, with the first op."""
         found: dict[object, PlanError] = {}

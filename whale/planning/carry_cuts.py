@@ -13,6 +13,7 @@ from whale.axes.labels import label
 from whale.axes.values import Concatenation, Dimension
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph, Op
+from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
 from whale.planning.memory_writes import MemoryWrites
 
@@ -58,6 +59,8 @@ def carry_cuts(cuts: tuple[Cut, ...], names: Mapping[str, str], graph: ModelGrap
     found: dict[str, Cut] = {}
     lost = []
     for cut in cuts:
+        if cut.axis == BATCH:  # rows arrive whole there
+            continue
         like = axes.by_name.get(names.get(cut.axis, ""))
         if like is not None and like.size == sum(cut.sizes):
             found[like.name] = Cut(like.name, cut.sizes, whole_parameters=cut.whole_parameters)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.axes.added import added_operand
-from whale.axes.labels import SCATTERED
+from whale.axes.labels import may_scatter
 from whale.ir.graph import Op, Ref
+from whale.ir.layout import BATCH
 from whale.planning.cut_space import CutSpace, Scene
 from whale.planning.memory_writes import MemoryWrites
 
@@ -43,7 +44,7 @@ class Node:
 
     Attributes:
         ops: the members; the items of their results are not among them.
-        labels: that it may have; the first is to be whole.
+        labels: that it may have; the first is to be whole, but for values of which each device is handed its rows.
     """
 
     ops: tuple[Op, ...]
@@ -172,7 +173,8 @@ class Classes:
             own = tuple(dict.fromkeys(self._user(name, reader) for reader in readers.get(name, ())))
             if name in self.scene.returned:
                 op = self.scene.graph.by_name[name]
-                own = (*own, User(-1, ((WHOLE, False),), op.requires_grad, False, False))
+                rows = self.space.kind_of.get(BATCH, WHOLE) if name in self.scene.rows_leaving else WHOLE
+                own = (*own, User(-1, ((rows, False),), op.requires_grad, False, False))
             op = self.scene.graph.by_name[name]
             if own and len(op.outputs) == 1:
                 key = node, self._forms(name), frozenset(own), op.outputs
@@ -219,6 +221,10 @@ class Classes:
         return found
 
     def _labels(self, op: Op) -> Iterator[Label]:
+        rows = self.space.kind_of.get(BATCH)
+        if rows is not None and op.name in self.scene.rows_arriving:
+            yield Label(rows)
+            return
         yield Label()
         if op.kind in ("parameter", "buffer"):
             known = self.scene.graph.parameter_by_name.get(op.target)
@@ -233,8 +239,11 @@ class Classes:
             if kind is None or role.kind == "whole":
                 continue
             yield Label(kind)
-            if role.combine in SCATTERED and len(op.outputs) == 1 and "in_place" not in op.tags:
-                yield from (Label(kind, other) for other in sorted(self.kinds_in(op.name)) if other != kind)
+            others = {self.space.kind_of[other] for other in known_axes.roles if self._may_scatter(op, axis, other)}
+            yield from (Label(kind, other) for other in sorted(others - {kind}))
+
+    def _may_scatter(self, op: Op, axis: str, target: str) -> bool:
+        return target in self.space.kind_of and target in self.scene.axes_in(op.name) and may_scatter(op, self.scene.axes, axis, target)
 
     def _colours(self) -> dict[str, int]:
         """Per op, the number of its class: its own figures, refined once by those of what it reads and of what reads it."""
@@ -261,6 +270,7 @@ class Classes:
             (op.kind, op.target if op.kind == "call" else held, op.outputs, op.requires_grad, op.forward_flops, op.backward_flops),
             (kinds, self.kinds_in(name), op.tags, tuple(_shape_of(op)), name in scene.returned, name in self._added),
             (self._writes.is_written_later(name), self._writes.owner[name] == name, name in self._kept.get(name, ())),
+            (name in scene.rows_arriving, name in scene.rows_leaving),
         )
 
 

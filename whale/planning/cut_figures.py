@@ -24,6 +24,7 @@ from whale.cost import Line, optimizer_seconds
 from whale.cost.op_table import Floats, is_free
 from whale.ir.cluster import Device
 from whale.ir.graph import Op
+from whale.ir.layout import BATCH
 from whale.planning.cut_classes import WHOLE, Classes, Label, Tensors, Use
 from whale.planning.cut_program import LabelFigures, Pair, Program, TensorFigures, UserFigures
 from whale.planning.cut_traffic import CutTraffic, cut_traffic
@@ -185,6 +186,8 @@ class Figures:
     def _counts(self, op: Op, label: Label) -> bool:
         """Whether work on parts divides something worth it: arithmetic, or a parameter."""
         axis = self.classes.work(op.name, label)
+        if axis == BATCH:
+            return False
         graph = self.pricing.graph
         reads = any(graph.by_name[name].kind == "parameter" and axis in self.classes.scene.axes_in(name) for name in op.inputs)
         return reads or (op.requires_grad and op.backward_flops > 0)

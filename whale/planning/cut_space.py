@@ -38,6 +38,8 @@ class Scene:
         received: ops of other stages whose values it reads.
         handed_on: ops whose values other stages read; as those that the graph returns, they are made whole.
         shared: its parameters that another stage on the same devices reads too: a device holds them in one way.
+        rows_arriving: those of `received` that come from a stage on the same devices which divides the rows among them.
+        rows_leaving: those of `handed_on` that only such stages read.
     """
 
     graph: ModelGraph
@@ -46,6 +48,13 @@ class Scene:
     received: frozenset[str] = frozenset()
     handed_on: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
+    rows_arriving: frozenset[str] = frozenset()
+    rows_leaving: frozenset[str] = frozenset()
+
+    @property
+    def has_rows_apart(self) -> bool:
+        """Whether a neighbour on the same devices divides the rows: then ops may work on the rows that are at hand."""
+        return bool(self.rows_arriving or self.rows_leaving)
 
     @cached_property
     def calls(self) -> tuple[Op, ...]:
@@ -60,11 +69,11 @@ class Scene:
 
     @cached_property
     def members(self) -> dict[str, tuple[Op, ...]]:
-        """Per axis but the batch, the ops that meet it."""
+        """Per axis the ops that meet it; of the batch only where a neighbour divides the rows."""
         found: dict[str, list[Op]] = {}
         for op in self.calls:
             for axis in self.axes.ops[op.name].roles:
-                if axis != BATCH:
+                if axis != BATCH or self.has_rows_apart:
                     found.setdefault(axis, []).append(op)
         return {axis: tuple(ops) for axis, ops in found.items()}
 
@@ -179,7 +188,7 @@ def _fold(scene: Scene, allowed: Sequence[str], meetings: Collection[frozenset[s
         apart.update(sign for sign, count in Counter(signs).items() if count > 1)
     kinds: dict[Hashable, list[str]] = {}
     for axis in allowed:
-        key = axis if own[axis] in apart else (own[axis], frozenset(beside[axis]))
+        key = axis if own[axis] in apart or axis == BATCH else (own[axis], frozenset(beside[axis]))
         kinds.setdefault(key, []).append(axis)
     return tuple(tuple(kind) for kind in kinds.values())
 

@@ -79,7 +79,7 @@ def choose_cuts(scene: Scene, pricing: Pricing, site: Site, num_bytes: Line, sco
     Raises:
         AnnotationError: no axis can be cut, or one that is asked for cannot.
     """
-    stage = hash(scene.ops), scene.received, scene.handed_on, scene.shared, site.width
+    stage = hash(scene.ops), scene.received, scene.handed_on, scene.shared, scene.rows_arriving, scene.rows_leaving, site.width
     place = tuple(_place(pricing, group) for group in site.groups), site.num_rows, site.in_flight, site.num_micro_batch
     key = stage, place, num_bytes, tuple(scopes)
     if key not in pricing.cuttings:

@@ -20,7 +20,7 @@ def find_insisted(scene: Scene, space: CutSpace, scopes: Sequence[Scope], width:
     faults: list[WhaleError] = []
     for scope in dict.fromkeys(scope for scope in scopes if scope.axis is not None):
         assert scope.axis is not None
-        names = matches(scope.axis, scene.members)
+        names = matches(scope.axis, (axis for axis in scene.members if axis != BATCH))
         silent = next((found for name in names if (found := _without_rule(scene, name)) is not None), None)
         allowed = [axis for axis in names if axis in space.axes]
         own = {index for index, kind in enumerate(space.kinds) for axis in allowed if axis in kind}

@@ -10,6 +10,8 @@ from whale.axes import Axes, Dimension
 from whale.axes.labels import Labels
 from whale.axes.values import Concatenation, Factor
 from whale.ir.graph import ModelGraph, Op, Parameter, TensorSpec
+from whale.ir.layout import BATCH
+from whale.ir.plan import Cut
 
 
 def local_graph(labels: Labels, position: int) -> ModelGraph:
@@ -35,8 +37,13 @@ class _Local:
     def __init__(self, labels: Labels, position: int) -> None:
         self._labels = labels
         self._axes: Axes = labels.axes
-        self._sizes = {cut.axis: cut.sizes[position] for cut in labels.cuts}
+        self._sizes = {cut.axis: self._units(cut, position) for cut in labels.cuts}
         self._shares: dict[tuple[Dimension, str], tuple[int, int] | None] = {}
+
+    def _units(self, cut: Cut, position: int) -> int:
+        """Units of an axis; of the batch, shares of the example's rows."""
+        size = self._axes.by_name[cut.axis].size
+        return cut.sizes[position] if cut.axis != BATCH else max(1, round(size * cut.sizes[position] / sum(cut.sizes)))
 
     def op(self, op: Op) -> Op:
         known = self._axes.ops.get(op.name)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from whale.cost import Line, pipeline_seconds
 from whale.cost.op_table import Floats
-from whale.ir.plan import Edge, Replica, Stage, VirtualDevice
+from whale.ir.layout import BATCH
+from whale.ir.plan import Cut, Edge, Replica, Stage, VirtualDevice
 from whale.planning.balance import Curve, MemoryShortage, combine, device_curve, divide_units
 from whale.planning.cutting import Cutting
 from whale.planning.placement import Placed
@@ -226,7 +227,7 @@ def make_replica(
                 part.parameters,
                 estimates,
                 split=width,
-                cuts=cutting.cuts if cutting else (),
+                cuts=tuple(_with_rows(cut, pipeline, stage, rows) for cut in cutting.cuts) if cutting else (),
                 recompute=recompute,
             )
         )
@@ -235,3 +236,14 @@ def make_replica(
         for (source, target), tensors in model.assignment.edges.items()
     )
     return Replica(index, num_rows, tuple(stages), edges)
+
+
+def _with_rows(cut: Cut, pipeline: Pipeline, stage: int, rows: Mapping[int, tuple[int, ...]]) -> Cut:
+    """A cut of the batch takes the rows that a neighbour on the same devices has there, so that they need not move."""
+    if cut.axis != BATCH:
+        return cut
+    rank, width = pipeline.stage_rank, pipeline.width(stage)
+    beside = [other for other in range(len(rank)) if rank[other] == rank[stage] and pipeline.width(other) == 1]
+    if width == 1 or not beside:
+        return cut
+    return replace(cut, sizes=rows[pipeline.lane(beside[0])][:width])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from whale.axes.bridges import Bridge, find_bridges
 from whale.axes.labels import Labels
+from whale.axes.values import may_lie_in_parts
 from whale.cost import Line, edge_line, spec_line
+from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
 from whale.planning.cut_space import Scene
 from whale.planning.cutting import Cutting, choose_cuts
@@ -50,7 +52,7 @@ def price_stage(
     rows = max(1.0, num_rows / len(groups))
     if pipeline.width(stage) == 1:
         return PricedStage(pricing.stage(assignment, stage, devices, rows, recompute))
-    scene = make_scene(pricing, assignment, stage, pipeline.stage_rank)
+    scene = make_scene(pricing, assignment, stage, pipeline)
     site = Site(groups, rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
     part = pricing.part(assignment.parts[stage], recompute)
     num_bytes = Line(float(part.parameter_bytes)) + part.activation * site.in_flight + part.working
@@ -69,7 +71,7 @@ def price_stage(
             (own := parts[index % site.width][index]),
             forward=own.forward + forward,
             backward=own.backward + backward + again,
-            receive=own.receive + _from_own_devices(pricing, pipeline, assignment, stage, devices, index),
+            receive=own.receive + _from_own_devices(pricing, pipeline, assignment, stage, devices, index, scene.rows_arriving),
             part=replace(own.part, activation=own.part.activation + copies[index % site.width]),
         )
         for index in range(len(devices[stage]))
@@ -82,10 +84,12 @@ def groups_of(devices: Sequence[str], width: int) -> tuple[tuple[str, ...], ...]
     return tuple(tuple(devices[start : start + width]) for start in range(0, len(devices), width))
 
 
-def make_scene(pricing: Pricing, assignment: Assignment, stage: int, stage_rank: Sequence[int]) -> Scene:
+def make_scene(pricing: Pricing, assignment: Assignment, stage: int, pipeline: Pipeline) -> Scene:
     """One stage of an assignment as the cutting sees it."""
+    stage_rank = pipeline.stage_rank
     part = assignment.parts[stage]
     beside = [index for index, rank in enumerate(stage_rank) if rank == stage_rank[stage] and index != stage]
+    arriving, leaving = _rows_apart(pricing, assignment, stage, pipeline)
     return Scene(
         pricing.graph,
         pricing.axes,
@@ -93,7 +97,31 @@ def make_scene(pricing: Pricing, assignment: Assignment, stage: int, stage_rank:
         received=frozenset(name for names in part.received.values() for name in names),
         handed_on=frozenset(name for other in assignment.parts for name in other.received.get(stage, ())),
         shared=frozenset(part.parameters).intersection(name for index in beside for name in assignment.parts[index].parameters),
+        rows_arriving=arriving,
+        rows_leaving=leaving,
     )
+
+
+def _rows_apart(pricing: Pricing, assignment: Assignment, stage: int, pipeline: Pipeline) -> tuple[frozenset[str], frozenset[str]]:
+    """Values that come from stages on the same devices which divide the rows, and values that only such stages read."""
+    rank, width = pipeline.stage_rank, pipeline.width
+    narrower = {other for other in range(len(rank)) if rank[other] == rank[stage] and width(other) < width(stage)}
+    batch = pricing.axes.by_name.get(BATCH)
+    if not narrower or batch is None or batch.size < width(stage):
+        return frozenset(), frozenset()
+    arriving = {name for source, names in assignment.parts[stage].received.items() if source in narrower for name in names}
+    readers: dict[str, set[int]] = {}
+    for target, part in enumerate(assignment.parts):
+        for name in part.received.get(stage, ()):
+            readers.setdefault(name, set()).add(target)
+    leaving = {name for name, targets in readers.items() if targets <= narrower}
+    leaving -= {*pricing.graph.outputs, *(name for term in pricing.graph.loss for name in (term.sum, term.weight) if name)}
+    return _with_batch(pricing, arriving), _with_batch(pricing, leaving)
+
+
+def _with_batch(pricing: Pricing, names: Iterable[str]) -> frozenset[str]:
+    """Those that can lie in parts of the rows."""
+    return frozenset(name for name in names if may_lie_in_parts(pricing.axes.ops[name].outputs[0], BATCH))
 
 
 def _copies(pricing: Pricing, labels: Labels, bridges: Sequence[Bridge], position: int, recompute: Recompute) -> Line:
@@ -120,12 +148,19 @@ def _share_of(forward: Line, assignment: Assignment, stage: int, recompute: Reco
 
 
 def _from_own_devices(
-    pricing: Pricing, pipeline: Pipeline, assignment: Assignment, stage: int, devices: Sequence[Sequence[str]], index: int
+    pricing: Pricing,
+    pipeline: Pipeline,
+    assignment: Assignment,
+    stage: int,
+    devices: Sequence[Sequence[str]],
+    index: int,
+    in_parts: Collection[str],
 ) -> Line:
-    """Waiting for the rows that other devices of the same virtual device have of what an earlier stage there made."""
+    """Waiting for the rows that other devices of the same virtual device have of what an earlier stage there made whole."""
     own, found, width = devices[stage], Line(), pipeline.width(stage)
     neighbour = own[index - index % width + (index + 1) % width]
-    for source, tensors in assignment.parts[stage].received.items():
+    for source, received in assignment.parts[stage].received.items():
+        tensors = tuple(name for name in received if name not in in_parts)
         narrower = width // pipeline.width(source)
         if pipeline.stage_rank[source] != pipeline.stage_rank[stage] or narrower < 2:
             continue

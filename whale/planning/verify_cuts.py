@@ -45,13 +45,13 @@ def _sizes(cut: Cut, stage: Stage, axes: Axes, name: str) -> Iterator[PlanError]
     if axis is None:
         yield PlanError(f"a cut names an axis of the model ({name}: {cut.axis})", hint="whale axes lists them")
         return
-    if cut.axis == BATCH:
+    if cut.axis == BATCH and not cut.arriving and not cut.handed_on:
         yield PlanError(f"the rows of the batch are divided by shares, not by a cut ({name})")
     if len(cut.sizes) != stage.split:
         yield PlanError(f"a cut has a size for each device of a group ({name}: {cut} for {stage.split} devices)")
     if any(size < 1 for size in cut.sizes):
         yield PlanError(f"every device of a group has a part of a cut axis ({name}: {cut})")
-    if sum(cut.sizes) != axis.size:
+    if sum(cut.sizes) != axis.size and cut.axis != BATCH:
         yield PlanError(f"the sizes of a cut add up to the axis ({name}: {cut} is {sum(cut.sizes)} of {axis.size})")
 
 
@@ -83,6 +83,7 @@ def _names(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[P
             ("whole_parameters", cut.whole_parameters, parameters),
             ("scattered", cut.scattered, ops),
             ("arriving", cut.arriving, read),
+            ("handed_on", cut.handed_on, ops),
         ):
             unknown = sorted(set(listed) - known)
             if unknown:

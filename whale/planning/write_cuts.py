@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
 from whale.planning.cut_classes import WHOLE, Classes
 
@@ -28,6 +29,8 @@ def write_cuts(classes: Classes, labels: Sequence[int], sizes: Sequence[tuple[in
                 whole_in=tuple(name for name in meeting if working.get(name) != axis),
                 whole_parameters=tuple(name for name in holders if name in held and held[name] != axis),
                 scattered=tuple(name for name in scene.ops if scattered.get(name) == axis),
+                arriving=tuple(sorted(scene.rows_arriving)) if axis == BATCH else (),
+                handed_on=tuple(sorted(scene.rows_leaving)) if axis == BATCH else (),
             )
         )
     return tuple(found)

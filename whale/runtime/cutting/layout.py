@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from whale.axes.index_sets import Runs, count, extent, index_set, intervals, relative
-from whale.axes.labels import Labels, Use
+from whale.axes.labels import Labels
 from whale.axes.values import Axes, Concatenation, Dimension, Role, axes_of
 from whale.errors import PlanError
 from whale.ir.division import divide
@@ -90,11 +90,6 @@ class CutLayout:
 
     def _with_rows(self, cut: Cut) -> Cut:
         return Cut(BATCH, divide(self.num_rows, cut.sizes, minimum=1)) if cut.axis == BATCH else cut
-
-    def returned(self, op: str) -> Use:
-        """How a stage hands on a value: whole, unless the plan lets it stay in parts."""
-        axis = next((cut.axis for cut in self.cuts if op in cut.handed_on), None)
-        return Use(axis)
 
     def dimensions(self, op: str, result: int = 0) -> tuple[Dimension, ...]:
         """The dimensions of one result of an op."""

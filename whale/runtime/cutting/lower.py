@@ -91,7 +91,7 @@ def _write(node: fx.Node, writer: Writer) -> None:
     """Writes one node of the old graph."""
     layout, op = writer.layout, writer.layout.model.by_name.get(node.name)
     if node.op == "output":
-        writer.graph.output(fx.node.map_arg(node.args[0], lambda value: writer.form(value, layout.returned(value.name))))
+        writer.graph.output(fx.node.map_arg(node.args[0], lambda value: writer.form(value, layout.labels.returned(value.name))))
         return
     axis = layout.labels.work.get(node.name)
     if op is None or node.op == "placeholder" or node.target is operator.getitem:
