@@ -124,6 +124,35 @@ def mixtral(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Bat
         return model, {"input_ids": ids, "labels": _masked_labels(ids)}
 
 
+def bart(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tuple[nn.Module, Batch]:
+    """BART: learned positions in encoder and decoder, one table under three names."""
+    with _seeded(seed):
+        settings = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16}
+        settings |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+        settings |= {"dropout": dropout, "attention_dropout": dropout, "use_cache": False, "decoder_start_token_id": 2}
+        model = transformers.BartForConditionalGeneration(transformers.BartConfig(**settings | config))
+        return model, {"input_ids": _tokens(rows), "labels": _masked_labels(_tokens(rows, 7))}
+
+
+def fnet(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tuple[nn.Module, Batch]:
+    """FNet: Fourier transforms over the sequence and the features in place of attention."""
+    with _seeded(seed):
+        settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "pad_token_id": 0}
+        settings |= {"max_position_embeddings": 16, "hidden_dropout_prob": dropout}
+        model = transformers.FNetForMaskedLM(transformers.FNetConfig(**settings | config))
+        ids = _tokens(rows)
+        return model, {"input_ids": ids, "labels": _masked_labels(ids)}
+
+
+def mamba(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batch]:
+    """Mamba: a state-space model, no attention."""
+    with _seeded(seed):
+        settings = {"vocab_size": VOCABULARY, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "time_step_rank": 4}
+        model = transformers.MambaForCausalLM(transformers.MambaConfig(**settings | {"use_cache": False} | config))
+        ids = _tokens(rows)
+        return model, {"input_ids": ids, "labels": _masked_labels(ids)}
+
+
 BUILDERS: dict[str, Callable[..., tuple[nn.Module, Batch]]] = {
     "gpt2": gpt2,
     "bert": bert,
@@ -133,3 +162,6 @@ BUILDERS: dict[str, Callable[..., tuple[nn.Module, Batch]]] = {
     "llama": llama,
     "mixtral": mixtral,
 }
+
+OTHERS: dict[str, Callable[..., tuple[nn.Module, Batch]]] = {"bart": bart, "fnet": fnet, "mamba": mamba}
+"""Models of other kinds, which the rules for operators were not written for."""

@@ -14,9 +14,10 @@ from torch import nn
 
 import whale
 from tests import reference
+from tests.distributed.split_training import whole_gradients
 from tests.distributed.training import OPTIMIZERS, largest_of
 from tests.distributed.world import World
-from tests.hf_models import BUILDERS
+from tests.hf_models import BUILDERS, OTHERS
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.plan import Plan
 
@@ -39,12 +40,15 @@ Speeds = tuple[tuple[float, ...], ...]
 """Of the devices of each host, relative."""
 
 
+ALL = {**BUILDERS, **OTHERS}
+
+
 @dataclass(frozen=True)
 class Case:
     """A family, where it is split, and on what.
 
     Attributes:
-        family: key of `BUILDERS`.
+        family: key of `ALL`.
         widths: devices per stage: 1 is a stage that is whole on its device.
         speeds: of the devices.
         config: settings by key.
@@ -74,7 +78,7 @@ def _device(host: str, index: int, speed: float) -> Device:
 
 
 def build(case: Case) -> nn.Module:
-    model = BUILDERS[case.family]()[0].double().train()
+    model = ALL[case.family]()[0].double().train()
     if dict(case.config).get("pipeline.num_micro_batch", 1) > 1:
         for module in model.modules():  # which would normalise each micro-batch by itself
             if isinstance(module, nn.BatchNorm2d):
@@ -83,7 +87,7 @@ def build(case: Case) -> nn.Module:
 
 
 def make_batches(family: str) -> list[dict[str, torch.Tensor]]:
-    batches = [BUILDERS[family](rows, seed)[1] for seed, rows in enumerate(ROWS)]
+    batches = [ALL[family](rows, seed)[1] for seed, rows in enumerate(ROWS)]
     return [{name: value.double() if value.is_floating_point() else value for name, value in batch.items()} for batch in batches]
 
 
@@ -100,7 +104,7 @@ def build_in_scopes(case: Case) -> nn.Module:
 
 
 def train_rank(rank: int, num_ranks: int, case: Case, expected: reference.Run) -> tuple[reference.Run, Plan]:
-    """Trains the case; whole gradients are replaced by what this rank holds of the expected ones, plus its error."""
+    """Trains the case; its gradients are put into the expected whole ones."""
     batches = make_batches(case.family)
     engine = whale.parallelize(
         build_in_scopes(case), optimizer=OPTIMIZERS["adam"], batch=batches[0], config=dict(case.config), cluster=make_cluster(case)
@@ -110,22 +114,12 @@ def train_rank(rank: int, num_ranks: int, case: Case, expected: reference.Run) -
         for number, batch in enumerate(batches):
             losses.append(float(engine.step(batch)))
             if number == 0:
-                gradients = {name: _whole(engine, name, found, expected.gradients[name]) for name, found in engine.gradients().items()}
+                gradients = whole_gradients(engine, expected.gradients)
         state = engine.state_dict()
         assert state is not None
         return reference.Run(losses, gradients, reference.copy_of(state)), engine.plan
     finally:
         engine.close()
-
-
-def _whole(engine: whale.Engine, name: str, part: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The expected gradient with this rank's part of it put in."""
-    assert engine.rank is not None
-    made, places = expected.clone(), torch.arange(expected.numel()).view(expected.shape)
-    held = engine.holdings.cut_out(name, engine.rank, places)
-    assert held.shape == part.shape, (name, tuple(held.shape), tuple(part.shape))
-    made.view(-1)[held.reshape(-1)] = part.reshape(-1)
-    return made
 
 
 def train_reference(case: Case) -> reference.Run:
@@ -154,6 +148,12 @@ def test_law(world: World, family: str, layout: str, kind: Kind) -> None:
     widths, speeds = LAYOUTS[layout, kind]
     num_micro_batch = 1 if layout == "alone" else 2
     check(world, Case(family, widths, speeds, (("pipeline.num_micro_batch", num_micro_batch),)), kind)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_law_of_other_models(world: World, family: str) -> None:
+    widths, speeds = LAYOUTS["alone", "uneven"]
+    check(world, Case(family, widths, speeds), "uneven")
 
 
 def check(world: World, case: Case, kind: Kind) -> None:
