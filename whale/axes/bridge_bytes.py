@@ -41,9 +41,17 @@ def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, cuts: Sequence[C
     for spec, dimensions in zip(graph.by_name[bridge.tensor].outputs, axes.ops[bridge.tensor].outputs, strict=True):
         part = _Part(spec, dimensions, axes, graph.num_rows, rows, intervals([_at_rows(cut, rows) for cut in cuts], position))
         size = DTYPE_BYTES[spec.dtype]
-        forward += size * _received(bridge.forward, part, bridge.source, bridge.target, width) * sum_factor
+        if gathers_numbers(bridge, graph, axes):
+            forward += size * part.num_elements * sum_factor * (width - 1)
+        else:
+            forward += size * _received(bridge.forward, part, bridge.source, bridge.target, width) * sum_factor
         backward += size * _received(bridge.backward, part, bridge.target, bridge.source, width)
     return round(forward), round(backward)
+
+
+def gathers_numbers(bridge: Bridge, graph: ModelGraph, axes: Axes) -> bool:
+    """Whether a sum is made from numbers of every device that are gathered: a cross-entropy over parts of its classes."""
+    return bridge.is_sum and any(role.combine == "softmax" for role in axes.ops[graph.by_name[bridge.tensor].name].roles.values())
 
 
 def sum_share(bridge: Bridge, graph: ModelGraph, axes: Axes) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from whale.axes.bridge_bytes import sum_share
+from whale.axes.bridge_bytes import gathers_numbers, sum_share
 from whale.axes.bridges import Bridge, Transport, is_synchronized
 from whale.axes.labels import Labels, Use
 from whale.cost import Line, all_gather_line, all_reduce_line, all_to_all_line, spec_line
@@ -70,10 +70,11 @@ class Tolls:
 
     def sum_line(self, op: Op, transport: Transport) -> Line:
         """Seconds of combining what an op made for its part of an axis."""
-        share = sum_share(Bridge(op.name, None, None, is_sum=True), self.pricing.graph, self.pricing.axes)
-        roles = self.pricing.axes.ops[op.name].roles.values()
-        num_messages = 2 if any(role.combine == "softmax" for role in roles) else 1  # the largest; then two sums together
-        return self.line(transport, self.payload(op) * share, num_messages)
+        bridge = Bridge(op.name, None, None, is_sum=True)
+        payload = self.payload(op) * sum_share(bridge, self.pricing.graph, self.pricing.axes)
+        if gathers_numbers(bridge, self.pricing.graph, self.pricing.axes):
+            return self.line("all-gather", payload * self.site.width)
+        return self.line(transport, payload)
 
     def both_ways(self, bridge: Bridge) -> tuple[Line, Line]:
         """Seconds of a bridge, forward and backward."""

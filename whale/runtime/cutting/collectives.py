@@ -1,7 +1,7 @@
 """The collectives of a split group on parts of unlike sizes, without gradients.
 
-Gloo gathers equal parts only and has no reduce-scatter of its own: there pieces go from each device to each other one
-in one all-to-all, which moves no more bytes.
+Gloo gathers equal parts only, by way of copies, and has no reduce-scatter of its own: there pieces go from each device to
+each other one in one all-to-all, which moves no more bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.
     """The devices' values combined, in memory of its own."""
     wire = torch.uint8 if value.dtype is torch.bool else value.dtype
     whole = value.to(wire).clone(memory_format=torch.contiguous_format)
-    group.wait(dist.all_reduce(whole, op=how, group=group.process_group, async_op=True), f"all-reduce of {what}")
+    group.all_reduce(whole, how, f"all-reduce of {what}")
     return whole.to(value.dtype)
 
 
@@ -31,20 +31,20 @@ def gathered(value: Tensor, group: Group) -> list[Tensor]:
     own = value.detach().contiguous()
     received = [torch.empty_like(own) for _ in range(group.size)]
     in_order = [received[device] for device in group.order]
-    group.wait(dist.all_gather(in_order, own, group=group.process_group, async_op=True), "all-gather")
+    group.all_gather(in_order, own, "all-gather")
     return received
 
 
 def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Tensor:
     """The whole tensor from the devices' parts."""
     shapes = [slots.shape(value, slots.counts[slots.position], device) for device in range(group.size)]
-    if group.is_gloo and not slots.is_even:
+    if group.is_gloo:
         pieces = _swap([value] * group.size, shapes, group, f"all-gather of {what}")
         return slots.put_together(pieces)
     own = value.contiguous()
     received = [own.new_empty(shape) for shape in shapes]
     wires = [_bytes(received[device]) for device in group.order]
-    group.wait(dist.all_gather(wires, _bytes(own), group=group.process_group, async_op=True), f"all-gather of {what}")
+    group.all_gather(wires, _bytes(own), f"all-gather of {what}")
     return slots.put_together(received)
 
 
@@ -57,7 +57,7 @@ def reduce_scatter(value: Tensor, slots: Slots, group: Group, what: str) -> Tens
         return torch.stack(received).sum(0) if len(received) > 2 else received[0] + received[1]
     total = torch.empty_like(own)
     in_order = [pieces[device] for device in group.order]
-    group.wait(dist.reduce_scatter(total, in_order, group=group.process_group, async_op=True), f"reduce-scatter of {what}")
+    group.reduce_scatter(total, in_order, f"reduce-scatter of {what}")
     return total
 
 
@@ -91,10 +91,10 @@ def _swap(pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Gr
     others = [device for device in group.order if device != group.position]
     sizes = [0 if device == group.position else prod(shapes[device]) for device in group.order]
     sent = [0 if device == group.position else pieces[device].numel() for device in group.order]
-    leaving = torch.cat([pieces[device].to(wire).reshape(-1) for device in others])
+    flat = [pieces[device].to(wire).reshape(-1) for device in others]
+    leaving = torch.cat(flat) if len(flat) > 1 else flat[0]
     received = torch.empty(sum(sizes), dtype=wire, device=leaving.device)
-    work = dist.all_to_all_single(received, leaving, sizes, sent, group=group.process_group, async_op=True)
-    group.wait(work, what)
+    group.all_to_all(received, leaving, sizes, sent, what)
     arrived = dict(zip(group.order, torch.split(received, sizes), strict=True))
     arrived[group.position] = pieces[group.position]
     return [arrived[device].to(pieces[0].dtype).reshape(shape) for device, shape in enumerate(shapes)]

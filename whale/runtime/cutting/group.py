@@ -1,4 +1,4 @@
-"""A split group as programs see it: the process group, who is in it, and how long to wait for them."""
+"""A split group as programs see it: who is in it, what goes over its wire, and how long to wait."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import cached_property
 
 import torch.distributed as dist
+from torch import Tensor
 
 from whale.comm import wait
 
@@ -51,7 +52,24 @@ class Group:
         """Whether it speaks Gloo, which has no uneven all-gather and no native reduce-scatter."""
         return "gloo" in str(dist.get_backend(self.process_group))
 
-    def wait(self, work: dist.Work | None, what: str) -> None:
+    def all_reduce(self, value: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> None:
+        """Combines the devices' values, in place."""
+        self._wait(dist.all_reduce(value, op=how, group=self.process_group, async_op=True), what)
+
+    def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> None:
+        """Receives the value of each device, by rank."""
+        self._wait(dist.all_gather(received, own, group=self.process_group, async_op=True), what)
+
+    def reduce_scatter(self, total: Tensor, pieces: list[Tensor], what: str) -> None:
+        """Sums what each device has for this one; pieces are by rank."""
+        self._wait(dist.reduce_scatter(total, pieces, group=self.process_group, async_op=True), what)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes_received: list[int], sizes_sent: list[int], what: str) -> None:
+        """Exchanges runs of elements, by rank."""
+        work = dist.all_to_all_single(received, sent, sizes_received, sizes_sent, group=self.process_group, async_op=True)
+        self._wait(work, what)
+
+    def _wait(self, work: dist.Work | None, what: str) -> None:
         """Waits for a collective.
 
         Raises:
