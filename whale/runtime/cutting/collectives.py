@@ -1,7 +1,7 @@
 """The collectives of a split group on parts of unlike sizes, without gradients.
 
-Gloo gathers equal parts only and has no reduce-scatter of its own: there pieces go from each device to each other one
-in one all-to-all, which moves no more bytes.
+Gloo gathers equal parts only, by way of copies, and has no reduce-scatter of its own: there pieces go from each device to
+each other one in one all-to-all, which moves no more bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def gathered(value: Tensor, group: Group) -> list[Tensor]:
 def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Tensor:
     """The whole tensor from the devices' parts."""
     shapes = [slots.shape(value, slots.counts[slots.position], device) for device in range(group.size)]
-    if group.is_gloo and not slots.is_even:
+    if group.is_gloo:
         pieces = _swap([value] * group.size, shapes, group, f"all-gather of {what}")
         return slots.put_together(pieces)
     own = value.contiguous()
@@ -91,7 +91,8 @@ def _swap(pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Gr
     others = [device for device in group.order if device != group.position]
     sizes = [0 if device == group.position else prod(shapes[device]) for device in group.order]
     sent = [0 if device == group.position else pieces[device].numel() for device in group.order]
-    leaving = torch.cat([pieces[device].to(wire).reshape(-1) for device in others])
+    flat = [pieces[device].to(wire).reshape(-1) for device in others]
+    leaving = torch.cat(flat) if len(flat) > 1 else flat[0]
     received = torch.empty(sum(sizes), dtype=wire, device=leaving.device)
     group.all_to_all(received, leaving, sizes, sent, what)
     arrived = dict(zip(group.order, torch.split(received, sizes), strict=True))
