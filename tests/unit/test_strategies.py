@@ -57,9 +57,18 @@ def graph_of_experts() -> ModelGraph:
     return read_graph(str(ROOT.parent / "examples" / "moe.py:build"), [])
 
 
+@cache
+def graph_of_gpt() -> ModelGraph:
+    """The GPT of the examples, its layers split in two stages."""
+    return read_graph(str(ROOT.parent / "examples" / "train_gpt.py:build"), ["stages=2", "split=2"])
+
+
 @dataclass(frozen=True)
 class Expected:
-    """What a recipe gives on so many devices: devices per stage of each replica. The model is a chain in `scopes`, or has experts."""
+    """What a recipe gives on so many devices: devices per stage of each replica.
+
+    The model is a chain in `scopes`, or one of the examples: `experts` or `gpt`.
+    """
 
     cluster: str
     replicas: int
@@ -67,15 +76,16 @@ class Expected:
     schedule: str = "1f1b"
     num_micro_batch: int = 1
     scopes: tuple[int, int] | None = None
-    has_experts: bool = False
+    example: str = ""
 
 
 EXPECTED = {
     "aiao": Expected("cpu_4", 2, (1,) * 4, "aiao", num_micro_batch=4),
     "data_parallel": Expected("cpu_2", 2, (1,)),
+    "gpt_3d": Expected("a100_8", 2, (2, 2), num_micro_batch=4, example="gpt"),
     "gradient_accumulation": Expected("cpu_2", 2, (1,), num_micro_batch=4),
     "interleaved": Expected("cpu_2", 1, (1,) * 4, "interleaved", num_micro_batch=8),
-    "mixture_of_experts": Expected("v100_t4", 1, (4,) * 5, has_experts=True),
+    "mixture_of_experts": Expected("v100_t4", 1, (4,) * 5, example="experts"),
     "mixed_pipeline": Expected("v100_t4", 2, (1, 1), num_micro_batch=8),
     "pipeline": Expected("cpu_2", 1, (1, 1), num_micro_batch=8),
     "pipeline_by_scopes": Expected("cpu_4", 2, (1, 1), num_micro_batch=4, scopes=(1, 1)),
@@ -96,7 +106,7 @@ def plan_for(recipe: Path, expected: Expected) -> Plan:
     if config.cluster.file is not None:
         assert Path(config.cluster.file).stem == expected.cluster
     cluster = load_cluster(ROOT / "clusters" / f"{expected.cluster}.yaml")
-    graph = graph_of_experts() if expected.has_experts else graph_of(expected.scopes)
+    graph = {"": lambda: graph_of(expected.scopes), "experts": graph_of_experts, "gpt": graph_of_gpt}[expected.example]()
     plan = make_plan(graph, cluster, config)
     verify(plan, graph, cluster)
     return plan

@@ -62,7 +62,17 @@ class Labels:
             for op in self.meeting[cut.axis]:
                 if op not in whole:
                     found.setdefault(op, cut.axis)
-        return found
+        return self._with_items(found)
+
+    def _with_items(self, work: dict[str, str]) -> dict[str, str]:
+        """One result of several goes with the op that made it."""
+        for op in self.graph.ops:
+            if op.target == "operator.getitem" and op.name in self.ops:
+                axis = work.get(op.inputs[0])
+                work.pop(op.name, None)
+                if axis is not None and op.name in self.axes.ops and axis in self.axes.ops[op.name].roles:
+                    work[op.name] = axis
+        return work
 
     @cached_property
     def scattered(self) -> Mapping[str, str]:

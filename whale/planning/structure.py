@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 from whale.cost import storage_of
+from whale.cost.memory_writes import SILENT_WRITERS
 from whale.cost.op_table import operator
 from whale.ir.graph import ModelGraph, Op
 
 CHEAP_FLOPS = 8
 """A repeatable op computes at most this many FLOPs per element that it reads or writes."""
-
-
-SILENT_WRITERS = frozenset({"batch_norm", "instance_norm"})
-"""Ops that change the buffers they read, although they are not in-place ops."""
 
 
 @dataclass(frozen=True)

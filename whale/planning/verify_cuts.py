@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from whale.axes import Axes, discover
 from whale.axes.labels import label
+from whale.cost.memory_writes import MemoryWrites
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut, Plan, Replica, Stage
-from whale.planning.memory_writes import MemoryWrites
 
 
 def cut_faults(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> Iterator[PlanError]:

@@ -78,7 +78,7 @@ def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, wha
 
 def _arriving_shape(value: Tensor, leaving: Slots, arriving: Slots, device: int) -> tuple[int, ...]:
     """What comes from a device: of the dimension that is divided now the own part, of the one that was all that it had."""
-    if leaving.dim == arriving.dim:
+    if leaving.dim == arriving.dim and leaving.rows_outside == arriving.rows_outside:
         return arriving.shape(value, leaving.units, device)
     shape = list(arriving.shape(value, arriving.counts[arriving.position], device))
     shape[leaving.dim] = shape[leaving.dim] * leaving.counts[leaving.position] // leaving.units
@@ -92,7 +92,7 @@ def _swap(pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Gr
     sizes = [0 if device == group.position else prod(shapes[device]) for device in group.order]
     sent = [0 if device == group.position else pieces[device].numel() for device in group.order]
     flat = [pieces[device].to(wire).reshape(-1) for device in others]
-    leaving = torch.cat(flat) if len(flat) > 1 else flat[0]
+    leaving = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
     received = torch.empty(sum(sizes), dtype=wire, device=leaving.device)
     group.all_to_all(received, leaving, sizes, sent, what)
     arrived = dict(zip(group.order, torch.split(received, sizes), strict=True))

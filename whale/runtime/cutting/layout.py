@@ -117,7 +117,7 @@ class CutLayout:
         dim = next(index for index, dimension in enumerate(dimensions) if axis in axes_of(dimension))
         return self.held(dimensions[dim], axis).slots(dim)
 
-    def rows_lie_between(self, op: str, source: str, target: str) -> bool:
+    def _rows_lie_between(self, op: str, source: str, target: str) -> bool:
         """Whether two axes are in one dimension of a tensor, on either side of the batch."""
         for dimension in self.dimensions(op):
             if BATCH in dimension and {source, target} <= set(axes_of(dimension)) and BATCH not in (source, target):
@@ -128,18 +128,20 @@ class CutLayout:
     def exchange(self, op: str, source: str, target: str) -> tuple[Slots, Slots]:
         """What leaves the own part cut along one axis, and what arrives in that cut along another."""
         leaving, arriving = self.slots(op, target), self.slots(op, source)
-        if leaving.dim != arriving.dim:
+        if leaving.dim != arriving.dim or self._rows_lie_between(op, source, target):
             return leaving, arriving
         return self._within(op, leaving.dim, source, target), self._within(op, leaving.dim, target, source)
 
     def _within(self, op: str, dim: int, mine: str, others: str) -> Slots:
         """Where in the own part along one axis the parts of the devices along another lie, both in one dimension."""
-        dimension = self.dimensions(op)[dim]
-        own = self.held(dimension, mine)
+        dimension, rows_outside = self.dimensions(op)[dim], True
+        if BATCH in dimension and BATCH not in (mine, others):  # the number of rows is not known, and not asked for
+            rows_outside = self.held(dimension, mine).rows_outside
+            dimension = self._beside_rows(dimension, rows_outside)
         held = self._intervals[self.position][mine]
-        at = dimension if not own.has_rows else self._beside_rows(dimension, own.rows_outside)
-        both = [index_set(at, self.sizes, {mine: held, others: device[others]}) for device in self._intervals]
-        return Slots(dim, own.count, tuple(relative(runs, own.runs) for runs in both), self.position, own.rows_outside)
+        own = index_set(dimension, self.sizes, {mine: held})
+        both = [index_set(dimension, self.sizes, {mine: held, others: device[others]}) for device in self._intervals]
+        return Slots(dim, count(own), tuple(relative(runs, own) for runs in both), self.position, rows_outside)
 
     @staticmethod
     def _beside_rows(dimension: Dimension, rows_outside: bool) -> Dimension:

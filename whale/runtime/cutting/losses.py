@@ -1,6 +1,6 @@
 """Cross-entropy where each device holds the logits of a part of the classes.
 
-    logits of the part ---> largest, sum of exponentials, own target's logit ---> one all-gather of three numbers per target
+logits of the part ---> largest, sum of exponentials, own target's logit ---> one all-gather of three numbers per target
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from torch import fx
 
 from whale.axes.labels import Use
 from whale.axes.values import Axes, Dimension
+from whale.cost.memory_writes import MemoryWrites
 from whale.errors import PlanError, raise_faults
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Cut
@@ -75,7 +76,7 @@ def lower_cuts(
     layout = CutLayout(model, axes, tuple(cuts), position, ops, num_rows)
     roots = _roots(graph, model)
     written = frozenset(roots[node.name] for node in known if "in_place" in model.by_name[node.name].tags)
-    raise_faults([*layout.faults(ops), *_memory_faults(known, layout, roots, written)])
+    raise_faults([*layout.faults(ops), *_memory_faults(ops, layout)])
     partial = _partial_parameters(graph, layout) - frozenset(complete)
     names = {node.name for node in known if _parameter(model, node.name) in partial}
     writer = Writer(layout, roots, written, frozenset(names))
@@ -107,17 +108,15 @@ def _write(node: fx.Node, writer: Writer) -> None:
         writer.wrote(node)
 
 
-def _memory_faults(known: Sequence[fx.Node], layout: CutLayout, roots: Mapping[str, str], written: Collection[str]) -> list[PlanError]:
-    """Views of memory that is written in place must lie as it does: a bridge between would be a copy."""
-    faults = []
-    for node in known:
-        op = layout.model.by_name[node.name]
-        if roots[node.name] not in written or roots[node.name] == node.name or node.target is operator.getitem:
-            continue
-        source = node.all_input_nodes[0].name
-        if layout.labels.held(source) != layout.labels.use(op.name, source).axis:
-            text = f"{op.target} (%{op.name}) shares memory that is written in place, so it is cut as %{source} is"
-            faults.append(PlanError(text, where=op.where))
+def _memory_faults(ops: Sequence[str], layout: CutLayout) -> list[PlanError]:
+    """Memory that is written in place must lie as all that see it need it: a bridge between would be a copy."""
+    faults, writes, labels = [], MemoryWrites(layout.model, ops), layout.labels
+    for name in ops:
+        op = layout.model.by_name[name]
+        for operand in op.inputs if op.target != "operator.getitem" else ():
+            if labels.held(operand) != labels.use(name, operand).axis and writes.need_same(operand, name):
+                text = f"{op.target} (%{name}) shares memory that is written in place, so it is cut as %{operand} is"
+                faults.append(PlanError(text, where=op.where))
     return faults
 
 

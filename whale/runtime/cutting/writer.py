@@ -103,9 +103,6 @@ class Writer:
         if use.axis is None:
             bring = collect if use.entered else gather
             return self.emit(node, bring, (value, self.layout.slots(node.name, source), self.group, what), {}, bring.__name__)
-        if self.layout.rows_lie_between(node.name, source, use.axis):
-            whole = self.emit(node, gather, (value, self.layout.slots(node.name, source), self.group, what), {}, "gather")
-            return self.part(node, whole, use.axis, has_gradient)
         leaving, arriving = self.layout.exchange(node.name, source, use.axis)
         return self.emit(node, exchange, (value, leaving, arriving, self.group, what), {}, "exchange")
 

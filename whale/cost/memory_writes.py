@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from whale.cost import storage_of
+from whale.cost.kept import storage_of
 from whale.cost.op_table import operator
 from whale.ir.graph import ModelGraph
-from whale.planning.structure import SILENT_WRITERS
+
+SILENT_WRITERS = frozenset({"batch_norm", "instance_norm"})
+"""Ops that update running statistics without a mark of it."""
 
 
 class MemoryWrites:
