@@ -112,7 +112,7 @@ def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(cases())
 def test_a_part_is_what_its_axis_says_and_a_gather_brings_the_parts_back(case: Case) -> None:
     def there_and_back(device: Device, layout: CutLayout) -> Tensor:
@@ -123,7 +123,7 @@ def test_a_part_is_what_its_axis_says_and_a_gather_brings_the_parts_back(case: C
     assert all(torch.equal(made, case.whole) for made in case.on_devices(there_and_back))
 
 
-@settings(max_examples=300)
+@settings(max_examples=50)
 @given(cases())
 def test_an_exchange_and_its_inverse(case: Case) -> None:
     def there_and_back(device: Device, layout: CutLayout) -> Tensor:
@@ -186,7 +186,7 @@ def together(form: str, products: list[float]) -> float:
 
 
 @pytest.mark.parametrize("name", STEPS)
-@settings(max_examples=150)
+@settings(max_examples=8)
 @given(case=cases())
 def test_backward_is_the_adjoint(name: str, case: Case) -> None:
     source, target, step = STEPS[name]
@@ -204,7 +204,7 @@ def test_backward_is_the_adjoint(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-@settings(max_examples=150)
+@settings(max_examples=8)
 @given(case=cases())
 def test_no_more_is_received_than_is_missing(name: str, case: Case) -> None:
     """What the plan counts is what arrives; and what arrives is the new part without what was there."""
