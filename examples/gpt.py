@@ -51,16 +51,27 @@ class GPT(nn.Module):
         heads: attention heads; must divide the width.
         context: the longest sequence, in bytes.
         stages: pipeline stages, as scopes around equal numbers of blocks; 0 writes no scopes, so that the plan decides.
+        split: devices that the layers of a stage are divided over; 1 does not divide them.
+        axis: along which they are divided, wherever that can be (``heads``); None lets the plan decide.
     """
 
-    def __init__(self, layers: int = 4, width: int = 128, heads: int = 4, context: int = 128, stages: int = 0) -> None:
+    def __init__(
+        self,
+        layers: int = 4,
+        width: int = 128,
+        heads: int = 4,
+        context: int = 128,
+        stages: int = 0,
+        split: int = 1,
+        axis: str | None = None,
+    ) -> None:
         super().__init__()
         if stages > layers:
             raise ValueError(f"{stages} stages need at least as many layers, not {layers}")
         self.blocks = nn.ModuleList()
         num_scopes = max(stages, 1)
         for stage in range(num_scopes):
-            with _scope(stage, stages):
+            with _scope(stage, stages, split, axis):
                 if stage == 0:
                     self.bytes = nn.Embedding(256, width)
                     self.positions = nn.Embedding(context, width)
@@ -85,7 +96,9 @@ def loss_fn(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
-def _scope(stage: int, stages: int) -> AbstractContextManager[object]:
+def _scope(stage: int, stages: int, split: int, axis: str | None) -> AbstractContextManager[object]:
+    if split > 1:
+        return whale.split(split, axis=axis, name=f"stage{stage}")
     return whale.replicate(device_count=1, name=f"stage{stage}") if stages else nullcontext()
 
 

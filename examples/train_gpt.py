@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py
     whale run --ranks 4 --recipe strategies/recipes/pipeline_data_parallel.yaml examples/train_gpt.py
+    whale run --ranks 8 --recipe strategies/recipes/gpt_3d.yaml examples/train_gpt.py --stages 2 --split 2 --steps 20
     whale plan examples/train_gpt.py:build --cluster strategies/clusters/v100_t4.yaml
 
 The same script runs on one device and on many: which device does what is the plan's affair.
@@ -32,11 +33,18 @@ Batch = dict[str, Tensor]
 
 
 def build(
-    layers: int = 4, width: int = 128, heads: int = 4, context: int = 128, stages: int = 0, rows: int = 32
+    layers: int = 4,
+    width: int = 128,
+    heads: int = 4,
+    context: int = 128,
+    stages: int = 0,
+    split: int = 1,
+    axis: str | None = None,
+    rows: int = 32,
 ) -> tuple[GPT, Batch, Callable[[Tensor, Batch], Tensor]]:
     """The model, an example batch and the loss, for ``whale plan examples/train_gpt.py:build``."""
     with torch.device("meta"):  # planning needs shapes, not weights: any size fits on any machine
-        model = GPT(layers, width, heads, context, stages)
+        model = GPT(layers, width, heads, context, stages, split, axis)
     ids = torch.zeros(rows, context, dtype=torch.int64)
     return model, {"ids": ids, "targets": ids}, loss_fn
 
@@ -44,7 +52,7 @@ def build(
 def main() -> None:
     options = parse_options()
     torch.manual_seed(options.seed)
-    model = GPT(options.layers, options.width, options.heads, options.context, options.stages)
+    model = GPT(options.layers, options.width, options.heads, options.context, options.stages, options.split, options.axis)
     train, held_out = SourceText(options.context), SourceText(options.context, held_out=True)
     example = torch.utils.data.default_collate([train[index] for index in range(options.global_batch_size)])
     engine = whale.parallelize(
@@ -156,6 +164,7 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
         "context": (128, "bytes of a window"),
         "global-batch-size": (32, "windows of a step, over all ranks"),
         "stages": (0, "pipeline stages, as scopes in the model; 0: the recipe says"),
+        "split": (1, "devices that the layers of a stage are divided over"),
         "evaluate-every": (50, "steps between evaluations (and checkpoints)"),
         "evaluate-batches": (4, "batches of an evaluation"),
         "print-every": (10, "steps between printed losses"),
@@ -164,6 +173,7 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     for name, (default, text) in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="highest learning rate")
+    parser.add_argument("--axis", help="along which they are divided where they can be, as heads; the plan decides if it is not given")
     parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the folder")
     options = parser.parse_args(words)

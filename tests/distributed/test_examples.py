@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SMALL = ("--layers", "2", "--width", "32", "--context", "32")
 
@@ -41,13 +43,53 @@ def test_the_overhead_benchmark_writes_its_ratios(tmp_path: Path) -> None:
     assert all(result["ratio"] > 0 for result in results.values())
 
 
+def losses_of(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step \d+: (?:held-out )?loss ([\d.]+)", text)]
+
+
+@pytest.fixture(scope="module")
+def gpt_script() -> tuple[str, ...]:
+    return ("examples/train_gpt.py", *SMALL, "--global-batch-size", "8", "--steps", "3", "--print-every", "1", "--evaluate-batches", "1")
+
+
+@pytest.fixture(scope="module")
+def gpt_losses(gpt_script: tuple[str, ...]) -> list[float]:
+    """Of one rank: after each step, and of held-out text."""
+    losses = losses_of(run(*gpt_script))
+    assert len(losses) == 4 and losses[2] < losses[0]
+    return losses
+
+
+@pytest.mark.parametrize(("num_ranks", "axis"), [(8, ("--axis", "heads")), (4, ())])
+def test_the_gpt_trains_in_split_stages_of_pipelines(
+    num_ranks: int, axis: tuple[str, ...], gpt_script: tuple[str, ...], gpt_losses: list[float]
+) -> None:
+    ranks = ("-m", "whale", "run", "--ranks", str(num_ranks), "--recipe", "strategies/recipes/gpt_3d.yaml")
+    text = run(*ranks, *gpt_script, "--stages", "2", "--split", "2", *axis)
+    assert f"{num_ranks // 4} replica(s) x 2 stage(s) on {num_ranks} device(s)" in text
+    assert text.count("groups of 2 cut") == num_ranks // 2
+    if axis:
+        assert text.count("cut blocks.0.attention.heads 2:2") == text.count("cut blocks.1.attention.heads 2:2") == 2
+    assert losses_of(text) == pytest.approx(gpt_losses, abs=1.1e-3), "to the last digit that is printed"
+
+
 def test_the_split_classifier_trains_on_two_ranks_as_on_one() -> None:
-    script = ("examples/split_classifier.py", "--classes", "4001", "--width", "64", "--steps", "20", "--print-every", "5")
+    size = ("--classes", "4001", "--width", "8", "--image", "8", "--global-batch-size", "16")
+    script = ("examples/split_classifier.py", *size, "--steps", "20", "--print-every", "5")
     alone, split = run(*script), run("-m", "whale", "run", "--ranks", "2", *script)
-    assert "groups of 2 cut classes 2001:2000" in split
-    losses = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", text)] for text in (alone, split)]
-    assert len(losses[0]) == len(losses[1]) == 5 and losses[0][-1] < losses[0][0]
-    assert all(abs(one - two) < 2e-3 for one, two in zip(*losses, strict=True))
+    assert "classes 2001:2000" in split, "the last layer is divided"
+    assert split.count(": 8 rows, ") == 2, "each device has half of the rows in the backbone"
+    losses = losses_of(alone)
+    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert losses_of(split) == pytest.approx(losses, abs=2e-3)
+
+
+def test_the_split_classifier_trains_with_a_hundred_thousand_classes() -> None:
+    size = ("--classes", "100000", "--depth", "18", "--width", "8", "--norm", "batch", "--image", "8", "--global-batch-size", "16")
+    text = run("-m", "whale", "run", "--ranks", "2", "examples/split_classifier.py", *size, "--steps", "4", "--print-every", "3")
+    assert "classes 50000:50000" in text
+    losses = losses_of(text)
+    assert len(losses) == 2 and losses[1] < losses[0]
 
 
 def test_the_mixture_of_experts_trains_on_two_ranks_as_on_one() -> None:
