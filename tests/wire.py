@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.runtime.cutting import Group
+from whale.runtime.cutting.group import Arrival
 
 T = TypeVar("T")
 
@@ -58,23 +59,23 @@ class Counting(Group):
     def _note(self, what: str, received: int, sent: int) -> None:
         self.messages.append(Message(what, self.phase, received, sent))
 
-    def all_reduce(self, value: Tensor, how: Any, what: str) -> None:
+    def all_reduce(self, value: Tensor, how: Any, what: str) -> Arrival:
         share = 2 * num_bytes(value) * (self.size - 1) // self.size
         self._note(what, share, share)
-        super().all_reduce(value, how, what)
+        return super().all_reduce(value, how, what)
 
-    def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> None:
+    def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> Arrival:
         self._note(what, num_bytes(*received) - num_bytes(received[self.rank]), num_bytes(own) * (self.size - 1))
-        super().all_gather(received, own, what)
+        return super().all_gather(received, own, what)
 
-    def reduce_scatter(self, total: Tensor, pieces: list[Tensor], what: str) -> None:
+    def reduce_scatter(self, total: Tensor, pieces: list[Tensor], what: str) -> Arrival:
         self._note(what, num_bytes(total) * (self.size - 1), num_bytes(*pieces) - num_bytes(pieces[self.rank]))
-        super().reduce_scatter(total, pieces, what)
+        return super().reduce_scatter(total, pieces, what)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, sizes_received: list[int], sizes_sent: list[int], what: str) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes_received: list[int], sizes_sent: list[int], what: str) -> Arrival:
         element = received.element_size()
         self._note(what, *((sum(sizes) - sizes[self.rank]) * element for sizes in (sizes_received, sizes_sent)))
-        super().all_to_all(received, sent, sizes_received, sizes_sent, what)
+        return super().all_to_all(received, sent, sizes_received, sizes_sent, what)
 
 
 class Exchange:
@@ -100,31 +101,39 @@ class Exchange:
         self._barrier.abort()
 
 
+def _arrived() -> None:
+    """Nothing is left to wait for."""
+
+
 class _Threaded(Group):
     """A device that is a thread: its wire is memory."""
 
     exchange: Exchange
     rank: int
 
-    def all_reduce(self, value: Tensor, how: Any, what: str) -> None:
+    def all_reduce(self, value: Tensor, how: Any, what: str) -> Arrival:
         given = torch.stack(self.exchange.swap(self.rank, value.clone()))
         reduced = {dist.ReduceOp.SUM: given.sum(0), dist.ReduceOp.MAX: given.amax(0), dist.ReduceOp.MIN: given.amin(0)}
         value.copy_(reduced[how])
+        return _arrived
 
-    def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> None:
+    def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> Arrival:
         for place, given in zip(received, self.exchange.swap(self.rank, own.clone()), strict=True):
             assert place.shape == given.shape
             place.copy_(given)
+        return _arrived
 
-    def reduce_scatter(self, total: Tensor, pieces: list[Tensor], what: str) -> None:
+    def reduce_scatter(self, total: Tensor, pieces: list[Tensor], what: str) -> Arrival:
         given = self.exchange.swap(self.rank, [piece.clone() for piece in pieces])
         total.copy_(torch.stack([theirs[self.rank] for theirs in given]).sum(0))
+        return _arrived
 
-    def all_to_all(self, received: Tensor, sent: Tensor, sizes_received: list[int], sizes_sent: list[int], what: str) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes_received: list[int], sizes_sent: list[int], what: str) -> Arrival:
         given = self.exchange.swap(self.rank, sent.clone().split(sizes_sent))
         mine = [theirs[self.rank] for theirs in given]
         assert [piece.numel() for piece in mine] == sizes_received
         received.copy_(torch.cat(mine))
+        return _arrived
 
 
 class Device(Counting, _Threaded):

@@ -123,6 +123,8 @@ class Stage:
         cuts: what is divided over the devices of each group.
         recompute: first and last op of each run of `ops` whose activations are not kept but computed again in the backward
             pass; in order, without overlap.
+        overlap: whether a split stage computes the rows of a micro-batch in two halves, of which one computes while what
+            the other exchanges inside its group is on the way.
     """
 
     index: int
@@ -135,6 +137,7 @@ class Stage:
     split: int = 1
     cuts: tuple[Cut, ...] = ()
     recompute: tuple[tuple[str, str], ...] = ()
+    overlap: bool = False
 
     @property
     def segments(self) -> tuple[tuple[str, ...], ...]:
@@ -337,7 +340,8 @@ def _describe_stage(stage: Stage, micro_batch: tuple[int, int]) -> Iterable[str]
         f"{stage.ops[0] if stage.ops else '-'} .. {stage.ops[-1] if stage.ops else '-'}, {len(stage.parameters)} tensors held"
     )
     if stage.cuts:
-        yield f"      groups of {stage.split} cut {describe_cuts(stage.cuts)}"
+        halves = ", in two halves that take turns" if stage.overlap else ""
+        yield f"      groups of {stage.split} cut {describe_cuts(stage.cuts)}{halves}"
     if stage.recompute:
         yield f"      recomputes {sum(map(len, stage.segments))} ops in {len(stage.recompute)} segment(s)"
     rows = stage.rows(micro_batch[1] - micro_batch[0])

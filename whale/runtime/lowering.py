@@ -10,11 +10,13 @@ import torch
 from torch import fx
 
 from whale.axes import Axes
+from whale.axes.halving import Halving
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
 from whale.runtime.cutting import GROUP, lower_cuts
 from whale.runtime.deferred import defer_weights
+from whale.runtime.overlap import overlap
 from whale.runtime.segments import OP, with_segments
 from whale.runtime.shared_gradient import divide_gradients
 
@@ -54,6 +56,7 @@ def lower(
     segments: Sequence[Collection[str]] = (),
     cuts: StageCuts | None = None,
     num_rows: int = 0,
+    halving: Halving | None = None,
 ) -> StageProgram:
     """Cuts the ops of one stage out of the whole graph.
 
@@ -68,6 +71,7 @@ def lower(
         segments: runs of its ops that keep only their inputs and are computed again in the backward pass.
         cuts: of a split stage: its program works on this device's parts, and takes the split group first.
         num_rows: rows that its split group takes, where the batch is cut.
+        halving: how a split stage computes its rows in two halves; None where it computes them at once.
     """
     wanted, handed = set(ops), set(received)
     read = _reads(model, wanted, handed, outputs)
@@ -79,6 +83,8 @@ def lower(
         program = lower_cuts(local, model, cuts.axes, cuts.cuts, cuts.position, num_rows=num_rows)
         local, num_dims, first = program.graph, {**num_dims, **program.num_dims}, (GROUP,)
         divide_gradients(local, model, cuts.shared - program.partial, len(cuts.cuts[0].sizes))
+        if halving is not None:
+            local, num_dims = overlap(local, model, halving, outputs, num_dims)
     if splits_backward:
         with local.inserting_before(next(iter(local.nodes))):
             queue = local.placeholder(QUEUE)

@@ -1,4 +1,7 @@
-"""A stage's program for any number of rows, lowered once per captured graph, and per number where the rows are cut too."""
+"""A stage's program for any number of rows, lowered once per captured graph, and per number where the rows are cut too.
+
+A stage that computes its rows in halves has a second program, for a single row.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from whale.axes.halving import MIN_ROWS, halve_stage
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica, Stage
 from whale.runtime.lowering import StageCuts, StageProgram, lower
@@ -54,12 +58,15 @@ class StageSource:
         own_outputs = {name for name in model.outputs if name in ops}
         wanted = sent | terms | weights | own_outputs
         self.outputs = tuple(op.name for op in model.ops if op.name in wanted)
-        self._lowered: dict[tuple[fx.Graph, int], StageProgram] = {}
+        self._halving = halve_stage(model, cuts.axes, replica.edges, stage) if cuts is not None and stage.overlap else None
+        self._lowered: dict[tuple[fx.Graph, int, bool], StageProgram] = {}
 
     def __call__(self, num_rows: int) -> StageProgram:
         graph = self._graphs(num_rows)
         rows = num_rows if self._cuts is not None and self._cuts.divides_rows else 0
-        program = self._lowered.get((graph, rows))
+        halving = self._halving if num_rows >= MIN_ROWS else None
+        key = graph, rows, halving is not None
+        program = self._lowered.get(key)
         if program is None:
             program = lower(
                 graph,
@@ -72,6 +79,7 @@ class StageSource:
                 cuts=self._cuts,
                 segments=self._stage.segments,
                 num_rows=rows,
+                halving=halving,
             )
-            self._lowered[graph, rows] = program
+            self._lowered[key] = program
         return program

@@ -1,4 +1,4 @@
-"""The collectives of a split group on parts of unlike sizes, without gradients.
+"""The collectives of a split group on parts of unlike sizes, without gradients, begun here and waited for where the user likes.
 
 Gloo gathers equal parts only, by way of copies, and has no reduce-scatter of its own: there pieces go from each device to
 each other one in one all-to-all, which moves no more bytes.
@@ -6,7 +6,7 @@ each other one in one all-to-all, which moves no more bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.runtime.cutting.group import Group
+from whale.runtime.cutting.pending import Pending
 from whale.runtime.cutting.slots import Slots
 
 
-def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.SUM) -> Pending:
     """The devices' values combined, in memory of its own."""
-    wire = torch.uint8 if value.dtype is torch.bool else value.dtype
-    whole = value.to(wire).clone(memory_format=torch.contiguous_format)
-    group.all_reduce(whole, how, f"all-reduce of {what}")
-    return whole.to(value.dtype)
+    dtype = value.dtype
+    whole = value.to(torch.uint8 if dtype is torch.bool else dtype).clone(memory_format=torch.contiguous_format)
+    return Pending(lambda: whole.to(dtype), group.all_reduce(whole, how, f"all-reduce of {what}"))
 
 
 def gathered(value: Tensor, group: Group) -> list[Tensor]:
@@ -31,37 +31,37 @@ def gathered(value: Tensor, group: Group) -> list[Tensor]:
     own = value.detach().contiguous()
     received = [torch.empty_like(own) for _ in range(group.size)]
     in_order = [received[device] for device in group.order]
-    group.all_gather(in_order, own, "all-gather")
+    group.all_gather(in_order, own, "all-gather")()
     return received
 
 
-def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Tensor:
+def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
     """The whole tensor from the devices' parts."""
     shapes = [slots.shape(value, slots.counts[slots.position], device) for device in range(group.size)]
     if group.is_gloo:
-        pieces = _swap([value] * group.size, shapes, group, f"all-gather of {what}")
-        return slots.put_together(pieces)
+        return _swap([value] * group.size, shapes, slots.put_together, group, f"all-gather of {what}")
     own = value.contiguous()
     received = [own.new_empty(shape) for shape in shapes]
     wires = [_bytes(received[device]) for device in group.order]
-    group.all_gather(wires, _bytes(own), f"all-gather of {what}")
-    return slots.put_together(received)
+    return Pending(lambda: slots.put_together(received), group.all_gather(wires, _bytes(own), f"all-gather of {what}"))
 
 
-def reduce_scatter(value: Tensor, slots: Slots, group: Group, what: str) -> Tensor:
+def reduce_scatter(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
     """The own part of the sum of the devices' values."""
     pieces = [slots.take(value, device).contiguous() for device in range(group.size)]
     own = pieces[slots.position]
     if group.is_gloo:
-        received = _swap(pieces, [tuple(own.shape)] * group.size, group, f"reduce-scatter of {what}")
-        return torch.stack(received).sum(0) if len(received) > 2 else received[0] + received[1]
+        return _swap(pieces, [tuple(own.shape)] * group.size, _sum, group, f"reduce-scatter of {what}")
     total = torch.empty_like(own)
     in_order = [pieces[device] for device in group.order]
-    group.reduce_scatter(total, in_order, f"reduce-scatter of {what}")
-    return total
+    return Pending(lambda: total, group.reduce_scatter(total, in_order, f"reduce-scatter of {what}"))
 
 
-def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, what: str) -> Tensor:
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(values)).sum(0) if len(values) > 2 else values[0] + values[1]
+
+
+def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, what: str) -> Pending:
     """Every device gets of the own part what belongs to its new part.
 
     Args:
@@ -73,7 +73,7 @@ def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, wha
     """
     pieces = [leaving.take(value, device) for device in range(group.size)]
     shapes = [_arriving_shape(value, leaving, arriving, device) for device in range(group.size)]
-    return arriving.put_together(_swap(pieces, shapes, group, f"all-to-all of {what}"))
+    return _swap(pieces, shapes, arriving.put_together, group, f"all-to-all of {what}")
 
 
 def _arriving_shape(value: Tensor, leaving: Slots, arriving: Slots, device: int) -> tuple[int, ...]:
@@ -85,19 +85,27 @@ def _arriving_shape(value: Tensor, leaving: Slots, arriving: Slots, device: int)
     return tuple(shape)
 
 
-def _swap(pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Group, what: str) -> list[Tensor]:
-    """Sends a piece to each device, and receives one of a stated shape from each; the own one stays here."""
-    wire = torch.uint8 if pieces[0].dtype is torch.bool else pieces[0].dtype
+def _swap(
+    pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], join: Callable[[Sequence[Tensor]], Tensor], group: Group, what: str
+) -> Pending:
+    """Sends a piece to each device, and joins the ones of stated shapes that come from each; the own one stays here."""
+    dtype = pieces[0].dtype
+    wire = torch.uint8 if dtype is torch.bool else dtype
     others = [device for device in group.order if device != group.position]
     sizes = [0 if device == group.position else prod(shapes[device]) for device in group.order]
     sent = [0 if device == group.position else pieces[device].numel() for device in group.order]
     flat = [pieces[device].to(wire).reshape(-1) for device in others]
     leaving = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
     received = torch.empty(sum(sizes), dtype=wire, device=leaving.device)
-    group.all_to_all(received, leaving, sizes, sent, what)
-    arrived = dict(zip(group.order, torch.split(received, sizes), strict=True))
-    arrived[group.position] = pieces[group.position]
-    return [arrived[device].to(pieces[0].dtype).reshape(shape) for device, shape in enumerate(shapes)]
+    arrival = group.all_to_all(received, leaving, sizes, sent, what)
+    own = pieces[group.position]
+
+    def finish() -> Tensor:
+        arrived = dict(zip(group.order, torch.split(received, sizes), strict=True))
+        arrived[group.position] = own
+        return join([arrived[device].to(dtype).reshape(shape) for device, shape in enumerate(shapes)])
+
+    return Pending(finish, arrival)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

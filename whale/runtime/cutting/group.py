@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch.distributed as dist
 from torch import Tensor
 
 from whale.comm import wait
+
+Arrival = Callable[[], None]
+"""Waits for what was begun; fails with a `RuntimeFault` if a peer died or the limit passed, and names what it was for."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +56,22 @@ class Group:
         """Whether it speaks Gloo, which has no uneven all-gather and no native reduce-scatter."""
         return "gloo" in str(dist.get_backend(self.process_group))
 
-    def all_reduce(self, value: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> None:
+    def all_reduce(self, value: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> Arrival:
         """Combines the devices' values, in place."""
-        self._wait(dist.all_reduce(value, op=how, group=self.process_group, async_op=True), what)
+        return partial(self._wait, dist.all_reduce(value, op=how, group=self.process_group, async_op=True), what)
 
-    def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> None:
+    def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> Arrival:
         """Receives the value of each device, by rank."""
-        self._wait(dist.all_gather(received, own, group=self.process_group, async_op=True), what)
+        return partial(self._wait, dist.all_gather(received, own, group=self.process_group, async_op=True), what)
 
-    def reduce_scatter(self, total: Tensor, pieces: list[Tensor], what: str) -> None:
+    def reduce_scatter(self, total: Tensor, pieces: list[Tensor], what: str) -> Arrival:
         """Sums what each device has for this one; pieces are by rank."""
-        self._wait(dist.reduce_scatter(total, pieces, group=self.process_group, async_op=True), what)
+        return partial(self._wait, dist.reduce_scatter(total, pieces, group=self.process_group, async_op=True), what)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, sizes_received: list[int], sizes_sent: list[int], what: str) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes_received: list[int], sizes_sent: list[int], what: str) -> Arrival:
         """Exchanges runs of elements, by rank."""
         work = dist.all_to_all_single(received, sent, sizes_received, sizes_sent, group=self.process_group, async_op=True)
-        self._wait(work, what)
+        return partial(self._wait, work, what)
 
     def _wait(self, work: dist.Work | None, what: str) -> None:
         """Waits for a collective.
