@@ -226,7 +226,7 @@ def errors(
     lowered = lower_cuts(stage.module.graph, model, axes, cuts, rank)
     if broken:
         _break(lowered)
-    tensors = {name: _part(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
+    tensors = {name: part_of(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
     module = fx.GraphModule(nn.Module(), lowered.graph)
     loss, gradients = run(module, stage, model, program, batch, tensors, everyone())
     found = {"loss": _error(loss, right, 0.0)}
@@ -258,7 +258,7 @@ def _held_so(name: str, cuts: Sequence[Cut]) -> list[Cut]:
     return [cut for cut in cuts if name not in cut.whole_parameters]
 
 
-def _part(name: str, value: Tensor, axes: Axes, cuts: Sequence[Cut], rank: int) -> Tensor:
+def part_of(name: str, value: Tensor, axes: Axes, cuts: Sequence[Cut], rank: int) -> Tensor:
     return cut_out(value, axes.parameters[name], axes, _held_so(name, cuts), rank) if name in axes.parameters else value
 
 
@@ -326,7 +326,7 @@ def staged_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], 
 
     inputs = tuple(dict.fromkeys(name for piece in pieces for name in piece.inputs if name not in crossing))
     stage = replace(pieces[1], inputs=inputs)
-    tensors = {name: _part(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
+    tensors = {name: part_of(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
     loss, gradients = run(Both(), stage, model, program, whole.batch, tensors, everyone())
     found = {"loss": _error(loss, whole.loss, 0.0)}
     floor = max(float(value.abs().max()) for value in whole.gradients.values()) * 1e-3
@@ -360,7 +360,7 @@ def composed_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut]
     queue = WeightQueue()
     given: dict[str, Any] = {"weight_queue": queue, GROUP: everyone()}
     first = [given[name] for name in stage.inputs if name in given]
-    tensors = {name: _part(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
+    tensors = {name: part_of(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
     rest = replace(stage, inputs=tuple(name for name in stage.inputs if name not in given))
     loss, gradients = run(stage.module, rest, model, program, whole.batch, tensors, *first, after=queue.run)
     found = {"loss": _error(loss, whole.loss, 0.0)}

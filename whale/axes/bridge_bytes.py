@@ -19,9 +19,14 @@ from whale.axes.bridges import Bridge, Transport
 from whale.axes.index_sets import Runs, count, index_set, intervals
 from whale.axes.values import Axes, Dimension
 from whale.ir.division import divide
-from whale.ir.graph import DTYPE_BYTES, ModelGraph, TensorSpec
+from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op, TensorSpec
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
+
+GATHERED = frozenset({"softmax", "prod"})
+"""Ways to combine that every device does for itself, from numbers of all devices."""
+
+COUNT_BYTES = DTYPE_BYTES["int64"]
 
 
 def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, cuts: Sequence[Cut], position: int, rows: int) -> tuple[int, int]:
@@ -41,7 +46,7 @@ def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, cuts: Sequence[C
     for spec, dimensions in zip(graph.by_name[bridge.tensor].outputs, axes.ops[bridge.tensor].outputs, strict=True):
         part = _Part(spec, dimensions, axes, graph.num_rows, rows, intervals([_at_rows(cut, rows) for cut in cuts], position))
         size = DTYPE_BYTES[spec.dtype]
-        if gathers_numbers(bridge, graph, axes):
+        if bridge.combine in GATHERED:
             forward += size * part.num_elements * sum_factor * (width - 1)
         else:
             forward += size * _received(bridge.forward, part, bridge.source, bridge.target, width) * sum_factor
@@ -49,28 +54,37 @@ def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, cuts: Sequence[C
     return round(forward), round(backward)
 
 
-def gathers_numbers(bridge: Bridge, graph: ModelGraph, axes: Axes) -> bool:
-    """Whether a sum is made from numbers of every device that are gathered: a cross-entropy over parts of its classes."""
-    return bridge.is_sum and any(role.combine == "softmax" for role in axes.ops[graph.by_name[bridge.tensor].name].roles.values())
-
-
 def sum_share(bridge: Bridge, graph: ModelGraph, axes: Axes) -> float:
-    """What is summed, in sizes of the result: a weighted mean sums weights too; a cross-entropy three numbers per row.
+    """What is summed, in sizes of the result.
+
+    A weighted mean sums its weight too; an extreme that has a gradient, how often it is met; a cross-entropy gathers three numbers
+    per target.
 
     Raises:
         KeyError: the tensor is no sum.
     """
     op = graph.by_name[bridge.tensor]
-    combines = {role.combine for role in axes.ops[op.name].roles.values() if role.kind == "contracted"}
-    if "softmax" in combines:
+    if bridge.combine == "softmax":
         rows = graph.by_name[op.inputs[0]].outputs[0]
         size = next(axes.by_name[axis].size for axis, role in axes.ops[op.name].roles.items() if role.combine == "softmax")
         return 3 * (rows.num_elements / size) * DTYPE_BYTES[rows.dtype] / max(1, op.num_bytes)
-    return 2.0 if "weighted_mean" in combines else 1.0
+    if bridge.combine == "weighted_mean":
+        return 1 + _weight_bytes(op, graph) / DTYPE_BYTES[op.outputs[0].dtype]
+    if bridge.combine in ("max", "min") and bridge.has_gradient:
+        return 2 + COUNT_BYTES / DTYPE_BYTES[op.outputs[0].dtype]
+    return 1.0
+
+
+def _weight_bytes(op: Op, graph: ModelGraph) -> int:
+    """Bytes of what the mean of a loss is divided by: where there are no weights, a count; of probabilities it is known."""
+    _, target, *weight = (graph.by_name[name].outputs[0] for name in op.inputs)
+    if target.dtype.startswith(("float", "bfloat")):
+        return 0
+    return DTYPE_BYTES[weight[0].dtype] if weight else COUNT_BYTES
 
 
 def _at_rows(cut: Cut, rows: int) -> Cut:
-    return Cut(BATCH, divide(rows, cut.sizes)) if cut.axis == BATCH else cut
+    return Cut(BATCH, divide(rows, cut.sizes, minimum=1)) if cut.axis == BATCH else cut
 
 
 class _Part:

@@ -45,6 +45,7 @@ class Bridge:
         is_sum: whether what the op makes is still to be summed over the group.
         users: the ops that need it so; empty for the sum itself.
         has_gradient: whether a gradient returns.
+        combine: for a sum, how results for parts are combined (`whale.axes.Role`).
     """
 
     tensor: str
@@ -54,6 +55,7 @@ class Bridge:
     is_sum: bool = False
     users: tuple[str, ...] = ()
     has_gradient: bool = True
+    combine: str = ""
 
     @property
     def forward(self) -> Transport:
@@ -115,7 +117,8 @@ def _tensors(labels: Labels, op: Op) -> Iterator[str]:
 def _sums(labels: Labels) -> Iterator[Bridge]:
     for op in labels.graph.ops:
         if op.name in labels.ops and labels.is_summed(op.name):
-            yield Bridge(op.name, None, labels.scattered.get(op.name), is_sum=True, has_gradient=op.requires_grad)
+            combine = labels.axes.ops[op.name].roles[labels.work[op.name]].combine
+            yield Bridge(op.name, None, labels.scattered.get(op.name), is_sum=True, has_gradient=op.requires_grad, combine=combine)
 
 
 def _between(labels: Labels, users: dict[tuple[str, Use], list[str]]) -> Iterator[Bridge]:

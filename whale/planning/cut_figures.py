@@ -194,9 +194,10 @@ class Figures:
 
     def _sum_seconds(self, op: Op, label: Label) -> float:
         axis = self.classes.work(op.name, label)
-        if axis is None or self.classes.scene.role(op.name, axis).kind != "contracted":
+        if axis is None or (role := self.classes.scene.role(op.name, axis)).kind != "contracted":
             return 0.0
-        bridge = Bridge(op.name, None, "scattered" if label.scattered != WHOLE else None, is_sum=True, has_gradient=op.requires_grad)
+        target = "scattered" if label.scattered != WHOLE else None
+        bridge = Bridge(op.name, None, target, is_sum=True, has_gradient=op.requires_grad, combine=role.combine)
         forward, backward = self.tolls.both_ways(bridge)
         return (forward + backward).at(self.site.num_rows)
 

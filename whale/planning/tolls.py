@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from whale.axes.bridge_bytes import gathers_numbers, sum_share
+from whale.axes.bridge_bytes import GATHERED, sum_share
 from whale.axes.bridges import Bridge, Transport, is_synchronized
 from whale.axes.labels import Labels, Use
 from whale.cost import Line, all_gather_line, all_reduce_line, all_to_all_line, spec_line
@@ -68,18 +68,17 @@ class Tolls:
         """Bytes of an op's results by rows."""
         return Line.sum(spec_line(spec, self.pricing.graph.num_rows) for spec in op.outputs)
 
-    def sum_line(self, op: Op, transport: Transport) -> Line:
+    def sum_line(self, bridge: Bridge, op: Op) -> Line:
         """Seconds of combining what an op made for its part of an axis."""
-        bridge = Bridge(op.name, None, None, is_sum=True)
         payload = self.payload(op) * sum_share(bridge, self.pricing.graph, self.pricing.axes)
-        if gathers_numbers(bridge, self.pricing.graph, self.pricing.axes):
+        if bridge.combine in GATHERED:
             return self.line("all-gather", payload * self.site.width)
-        return self.line(transport, payload)
+        return self.line(bridge.forward, payload)
 
     def both_ways(self, bridge: Bridge) -> tuple[Line, Line]:
         """Seconds of a bridge, forward and backward."""
         op = self.pricing.graph.by_name[bridge.tensor]
-        forward = self.sum_line(op, bridge.forward) if bridge.is_sum else self.line(bridge.forward, self.payload(op))
+        forward = self.sum_line(bridge, op) if bridge.is_sum else self.line(bridge.forward, self.payload(op))
         return forward, self.line(bridge.backward, self.payload(op)) if self.pricing.training else Line()
 
     def synchronized(self, op: Op) -> Line:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from whale.axes import Axes, Axis, Concatenation, Dimension, OpAxes, Role
 from whale.axes.bridge_bytes import bridge_bytes, sum_share
 from whale.axes.bridges import Bridge
-from whale.ir.graph import ModelGraph, Op, TensorSpec
+from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
 from whale.ir.plan import Cut
 
 PLANNED, ROWS = 2, 3
@@ -83,12 +83,22 @@ def test_bytes_are_those_of_the_elements_that_are_missing(case: tuple[tuple[Dime
         assert bridge_bytes(bridge, graph, axes, cuts, position, ROWS) == (forward, backward)
 
 
-@pytest.mark.parametrize(("combine", "share"), [("sum", 1.0), ("weighted_mean", 2.0)])
+@pytest.mark.parametrize(("combine", "share"), [("sum", 1.0), ("mean", 1.0), ("lookup", 1.0), ("max", 4.0), ("any", 1.0)])
 def test_sums_and_their_adjoints(combine: str, share: float) -> None:
     dimensions = DIMENSIONS[0]
     graph, axes = world(dimensions, {"batch": ROWS, "a": 3, "b": 4, "c": 2}, Role("contracted", combine))
     cuts = (Cut("a", (2, 1)), Cut("b", (3, 1)))
-    whole = Bridge("x", None, None, is_sum=True)
+    whole = Bridge("x", None, None, is_sum=True, combine=combine)
     assert sum_share(whole, graph, axes) == share
     assert bridge_bytes(whole, graph, axes, cuts, 0, ROWS) == (4 * 36 * share, 0)
-    assert bridge_bytes(Bridge("x", None, "b", is_sum=True), graph, axes, cuts, 1, ROWS) == (4 * 9 * share, 4 * 27)
+    scattered = Bridge("x", None, "b", is_sum=True, combine=combine)
+    assert bridge_bytes(scattered, graph, axes, cuts, 1, ROWS) == (4 * 9 * share, 4 * 27)
+
+
+@pytest.mark.parametrize(("target", "weight", "share"), [("int64", (), 3.0), ("int64", ("float32",), 2.0), ("float32", (), 1.0)])
+def test_a_weighted_mean_sums_its_weight(target: str, weight: tuple[str, ...], share: float) -> None:
+    dtypes = ("float32", target, *weight)
+    inputs = tuple(Op(f"i{index}", "input", f"i{index}", outputs=(TensorSpec((3,), dtype, (1,)),)) for index, dtype in enumerate(dtypes))
+    loss = Op("x", "call", "aten.some.default", tuple(Ref(op.name) for op in inputs), outputs=(TensorSpec((), "float32", ()),))
+    bridge = Bridge("x", None, None, is_sum=True, combine="weighted_mean")
+    assert sum_share(bridge, ModelGraph((*inputs, loss), (), PLANNED), Axes((), MappingProxyType({}), {}, ())) == share
