@@ -6,7 +6,7 @@
     whale explain examples/moe.py:build --cluster strategies/clusters/v100_t4.yaml
 
 Four lines, marked (1) to (4), make it parallel: attention and gates are copied on all devices and each takes some of the rows; the
-experts are divided over the same devices. Every layer sends tokens to experts and their results back.
+experts are divided over the same devices. Every layer sends tokens to experts and their results back, all to all.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(experts, 4 * width, width) * 0.02)
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
+        sent = torch.einsum("bsec,bsd->ebcd", routes.dispatch, x)  # tokens to the places of their experts
         with whale.split(axis="experts:0"):  # (3) the experts are divided over the devices
-            sent = torch.einsum("bsec,bsd->ebcd", routes.dispatch, x)
             hidden = F.gelu(torch.einsum("ebcd,edh->ebch", sent, self.up))
             done = torch.einsum("ebch,ehd->ebcd", hidden, self.down)
-            return torch.einsum("bsec,ebcd->bsd", routes.combine, done)
+        return torch.einsum("bsec,ebcd->bsd", routes.combine, done)  # and their results back
 
 
 class Block(nn.Module):

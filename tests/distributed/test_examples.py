@@ -95,7 +95,7 @@ def test_the_split_classifier_trains_with_a_hundred_thousand_classes() -> None:
 def test_the_mixture_of_experts_trains_on_two_ranks_as_on_one() -> None:
     script = ("examples/moe.py", "--layers", "1", "--width", "32", "--context", "32", "--steps", "20", "--print-every", "10")
     alone, divided = run(*script), run("-m", "whale", "run", "--ranks", "2", *script)
-    assert "groups of 2 cut blocks.0.gate.experts:0 4:4" in divided
+    assert "groups of 2 cut batch 8:8 (whole in 3 ops), blocks.0.gate.experts:0 4:4" in divided, "tokens go to experts and back"
     losses, loads = ([re.findall(pattern, text) for text in (alone, divided)] for pattern in (r"loss ([\d.]+)", r"per expert ([\d ]+);"))
     assert len(losses[0]) == len(losses[1]) == len(loads[0]) == len(loads[1]) == 3
     assert float(losses[0][2]) < float(losses[0][0]) - 1, "it learns"
