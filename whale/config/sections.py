@@ -59,6 +59,9 @@ class Communication:
 
     bucket_bytes: int = key(25 * 2**20, "gradients are synchronised in buckets of about this size", rule=at_least(1), unit="B")
     timeout_seconds: float = key(300.0, "longest wait for another rank before the run is ended", rule=above(0))
+    overlap: bool | None = key(
+        None, "compute the rows of split stages in two halves, one while the other's messages travel; null: where that is predicted to pay"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ def _carry_replica(
             ops=part.ops,
             estimates=(),
             recompute=(),
+            overlap=False,
             cuts=carry_cuts(stage.cuts, names, graph, axes, part.ops) if axes else (),
         )
         for stage, part in zip(replica.stages, assignment.parts, strict=True)

@@ -12,6 +12,7 @@ from whale.planning.explain_bridges import explain_bridges
 from whale.planning.explain_cutting import explain_cutting
 from whale.planning.explain_recompute import explain_recompute
 from whale.planning.group_size import Outcome
+from whale.planning.overlapping import explain_overlap
 from whale.planning.scheduling import Pipeline, explain_schedule
 from whale.planning.solve import Solution
 from whale.planning.taskgraphs import Annotations
@@ -38,6 +39,7 @@ def explain_choices(annotations: Annotations | None, found: Outcome, replicas: S
         )
     yield from explain_cutting(best, replicas)
     yield from explain_bridges(found.solver, best, replicas)
+    yield from explain_overlap([model.overlappings for model in best.replicas])
     yield _rows(best)
     for replica in replicas:
         if any(len(stage.shares) > 1 for stage in replica.stages):

@@ -72,7 +72,7 @@ def _solver(
     policy: Policy,
     num_rows: int,
 ) -> Solver:
-    pricing = Pricing(graph, cluster, config.memory.fraction, config.memory.optimizer_states)
+    pricing = Pricing(graph, cluster, config.memory.fraction, config.memory.optimizer_states, config.communication.overlap)
     if annotations is None:
         structure = analyse(graph)
         points = find_cut_points(graph, structure, pricing, kept_under(pricing, policy))

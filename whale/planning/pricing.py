@@ -95,6 +95,7 @@ class Pricing:
     Args:
         fraction: share of each device's memory that a plan may use.
         optimizer_states: tensors that the optimizer keeps per parameter.
+        overlap: whether split stages compute their rows in two halves; None where that pays.
         cuttings: what was found out about split stages, for those that ask it.
     """
 
@@ -102,6 +103,7 @@ class Pricing:
     cluster: Cluster
     fraction: float
     optimizer_states: int
+    overlap: bool | None = None
     _seconds: dict[Hashable, OpSeconds] = field(default_factory=dict)
     _parts: dict[tuple[int, Recompute], tuple[Part, PartCost]] = field(default_factory=dict)
     _computing: dict[Hashable, tuple[Line, Line]] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from whale.ir.layout import BATCH
 from whale.ir.plan import Cut, Edge, Replica, Stage, VirtualDevice
 from whale.planning.balance import Curve, MemoryShortage, combine, device_curve, divide_units
 from whale.planning.cutting import Cutting
+from whale.planning.overlapping import Overlapping
 from whale.planning.placement import Placed
 from whale.planning.pricing import DeviceCost, Pricing
 from whale.planning.scheduling import Pipeline
@@ -36,6 +37,7 @@ class ReplicaModel:
         lanes: curves over the rows of a micro-batch.
         curve: of the whole replica, over its rows of a step.
         cuttings: per stage, how it is split.
+        overlappings: per stage that is split, whether it computes its rows in two halves.
     """
 
     placed: Placed
@@ -45,6 +47,7 @@ class ReplicaModel:
     lanes: Curves
     curve: Curve
     cuttings: tuple[Cutting | None, ...] = ()
+    overlappings: tuple[Overlapping | None, ...] = ()
 
 
 def model_replica(
@@ -70,7 +73,9 @@ def model_replica(
     most = -(-num_rows // pipeline.num_micro_batch)
     lanes = {lane: _lane_curves(pipeline, placed, costs, stages, most, rows_about) for lane, stages in enumerate(pipeline.lanes)}
     curve = _replica_curve(pipeline, lanes, num_rows, most)
-    return ReplicaModel(placed, assignment, costs, recomputes, lanes, curve, tuple(stage.cutting for stage in priced))
+    return ReplicaModel(
+        placed, assignment, costs, recomputes, lanes, curve, tuple(s.cutting for s in priced), tuple(s.overlapping for s in priced)
+    )
 
 
 def _lane_curves(
@@ -216,6 +221,7 @@ def make_replica(
             cost.estimate(shares[position // width], pipeline.in_flight[stage]) for position, cost in enumerate(model.costs[stage])
         )
         cutting = model.cuttings[stage] if model.cuttings else None
+        overlapping = model.overlappings[stage] if model.overlappings else None
         recompute = tuple((segment[0], segment[-1]) for segment in model.recomputes[stage].segments)
         stages.append(
             Stage(
@@ -229,6 +235,7 @@ def make_replica(
                 split=width,
                 cuts=tuple(_with_rows(cut, pipeline, stage, rows) for cut in cutting.cuts) if cutting else (),
                 recompute=recompute,
+                overlap=overlapping is not None and overlapping.is_chosen,
             )
         )
     edges = tuple(

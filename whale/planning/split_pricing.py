@@ -13,6 +13,7 @@ from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
 from whale.planning.cut_space import Scene
 from whale.planning.cutting import Cutting, choose_cuts
+from whale.planning.overlapping import Overlapping, choose_overlap
 from whale.planning.placement import Placed
 from whale.planning.pricing import DeviceCost, Pricing
 from whale.planning.scheduling import Pipeline
@@ -27,10 +28,12 @@ class PricedStage:
     Attributes:
         costs: per device.
         cutting: what is cut and why; None for a stage that is not split.
+        overlapping: whether it computes its rows in two halves, and why; None likewise.
     """
 
     costs: tuple[DeviceCost, ...]
     cutting: Cutting | None = None
+    overlapping: Overlapping | None = None
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -63,20 +66,24 @@ def price_stage(
     ]
     labels = pricing.labels(assignment.parts[stage].ops, cutting.cuts)
     bridges = find_bridges(labels, scene.returned)
-    forward, backward = Tolls(pricing, site).of_stage(labels, bridges)
+    tolls = Tolls(pricing, site)
+    forward, backward = tolls.of_stage(labels, bridges)
     again = _share_of(forward, assignment, stage, recompute)
     copies = [_copies(pricing, labels, bridges, position, recompute) for position in range(site.width)]
+    own_costs = [parts[index % site.width][index] for index in range(len(devices[stage]))]
+    whole = tuple((own.forward + forward, own.backward + backward + again) for own in own_costs)
+    overlapping, seconds = choose_overlap(tolls, scene, cutting.cuts, bridges, whole, recompute)
     costs = tuple(
         replace(
-            (own := parts[index % site.width][index]),
-            forward=own.forward + forward,
-            backward=own.backward + backward + again,
+            own,
+            forward=seconds[index][0],
+            backward=seconds[index][1],
             receive=own.receive + _from_own_devices(pricing, pipeline, assignment, stage, devices, index, scene.rows_arriving),
             part=replace(own.part, activation=own.part.activation + copies[index % site.width]),
         )
-        for index in range(len(devices[stage]))
+        for index, own in enumerate(own_costs)
     )
-    return PricedStage(costs, cutting)
+    return PricedStage(costs, cutting, overlapping)
 
 
 def groups_of(devices: Sequence[str], width: int) -> tuple[tuple[str, ...], ...]:

@@ -10,6 +10,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica, Stage
 from whale.planning.bridging import crossing_faults
+from whale.planning.overlapping import overlap_faults
 from whale.planning.verify_cuts import cut_faults
 from whale.units import format_bytes
 
@@ -39,6 +40,7 @@ def verify(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = 
             faults += [fault for check in _CHECKS for fault in check(plan, graph, replica)]
         faults += _memory(replica, plan)
     faults += cut_faults(plan, graph, axes)
+    faults += overlap_faults(plan, graph, axes)
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)
 
