@@ -63,6 +63,9 @@ def graph_of_gpt() -> ModelGraph:
     return read_graph(str(ROOT.parent / "examples" / "train_gpt.py:build"), ["stages=2", "split=2"])
 
 
+EXAMPLES = {"experts": graph_of_experts, "gpt": graph_of_gpt}
+
+
 @dataclass(frozen=True)
 class Expected:
     """What a recipe gives on so many devices: devices per stage of each replica.
@@ -106,7 +109,7 @@ def plan_for(recipe: Path, expected: Expected) -> Plan:
     if config.cluster.file is not None:
         assert Path(config.cluster.file).stem == expected.cluster
     cluster = load_cluster(ROOT / "clusters" / f"{expected.cluster}.yaml")
-    graph = {"": lambda: graph_of(expected.scopes), "experts": graph_of_experts, "gpt": graph_of_gpt}[expected.example]()
+    graph = EXAMPLES[expected.example]() if expected.example else graph_of(expected.scopes)
     plan = make_plan(graph, cluster, config)
     verify(plan, graph, cluster)
     return plan
