@@ -15,7 +15,7 @@ is tight: on chains of ops it is integral by itself, and branching only settles 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,12 @@ from whale.planning.cut_classes import WHOLE, Use
 
 Expression = dict[int, float]
 """A linear expression: per variable its factor."""
+
+SEARCH_SECONDS = 10.0
+"""A search for the optimum ends after this time with the best that it has found, and says how far that may be from it."""
+
+OUT_OF_TIME = 1
+"""SciPy's status of a search that ended so."""
 
 LEAST_BYTES = 1.0
 """Overflow of memory is settled to about so many bytes."""
@@ -107,12 +113,14 @@ class Selection:
         kinds: in use.
         seconds: of the stage for one micro-batch.
         excess: bytes by which it overflows the memory of the tightest device.
+        gap: how far it may be from the optimum at most, as a share; 0 unless the search ran out of time.
     """
 
     labels: tuple[int, ...]
     kinds: frozenset[int]
     seconds: float
     excess: float
+    gap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -195,8 +203,20 @@ def solve(program: Program, other_than: Collection[int] | None = None) -> Select
         least = rows.minimise({rows.overflow: 1.0}, np.inf)
         found = None if least is None else rows.minimise(rows.cost, float(least[rows.overflow]) * (1 + 1e-9) + LEAST_BYTES * rows.scale)
     if found is None:
-        return None
-    return program.evaluate([int(np.argmax([found[variable] for variable in own])) for own in rows.labels])
+        return _along_one_kind(program) if rows.ran_out_of_time and other_than is None else None
+    selection = program.evaluate([int(np.argmax([found[variable] for variable in own])) for own in rows.labels])
+    return selection and replace(selection, gap=rows.gap)
+
+
+def _along_one_kind(program: Program) -> Selection | None:
+    """The best of the simplest choices: everything that may works along one kind. For a search that found nothing in its time."""
+    found = []
+    for kind in range(program.num_kinds):
+        ways = [next((index for index, label in enumerate(node) if label.kinds == {kind}), 0) if node else 0 for node in program.nodes]
+        selection = program.evaluate(ways)
+        if selection is not None:
+            found.append(replace(selection, gap=1.0))
+    return min(found, key=lambda each: (each.excess, each.seconds), default=None)
 
 
 @dataclass
@@ -205,6 +225,8 @@ class _Rows:
 
     program: Program
     cost: Expression = field(default_factory=dict)
+    ran_out_of_time: bool = False
+    gap: float = 0.0
     _upper: list[float] = field(default_factory=list)
     _integral: list[int] = field(default_factory=list)
     _rows: list[Expression] = field(default_factory=list)
@@ -275,10 +297,14 @@ class _Rows:
                 if (form, use) in tensor.pairs or (tensor.once and form == WHOLE):
                     meets.setdefault((form, use), []).append((user, expression))
         stands: dict[Use, int] = {}
+        returns: dict[Use, int] = {}
         for (form, use), found in meets.items():
             pair = tensor.pairs.get((form, use))
             if tensor.once and form == WHOLE:
                 stands[use] = self._either([expression for _, expression in found], exact=True)
+                returning = [expression for user, expression in found if user.has_gradient]
+                if returning:
+                    returns[use] = self._either(returning)
             if pair is None:
                 continue
             if pair.moves:
@@ -290,9 +316,9 @@ class _Rows:
             if not (tensor.once and form == WHOLE):
                 self._pay([expression for user, expression in found if user.has_gradient], pair.backward)
         if tensor.once and stands:
-            self._add_parameter(tensor, stands)
+            self._add_parameter(tensor, stands, returns)
 
-    def _add_parameter(self, tensor: TensorFigures, stands: Mapping[Use, int]) -> None:
+    def _add_parameter(self, tensor: TensorFigures, stands: Mapping[Use, int], returns: Mapping[Use, int]) -> None:
         """A whole parameter's gradient: summed once per step, or at each bridge if some use it whole."""
         once = self._new(1.0)
         self._charge(once, tensor.once)
@@ -301,10 +327,10 @@ class _Rows:
             if use != (WHOLE, False):
                 self._add({variable: 1.0, once: -1.0} | ({whole: -1.0} if whole is not None else {}), -np.inf, 0.0)
                 pair = tensor.pairs.get((WHOLE, use))
-                if whole is not None and pair is not None:
+                if whole is not None and pair is not None and use in returns:
                     both = self._new(1.0)
                     self._charge(both, pair.backward)
-                    self._add({variable: 1.0, whole: 1.0, both: -1.0}, -np.inf, 1.0)
+                    self._add({returns[use]: 1.0, whole: 1.0, both: -1.0}, -np.inf, 1.0)
 
     def _either(self, expressions: Sequence[Expression], exact: bool = False) -> int:
         """A variable that is 1 where one of some expressions is."""
@@ -399,7 +425,10 @@ class _Rows:
             integrality=np.array(self._integral),
             bounds=Bounds(np.zeros(width), upper),
             constraints=LinearConstraint(matrix, np.array(self._low), np.array(self._high)),
-            options={"mip_rel_gap": 0.0},
+            options={"mip_rel_gap": 0.0, "time_limit": SEARCH_SECONDS},
         )
+        if found.status == OUT_OF_TIME:
+            self.ran_out_of_time = True
+            self.gap = max(self.gap, float(found.mip_gap)) if found.x is not None else 1.0
         result: NDArray[np.float64] | None = found.x
         return result

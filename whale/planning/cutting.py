@@ -5,14 +5,16 @@ each kind is balanced by itself, first that of all ops that might, then that of 
 optimum of an integer program over these sizes. Where the choice overflows a device, sizes are divided again within the memory
 that it leaves, and the choice is made once more.
 
-The program's optimum is exact (HiGHS, gap 0) for given sizes, for alike ops that are labelled alike, and for prices by the
-cost model. Sizes and labels are settled in turn: that is a heuristic where devices are unlike or memory is short.
+The program's optimum is exact (HiGHS, gap 0; a search that runs out of time says its gap) for given sizes, for alike ops
+that are labelled alike, and for prices by the cost model. Sizes and labels are settled in turn: that is a heuristic where
+devices are unlike or memory is short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -40,17 +42,38 @@ class Cutting:
         cuts: per cut axis its sizes, in the model's order of axes.
         seconds: of the stage for one micro-batch on the slowest devices, with bridges and a share of the optimizer's step.
         uncut_seconds: the same if every device computed everything.
-        runner_up: the next best set of axes, and its seconds; empty where there is no other.
-        runner_up_seconds: 0 where there is no other.
         bound_by_memory: whether memory changed sizes or axes.
+        gap: how far the labels may be from the optimum at most, as a share of the seconds; 0 unless the search ran out of time.
+        problem: what was solved.
     """
 
     cuts: tuple[Cut, ...]
     seconds: float
     uncut_seconds: float
-    runner_up: tuple[str, ...]
-    runner_up_seconds: float
     bound_by_memory: bool
+    gap: float
+    problem: Problem = field(compare=False, repr=False)
+
+    @cached_property
+    def runner_up(self) -> tuple[tuple[str, ...], float]:
+        """The next best set of axes, and its seconds; empty where there is no other. Searched for when asked."""
+        other = solve(self.problem.program, self.problem.kinds)
+        return (names_of(self.problem.classes, other.labels), other.seconds) if other else ((), 0.0)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the cutting of a stage solved.
+
+    Attributes:
+        classes: of its ops.
+        program: the integer program.
+        kinds: of axes that the solution makes use of.
+    """
+
+    classes: Classes
+    program: Program
+    kinds: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -104,14 +127,13 @@ def _choose(figures: Figures, scopes: Sequence[Scope]) -> Cutting:
     if first is None:
         raise no_axis_fault(scene, space, scopes, site.width)
     best = _within_memory(figures, first, insisted)
-    other = solve(best.program, best.selection.kinds)
     return Cutting(
         cuts=write_cuts(figures.classes, best.selection.labels, best.sizes),
         seconds=best.selection.seconds,
         uncut_seconds=figures.whole,
-        runner_up=names_of(figures.classes, other.labels) if other else (),
-        runner_up_seconds=other.seconds if other else 0.0,
         bound_by_memory=best.sizes != first.sizes or best.selection != first.selection or best.selection.excess > 0,
+        gap=best.selection.gap,
+        problem=Problem(figures.classes, best.program, best.selection.kinds),
     )
 
 

@@ -24,9 +24,14 @@ def explain_cutting(best: Solution, replicas: Sequence[Replica]) -> Iterator[Cho
             f"axes of stage {stage}{copies}",
             describe_cuts(cutting.cuts),
             cost=f"{format_seconds(cutting.seconds)} per micro-batch, {_memory(replicas[members[0]], stage)}",
-            bound="memory" if cutting.bound_by_memory else "time of the slowest device and of its reductions",
+            bound=_bound(cutting),
             runner_up="; ".join(_others(cutting)),
         )
+
+
+def _bound(cutting: Cutting) -> str:
+    text = "memory" if cutting.bound_by_memory else "time of the slowest device and of its reductions"
+    return text + (f"; the search ended within {cutting.gap:.1%} of the optimum" if cutting.gap > 0 else "")
 
 
 def _memory(replica: Replica, stage: int) -> str:
@@ -39,12 +44,13 @@ def _memory(replica: Replica, stage: int) -> str:
 
 def _others(cutting: Cutting) -> Iterator[str]:
     """The next best set, told by what differs; and no cut at all."""
-    if cutting.runner_up:
+    names, seconds = cutting.runner_up
+    if names:
         chosen = {cut.axis for cut in cutting.cuts}
-        less = _listed([cut.axis for cut in cutting.cuts if cut.axis not in cutting.runner_up])
-        more = _listed([axis for axis in cutting.runner_up if axis not in chosen])
+        less = _listed([cut.axis for cut in cutting.cuts if cut.axis not in names])
+        more = _listed([axis for axis in names if axis not in chosen])
         words = [text for text in (f"without {less}" if less else "", f"with {more}" if more else "") if text]
-        yield f"{' and '.join(words)}: {format_seconds(cutting.runner_up_seconds)}"
+        yield f"{' and '.join(words)}: {format_seconds(seconds)}"
     yield f"nothing cut: {format_seconds(cutting.uncut_seconds)}"
 
 
