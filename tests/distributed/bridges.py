@@ -120,7 +120,7 @@ def _unlisted(lowered: CutProgram, listed: Sequence[Bridge]) -> list[str]:
     written: Counter[str] = Counter()
     for node in lowered.graph.nodes:
         if node.target in WRITTEN and not node.args[0].name.endswith("__whole"):  # values made whole on all, such as positions
-            written[f"{node.name.split('__')[0]}: {WRITTEN[node.target]}"] += 1
+            written[f"{node.name.rpartition('__')[0]}: {WRITTEN[node.target]}"] += 1
     return [
         f"{text}: {written[text]} in the program, {planned[text]} in the plan"
         for text in planned | written

@@ -19,6 +19,7 @@ from whale.axes import Axes, Dimension, axes_of, discover
 from whale.axes.labels import may_scatter
 from whale.axes.values import may_lie_in_parts
 from whale.capture import Program, capture
+from whale.cost.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
@@ -141,6 +142,7 @@ def choose_labels(model: ModelGraph, axes: Axes, num_parts: int, seed: int) -> t
         name: draw.choice([None, *(axis for axis in sorted(chosen) if may_lie_in_parts(dims, axis))])
         for name, dims in axes.parameters.items()
     }
+    held |= _written_so(model, axes, work)
     cuts = []
     for name in sorted(chosen):
         met = [op.name for op in model.ops if op.kind == "call" and op.name in axes.ops and name in axes.ops[op.name].roles]
@@ -153,6 +155,20 @@ def choose_labels(model: ModelGraph, axes: Axes, num_parts: int, seed: int) -> t
         )
         cuts.append(cut)
     return tuple(cuts)
+
+
+def _written_so(model: ModelGraph, axes: Axes, work: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Buffers that an op writes in passing, with the axis of that op: they cannot be bridged."""
+    writes = MemoryWrites(model, [op.name for op in model.ops if op.kind == "call"])
+    found: dict[str, str | None] = {}
+    for op in model.ops:
+        for operand in op.inputs if op.kind == "call" else ():
+            source = model.by_name[operand]
+            if source.kind == "buffer" and op.name in work and writes.need_same(operand, op.name):
+                name = model.parameter_by_name[source.target].name
+                axis = work[op.name]
+                found[name] = axis if axis is not None and may_lie_in_parts(axes.parameters[name], axis) else None
+    return found
 
 
 def _axes_in(dimensions: Sequence[Dimension]) -> set[str]:
