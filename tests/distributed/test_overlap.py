@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.distributed import test_split_hugging_face
 from tests.distributed.split_training import errors, plan_case
 from tests.distributed.training import Case
 from tests.distributed.world import World
@@ -58,3 +59,9 @@ def test_law(world: World, name: str) -> None:
     assert any(stage.overlap for stage in halved.replicas[0].stages)
     error, where = errors(world, CASES[name], halved)
     assert error < TOLERANCE, where
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_law_of_hugging_face(world: World, family: str) -> None:
+    case = test_split_hugging_face.Case(family, (2,), ((1.0, 3.0),), (("communication.overlap", True),))
+    test_split_hugging_face.check(world, case, "uneven")
