@@ -84,8 +84,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=cases(), is_cut_anew=st.booleans())
-def test_law(world: World, case: Case, is_cut_anew: bool) -> None:
+@given(case=cases(), cuts=st.sampled_from(("planned", "axes", "bridged")))
+def test_law(world: World, case: Case, cuts: str) -> None:
     note(f"{case!r}")
     try:
         plan, graph = plan_case(case)
@@ -93,7 +93,7 @@ def test_law(world: World, case: Case, is_cut_anew: bool) -> None:
         note(str(error))
         assume(False)
         raise
-    plan = cut_anew(plan, graph, case) if is_cut_anew else plan
+    plan = plan if cuts == "planned" else cut_anew(plan, graph, case, bridged=cuts == "bridged")
     note(str(plan))
     error, where = errors(world, case, plan)
     assert error < TOLERANCE, where
