@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from whale.axes.bridge_bytes import bridge_bytes
+from whale.axes.bridge_bytes import GATHERED, bridge_bytes
 from whale.axes.bridges import Bridge, find_bridges
 from whale.ir.plan import Choice, Replica, Stage
 from whale.planning.replica import ReplicaModel
@@ -41,10 +41,12 @@ def _stage(solver: Solver, model: ReplicaModel, stage: Stage) -> Iterator[Choice
     found = {bridge: received(bridge) for bridge in bridges}
     alike: dict[tuple[object, ...], list[Bridge]] = {}
     for bridge, moved in found.items():
-        alike.setdefault((_text(bridge), pricing.graph.by_name[bridge.tensor].target, moved), []).append(bridge)
+        alike.setdefault((_text(bridge), _without_numbers(pricing.graph.by_name[bridge.tensor].target), moved), []).append(bridge)
     for (text, target, _), own in alike.items():
         count = f"{len(own)} x " if len(own) > 1 else ""
-        yield Choice("bridges", f"stage {stage.index}: {count}%{own[0].tensor} ({target})", str(text), cost=_moved(own[0], found[own[0]]))
+        forward = "all-gather" if own[0].combine in GATHERED else own[0].forward
+        cost = _moved(forward, own[0].backward, found[own[0]])
+        yield Choice("bridges", f"stage {stage.index}: {count}%{own[0].tensor} ({target})", str(text), cost=cost)
     if bridges:
         yield _together(stage, bridges, found, received)
 
@@ -85,10 +87,15 @@ def _text(bridge: Bridge) -> str:
 
 
 def _form(axis: str | None) -> str:
-    return f"cut {'.'.join('*' if part.isdigit() else part for part in axis.split('.'))}" if axis else "whole"
+    return f"cut {_without_numbers(axis)}" if axis else "whole"
 
 
-def _moved(bridge: Bridge, moved: Bytes) -> str:
-    there = f"{bridge.forward} {format_bytes(moved[0])}" if bridge.forward else "nothing"
-    back = f"{bridge.backward} {format_bytes(moved[1])}" if bridge.backward else "nothing"
+def _without_numbers(name: str) -> str:
+    """A dotted name with the numbers of layers alike."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _moved(forward: str, backward: str, moved: Bytes) -> str:
+    there = f"{forward} {format_bytes(moved[0])}" if forward else "nothing"
+    back = f"{backward} {format_bytes(moved[1])}" if backward else "nothing"
     return f"forward {there}, backward {back}"

@@ -22,7 +22,7 @@ def explain_cutting(best: Solution, replicas: Sequence[Replica]) -> Iterator[Cho
         yield Choice(
             "cutting",
             f"axes of stage {stage}{copies}",
-            describe_cuts(cutting.cuts),
+            describe_cuts(replicas[members[0]].stages[stage].cuts),
             cost=f"{format_seconds(cutting.seconds)} per micro-batch, {_memory(replicas[members[0]], stage)}",
             bound=_bound(cutting),
             runner_up="; ".join(_others(cutting)),
