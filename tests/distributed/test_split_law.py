@@ -71,6 +71,8 @@ def cases(draw: st.DrawFn) -> Case:
         config["gradient.clip_norm"] = 0.1
     if draw(st.booleans()):
         config["communication.bucket_bytes"] = 200
+    if draw(st.booleans()):
+        config["communication.overlap"] = True
     least = max(2, num_ranks * num_micro_batch)
     return Case(
         description,
