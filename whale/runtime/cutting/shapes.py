@@ -120,9 +120,11 @@ def _copies(call: Call, number: Any, source: Dimension, made: Dimension) -> Any:
     if not call.is_cut(made):
         return call.writer.raw(number)
     before, after = call.held(source), call.held(made)
-    if not isinstance(number, int):
-        call.refuse("its number of copies is computed")
-    return number * after.count * before.units // (after.units * before.count)
+    factor, divisor = after.count * before.units, after.units * before.count
+    if isinstance(number, int) or factor == divisor:
+        return number * factor // divisor if isinstance(number, int) else call.writer.raw(number)
+    product = call.emit(operator.mul, call.writer.raw(number), factor, what="copies")
+    return call.emit(operator.floordiv, product, divisor, what="copies")
 
 
 def pixel_shuffle(call: Call) -> fx.Node:
