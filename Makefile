@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
 DEMO_RECIPE ?= strategies/recipes/pipeline_data_parallel.yaml
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test quick lint types bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/whale run --ranks 4 --recipe $(DEMO_RECIPE) examples/train_gpt.py --steps 60 --evaluate-every 30 --checkpoint checkpoints/demo
@@ -14,6 +14,9 @@ demo: $(VENV)/installed
 test: $(VENV)/installed_tests
 	$(BIN)/python -m pytest -n 2 tests/unit
 	$(BIN)/python -m pytest tests/distributed tests/gpu
+
+quick: $(VENV)/installed_tests
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
 
 lint: $(VENV)/installed_tests
 	$(BIN)/python -m ruff check

@@ -1,4 +1,4 @@
-"""Fixtures and options that all tiers share: golden texts."""
+"""Fixtures and options that all tiers share: golden texts, and how many examples of each law are tried."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("whale", deadline=None)  # a busy machine is no fault of the code
+settings.register_profile("quick", settings.get_profile("whale"), max_examples=20)
 settings.load_profile("whale")
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The quick tier tries fewer examples of each law."""
+    if config.getoption("markexpr") == "not slow":
+        settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -90,6 +90,7 @@ def test_commands_parse_and_their_files_exist(page: Path) -> None:
                 assert (ROOT / path).exists(), where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if any(w[:1] == ["whale"] for _, w in commands(p))], ids=name_of)
 def test_planning_commands_succeed(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)

@@ -115,6 +115,7 @@ def plan_for(recipe: Path, expected: Expected) -> Plan:
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_give_what_they_promise(recipe: Path) -> None:
     expected = EXPECTED[recipe.stem]

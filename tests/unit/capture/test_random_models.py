@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
@@ -46,6 +47,7 @@ def divisor(term: LossTerm, weight: Any) -> torch.Tensor:
     return whole if term.minimum is None else whole.clamp(min=term.minimum)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(descriptions(max_devices=3), st.lists(st.integers(2, 4), min_size=2, max_size=3), st.integers(0, 99))
 def test_pieces_of_captured_models_add_up(description: Description, sizes: list[int], seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -79,6 +80,7 @@ def test_a_cut_gpt_sends_activations_and_repeats_masks() -> None:
         assert [("tokens.weight" in stage.parameters) for stage in replica.stages] == [True, False, False, True]
 
 
+@pytest.mark.slow
 def test_a_gpt_under_scopes_and_its_other_modes() -> None:
     model = GPT(scopes=True)
     graph, _ = capture(model, BATCH, loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,6 +62,7 @@ def by_trying(program: Program) -> list[Selection]:
     return sorted(found, key=lambda selection: (round(selection.excess, 6), selection.seconds))
 
 
+@pytest.mark.slow
 @given(programs())
 @settings(max_examples=150, deadline=None)
 def test_the_program_finds_the_best_labels_and_the_next_set_of_kinds(program: Program) -> None:

@@ -55,6 +55,11 @@ def captured(family: str, mode: str = "train", **settings: object) -> ModelGraph
     return graph
 
 
+@lru_cache
+def gpt2_plan() -> Plan:
+    return make_plan(captured("gpt2"), SLOW_PAIR, Config())
+
+
 def cuts_of(plan: Plan, stage: int = 0) -> dict[str, tuple[int, ...]]:
     return {cut.axis.removeprefix("inner."): cut.sizes for cut in plan.replicas[0].stages[stage].cuts}
 
@@ -80,6 +85,7 @@ def test_sizes_follow_the_devices_speed(golden: Callable[[str, str], None]) -> N
     golden("plans/split_gpt2_uneven.txt", str(plan))
 
 
+@pytest.mark.slow
 def test_memory_moves_units_to_the_larger_device() -> None:
     graph = captured("gpt2", vocab_size=601)
     free = make_plan(graph, UNLIKE_PAIR, Config())
@@ -92,6 +98,7 @@ def test_memory_moves_units_to_the_larger_device() -> None:
     assert next(choice.bound for choice in plan.choices if choice.pass_name == "cutting") == "memory"
 
 
+@pytest.mark.slow
 def test_grouped_queries_are_cut_by_their_key_value_heads() -> None:
     cuts = cuts_of(make_plan(captured("llama", vocab_size=601), SLOW_PAIR, Config()))
     assert {axis for axis in cuts if "heads" in axis} == {f"model.layers.{layer}.self_attn.heads.0" for layer in (0, 1)}
@@ -99,11 +106,13 @@ def test_grouped_queries_are_cut_by_their_key_value_heads() -> None:
     assert cuts["classes"] == (301, 300)
 
 
+@pytest.mark.slow
 def test_convolutions_are_cut_by_channels() -> None:
     cuts = cuts_of(make_plan(captured("resnet"), SLOW_PAIR, Config()))
     assert sum("channels" in axis for axis in cuts) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "vit", "resnet", "llama", "mixtral"])
 def test_every_family_gains_and_its_plan_is_sound(family: str) -> None:
     graph = captured(family)
@@ -125,6 +134,7 @@ def test_parameters_are_divided_and_what_stays_whole_is_not() -> None:
     assert everything / 2 < max(held) < everything * 0.6
 
 
+@pytest.mark.slow
 def test_identical_blocks_are_one_decision() -> None:
     plan = make_plan(captured("gpt2", n_layer=6), SLOW_PAIR, Config())
     cuts = cuts_of(plan)
@@ -132,6 +142,7 @@ def test_identical_blocks_are_one_decision() -> None:
     assert "6 x inner.transformer.h.*.attn.heads 2:2" in str(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eval", "predict"])
 def test_cuts_are_carried_to_other_modes(mode: str) -> None:
     graph, other = captured("gpt2", vocab_size=601), captured("gpt2", mode, vocab_size=601)
@@ -166,7 +177,5 @@ def spoil(plan: Plan, cuts: tuple[Cut, ...]) -> Plan:
     ],
 )
 def test_faults_of_cuts_are_named(cuts: tuple[Cut, ...], message: str) -> None:
-    graph = captured("gpt2")
-    plan = make_plan(graph, SLOW_PAIR, Config())
     with pytest.raises(PlanError, match=f"(?s){message}"):
-        verify(spoil(plan, cuts), graph, SLOW_PAIR)
+        verify(spoil(gpt2_plan(), cuts), captured("gpt2"), SLOW_PAIR)

@@ -62,6 +62,7 @@ def test_without_memory_traffic_regions_between_stay_whole() -> None:
     assert {(bridge.forward, bridge.backward) for bridge in inside} == {("all-reduce", ""), ("", "all-reduce")}
 
 
+@pytest.mark.slow
 def test_many_equal_layers_are_one_decision() -> None:
     """The classes of sixteen layers are those of six, so the program is the same."""
     few, many = (make_plan(transformer(layers, 1024), gpus(), Config()) for layers in (6, 16))

@@ -122,6 +122,7 @@ def tight(memory: tuple[int, ...]) -> Cluster:
     return Cluster("tight", (Host("h", devices, Link(1e10, 1e-6)),), None)
 
 
+@pytest.mark.slow
 @given(memory=st.lists(st.integers(200_000, 3_000_000), min_size=2, max_size=2), num_micro_batch=st.integers(1, 8))
 def test_auto_fits_where_recomputing_everything_does_and_recomputes_nothing_where_keeping_everything_fits(
     memory: list[int], num_micro_batch: int

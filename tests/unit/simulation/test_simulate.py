@@ -75,6 +75,7 @@ def test_every_computation_once_and_no_two_at_once(schedule: Schedule) -> None:
         assert all(before.end <= after.start for before, after in pairwise(found))
 
 
+@pytest.mark.slow
 def test_a_large_schedule() -> None:
     schedule = build("interleaved", num_ranks=64, num_micro_batch=512, num_chunks=4)
     verify(schedule)
