@@ -71,6 +71,7 @@ def test_the_loss_is_exact_and_the_experts_are_one_axis() -> None:
     assert axes.parameters["blocks.0.experts.up"][0] == axes.parameters["blocks.0.experts.down"][0] == ("blocks.0.gate.experts:0",)
 
 
+@pytest.mark.slow
 def test_a_balance_over_the_whole_batch_is_not_exact() -> None:
     model, batch, _ = moe.build(layers=1, width=16, context=8)
 
@@ -108,6 +109,7 @@ class Loop(nn.Module):
         return result.view_as(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["nonzero", "mask", "all"])
 def test_loops_over_all_experts_are_captured(form: str) -> None:
     graph, _ = capture(Loop(form), {"x": torch.randn(ROWS, LENGTH, WIDTH)}, lambda output, batch: output.square().mean())

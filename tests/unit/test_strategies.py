@@ -135,6 +135,7 @@ def test_a_faster_device_takes_more_rows() -> None:
     assert min(rows["big/0"], rows["big/1"]) > max(rows["small/0"], rows["small/1"])
 
 
+@pytest.mark.slow
 def test_a_faster_device_has_more_experts() -> None:
     plan = plan_for(ROOT / "recipes" / "mixture_of_experts.yaml", EXPECTED["mixture_of_experts"])
     layers = [stage for stage in plan.replicas[0].stages if stage.split == 4]
@@ -150,6 +151,7 @@ def test_clusters_can_be_planned_for(path: Path) -> None:
     assert len(plan.devices) + len(plan.idle_devices) == len(cluster.devices)
 
 
+@pytest.mark.slow
 def test_three_thousand_devices_can_be_planned_for() -> None:
     cluster = load_cluster(ROOT / "clusters" / "a100_3072.yaml")
     plan = make_plan(graph_of(None), cluster, whale.Config(), rows=3072)

@@ -83,6 +83,7 @@ def test_views_are_free_and_pointwise_ops_count_elements() -> None:
     assert total(lookup)[0] == 48
 
 
+@pytest.mark.slow
 def test_recurrent_layers() -> None:
     model = torch.nn.LSTM(4, 5, num_layers=2, batch_first=True)
     exported = torch.export.export(model, (torch.randn(3, 7, 4),), strict=False)

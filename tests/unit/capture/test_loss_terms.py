@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -169,7 +170,12 @@ def compare(found: Split, batch: Sequence[Tensor], sizes: Sequence[int]) -> tupl
     return error([loss], [expected]), error(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("name", EXACT)
+def a_few_are_quick(losses: dict[str, Loss]) -> list[Any]:
+    """All names, of which the quick tier takes every sixth."""
+    return [name if index % 6 == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(losses)]
+
+
+@pytest.mark.parametrize("name", a_few_are_quick(EXACT))
 def test_exact_losses(name: str) -> None:
     found = the_split(name)
     assert [(term.exact, term.reason) for term in found.terms] == [(True, "")] * len(found.terms)
@@ -177,13 +183,14 @@ def test_exact_losses(name: str) -> None:
         assert max(compare(found, make_batch(9, seed=3), sizes)) < 1e-12
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(EXACT)), st.lists(st.integers(1, 6), min_size=2, max_size=5), st.integers(0, 1000))
 def test_exact_losses_at_random(name: str, sizes: list[int], seed: int) -> None:
     assert max(compare(the_split(name), make_batch(sum(sizes), seed), sizes)) < 1e-12
 
 
-@pytest.mark.parametrize("name", INEXACT)
+@pytest.mark.parametrize("name", a_few_are_quick(INEXACT))
 def test_losses_that_are_no_sums(name: str) -> None:
     found = the_split(name)
     assert any(not term.exact and term.reason for term in found.terms)
@@ -206,6 +213,7 @@ FIXED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIXED)
 def test_capture_for_one_number_of_rows(name: str) -> None:
     found = the_split(name, dynamic=False)

@@ -66,6 +66,7 @@ def loss(output: Tensor, batch: tuple[Tensor]) -> Tensor:
 BATCH = (torch.ones(4, LENGTH, dtype=torch.long),)
 
 
+@pytest.mark.slow
 def test_a_cut_gpt_sends_activations_and_repeats_masks() -> None:
     graph, _ = capture(GPT(scopes=False), BATCH, loss)
     config = Config({"pipeline.num_stages": 4, "pipeline.num_micro_batch": 4})

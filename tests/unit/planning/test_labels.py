@@ -54,6 +54,7 @@ def test_sequence_parallelism_comes_out_where_it_pays() -> None:
     assert found[-1] == ("cross_entropy_loss", True, None, None, False)
 
 
+@pytest.mark.slow
 def test_without_memory_traffic_regions_between_stay_whole() -> None:
     """Where memory is fast and messages are dear, an all-reduce each way and nothing else."""
     graph = transformer(length=128)
@@ -72,6 +73,7 @@ def test_many_equal_layers_are_one_decision() -> None:
     assert blocks[0] == blocks[1] != {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eval", "predict"])
 def test_labels_are_found_anew_for_another_capture(mode: str) -> None:
     graph, other = transformer(), transformer(mode=mode)
