@@ -73,6 +73,11 @@ class Exchange:
         self._local_rows: dict[tuple[int, int], tuple[int, int]] = {}
         self._tensor_rows: dict[tuple[int, int, str], tuple[int, int]] = {}
 
+    @property
+    def hands_over_at_once(self) -> bool:
+        """Whether stages of one virtual device hand values to one another, for which no action stands in the schedule."""
+        return any(self._boundary.is_local(edge) for edge in self._boundary.replica.edges)
+
     def begin(self, micro_batches: Sequence[tuple[int, int]]) -> None:
         """Starts a step whose micro-batches take these global rows; forgets what a step that was given up has left."""
         self._parcels.clear()

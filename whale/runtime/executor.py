@@ -48,6 +48,18 @@ class StepState:
     outputs: list[tuple[str, int, int, torch.Tensor]] = field(default_factory=list)
 
 
+class _Once:
+    """Does something when it is first asked to."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action, self.is_done = action, False
+
+    def __call__(self) -> None:
+        if not self.is_done:
+            self._action()
+            self.is_done = True
+
+
 class Executor:
     """Runs the actions of one rank.
 
@@ -76,7 +88,7 @@ class Executor:
     ) -> None:
         self._stages, self._exchange, self._model = stages, exchange, model
         self._counted = counted
-        self._is_split = any(stage.is_split for stage in stages.values())
+        self._gates = [stage.gate for stage in stages.values() if stage.gate is not None]
         self._sync, self._status, self._device = sync, status, device
         self._flights: dict[tuple[int, int], Flight] = {}
         self._recomputed: frozenset[tuple[int | None, int | None]] = frozenset()
@@ -100,7 +112,8 @@ class Executor:
             actions: of this rank.
             state: of the step.
             agree: called once, before the first message, before `reduce`, and before the first backward if that needs it.
-                Split stages send messages while they compute, to and from each other too, so there it comes first of all.
+                Split stages send messages while they compute: there it comes before the first of those; before everything
+                where stages share a virtual device and hand values to one another on it.
             reduce: called once, after the last forward.
 
         Raises:
@@ -113,13 +126,16 @@ class Executor:
         self._recomputed = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.RECOMPUTE)
         last = _last_backward(actions)
         last_forward = max((index for index, action in enumerate(actions) if action.kind is Kind.FORWARD), default=-1)
-        num_posted, is_agreed = 0, False
+        num_posted, agreed = 0, _Once(agree)
+        for gate in self._gates:
+            gate.close(agreed)
+        if self._exchange.hands_over_at_once:
+            agreed()
         for index, action in enumerate(actions):
             needs_weights = state.awaits_weights and action.kind is not Kind.FORWARD
-            if not is_agreed and (self._is_split or needs_weights or action.kind in COMMUNICATION):
-                agree()
-                is_agreed = True
-            if is_agreed:
+            if needs_weights or action.kind in COMMUNICATION:
+                agreed()
+            if agreed.is_done:
                 num_posted = self._post_ahead(actions, index, num_posted)
             self._status.set(str(action), self._exchange.peers(_place(action)) if action.kind in _RECEIVES else ())
             if action.kind is Kind.SYNC and self._sync is not None:
@@ -131,12 +147,9 @@ class Executor:
                     self._sync.arm(_stage(action))
                 self._handlers[action.kind](state, *_place(action)[1:])
             if index == last_forward:
-                if not is_agreed:  # on all ranks before the sum: one that refuses the batch starts none
-                    agree()
-                    is_agreed = True
+                agreed()  # on all ranks before the sum: one that refuses the batch starts none
                 reduce()
-        if not is_agreed:
-            agree()
+        agreed()
         self._exchange.finish()
 
     def _post_ahead(self, actions: Sequence[Action], index: int, num_posted: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from whale.ir.schedule import Kind
-from whale.runtime.cutting import GROUP, Group
+from whale.runtime.cutting import GROUP, Gate, Group
 from whale.runtime.deferred import WeightQueue
 from whale.runtime.loss import NUM_ROWS
 from whale.runtime.lowering import QUEUE, StageProgram
@@ -78,9 +78,9 @@ class StageRunner:
         self._device = device
 
     @property
-    def is_split(self) -> bool:
-        """Whether its computation waits for other ranks in the midst."""
-        return self._split_group is not None
+    def gate(self) -> Gate | None:
+        """What the first message in the midst of its computation waits for; None where it has none."""
+        return self._split_group.gate if self._split_group is not None else None
 
     def forward(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 
@@ -16,6 +16,23 @@ Arrival = Callable[[], None]
 """Waits for what was begun; fails with a `RuntimeFault` if a peer died or the limit passed, and names what it was for."""
 
 
+class Gate:
+    """What must have happened before the next message of a group: nothing, or what `close` was given."""
+
+    def __init__(self) -> None:
+        self._before: Callable[[], None] | None = None
+
+    def close(self, before: Callable[[], None]) -> None:
+        """The next message waits for this."""
+        self._before = before
+
+    def __call__(self) -> None:
+        """Comes before every message."""
+        before, self._before = self._before, None
+        if before is not None:
+            before()
+
+
 @dataclass(frozen=True)
 class Group:
     """A split group.
@@ -24,11 +41,13 @@ class Group:
         process_group: torch's.
         ranks: world ranks of its devices, by position; as in the process group where not given.
         timeout: the longest wait for one of its collectives.
+        gate: what its next message waits for.
     """
 
     process_group: dist.ProcessGroup
     ranks: tuple[int, ...] = ()
     timeout: timedelta = timedelta(seconds=300)
+    gate: Gate = field(default_factory=Gate, compare=False)
 
     @cached_property
     def size(self) -> int:
@@ -58,18 +77,22 @@ class Group:
 
     def all_reduce(self, value: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> Arrival:
         """Combines the devices' values, in place."""
+        self.gate()
         return partial(self._wait, dist.all_reduce(value, op=how, group=self.process_group, async_op=True), what)
 
     def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> Arrival:
         """Receives the value of each device, by rank."""
+        self.gate()
         return partial(self._wait, dist.all_gather(received, own, group=self.process_group, async_op=True), what)
 
     def reduce_scatter(self, total: Tensor, pieces: list[Tensor], what: str) -> Arrival:
         """Sums what each device has for this one; pieces are by rank."""
+        self.gate()
         return partial(self._wait, dist.reduce_scatter(total, pieces, group=self.process_group, async_op=True), what)
 
     def all_to_all(self, received: Tensor, sent: Tensor, sizes_received: list[int], sizes_sent: list[int], what: str) -> Arrival:
         """Exchanges runs of elements, by rank."""
+        self.gate()
         work = dist.all_to_all_single(received, sent, sizes_received, sizes_sent, group=self.process_group, async_op=True)
         return partial(self._wait, work, what)
 
