@@ -184,16 +184,25 @@ def _random_work(model: ModelGraph, axes: Axes, chosen: set[str], draw: random.R
         roots[op.name] = roots[op.inputs[0]] if follows else op.name
         tied.setdefault(roots[op.name], []).append(op.name)
     written = {roots[op.name] for op in model.ops if "in_place" in op.tags or op.target == "operator.getitem"}
+    whole = _readers_of_written(model, roots)
     work: dict[str, str | None] = {}
     for root, members in tied.items():
         calls = [name for name in members if name in axes.ops and model.by_name[name].kind == "call"]
         for group in [calls] if root in written else [[name] for name in calls]:
             may = set.intersection(*(_may_work(axes, name, chosen) for name in group)) if group else set()
-            if root in written and model.by_name[root].kind != "call":
+            if (root in written and model.by_name[root].kind != "call") or whole & {root, *group}:
                 may = set()
             axis = draw.choice([None, *sorted(may), *sorted(may)])
             work |= dict.fromkeys(group, axis)
     return work
+
+
+def _readers_of_written(model: ModelGraph, roots: Mapping[str, str]) -> set[str]:
+    """Ops that must read a tensor as it lies since its memory is written, and the tensors: here all of them stay whole."""
+    writes = MemoryWrites(model, [op.name for op in model.ops if op.kind == "call"])
+    pairs = ((op.name, operand) for op in model.ops if op.kind == "call" for operand in op.inputs)
+    apart = [(name, operand) for name, operand in pairs if roots[name] != roots[operand] and writes.need_same(operand, name)]
+    return {each for name, operand in apart for each in (name, roots[name], roots[operand])}
 
 
 def _may_work(axes: Axes, name: str, chosen: set[str]) -> set[str]:
