@@ -195,3 +195,19 @@ def test_a_split_of_which_nothing_can_be_cut_gives_all_reasons() -> None:
 def test_the_batch_is_cut_by_replicate() -> None:
     with pytest.raises(AnnotationError, match="another axis than the batch"):
         make_plan(mlp((split(0, 2, axis="batch"),)), FOUR, Config())
+
+
+def test_an_op_that_reads_nothing_makes_no_stage_of_its_own_before_its_colocated_split() -> None:
+    graph = Graph()
+    x = graph.input("x", 8)
+    graph.path = (scope(0, 2),)
+    x = graph.call("front", "aten.linear.default", x, graph.parameter("front.weight", 8, 8), width=8, flops=512)
+    graph.path = (split(1),)
+    graph.call("count", "aten.add_.Tensor", graph.parameter("count.seen", 1, kind="buffer"), 1, width=1)
+    x = graph.call("back", "aten.linear.default", x, graph.parameter("back.weight", 64, 8), width=64, flops=4096)
+    graph.path = ()
+    graph.sum_loss(x)
+    made = make_plan(graph.build(), cluster((1e7,) * 2), Config({"cluster.colocate_split_and_replicate": True}))
+    front, back = made.replicas[0].stages
+    assert front.ops == ("front",)
+    assert {"count", "back"} <= set(back.ops)
