@@ -55,6 +55,8 @@ def decode(hint: Any, data: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _decode_union(get_args(hint), data)
     if origin is tuple:
+        if not isinstance(data, (list, tuple)):
+            raise ValueError(f"{data!r} is no list")
         inner = get_args(hint)
         if len(inner) == 2 and inner[1] is Ellipsis:
             return tuple(decode(inner[0], item) for item in data)
@@ -67,6 +69,8 @@ def decode(hint: Any, data: Any) -> Any:
         return hint(data)
     if hint is float:
         return float(data)
+    if hint in (int, str, bool) and type(data) is not hint:
+        raise ValueError(f"{data!r} is no {hint.__name__}")
     return data
 
 
