@@ -153,3 +153,16 @@ def test_a_concatenation_of_unlike_axes_is_whole_and_its_pieces_come_back() -> N
     assert axes.ops[split.op].outputs == (axes.parameters["x"], axes.parameters["y"])
     assert "only some pieces" in axes.by_name["x:0"].whole[0].reason
     assert axes.by_name["x:1"].may_be_cut
+
+
+def test_a_rule_may_be_named_as_torch_library_names_the_operator() -> None:
+    build = Build()
+    build.call("mine.twist.default", build.parameter("x", 7, 3), out=(7, 3))
+    token = _own_rules.set({})
+    try:
+        register_rule("mine::twist", "x[rows d!] -> [rows d!]")
+        assert discover(build.graph()).by_name["rows"].may_be_cut
+        with pytest.raises(ConfigError, match="is named with its library"):
+            register_rule("twist", "x[rows d!] -> [rows d!]")
+    finally:
+        _own_rules.reset(token)
