@@ -154,6 +154,8 @@ def _refusal(scene: Scene, axis: str, width: int) -> Refusal | None:
 
 
 def _hint(op: Op, reason: str) -> str:
+    if "does not fit" in reason and not op.target.startswith("aten."):
+        return "correct the rule that whale.register_rule was given"
     if "no rule" not in reason:
         return ""
     return f"whale.register_rule({op.target.rpartition('.')[0] or op.target!r}, ...) tells what the op does with its axes"

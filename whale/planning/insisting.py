@@ -20,7 +20,7 @@ def find_insisted(scene: Scene, space: CutSpace, scopes: Sequence[Scope], width:
     faults: list[WhaleError] = []
     for scope in dict.fromkeys(scope for scope in scopes if scope.axis is not None):
         assert scope.axis is not None
-        names = matches(scope.axis, (axis for axis in scene.members if axis != BATCH))
+        names = matches(scope.axis, (axis for axis in scene.members if axis != BATCH)) or _holding(scope.axis, scene)
         silent = next((found for name in names if (found := _without_rule(scene, name)) is not None), None)
         allowed = [axis for axis in names if axis in space.axes]
         own = {index for index, kind in enumerate(space.kinds) for axis in allowed if axis in kind}
@@ -50,6 +50,11 @@ def matches(wanted: str, names: Iterable[str]) -> list[str]:
     return [name for name in known if name.endswith(f".{wanted}")]
 
 
+def _holding(wanted: str, scene: Scene) -> list[str]:
+    """The axis that is a dimension of a parameter, told as ``parameter:dimension``, where it has another name."""
+    return [axis for axis in scene.members if axis != BATCH and wanted in scene.axes.held_by.get(axis, ())]
+
+
 def no_axis_fault(scene: Scene, space: CutSpace, scopes: Sequence[Scope], width: int) -> AnnotationError:
     """Nothing at all can be cut."""
     held = [axis for axis in space.refused if scene.axes.held_by.get(axis)] or list(space.refused)
@@ -64,10 +69,11 @@ def no_axis_fault(scene: Scene, space: CutSpace, scopes: Sequence[Scope], width:
 
 
 def _without_rule(scene: Scene, axis: str) -> Refusal | None:
-    """An op that meets an axis and has no rule: nobody can tell what it does with parts."""
+    """An op that meets an axis and has no rule, or a user's own that does not fit: nobody can tell what it does with parts."""
     for op in scene.members[axis]:
         role = scene.role(op.name, axis)
-        if role.kind == "whole" and "no rule" in role.reason:
+        misfits = "does not fit" in role.reason and not op.target.startswith("aten.")
+        if role.kind == "whole" and ("no rule" in role.reason or misfits):
             return whole_refusal(op, role)
     return None
 

@@ -47,6 +47,8 @@ def _sizes(cut: Cut, stage: Stage, axes: Axes, name: str) -> Iterator[PlanError]
         return
     if cut.axis == BATCH and not cut.arriving and not cut.handed_on:
         yield PlanError(f"the rows of the batch are divided by shares, not by a cut ({name})")
+    if cut.axis != BATCH and cut.handed_on:
+        yield PlanError(f"only rows of the batch stay in parts when they are handed on ({name}: {cut.axis}, {', '.join(cut.handed_on)})")
     if len(cut.sizes) != stage.split:
         yield PlanError(f"a cut has a size for each device of a group ({name}: {cut} for {stage.split} devices)")
     if any(size < 1 for size in cut.sizes):

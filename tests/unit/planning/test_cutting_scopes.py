@@ -156,6 +156,11 @@ def test_an_axis_that_the_user_insists_on() -> None:
     assert sizes(make_plan(graph, cluster((1e7, 1e7)), Config()))["layer1.weight:0"] == (8, 8)
 
 
+def test_an_axis_by_another_parameter_that_has_it() -> None:
+    plan = make_plan(mlp((split(0, 2, axis="down0.weight:1"),)), cluster((1e7, 1e7)), Config())
+    assert [cut.axis for cut in plan.replicas[0].stages[0].cuts] == ["up0.weight:0"]
+
+
 def test_an_axis_that_is_not_there_names_the_nearest() -> None:
     with pytest.raises(AnnotationError, match=r"(?s)axis='up0.wight:0': none of that name.*model.py:1.*nearest: up0.weight:0"):
         make_plan(mlp((split(0, 2, axis="up0.wight:0"),)), FOUR, Config())
