@@ -91,7 +91,8 @@ class Cut:
         whole_parameters: parameters and buffers that have the axis, but are not held in parts of it.
         scattered: ops that sum over another axis that is cut: each device keeps its part of this axis of the sum.
         arriving: values from other stages of which each device is handed its part only.
-        handed_on: values for other stages that stay in parts; only of the batch.
+        handed_on: values for other stages that stay in parts; of another axis than the batch only where all of those let them
+            arrive in the same parts.
     """
 
     axis: str
@@ -172,6 +173,10 @@ class Stage:
     def row_cut(self) -> Cut | None:
         """How the rows of a split group are divided among its devices, where some of its ops work on rows of their own."""
         return next((cut for cut in self.cuts if cut.axis == BATCH), None)
+
+    def border_cut(self, tensor: str) -> Cut | None:
+        """The axis, other than the batch, along which a tensor is in parts while it crosses the border of the stage."""
+        return next((cut for cut in self.cuts if cut.axis != BATCH and (tensor in cut.arriving or tensor in cut.handed_on)), None)
 
     def tensor_intervals(self, tensor: str, num_rows: int) -> tuple[tuple[int, int], ...]:
         """Per device, the rows of a micro-batch that it has of a tensor which crosses its border.

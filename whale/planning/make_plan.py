@@ -21,6 +21,7 @@ from whale.planning.placement import Placement, placements
 from whale.planning.pricing import Pricing
 from whale.planning.recompute import KEEP_ALL, Policy, kept_under, read_policy
 from whale.planning.replica import make_replica
+from whale.planning.scattering import scatter_all
 from whale.planning.scheduling import Pipeline, shape_pipeline
 from whale.planning.solve import Solution, Solver
 from whale.planning.structure import analyse
@@ -166,6 +167,9 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Annotations | None,
         make_replica(solver.pricing, pipeline, model, names, index, share)
         for index, (model, share) in enumerate(zip(best.replicas, best.rows, strict=True))
     )
+    borders: tuple[Choice, ...] = ()
+    if any(pipeline.splits):
+        replicas, borders = scatter_all(replicas, solver.pricing, pipeline.num_micro_batch)
     axes, mixing = find_batch_axes(graph, replicas, solver.pricing)
     raise_faults(crossing_faults(graph, replicas, dict(axes)))
     plan = Plan(
@@ -183,7 +187,7 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Annotations | None,
         num_chunks=pipeline.num_chunks,
         group_size=pipeline.group_size,
         step_seconds=best.step_seconds,
-        choices=(*explain_choices(annotations, found, replicas), *mixing),
+        choices=(*explain_choices(annotations, found, replicas), *borders, *mixing),
         recomputes_stages=pipeline.inserts_recompute,
     )
     verify(plan, graph, cluster, solver.pricing.axes if any(pipeline.splits) else None)

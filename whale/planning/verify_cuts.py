@@ -26,6 +26,29 @@ def cut_faults(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> Itera
                 seen[key] = None
                 yield from _stage(stage, graph, axes, f"replica {replica.index}, stage {stage.index}")
         yield from _held_twice(plan, replica, axes)
+        yield from _borders(replica)
+
+
+def _borders(replica: Replica) -> Iterator[PlanError]:
+    """What is handed on in parts of another axis than the batch arrives so, part by part."""
+    for edge in replica.edges:
+        source, target = replica.stages[edge.source], replica.stages[edge.target]
+        for tensor in edge.tensors:
+            there, here = (_parts_at_border(stage, tensor) for stage in (source, target))
+            if there != here:
+                yield PlanError(
+                    f"a tensor arrives in the parts in which it is handed on (replica {replica.index}: {tensor}, from stage {source.index} "
+                    f"{_show_parts(there)}, at stage {target.index} {_show_parts(here)})"
+                )
+
+
+def _parts_at_border(stage: Stage, tensor: str) -> tuple[str, tuple[int, ...]] | None:
+    cut = stage.border_cut(tensor)
+    return None if cut is None else (cut.axis, cut.sizes)
+
+
+def _show_parts(parts: tuple[str, tuple[int, ...]] | None) -> str:
+    return f"cut along {parts[0]} {':'.join(map(str, parts[1]))}" if parts else "whole"
 
 
 def _stage(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[PlanError]:
@@ -47,8 +70,6 @@ def _sizes(cut: Cut, stage: Stage, axes: Axes, name: str) -> Iterator[PlanError]
         return
     if cut.axis == BATCH and not cut.arriving and not cut.handed_on:
         yield PlanError(f"the rows of the batch are divided by shares, not by a cut ({name})")
-    if cut.axis != BATCH and cut.handed_on:
-        yield PlanError(f"only rows of the batch stay in parts when they are handed on ({name}: {cut.axis}, {', '.join(cut.handed_on)})")
     if len(cut.sizes) != stage.split:
         yield PlanError(f"a cut has a size for each device of a group ({name}: {cut} for {stage.split} devices)")
     if any(size < 1 for size in cut.sizes):

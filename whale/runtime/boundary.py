@@ -19,6 +19,8 @@ from typing import Literal
 
 import torch
 
+from whale.axes import Axes, axes_of
+from whale.axes.index_sets import count, extent, index_set, intervals
 from whale.comm import Lane
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.layout import BATCH, Layout, Region, transfers
@@ -52,12 +54,14 @@ class Boundary:
         replica: the replica this rank belongs to.
         model: specs of the tensors.
         world_ranks: per rank of the plan, the rank in the world.
+        axes: of the model; needed where tensors cross in parts of another axis than the batch.
     """
 
     plan: Plan
     replica: Replica
     model: ModelGraph
     world_ranks: tuple[int, ...]
+    axes: Axes | None = None
 
     def lanes(self) -> Iterator[Lane]:
         """Every lane between two ranks that an edge of this replica can use."""
@@ -92,6 +96,20 @@ class Boundary:
         """Rows of a micro-batch that one device of a stage has of a tensor."""
         return self.replica.stages[stage].tensor_intervals(tensor, num_rows)[position]
 
+    def narrowed(self, shape: tuple[int, ...], stage: int, tensor: str, position: int) -> tuple[int, ...]:
+        """The shape of what one device of a stage has of a tensor, from that of all of it."""
+        held = self.replica.stages[stage]
+        cut = held.border_cut(tensor)
+        if cut is None:
+            return shape
+        assert self.axes is not None, f"%{tensor} crosses in parts of {cut.axis}, whose place in it is not known"
+        sizes = {axis.name: axis.size for axis in self.axes.axes}
+        own = intervals([cut], position % held.split)
+        return tuple(
+            size * count(index_set(dimension, sizes, own)) // extent(dimension, sizes) if cut.axis in axes_of(dimension) else size
+            for size, dimension in zip(shape, self.axes.ops[tensor].outputs[0], strict=True)
+        )
+
     def __hash__(self) -> int:
         return id(self)
 
@@ -118,7 +136,9 @@ def _transfers(boundary: Boundary, edge: Edge, tensor: str, num_rows: int, direc
     """Sender and receiver by position in their virtual devices, and what is copied."""
     source, target = boundary.replica.stages[edge.source], boundary.replica.stages[edge.target]
     has_rows = boundary.model.by_name[tensor].outputs[0].has_rows
-    if has_rows and (len(source.virtual_device.devices) > 1 or len(target.virtual_device.devices) > 1):
+    if source.border_cut(tensor) is not None:
+        yield from _by_position(source, target, tensor, num_rows if has_rows else None, direction)
+    elif has_rows and (len(source.virtual_device.devices) > 1 or len(target.virtual_device.devices) > 1):
         assert tensor in dict(boundary.plan.batch_axes), f"%{tensor} crosses unlike stages without a known batch axis"
         ends = (source, target) if direction == "forward" else (target, source)
         for transfer in transfers(_by_rows(ends[0], tensor, num_rows), _by_rows(ends[1], tensor, num_rows)):
@@ -140,6 +160,22 @@ def _whole(source: Stage, target: Stage, direction: Direction) -> Iterator[tuple
         sending, sending_split, receiving, receiving_split = pairs
         for position in range(receiving_split):
             yield sending * sending_split + position % sending_split, receiving * receiving_split + position, Region()
+
+
+def _by_position(
+    source: Stage, target: Stage, tensor: str, num_rows: int | None, direction: Direction
+) -> Iterator[tuple[int, int, Region]]:
+    """Parts of another axis than the batch: from the devices of each position to those of the same one."""
+    ends = (source, target) if direction == "forward" else (target, source)
+    for position in range(source.split):
+        if num_rows is None:
+            for sender, receiver, region in _whole(source, target, direction):
+                if sender % source.split == position == receiver % source.split:
+                    yield sender, receiver, region
+            continue
+        layouts = [Layout(_by_rows(end, tensor, num_rows).regions[position :: end.split]) for end in ends]
+        for transfer in transfers(*layouts):
+            yield transfer.source * source.split + position, transfer.target * source.split + position, transfer.region
 
 
 def rows_slice(tensor: torch.Tensor, axis: BatchAxis, start: int, stop: int) -> torch.Tensor:

@@ -178,8 +178,11 @@ class Exchange:
         spec = self._model.by_name[copy.tensor].outputs[0]
         if copy.start is None or copy.stop is None:
             low, high = self._rows_of(copy.tensor, place)
-            return spec.shape_at(high - low)
-        return piece_shape(spec, self._axes[copy.tensor], copy.stop - copy.start)
+            return self._narrowed(spec.shape_at(high - low), place, copy.tensor)
+        return self._narrowed(piece_shape(spec, self._axes[copy.tensor], copy.stop - copy.start), place, copy.tensor)
+
+    def _narrowed(self, shape: tuple[int, ...], place: Place, tensor: str) -> tuple[int, ...]:
+        return self._boundary.narrowed(shape, place[1], tensor, self._position)
 
     def _buffer(self, place: Place, copy: Copy) -> torch.Tensor:
         dtype = getattr(torch, self._model.by_name[copy.tensor].outputs[0].dtype)
@@ -193,7 +196,7 @@ class Exchange:
         adds = place[0] == "backward"
         spec = self._model.by_name[tensor].outputs[0]
         axis = self._axes.get(tensor) if first.start is not None else None
-        shape = piece_shape(spec, axis, high - low)
+        shape = self._narrowed(piece_shape(spec, axis, high - low), place, tensor)
         make = torch.zeros if adds else torch.empty
         value = make(shape, dtype=parcels[0].wire.dtype, device=self._device)
         for parcel in parcels:

@@ -68,7 +68,7 @@ class Worker:
         self._peers = tuple(rank for rank in self._everyone if rank != world.rank)
         self._tensors = tensors
         self._weights = weight_program(model, graphs(model.num_rows), world.device)
-        boundaries = [Boundary(plan, replica, model, world_ranks) for replica in plan.replicas]
+        boundaries = [Boundary(plan, replica, model, world_ranks, axes) for replica in plan.replicas]
         self.channels = Channels(world, [lane for boundary in boundaries for lane in boundary.lanes()])
         self.executor: Executor | None = None
         self._actions: tuple[Action, ...] = ()

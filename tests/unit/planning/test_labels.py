@@ -138,7 +138,6 @@ def spoil(plan: Plan, **fields: object) -> Plan:
         ({"whole_parameters": ("nothing",)}, "a cut names what its stage has .*whole_parameters: nothing"),
         ({"scattered": ("up0",)}, "only a sum over another axis is scattered"),
         ({"arriving": ("up0",)}, "a cut names what its stage has .*arriving: up0"),
-        ({"handed_on": ("up0",)}, "only rows of the batch stay in parts when they are handed on"),
     ],
 )
 def test_faults_of_labels_are_named(fields: dict[str, tuple[str, ...]], message: str) -> None:
