@@ -19,7 +19,7 @@ from whale.axes import Axes, Dimension, axes_of, discover
 from whale.axes.labels import may_scatter
 from whale.axes.values import may_lie_in_parts
 from whale.capture import Program, capture
-from whale.cost.memory_writes import MemoryWrites
+from whale.estimate.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut

@@ -18,8 +18,9 @@ LINES = (
     ("cli",),
     ("api",),
     ("tuning",),
-    ("capture", "planning", "simulation", "runtime", "measure"),
-    ("schedules", "cost"),
+    ("capture", "planning", "runtime", "measure"),
+    ("estimate",),
+    ("schedules",),
     ("axes", "hardware"),
     ("comm",),
     ("config",),
@@ -27,7 +28,7 @@ LINES = (
     ("errors", "units"),
 )
 HEIGHT = {part: len(LINES) - number for number, line in enumerate(LINES) for part in line}
-WITHOUT_TORCH = ("errors", "units", "ir", "config", "axes", "hardware", "cost", "schedules", "planning", "simulation")
+WITHOUT_TORCH = ("errors", "units", "ir", "config", "axes", "hardware", "schedules", "estimate", "planning")
 WITH_DISTRIBUTED = ("comm", "runtime", "measure", "cli", "api")
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -125,7 +126,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_planning_leaves_torch_out() -> None:
-    statement = "import whale, whale.planning, whale.simulation, whale.cli.main; whale.Config; whale.WhaleError"
+    statement = "import whale, whale.planning, whale.estimate, whale.cli.main; whale.Config; whale.WhaleError"
     assert "torch" not in loaded_by(statement)
 
 

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from whale.cli.tables import make_console
 from whale.errors import ConfigError, ScheduleError, WhaleError, raise_faults
+from whale.estimate import ActionTimes, bubble, bubble_rate, draw, simulate
 from whale.ir.schedule import Kind, Schedule
 from whale.ir.timeline import Timeline
 from whale.schedules import BUILDERS, build, insert_communication, insert_recompute, verify
-from whale.simulation import Costs, bubble, bubble_rate, draw, simulate
 
 _COLOURS = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow", "R": "magenta", "SYNC": "red"}
 _TIMES = (
@@ -121,7 +121,7 @@ def _time(arguments: argparse.Namespace, word: str) -> float | None:
     return time
 
 
-def _costs(arguments: argparse.Namespace, schedule: Schedule) -> Costs:
+def _costs(arguments: argparse.Namespace, schedule: Schedule) -> ActionTimes:
     """What the times mean: one action each, but for SYNC, which is divided over the stages of its rank."""
     forward, inputs, weights, recompute, transfer, sync = (_time(arguments, word) for word, _ in _TIMES)
     faults: list[WhaleError] = []
@@ -135,7 +135,7 @@ def _costs(arguments: argparse.Namespace, schedule: Schedule) -> Costs:
     if forward is None or inputs is None:
         forward = inputs = weights = 1.0
     shared = [len(schedule.stages_of(rank)) for rank in range(len(schedule.ranks))]
-    return Costs(
+    return ActionTimes(
         forward,
         inputs,
         weights or 0.0,

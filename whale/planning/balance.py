@@ -13,9 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from whale.cost import Line
-from whale.cost.op_table import Floats
 from whale.errors import PlanError
+from whale.estimate import Line
+from whale.estimate.op_table import Floats
 from whale.units import format_bytes
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from whale.axes import Axes, discover
-from whale.cost import Line, spec_line
 from whale.errors import PlanError, WhaleError, raise_faults
+from whale.estimate import Line, spec_line
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Edge, Plan, Replica, TaskGraph
 from whale.planning.bridging import crossing_faults

@@ -11,8 +11,8 @@ from dataclasses import replace
 from whale.axes import Axes
 from whale.axes.labels import label
 from whale.axes.values import Concatenation, Dimension
-from whale.cost.memory_writes import MemoryWrites
 from whale.errors import PlanError
+from whale.estimate.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut

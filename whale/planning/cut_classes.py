@@ -13,7 +13,7 @@ from functools import cached_property
 
 from whale.axes.added import added_operand
 from whale.axes.labels import may_scatter
-from whale.cost.memory_writes import MemoryWrites
+from whale.estimate.memory_writes import MemoryWrites
 from whale.ir.graph import Op, Ref
 from whale.ir.layout import BATCH
 from whale.planning.cut_space import CutSpace, Scene

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.axes.bridges import Bridge
-from whale.cost import Line, optimizer_seconds
-from whale.cost.op_table import Floats, is_free
+from whale.estimate import Line, optimizer_seconds
+from whale.estimate.op_table import Floats, is_free
 from whale.ir.cluster import Device
 from whale.ir.graph import Op
 from whale.ir.layout import BATCH

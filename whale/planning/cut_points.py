@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.cost.op_table import Floats
+from whale.estimate.op_table import Floats
 from whale.ir.graph import ModelGraph
 from whale.planning.pricing import Pricing
 from whale.planning.structure import Structure, floating_ops

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.axes import Axes, axes_of
-from whale.cost import Line, OpTable, op_seconds, spec_line
-from whale.cost.op_table import GATHERS, Floats, operator
+from whale.estimate import Line, OpTable, op_seconds, spec_line
+from whale.estimate.op_table import GATHERS, Floats, operator
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph, Op
 

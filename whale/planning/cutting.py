@@ -19,8 +19,8 @@ from itertools import combinations
 
 import numpy as np
 
-from whale.cost import Line
 from whale.errors import AnnotationError, raise_faults
+from whale.estimate import Line
 from whale.ir.plan import Cut
 from whale.ir.scope import Scope
 from whale.planning.balance import Curve, MemoryShortage, divide_units

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from whale.config import Config
-from whale.cost import exposed_sync
+from whale.estimate import exposed_sync
 from whale.ir.plan import Choice
 from whale.planning.balance import MemoryShortage
 from whale.planning.scheduling import Pipeline

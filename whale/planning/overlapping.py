@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from whale.axes import Axes, discover
 from whale.axes.bridges import Bridge, Transport
 from whale.axes.halving import MIN_ROWS, Halving, halve, halve_stage
-from whale.cost import Line
 from whale.errors import PlanError, WhaleError
+from whale.estimate import Line
 from whale.hardware.catalogue import CPU
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Cut, Plan

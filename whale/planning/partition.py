@@ -15,8 +15,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from whale.cost.op_table import Floats
 from whale.errors import ConfigError, PlanError
+from whale.estimate.op_table import Floats
 from whale.planning.cut_points import CutPoints
 from whale.planning.pricing import Pricing
 from whale.planning.recompute import Policy, expected_bytes

@@ -11,7 +11,7 @@ import numpy as np
 
 from whale.axes import Axes, discover
 from whale.axes.labels import Labels, label
-from whale.cost import (
+from whale.estimate import (
     Line,
     OpSeconds,
     OpTable,

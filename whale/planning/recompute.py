@@ -8,9 +8,9 @@ from math import ceil, floor
 
 import numpy as np
 
-from whale.cost import Line
-from whale.cost.op_table import Floats
 from whale.errors import ConfigError, raise_faults
+from whale.estimate import Line
+from whale.estimate.op_table import Floats
 from whale.planning.placement import Placed
 from whale.planning.pricing import PartCost, Pricing
 from whale.planning.scheduling import Pipeline

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from whale.cost import Line, pipeline_seconds
-from whale.cost.op_table import Floats
+from whale.estimate import Line, pipeline_seconds
+from whale.estimate.op_table import Floats
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut, Edge, Replica, Stage, VirtualDevice
 from whale.planning.balance import Curve, MemoryShortage, combine, device_curve, divide_units

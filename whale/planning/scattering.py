@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from whale.axes import Axes, Dimension, axes_of
 from whale.axes.labels import label
 from whale.axes.values import may_lie_in_parts
-from whale.cost import Line, all_gather_line, spec_line
-from whale.cost.memory_writes import MemoryWrites
+from whale.estimate import Line, all_gather_line, spec_line
+from whale.estimate.memory_writes import MemoryWrites
 from whale.ir.division import divide_evenly
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH

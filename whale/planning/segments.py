@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.cost.op_table import Floats, operator, output_line
+from whale.estimate.op_table import Floats, operator, output_line
 from whale.ir.graph import ModelGraph
 from whale.planning.cut_points import lightest_bounds
 from whale.planning.stages import Segment

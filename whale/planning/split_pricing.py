@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from whale.axes.bridges import Bridge, find_bridges
 from whale.axes.labels import Labels
 from whale.axes.values import may_lie_in_parts
-from whale.cost import Line, edge_line, spec_line
+from whale.estimate import Line, edge_line, spec_line
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut
 from whale.planning.cut_space import Scene

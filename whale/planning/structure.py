@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from whale.cost import storage_of
-from whale.cost.memory_writes import SILENT_WRITERS
-from whale.cost.op_table import operator
+from whale.estimate import storage_of
+from whale.estimate.memory_writes import SILENT_WRITERS
+from whale.estimate.op_table import operator
 from whale.ir.graph import ModelGraph, Op
 
 CHEAP_FLOPS = 8

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 
-from whale.cost import exposed_sync, optimizer_seconds, ring_all_reduce_seconds
+from whale.estimate import exposed_sync, optimizer_seconds, ring_all_reduce_seconds
 from whale.ir.division import intervals
 from whale.planning.pricing import Pricing
 from whale.planning.replica import ReplicaModel

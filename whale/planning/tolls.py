@@ -9,8 +9,8 @@ from functools import cached_property
 from whale.axes.bridge_bytes import GATHERED, sum_share
 from whale.axes.bridges import Bridge, Transport, is_synchronized
 from whale.axes.labels import Labels, Use
-from whale.cost import Line, all_gather_line, all_reduce_line, all_to_all_line, spec_line
-from whale.cost.compute import LAUNCH_SECONDS
+from whale.estimate import Line, all_gather_line, all_reduce_line, all_to_all_line, spec_line
+from whale.estimate.compute import LAUNCH_SECONDS
 from whale.ir.graph import Op
 from whale.planning.pricing import Pricing
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from whale.axes import Axes, discover
 from whale.axes.labels import label
-from whale.cost.memory_writes import MemoryWrites
 from whale.errors import PlanError
+from whale.estimate.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH
 from whale.ir.plan import Cut, Plan, Replica, Stage

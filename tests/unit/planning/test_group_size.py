@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.planning.graphs import chain, device
 from whale.config import Config
-from whale.cost import exposed_sync
+from whale.estimate import exposed_sync
 from whale.ir.cluster import Cluster, Host, Link
 from whale.planning import make_plan
 from whale.planning.group_size import group_sizes

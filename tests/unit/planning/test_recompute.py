@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scope
 from whale.config import SCHEDULES, Config
-from whale.cost import kept_tensors, storage_of
 from whale.errors import ConfigError, PlanError
+from whale.estimate import kept_tensors, storage_of
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import Plan

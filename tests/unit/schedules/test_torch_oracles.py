@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as oracle
 
+from whale.estimate import ActionTimes, simulate
 from whale.ir.schedule import COMPUTE, Kind, Schedule
 from whale.schedules import build, count_in_flight
-from whale.simulation import Costs, simulate
 
 Orders = list[list[str]]
 
@@ -96,7 +96,7 @@ def test_looped_breadth_first_is_all_in_all_out_with_the_newest_backward_first(n
 
 @pytest.mark.parametrize("num_ranks", range(1, 7))
 def test_zb_v_is_no_slower_and_no_larger(num_ranks: int) -> None:
-    costs = Costs(1.0, 1.0, 1.0)
+    costs = ActionTimes(1.0, 1.0, 1.0)
     for num_micro_batch in range(1, 20):
         schedule = build("zb_v", num_ranks=num_ranks, num_micro_batch=num_micro_batch)
         orders = multi(oracle.ScheduleZBVZeroBubble, num_ranks, num_micro_batch, 2)

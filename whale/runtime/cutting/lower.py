@@ -18,8 +18,8 @@ from torch import fx
 
 from whale.axes.labels import Use
 from whale.axes.values import Axes, Dimension
-from whale.cost.memory_writes import MemoryWrites
 from whale.errors import PlanError, raise_faults
+from whale.estimate.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Cut
 from whale.runtime.cutting.call import Call

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from whale.estimate import ActionTimes, bubble_rate, simulate
 from whale.schedules import build, insert_recompute
-from whale.simulation import Costs, bubble_rate, simulate
 
 # Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, Table 5 (4 of its 12 settings): stages, micro-batches, chunks of
 # interleaved; milliseconds of F, I, W and of a hop; bubble rates of 1f1b, interleaved, zb_h1, zb_h2.
@@ -23,7 +23,7 @@ def test_zero_bubble_table_5(
 ) -> None:
     def rate(name: str, chunks: int = 1) -> float:
         schedule = build(name, num_ranks=p, num_micro_batch=m, num_chunks=chunks)
-        return bubble_rate(simulate(schedule, Costs(forward / chunks, inputs / chunks, weights / chunks, transfer=hop)))
+        return bubble_rate(simulate(schedule, ActionTimes(forward / chunks, inputs / chunks, weights / chunks, transfer=hop)))
 
     one_f_one_b, interleaved, zb_h1, zb_h2 = rates
     assert round(rate("1f1b"), 4) == one_f_one_b
@@ -40,7 +40,7 @@ def test_zero_bubble_table_5(
 def test_recompute_table(p: int, m: int, figures: tuple[int, ...]) -> None:
     names = ("1f1b", "recompute_early", "last_no_recompute", "shifted_critical_path")
     plain, *others = (build(name, num_ranks=p, num_micro_batch=m) for name in names)
-    costs = Costs(1.0, 2.0, recompute=1.0)
+    costs = ActionTimes(1.0, 2.0, recompute=1.0)
     assert tuple(simulate(schedule, costs).makespan for schedule in (insert_recompute(plain), *others)) == figures
 
 
@@ -63,7 +63,7 @@ def test_group_size_against_exposed_sync(
 ) -> None:
     schedule = build(name, num_ranks=p, num_micro_batch=m, num_chunks=v, group_size=group)
     for all_reduce, wanted in zip((16, 32), times, strict=True):
-        timeline = simulate(schedule, Costs(1 / v, 2 / v, sync=all_reduce / v))
+        timeline = simulate(schedule, ActionTimes(1 / v, 2 / v, sync=all_reduce / v))
         assert timeline.makespan == wanted
         assert timeline.exposed_sync == wanted - (m + (p - 1) / v) * 3
     assert max(timeline.peak_in_flight) / v == peak
@@ -72,6 +72,6 @@ def test_group_size_against_exposed_sync(
 def test_groups_of_twice_the_ranks_hide_the_hops() -> None:
     def seconds(group: int) -> float:
         schedule = build("interleaved", num_ranks=8, num_micro_batch=32, num_chunks=4, group_size=group)
-        return simulate(schedule, Costs(1 / 4, 2 / 4, transfer=0.05)).makespan
+        return simulate(schedule, ActionTimes(1 / 4, 2 / 4, transfer=0.05)).makespan
 
     assert (round(seconds(8), 6), round(seconds(16), 6)) == (104.35, 101.95)

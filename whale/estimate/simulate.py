@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from whale.errors import ScheduleError
+from whale.estimate.action_times import ActionTimes
 from whale.ir.schedule import COMPUTE, Action, Kind, Schedule
 from whale.ir.timeline import Span, Timeline
 from whale.schedules import Edges, count_in_flight, execute
-from whale.simulation.costs import Costs
 
 
-def simulate(schedule: Schedule, costs: Costs, edges: Iterable[tuple[int, int]] | None = None) -> Timeline:
+def simulate(schedule: Schedule, costs: ActionTimes, edges: Iterable[tuple[int, int]] | None = None) -> Timeline:
     """Runs every rank's actions as early as their order and their inputs allow.
 
-    A rank computes one action at a time. What crosses ranks arrives `Costs.transfer` later and occupies nobody.
+    A rank computes one action at a time. What crosses ranks arrives `ActionTimes.transfer` later and occupies nobody.
     The gradients of a stage go on the rank's network at its SYNC; the network serves one stage at a time.
 
     Args:

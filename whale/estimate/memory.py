@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from whale.cost.line import Line
-from whale.cost.op_table import output_line
+from whale.estimate.line import Line
+from whale.estimate.op_table import output_line
 from whale.ir.graph import ModelGraph, Parameter
 
 
@@ -24,7 +24,7 @@ def activation_line(graph: ModelGraph, ops: Iterable[str], kept: Mapping[str, tu
     """Bytes that a stage of these ops keeps for the backward pass of one micro-batch, by its rows.
 
     Args:
-        kept: `whale.cost.kept.kept_tensors` of the graph. A tensor received from another stage counts here too:
+        kept: `whale.estimate.kept.kept_tensors` of the graph. A tensor received from another stage counts here too:
             this stage holds its own copy.
     """
     names = dict.fromkeys(name for op in ops for name in kept.get(op, ()))

@@ -13,7 +13,7 @@ Times = float | Sequence[float]  # one figure for all stages, or one for each
 
 
 @dataclass(frozen=True)
-class Costs:
+class ActionTimes:
     """Durations in one unit of the caller's choice (seconds, as a rule), each for one micro-batch of one stage.
 
     Attributes:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device
-from whale.cost import (
+from whale.estimate import (
     Line,
     activation_line,
     bubble_share,
@@ -19,7 +19,7 @@ from whale.cost import (
     pipeline_seconds,
     ring_all_reduce_seconds,
 )
-from whale.cost.compute import LAUNCH_SECONDS
+from whale.estimate.compute import LAUNCH_SECONDS
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import Parameter, TensorSpec
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whale.cost.op_table import Floats, OpTable
+from whale.estimate.op_table import Floats, OpTable
 from whale.ir.cluster import Device
 
 LAUNCH_SECONDS = 4e-6

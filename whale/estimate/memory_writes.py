@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from whale.cost.kept import storage_of
-from whale.cost.op_table import operator
+from whale.estimate.kept import storage_of
+from whale.estimate.op_table import operator
 from whale.ir.graph import ModelGraph
 
 SILENT_WRITERS = frozenset({"batch_norm", "instance_norm"})
