@@ -217,11 +217,11 @@ def load_of_devices(load: Tensor, plan: Plan) -> dict[int, dict[str, int]]:
     found: dict[int, dict[str, int]] = {}
     for replica, (start, stop) in zip(plan.replicas, plan.replica_rows(len(load)), strict=True):
         for stage in replica.stages:
-            for cut in stage.cuts:
-                layer = AXIS.fullmatch(cut.axis)
+            for shard in stage.shards:
+                layer = AXIS.fullmatch(shard.axis)
                 if layer is None or len(stage.groups) > 1:
                     continue
-                parts = load[start:stop, int(layer[1])].sum(0).split(cut.sizes)
+                parts = load[start:stop, int(layer[1])].sum(0).split(shard.sizes)
                 tokens = {device: int(part.sum()) for device, part in zip(stage.virtual_device.devices, parts, strict=True)}
                 found.setdefault(int(layer[1]), {}).update(tokens)
     return found

@@ -104,10 +104,10 @@ def train_in_pieces(model: nn.Module, loss: Callable[[Any, Any], Any], batches: 
 def rows_of(batch: Any, start: int, stop: int) -> Any:
     """Some rows of a batch; what has one row only stays whole."""
 
-    def cut(value: Tensor) -> Tensor:
+    def shard(value: Tensor) -> Tensor:
         return value if value.shape[0] == 1 else value[start:stop]
 
-    return {name: cut(value) for name, value in batch.items()} if isinstance(batch, Mapping) else tuple(cut(value) for value in batch)
+    return {name: shard(value) for name, value in batch.items()} if isinstance(batch, Mapping) else tuple(shard(value) for value in batch)
 
 
 def restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:

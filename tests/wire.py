@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.runtime.cutting import Group
-from whale.runtime.cutting.group import Arrival
+from whale.runtime.program.shard import Group
+from whale.runtime.program.shard.group import Arrival
 
 T = TypeVar("T")
 

@@ -88,14 +88,14 @@ class Side:
         step: one training step; gives the loss.
         gradients: this rank's, or its parts, after a step.
         weights: the whole parameters.
-        cuts: what is cut, in words.
+        shards: what is cut, in words.
         close: ends it.
     """
 
     step: Step
     gradients: Tensors
     weights: Tensors
-    cuts: str
+    shards: str
     close: Callable[[], None] = lambda: None
 
 
@@ -226,14 +226,14 @@ def seeded(make: Callable[[], nn.Module]) -> Any:
 def whale_side(model: nn.Module, batch: Batch, loss: Callable[[Tensor, Batch], Tensor]) -> Side:
     engine = whale.parallelize(model, loss=loss, optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True), batch=batch)
     stages = engine.plan.replicas[0].stages
-    cuts = ", ".join(f"{cut.axis} {':'.join(map(str, cut.sizes))}" for stage in stages for cut in stage.cuts)
-    return Side(partial(engine.step, batch), engine.gradients, lambda: engine.state_dict() or {}, cuts, engine.close)
+    shards = ", ".join(f"{shard.axis} {':'.join(map(str, shard.sizes))}" for stage in stages for shard in stage.shards)
+    return Side(partial(engine.step, batch), engine.gradients, lambda: engine.state_dict() or {}, shards, engine.close)
 
 
-def torch_side(model: nn.Module, loss: Callable[[], Tensor], around: Callable[[], Scope], cuts: str) -> Side:
+def torch_side(model: nn.Module, loss: Callable[[], Tensor], around: Callable[[], Scope], shards: str) -> Side:
     """The plain training step; cut and whole parameters in groups of their own, as the fused optimizer wants them."""
     parameters = dict(model.named_parameters())
-    groups = [[p for p in parameters.values() if isinstance(p, DTensor) == is_cut] for is_cut in (False, True)]
+    groups = [[p for p in parameters.values() if isinstance(p, DTensor) == is_sharded] for is_sharded in (False, True)]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-3, fused=True)
 
     def step() -> Tensor:
@@ -248,7 +248,7 @@ def torch_side(model: nn.Module, loss: Callable[[], Tensor], around: Callable[[]
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         return {name: g.to_local() if isinstance(g, DTensor) else g for name, g in found.items()}
 
-    return Side(step, gradients, lambda: {name: whole(p.detach()) for name, p in parameters.items()}, cuts)
+    return Side(step, gradients, lambda: {name: whole(p.detach()) for name, p in parameters.items()}, shards)
 
 
 def whole(value: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ def run_rank(rank: int, shapes: list[tuple[str, str, Shape]], port: int, options
         result = measure(ours, peer, shape.steps, options.pairs)
         if rank == 0:
             sizes = {name: value for name, value in asdict(shape).items() if value}
-            results.put((case, size, {**result, "shape": sizes, "whale_cuts": ours.cuts, "peer_cuts": peer.cuts}))
+            results.put((case, size, {**result, "shape": sizes, "whale_cuts": ours.shards, "peer_cuts": peer.shards}))
         ours.close()
     dist.barrier()
     dist.destroy_process_group()

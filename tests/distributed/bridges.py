@@ -16,10 +16,10 @@ from whale.axes.bridge_bytes import bridge_bytes
 from whale.axes.bridges import Bridge, find_bridges
 from whale.axes.labels import label
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.plan import Cut
-from whale.runtime.cutting import CutProgram, lower_cuts
-from whale.runtime.cutting import communication as steps
-from whale.runtime.cutting.slots import own_part
+from whale.ir.plan import Shard
+from whale.runtime.program.shard import ShardProgram, lower_shards
+from whale.runtime.program.shard import communication as steps
+from whale.runtime.program.shard.slots import own_part
 
 UNNAMED = ""
 """Stands for reductions that are no sums: their messages name no tensor."""
@@ -41,7 +41,7 @@ Moved = dict[tuple[str, str], int]
 """Bytes by phase and tensor."""
 
 
-def compared(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut]) -> tuple[int, int, list[str]]:
+def compared(rank: int, num_ranks: int, builder: str, shards: Sequence[Shard]) -> tuple[int, int, list[str]]:
     """How a program's bridges differ from those that the plan lists.
 
     Args:
@@ -53,15 +53,15 @@ def compared(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut]) -> tu
     whole = captured(builder)
     model = _in_float64(whole.model)
     stage = whole_stage(whole.model, whole.program)
-    lowered = lower_cuts(stage.module.graph, model, whole.axes, cuts, rank)
-    labels = label(model, whole.axes, [node.name for node in stage.module.graph.nodes], cuts)
+    lowered = lower_shards(stage.module.graph, model, whole.axes, shards, rank)
+    labels = label(model, whole.axes, [node.name for node in stage.module.graph.nodes], shards)
     listed = find_bridges(labels, frozenset(stage.outputs))
     group = Counting(dist.group.WORLD)
-    tensors = {name: part_of(name, value, whole.axes, cuts, rank) for name, value in whole.program.tensors.items()}
+    tensors = {name: part_of(name, value, whole.axes, shards, rank) for name, value in whole.program.tensors.items()}
     run(_Forward(lowered, group), stage, model, whole.program, whole.batch, tensors, group)
     planned: Moved = {}
     for bridge in listed:
-        bytes_ = bridge_bytes(bridge, model, whole.axes, cuts, rank, model.num_rows)
+        bytes_ = bridge_bytes(bridge, model, whole.axes, shards, rank, model.num_rows)
         for phase, moved in zip(("forward", "backward"), bytes_, strict=True):
             key = phase, UNNAMED if _is_no_sum(bridge) else bridge.tensor
             planned[key] = planned.get(key, 0) + moved
@@ -72,7 +72,7 @@ def compared(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut]) -> tu
 class _Forward(nn.Module):
     """Runs a program, and notes when its forward pass is done."""
 
-    def __init__(self, lowered: CutProgram, group: Counting) -> None:
+    def __init__(self, lowered: ShardProgram, group: Counting) -> None:
         super().__init__()
         self.module = fx.GraphModule(nn.Module(), lowered.graph)
         self.group = group
@@ -114,7 +114,7 @@ def _is_no_sum(bridge: Bridge) -> bool:
     return bridge.combine in ("softmax", "max", "min", "any", "all", "prod")
 
 
-def _unlisted(lowered: CutProgram, listed: Sequence[Bridge]) -> list[str]:
+def _unlisted(lowered: ShardProgram, listed: Sequence[Bridge]) -> list[str]:
     """Bridges that are in the program or in the plan, but not in both."""
     planned = Counter(_text(bridge) for bridge in listed if not _is_no_sum(bridge))
     written: Counter[str] = Counter()

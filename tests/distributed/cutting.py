@@ -22,11 +22,11 @@ from whale.capture import Program, capture
 from whale.estimate.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH
-from whale.ir.plan import Cut
-from whale.runtime.cutting import GROUP, CutProgram, Group, cut_out, lower_cuts, put_in
-from whale.runtime.cutting.communication import enter
-from whale.runtime.deferred import WeightQueue
-from whale.runtime.lowering import StageCuts, StageProgram, lower
+from whale.ir.plan import Shard
+from whale.runtime.program.deferred import WeightQueue
+from whale.runtime.program.lowering import StageProgram, StageShards, lower
+from whale.runtime.program.shard import GROUP, Group, ShardProgram, cut_out, lower_shards, put_in
+from whale.runtime.program.shard.communication import enter
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def run(
     return loss.detach(), {name: value.grad for name, value in own.items() if value.grad is not None}
 
 
-def choose(axes: Axes, num_parts: int, seed: int, *, in_order: bool = False) -> tuple[Cut, ...]:
+def choose(axes: Axes, num_parts: int, seed: int, *, in_order: bool = False) -> tuple[Shard, ...]:
     """A maximal set of axes of which no op meets two, in random order, cut in random uneven sizes."""
     draw = random.Random(seed)
     names = [axis.name for axis in axes.axes if axis.may_be_cut and axis.name != BATCH and axis.size >= num_parts]
@@ -128,10 +128,10 @@ def choose(axes: Axes, num_parts: int, seed: int, *, in_order: bool = False) -> 
     for name in names:
         if not any(name in op.roles and chosen.keys() & op.roles.keys() for op in axes.ops.values()):
             chosen[name] = None
-    return tuple(Cut(name, _sizes(axes.by_name[name].size, num_parts, draw)) for name in chosen)
+    return tuple(Shard(name, _sizes(axes.by_name[name].size, num_parts, draw)) for name in chosen)
 
 
-def choose_labels(model: ModelGraph, axes: Axes, num_parts: int, seed: int) -> tuple[Cut, ...]:
+def choose_labels(model: ModelGraph, axes: Axes, num_parts: int, seed: int) -> tuple[Shard, ...]:
     """Random axes, each op working along any of them that it may, or along none: bridges of every kind stand between."""
     draw = random.Random(seed)
     names = [axis.name for axis in axes.axes if axis.name != BATCH and axis.size >= num_parts]
@@ -143,18 +143,18 @@ def choose_labels(model: ModelGraph, axes: Axes, num_parts: int, seed: int) -> t
         for name, dims in axes.parameters.items()
     }
     held |= _written_so(model, axes, work)
-    cuts = []
+    shards = []
     for name in sorted(chosen):
         met = [op.name for op in model.ops if op.kind == "call" and op.name in axes.ops and name in axes.ops[op.name].roles]
-        cut = Cut(
+        shard = Shard(
             name,
             _sizes(axes.by_name[name].size, num_parts, draw),
             whole_in=tuple(op for op in met if work.get(op) != name),
             whole_parameters=tuple(sorted(parameter for parameter, axis in held.items() if axis != name)),
             scattered=tuple(op for op, axis in scattered.items() if axis == name),
         )
-        cuts.append(cut)
-    return tuple(cuts)
+        shards.append(shard)
+    return tuple(shards)
 
 
 def _written_so(model: ModelGraph, axes: Axes, work: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -228,7 +228,7 @@ def _sizes(total: int, num_parts: int, draw: random.Random) -> tuple[int, ...]:
 
 
 def errors(
-    rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], mode: str = "train", broken: bool = False, rows: int | None = None
+    rank: int, num_ranks: int, builder: str, shards: Sequence[Shard], mode: str = "train", broken: bool = False, rows: int | None = None
 ) -> dict[str, float]:
     """Per tensor, the error of the cut program relative to its largest magnitude, with a floor from the largest gradient.
 
@@ -236,7 +236,7 @@ def errors(
         rank: position in the split group, which is the whole world.
         num_ranks: its size.
         builder: of the model.
-        cuts: of all its ops.
+        shards: of all its ops.
         mode: of the capture.
         broken: makes `enter` the identity in backward too: the negative control.
         rows: of the batch; None for all of the example's.
@@ -248,21 +248,21 @@ def errors(
     if rows is not None:
         batch = pytree.tree_map(lambda leaf: leaf[:rows], batch)
         right, expected_gradients = run(stage.module, stage, model, program, batch, dict(program.tensors))
-    lowered = lower_cuts(stage.module.graph, model, axes, cuts, rank)
+    lowered = lower_shards(stage.module.graph, model, axes, shards, rank)
     if broken:
         _break(lowered)
-    tensors = {name: part_of(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
+    tensors = {name: part_of(name, value, axes, shards, rank) for name, value in program.tensors.items()}
     module = fx.GraphModule(nn.Module(), lowered.graph)
     loss, gradients = run(module, stage, model, program, batch, tensors, everyone())
     found = {"loss": _error(loss, right, 0.0)}
     floor = max([0.0, *(float(value.abs().max()) for value in expected_gradients.values())]) * 1e-3
     for name, expected in expected_gradients.items():
-        made = _assembled(name, gradients.get(name), expected, lowered, axes, cuts, rank, num_ranks, broken)
+        made = _assembled(name, gradients.get(name), expected, lowered, axes, shards, rank, num_ranks, broken)
         found[name] = _error(made, expected, floor)
     return found
 
 
-def _break(lowered: CutProgram) -> None:
+def _break(lowered: ShardProgram) -> None:
     for node in lowered.graph.nodes:
         if node.target is enter:
             node.target = _identity
@@ -278,22 +278,22 @@ def everyone() -> Group:
     return Group(dist.group.WORLD)
 
 
-def _held_so(name: str, cuts: Sequence[Cut]) -> list[Cut]:
+def _held_so(name: str, shards: Sequence[Shard]) -> list[Shard]:
     """The cuts by which a parameter is held."""
-    return [cut for cut in cuts if name not in cut.whole_parameters]
+    return [shard for shard in shards if name not in shard.whole_parameters]
 
 
-def part_of(name: str, value: Tensor, axes: Axes, cuts: Sequence[Cut], rank: int) -> Tensor:
-    return cut_out(value, axes.parameters[name], axes, _held_so(name, cuts), rank) if name in axes.parameters else value
+def part_of(name: str, value: Tensor, axes: Axes, shards: Sequence[Shard], rank: int) -> Tensor:
+    return cut_out(value, axes.parameters[name], axes, _held_so(name, shards), rank) if name in axes.parameters else value
 
 
 def _assembled(
     name: str,
     gradient: Tensor | None,
     like: Tensor,
-    lowered: CutProgram,
+    lowered: ShardProgram,
     axes: Axes,
-    cuts: Sequence[Cut],
+    shards: Sequence[Shard],
     rank: int,
     num_ranks: int,
     broken: bool,
@@ -305,7 +305,7 @@ def _assembled(
         whole = torch.zeros_like(like)
         for position, piece in enumerate(pieces):
             if piece is not None:
-                put_in(whole, piece, lowered.parameters[name], axes, _held_so(name, cuts), position)
+                put_in(whole, piece, lowered.parameters[name], axes, _held_so(name, shards), position)
         return whole
     own = torch.zeros_like(like) if gradient is None else gradient
     if name in lowered.partial and not broken:
@@ -319,7 +319,7 @@ def _error(made: Tensor, expected: Tensor, floor: float) -> float:
     return float((made - expected).abs().max()) / scale
 
 
-def staged_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], share: float) -> dict[str, float]:
+def staged_errors(rank: int, num_ranks: int, builder: str, shards: Sequence[Shard], share: float) -> dict[str, float]:
     """`errors` with the model in two stages that hand whole tensors over: the cuts may cross the boundary.
 
     Args:
@@ -340,7 +340,7 @@ def staged_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], 
         lower(program.graph, model, [*integers, *late], crossing, terms, cpu),
     ]
     shared = set.intersection(*({program.sources[name] for name in piece.inputs if name in program.sources} for piece in pieces))
-    lowered = [lower_cuts(piece.module.graph, model, axes, cuts, rank, complete=shared) for piece in pieces]
+    lowered = [lower_shards(piece.module.graph, model, axes, shards, rank, complete=shared) for piece in pieces]
     modules = [fx.GraphModule(nn.Module(), item.graph) for item in lowered]
 
     class Both(nn.Module):
@@ -351,18 +351,18 @@ def staged_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut], 
 
     inputs = tuple(dict.fromkeys(name for piece in pieces for name in piece.inputs if name not in crossing))
     stage = replace(pieces[1], inputs=inputs)
-    tensors = {name: part_of(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
+    tensors = {name: part_of(name, value, axes, shards, rank) for name, value in program.tensors.items()}
     loss, gradients = run(Both(), stage, model, program, whole.batch, tensors, everyone())
     found = {"loss": _error(loss, whole.loss, 0.0)}
     floor = max(float(value.abs().max()) for value in whole.gradients.values()) * 1e-3
-    together = CutProgram(fx.Graph(), {**lowered[0].parameters, **lowered[1].parameters}, lowered[0].partial | lowered[1].partial, {})
+    together = ShardProgram(fx.Graph(), {**lowered[0].parameters, **lowered[1].parameters}, lowered[0].partial | lowered[1].partial, {})
     for name, expected in whole.gradients.items():
-        made = _assembled(name, gradients.get(name), expected, together, axes, cuts, rank, num_ranks, False)
+        made = _assembled(name, gradients.get(name), expected, together, axes, shards, rank, num_ranks, False)
         found[name] = _error(made, expected, floor)
     return found
 
 
-def composed_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut]) -> dict[str, float]:
+def composed_errors(rank: int, num_ranks: int, builder: str, shards: Sequence[Shard]) -> dict[str, float]:
     """`errors` of a program whose ops are recomputed in three segments and whose weight gradients wait."""
     whole = captured(builder)
     model, program, axes = whole.model, whole.program, whole.axes
@@ -378,19 +378,19 @@ def composed_errors(rank: int, num_ranks: int, builder: str, cuts: Sequence[Cut]
         torch.device("cpu"),
         splits_backward=True,
         segments=[calls[:third], calls[third : 2 * third], calls[2 * third : 3 * third]],
-        cuts=StageCuts(axes, tuple(cuts), rank),
+        shards=StageShards(axes, tuple(shards), rank),
     )
     plain = whole_stage(model, program)
-    lowered = lower_cuts(plain.module.graph, model, axes, cuts, rank)
+    lowered = lower_shards(plain.module.graph, model, axes, shards, rank)
     queue = WeightQueue()
     given: dict[str, Any] = {"weight_queue": queue, GROUP: everyone()}
     first = [given[name] for name in stage.inputs if name in given]
-    tensors = {name: part_of(name, value, axes, cuts, rank) for name, value in program.tensors.items()}
+    tensors = {name: part_of(name, value, axes, shards, rank) for name, value in program.tensors.items()}
     rest = replace(stage, inputs=tuple(name for name in stage.inputs if name not in given))
     loss, gradients = run(stage.module, rest, model, program, whole.batch, tensors, *first, after=queue.run)
     found = {"loss": _error(loss, whole.loss, 0.0)}
     floor = max(float(value.abs().max()) for value in whole.gradients.values()) * 1e-3
     for name, expected in whole.gradients.items():
-        made = _assembled(name, gradients.get(name), expected, lowered, axes, cuts, rank, num_ranks, False)
+        made = _assembled(name, gradients.get(name), expected, lowered, axes, shards, rank, num_ranks, False)
         found[name] = _error(made, expected, floor)
     return found

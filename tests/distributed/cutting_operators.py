@@ -19,8 +19,8 @@ from tests.unit.axes.law import Case, Law, results
 from tests.unit.axes.test_rules_alone import bits, ids, labels, x
 from whale.axes import Axes, discover
 from whale.ir.graph import ModelGraph, Op, Parameter, Ref
-from whale.ir.plan import Cut
-from whale.runtime.cutting import cut_out, lower_cuts, put_in
+from whale.ir.plan import Shard
+from whale.runtime.program.shard import cut_out, lower_shards, put_in
 
 
 @dataclass(frozen=True)
@@ -91,23 +91,23 @@ def failures(rank: int, num_ranks: int, module: str, names: list[str]) -> list[s
                     continue
                 draw = random.Random(str(case) + axis)
                 ends = [0, *sorted(draw.sample(range(1, axes.by_name[axis].size), num_ranks - 1)), axes.by_name[axis].size]
-                cut = Cut(axis, tuple(b - a for a, b in pairwise(ends)))
+                shard = Shard(axis, tuple(b - a for a, b in pairwise(ends)))
                 tried += 1
-                text = _try(whole, axes, cut, rank)
+                text = _try(whole, axes, shard, rank)
                 if text:
-                    found.append(f"{case} {role} {cut}: {text}")
+                    found.append(f"{case} {role} {shard}: {text}")
     return [f"{tried} tried", *found]
 
 
-def _try(whole: Single, axes: Axes, cut: Cut, rank: int) -> str:
-    model, cuts = whole.model, (cut,)
+def _try(whole: Single, axes: Axes, shard: Shard, rank: int) -> str:
+    model, shards = whole.model, (shard,)
     expected, gradients = run(fx.GraphModule(nn.Module(), whole.graph), list(whole.tensors), whole.trained)
     try:
-        program = lower_cuts(whole.graph, model, axes, cuts, rank)
+        program = lower_shards(whole.graph, model, axes, shards, rank)
     except Exception:
         return traceback.format_exc(limit=-3)
     local = [
-        cut_out(t, axes.ops[f"t{i}"].outputs[0], axes, cuts, rank) if model.by_name[f"t{i}"].kind == "parameter" else t
+        cut_out(t, axes.ops[f"t{i}"].outputs[0], axes, shards, rank) if model.by_name[f"t{i}"].kind == "parameter" else t
         for i, t in enumerate(whole.tensors)
     ]
     error = ""
@@ -124,10 +124,10 @@ def _try(whole: Single, axes: Axes, cut: Cut, rank: int) -> str:
     for value, right in zip(made, expected, strict=True):
         if not _close(value, right):
             return f"value {value} instead of {right}"
-    return _compare_gradients(program, [grads for _, grads in errors], gradients, axes, cuts, rank)
+    return _compare_gradients(program, [grads for _, grads in errors], gradients, axes, shards, rank)
 
 
-def _compare_gradients(program: Any, pieces: list[Any], gradients: list[Tensor | None], axes: Axes, cuts: Any, rank: int) -> str:
+def _compare_gradients(program: Any, pieces: list[Any], gradients: list[Tensor | None], axes: Axes, shards: Any, rank: int) -> str:
     for index, right in enumerate(gradients):
         name = f"t{index}"
         if right is None:
@@ -136,7 +136,7 @@ def _compare_gradients(program: Any, pieces: list[Any], gradients: list[Tensor |
         if name in program.parameters:
             made = torch.full_like(right, torch.nan)
             for position, piece in enumerate(mine):
-                put_in(made, piece, program.parameters[name], axes, cuts, position)
+                put_in(made, piece, program.parameters[name], axes, shards, position)
         else:
             made = sum(mine, torch.zeros(())) if name in program.partial else mine[rank]  # type: ignore[assignment]
         if not _close(made + torch.zeros_like(right), right):

@@ -7,7 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from whale.runtime.status import StatusBoard
+from whale.runtime.execute.status import StatusBoard
 
 how = sys.argv[1]
 dist.init_process_group("gloo")

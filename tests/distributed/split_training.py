@@ -20,8 +20,9 @@ from whale.axes.values import axes_of
 from whale.capture import capture
 from whale.ir.graph import ModelGraph
 from whale.ir.layout import BATCH
-from whale.ir.plan import Cut, Plan, Stage
-from whale.planning import make_plan, verify
+from whale.ir.plan import Plan, Shard, Stage
+from whale.planning import make_plan
+from whale.planning.verify import verify
 
 
 def plan_case(case: Case) -> tuple[Plan, ModelGraph]:
@@ -41,21 +42,21 @@ def cut_anew(plan: Plan, graph: ModelGraph, case: Case, *, bridged: bool = False
     for replica in plan.replicas if draw.random() < 0.5 else plan.replicas[:1]:
         for number, stage in enumerate(replica.stages):
             drawn = (*(_bridged_candidates(stage, graph, axes, draw) if bridged else ()), *_candidates(stage, axes, draw))
-            for cuts in drawn if stage.split > 1 else ():
+            for shards in drawn if stage.split > 1 else ():
                 indices = range(len(plan.replicas)) if len(plan.replicas) > 1 and replica is plan.replicas[0] else (replica.index,)
-                changed = _with_cuts(plan, indices, number, cuts)
+                changed = _with_cuts(plan, indices, number, shards)
                 if _is_valid(changed, graph, cluster, axes):
                     plan = changed
                     break
     return plan
 
 
-def _with_cuts(plan: Plan, replicas: Sequence[int], stage: int, cuts: tuple[Cut, ...]) -> Plan:
+def _with_cuts(plan: Plan, replicas: Sequence[int], stage: int, shards: tuple[Shard, ...]) -> Plan:
     found = []
     for replica in plan.replicas:
         stages = list(replica.stages)
         if replica.index in replicas:
-            stages[stage] = replace(stages[stage], cuts=cuts)
+            stages[stage] = replace(stages[stage], shards=shards)
         found.append(replace(replica, stages=tuple(stages)))
     return replace(plan, replicas=tuple(found))
 
@@ -71,7 +72,7 @@ def _is_valid(plan: Plan, graph: ModelGraph, cluster: whale.Cluster, axes: Axes)
 NUM_DRAWS = 6
 
 
-def _candidates(stage: Stage, axes: Axes, draw: random.Random) -> Iterator[tuple[Cut, ...]]:
+def _candidates(stage: Stage, axes: Axes, draw: random.Random) -> Iterator[tuple[Shard, ...]]:
     """Sets of axes in random uneven sizes: some that meet in no op, then each alone."""
     ops = [axes.ops[op].roles for op in stage.ops if op in axes.ops]
     names = [name for name in _met(stage, axes) if all(roles[name].kind != "whole" for roles in ops if name in roles)]
@@ -81,19 +82,19 @@ def _candidates(stage: Stage, axes: Axes, draw: random.Random) -> Iterator[tuple
         for name in names:
             if not any(name in roles and not roles.keys().isdisjoint(chosen) for roles in ops):
                 chosen.append(name)
-        yield tuple(Cut(name, _sizes(axes.by_name[name].size, stage.split, draw)) for name in chosen)
+        yield tuple(Shard(name, _sizes(axes.by_name[name].size, stage.split, draw)) for name in chosen)
     for name in names:
-        yield (Cut(name, _sizes(axes.by_name[name].size, stage.split, draw)),)
+        yield (Shard(name, _sizes(axes.by_name[name].size, stage.split, draw)),)
 
 
-def _bridged_candidates(stage: Stage, graph: ModelGraph, axes: Axes, draw: random.Random) -> Iterator[tuple[Cut, ...]]:
+def _bridged_candidates(stage: Stage, graph: ModelGraph, axes: Axes, draw: random.Random) -> Iterator[tuple[Shard, ...]]:
     """Sets of any axes, with bridges where ops that read one another work along unlike ones."""
     names = _met(stage, axes)
     for _ in range(NUM_DRAWS):
         draw.shuffle(names)
-        cuts = _bridged(names[: draw.randint(1, 4)], stage, axes, draw)
-        if not label(graph, axes, stage.ops, cuts).faults():
-            yield cuts
+        shards = _bridged(names[: draw.randint(1, 4)], stage, axes, draw)
+        if not label(graph, axes, stage.ops, shards).faults():
+            yield shards
 
 
 def _met(stage: Stage, axes: Axes) -> list[str]:
@@ -102,7 +103,7 @@ def _met(stage: Stage, axes: Axes) -> list[str]:
     return [axis.name for axis in axes.axes if axis.name in met and axis.size >= stage.split]
 
 
-def _bridged(names: Sequence[str], stage: Stage, axes: Axes, draw: random.Random) -> tuple[Cut, ...]:
+def _bridged(names: Sequence[str], stage: Stage, axes: Axes, draw: random.Random) -> tuple[Shard, ...]:
     """Cuts of these axes, of which each op works along one at most, and each parameter is held in parts of one at most."""
     whole_in: dict[str, list[str]] = {name: [] for name in names}
     whole_parameters: dict[str, list[str]] = {name: [] for name in names}
@@ -124,7 +125,7 @@ def _bridged(names: Sequence[str], stage: Stage, axes: Axes, draw: random.Random
             if name != held:
                 whole_parameters[name].append(parameter)
     return tuple(
-        Cut(
+        Shard(
             name,
             _sizes(axes.by_name[name].size, stage.split, draw),
             tuple(whole_in[name]),

@@ -17,8 +17,8 @@ def test_what_moves_is_what_the_plan_says(world: World, builder: str) -> None:
     found = 0
     for seed in range(3):
         num_parts = 2 + seed % 2
-        cuts = choose_labels(whole.model, whole.axes, num_parts, seed)
-        for num_bridges, received, differences in world.run(compared, builder, cuts, num_ranks=num_parts):
+        shards = choose_labels(whole.model, whole.axes, num_parts, seed)
+        for num_bridges, received, differences in world.run(compared, builder, shards, num_ranks=num_parts):
             assert not differences, f"seed {seed}\n" + "\n".join(differences)
             found += num_bridges
             assert received or not num_bridges

@@ -44,9 +44,9 @@ def train(rank: int, size: int, bandwidth: float, link: float) -> tuple[float, i
     assert state is not None
     worst = max(worst, *(float((state[name] - value).abs().max()) for name, value in nn.Module.state_dict(model).items()))
     worst = max(worst, abs(float(engine.evaluate(batch)) - float(loss(model(ids), batch).detach())))
-    cuts = engine.plan.replicas[0].stages[0].cuts
+    shards = engine.plan.replicas[0].stages[0].shards
     engine.close()
-    return worst, sum(len(cut.scattered) for cut in cuts), len(cuts)
+    return worst, sum(len(shard.scattered) for shard in shards), len(shards)
 
 
 @pytest.mark.parametrize(("bandwidth", "link"), [(1e6, 1e12), (1e9, 1e9)])

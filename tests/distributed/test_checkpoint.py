@@ -13,8 +13,8 @@ from tests.distributed.world import RankFailure, World
 from whale.comm import connect
 from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
-from whale.runtime.checkpoint import Extras, load, save
-from whale.runtime.optimizer_state import OptimizerState
+from whale.runtime.checkpoint.checkpoint import Extras, load, save
+from whale.runtime.state.optimizer_state import OptimizerState
 
 NAMES = [f"layer.{number}.weight" for number in range(6)]
 Owners = dict[str, tuple[int, ...]]

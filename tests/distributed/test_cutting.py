@@ -23,8 +23,8 @@ def test_a_hugging_face_model_on_parts_is_the_model(world: World, family: str) -
     builder = f"tests.hf_models:{family}"
     axes = captured(builder).axes
     for seed, num_parts in enumerate((2, 3, 2, 3, 2)):
-        cuts = choose(axes, num_parts, seed, in_order=seed == 0)
-        assert worst(world.run(errors, builder, cuts, num_ranks=num_parts)) < (TOLERANCE, ""), cuts
+        shards = choose(axes, num_parts, seed, in_order=seed == 0)
+        assert worst(world.run(errors, builder, shards, num_ranks=num_parts)) < (TOLERANCE, ""), shards
 
 
 @pytest.mark.parametrize("family", BUILDERS)
@@ -33,8 +33,8 @@ def test_a_hugging_face_model_with_random_bridges_is_the_model(world: World, fam
     whole = captured(builder)
     for seed in range(4):
         num_parts = 2 + seed % 2
-        cuts = choose_labels(whole.model, whole.axes, num_parts, seed)
-        assert worst(world.run(errors, builder, cuts, num_ranks=num_parts)) < (TOLERANCE, ""), seed
+        shards = choose_labels(whole.model, whole.axes, num_parts, seed)
+        assert worst(world.run(errors, builder, shards, num_ranks=num_parts)) < (TOLERANCE, ""), seed
 
 
 @pytest.mark.parametrize("name", cutting_models.BUILDERS)
@@ -43,16 +43,16 @@ def test_a_small_model_on_parts_is_the_model(world: World, name: str) -> None:
     axes = captured(builder).axes
     for seed in range(6):
         num_parts = 2 + seed % 2
-        cuts = choose(axes, num_parts, seed)
-        assert cuts
-        assert worst(world.run(errors, builder, cuts, num_ranks=num_parts)) < (TOLERANCE, ""), cuts
+        shards = choose(axes, num_parts, seed)
+        assert shards
+        assert worst(world.run(errors, builder, shards, num_ranks=num_parts)) < (TOLERANCE, ""), shards
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_one_lowering_serves_any_number_of_rows(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
-    cuts = choose(captured(builder).axes, 2, 3)
-    assert worst(world.run(errors, builder, cuts, "train", False, 3, num_ranks=2)) < (TOLERANCE, "")
+    shards = choose(captured(builder).axes, 2, 3)
+    assert worst(world.run(errors, builder, shards, "train", False, 3, num_ranks=2)) < (TOLERANCE, "")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "resnet"])
@@ -60,8 +60,8 @@ def test_outputs_are_gathered(world: World, family: str) -> None:
     builder = f"tests.distributed.cutting_models:{family}_predicting"
     axes = captured(builder, "predict").axes
     for seed in range(2):
-        cuts = choose(axes, 2, seed)
-        assert worst(world.run(errors, builder, cuts, "predict", num_ranks=2)) < (TOLERANCE, ""), cuts
+        shards = choose(axes, 2, seed)
+        assert worst(world.run(errors, builder, shards, "predict", num_ranks=2)) < (TOLERANCE, ""), shards
 
 
 @pytest.mark.parametrize(("family", "share"), [("gpt2", 0.5), ("llama", 0.3), ("llama", 0.62), ("t5", 0.4), ("vit", 0.57)])
@@ -69,16 +69,16 @@ def test_stages_hand_over_whole_tensors(world: World, family: str, share: float)
     builder = f"tests.hf_models:{family}"
     axes = captured(builder).axes
     for seed in range(3):
-        cuts = choose(axes, 2, seed)
-        assert worst(world.run(staged_errors, builder, cuts, share, num_ranks=2)) < (TOLERANCE, ""), cuts
+        shards = choose(axes, 2, seed)
+        assert worst(world.run(staged_errors, builder, shards, share, num_ranks=2)) < (TOLERANCE, ""), shards
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_parts_can_be_recomputed_and_their_weight_gradients_can_wait(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
     for seed in range(2):
-        cuts = choose(captured(builder).axes, 2, seed)
-        assert worst(world.run(composed_errors, builder, cuts, num_ranks=2)) < (TOLERANCE, ""), cuts
+        shards = choose(captured(builder).axes, 2, seed)
+        assert worst(world.run(composed_errors, builder, shards, num_ranks=2)) < (TOLERANCE, ""), shards
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])

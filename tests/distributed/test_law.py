@@ -16,7 +16,7 @@ from tests.distributed.world import World
 from tests.models import Block, Description, Segment, build, descriptions
 from whale.ir.division import intervals
 from whale.ir.plan import Plan
-from whale.runtime.gradient_sync import GradientSync
+from whale.runtime.state.gradient_sync import GradientSync
 
 TOLERANCE = 1e-10
 

@@ -166,8 +166,8 @@ def train_mixtral(rank: int, size: int, implementation: str, axis: str, speeds: 
     engine = whale.parallelize(model, optimizer=optimizer, batch=batch, cluster=make_cluster(speeds))
     try:
         losses = [float(engine.step(batch)) for _ in range(3)]
-        cut = [cut.axis for stage in engine.plan.replicas[0].stages for cut in stage.cuts]
-        return reference.Run(losses, {}, reference.copy_of(engine.state_dict() or {})), cut
+        shard = [shard.axis for stage in engine.plan.replicas[0].stages for shard in stage.shards]
+        return reference.Run(losses, {}, reference.copy_of(engine.state_dict() or {})), shard
     finally:
         engine.close()
 
@@ -176,7 +176,7 @@ def train_mixtral(rank: int, size: int, implementation: str, axis: str, speeds: 
 def test_experts_of_mixtral_are_cut_as_captured(world: World, implementation: str, axis: str) -> None:
     model, batch = mixtral(rows=8, experts_implementation=implementation)
     expected = reference.train(model, lambda output, _: output.loss, [batch] * 3, optimizer)
-    for run, cut in world.run(train_mixtral, implementation, axis, (3.0, 1.0), num_ranks=2, timeout=120.0):
-        assert sum(name.endswith(axis) for name in cut) == 2, "in both layers"
+    for run, shard in world.run(train_mixtral, implementation, axis, (3.0, 1.0), num_ranks=2, timeout=120.0):
+        assert sum(name.endswith(axis) for name in shard) == 2, "in both layers"
         assert max(abs(a - b) for a, b in zip(run.losses, expected.losses, strict=True)) < 1e-5
         assert difference(run.state, expected.state) < 1e-5

@@ -25,7 +25,7 @@ def overlapped(plan: Plan, graph: ModelGraph) -> Plan:
     replicas = []
     for replica in plan.replicas:
         stages = tuple(
-            replace(stage, overlap=bool(stage.cuts) and not stage.recompute and not halve_stage(graph, axes, replica.edges, stage).faults)
+            replace(stage, overlap=bool(stage.shards) and not stage.recompute and not halve_stage(graph, axes, replica.edges, stage).faults)
             for stage in replica.stages
         )
         replicas.append(replace(replica, stages=stages))

@@ -43,7 +43,7 @@ def train(rank: int, size: int, second: str, schedule: str) -> tuple[float, list
         worst = max(worst, abs(float(engine.step(batch)) - float(loss)))
         optimizer.step()
     worst = max(worst, difference(engine, model, batch))
-    crossing = [name for cut in engine.plan.replicas[0].stages[1].cuts for name in cut.arriving]
+    crossing = [name for shard in engine.plan.replicas[0].stages[1].shards for name in shard.arriving]
     engine.close()
     return worst, crossing
 

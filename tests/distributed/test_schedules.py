@@ -19,7 +19,7 @@ from tests.distributed.world import World
 from tests.models import Block, Description, Segment, build, descriptions
 from whale.config import SCHEDULES
 from whale.ir.plan import Plan
-from whale.runtime.seat import find_seat
+from whale.runtime.execute.seat import find_seat
 from whale.schedules import count_in_flight
 
 TOLERANCE = 1e-10

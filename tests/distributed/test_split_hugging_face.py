@@ -127,7 +127,7 @@ def train_reference(case: Case) -> reference.Run:
 
 
 def sizes_of(plan: Plan) -> list[tuple[int, ...]]:
-    return [cut.sizes for replica in plan.replicas for stage in replica.stages for cut in stage.cuts]
+    return [shard.sizes for replica in plan.replicas for stage in replica.stages for shard in stage.shards]
 
 
 Kind = Literal["even", "uneven"]

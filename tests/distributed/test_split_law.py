@@ -19,8 +19,8 @@ from tests.distributed.training import Case, largest_of, train_reference
 from tests.distributed.world import World
 from tests.models import Block, Description, Segment, descriptions
 from whale.ir.plan import Plan
-from whale.runtime.cutting import Group, communication
-from whale.runtime.cutting.pending import at_hand
+from whale.runtime.program.shard import Group, communication
+from whale.runtime.program.shard.pending import at_hand
 
 TOLERANCE = 1e-10
 ORDERS = (
@@ -86,8 +86,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=cases(), cuts=st.sampled_from(("planned", "axes", "bridged")))
-def test_law(world: World, case: Case, cuts: str) -> None:
+@given(case=cases(), shards=st.sampled_from(("planned", "axes", "bridged")))
+def test_law(world: World, case: Case, shards: str) -> None:
     note(f"{case!r}")
     try:
         plan, graph = plan_case(case)
@@ -95,7 +95,7 @@ def test_law(world: World, case: Case, cuts: str) -> None:
         note(str(error))
         assume(False)
         raise
-    plan = plan if cuts == "planned" else cut_anew(plan, graph, case, bridged=cuts == "bridged")
+    plan = plan if shards == "planned" else cut_anew(plan, graph, case, bridged=shards == "bridged")
     note(str(plan))
     error, where = errors(world, case, plan)
     assert error < TOLERANCE, where

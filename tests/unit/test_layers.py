@@ -28,6 +28,25 @@ LINES = (
     ("errors", "units"),
 )
 HEIGHT = {part: len(LINES) - number for number, line in enumerate(LINES) for part in line}
+# Inside the two largest parts, highest first: the rooms of one line never import one another; the files beside them stand on top.
+ROOMS = {
+    "planning": (
+        ("retarget",),
+        ("plan",),
+        ("explain", "verify"),
+        ("replicas",),
+        ("shard",),
+        ("pipeline",),
+        ("pricing", "annotations"),
+        ("structure",),
+    ),
+    "runtime": (
+        ("checkpoint", "weights"),
+        ("execute",),
+        ("state",),
+        ("program",),
+    ),
+}
 WITHOUT_TORCH = ("errors", "units", "ir", "config", "axes", "hardware", "schedules", "estimate", "planning")
 WITH_DISTRIBUTED = ("comm", "runtime", "measure", "cli", "api")
 
@@ -67,6 +86,23 @@ def test_imports_go_downwards(path: Path) -> None:
     assert part in HEIGHT, f"{part} has no line in the order of imports"
     for other, line in parts_imported(path):
         assert other == part or HEIGHT[other] < HEIGHT[part], f"{path}:{line}: {part} may not import {other}"
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[1].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if part_of(path) in ROOMS], ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_rooms_import_downwards(path: Path) -> None:
+    part, room = part_of(path), room_of(path)
+    if room in OF_THE_PACKAGE:
+        return
+    height = {name: -number for number, line in enumerate(ROOMS[part]) for name in line}
+    assert room in height, f"{part}/{room} has no line in the order of its rooms"
+    for name, line in imports(path):
+        words = name.split(".")
+        if words[:2] == ["whale", part] and len(words) > 2 and words[2] in height and words[2] != room:
+            assert height[words[2]] < height[room], f"{path}:{line}: {part}/{room} may not import {part}/{words[2]}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from whale.ir.serialization import to_json
-from whale.runtime.checkpoint import Extras, load, save
-from whale.runtime.optimizer_state import read_optimizer, write_optimizer
-from whale.runtime.shares import find_shares
+from whale.runtime.checkpoint.boxes import find_shares
+from whale.runtime.checkpoint.checkpoint import Extras, load, save
+from whale.runtime.state.optimizer_state import read_optimizer, write_optimizer
 
 if TYPE_CHECKING:
     from whale.api.engine import Engine

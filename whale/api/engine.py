@@ -20,21 +20,21 @@ from whale.errors import BatchError, RuntimeFault
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
-from whale.planning import carry_plan
-from whale.runtime.batch_view import BatchView
-from whale.runtime.buffers import merge_buffers
-from whale.runtime.clipping import clip, global_norm
-from whale.runtime.elementwise import check_elementwise
-from whale.runtime.executor import StepState
-from whale.runtime.gathering import gather_outputs, gather_tensors
-from whale.runtime.gradient_sync import GradientSync, plan_buckets
-from whale.runtime.holdings import Holdings, discover_if_cut
-from whale.runtime.lowering import mutated_buffers
-from whale.runtime.rank_batch import RankBatch
-from whale.runtime.reach import reached_parameters
-from whale.runtime.seat import find_seat
-from whale.runtime.status import StatusBoard
-from whale.runtime.worker import Worker
+from whale.planning import retarget_plan
+from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.execute.executor import StepState
+from whale.runtime.execute.rank_batch import RankBatch
+from whale.runtime.execute.seat import find_seat
+from whale.runtime.execute.status import StatusBoard
+from whale.runtime.execute.worker import Worker
+from whale.runtime.program.lowering import mutated_buffers
+from whale.runtime.program.reach import reached_parameters
+from whale.runtime.state.buffers import merge_buffers
+from whale.runtime.state.clipping import clip, global_norm
+from whale.runtime.state.elementwise import check_elementwise
+from whale.runtime.state.gradient_sync import GradientSync, plan_buckets
+from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.runtime.weights.gathering import gather_outputs, gather_tensors
 from whale.schedules import forward_only, insert_communication
 
 T = TypeVar("T")
@@ -90,8 +90,8 @@ class Engine:
         self.scheduler = together(
             world, lambda: scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
         )
-        cut = [name for name in self._parameters if holdings.is_cut(name)]
-        together(world, lambda: check_elementwise(self.optimizer, cut))
+        shard = [name for name in self._parameters if holdings.is_sharded(name)]
+        together(world, lambda: check_elementwise(self.optimizer, shard))
         self._workers["train"] = self._make_worker("train", plan, schedule)
         self._loader: Loader | None = None
         self._position: Any = None
@@ -214,7 +214,7 @@ class Engine:
         if worker is None or worker.plan.num_micro_batch != num_micro_batch:
             if worker is not None:
                 worker.close()
-            plan = carry_plan(self.plan, self._modes["train"].graph, self._modes[name].graph)
+            plan = retarget_plan(self.plan, self._modes["train"].graph, self._modes[name].graph)
             plan = dataclasses.replace(plan, num_micro_batch=num_micro_batch)
             order = forward_only(num_ranks=self.schedule.num_ranks, num_micro_batch=num_micro_batch, stage_rank=self.schedule.stage_rank)
             worker = self._make_worker(name, plan, insert_communication(order, edges_of(plan)))
@@ -366,7 +366,7 @@ class Engine:
             world_ranks=self._world_ranks,
             world=self._world,
             groups=self._groups,
-            axes=self.holdings.axes if name == "train" else discover_if_cut(plan, mode.graph),
+            axes=self.holdings.axes if name == "train" else discover_if_sharded(plan, mode.graph),
             sync=self._sync if name == "train" else None,
             status=self._status,
         )

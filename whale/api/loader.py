@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
 from whale.errors import BatchError, CheckpointError
 from whale.ir.plan import Plan
-from whale.runtime.randomness import seed_of
-from whale.runtime.rank_batch import RankBatch, check_rows, rank_rows
+from whale.runtime.execute.randomness import seed_of
+from whale.runtime.execute.rank_batch import RankBatch, check_rows, rank_rows
 
 _OWN_OPTIONS = frozenset({"batch_size", "batch_sampler", "sampler", "generator", "collate_fn"})
 

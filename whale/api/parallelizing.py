@@ -22,9 +22,10 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.serialization import from_json
-from whale.planning import make_plan, verify
-from whale.runtime.holdings import Holdings, discover_if_cut
-from whale.runtime.partial import partial_parameters
+from whale.planning import make_plan
+from whale.planning.verify import verify
+from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.runtime.state.partial import partial_parameters
 from whale.schedules import build, expand, insert_communication, insert_recompute
 from whale.schedules import verify as verify_schedule
 
@@ -76,7 +77,7 @@ def parallelize(
     mine = [name for name, world_rank in attachment.rank_of.items() if world_rank == world.rank and name in rank]
     owned = [name for name, owners in decided.owners.items() if mine and rank[mine[0]] in owners]
     holders = {name: tuple(sorted(attachment.rank_of[decided.devices[r]] for r in owners)) for name, owners in decided.owners.items()}
-    axes = discover_if_cut(decided, train.graph)
+    axes = discover_if_sharded(decided, train.graph)
     holdings = Holdings(decided, axes, partial_parameters(decided, train.graph, train.program.graph, axes))
     tensors = agree_on_weights(
         model,

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from whale.errors import BatchError
 from whale.ir.plan import Plan
-from whale.runtime.randomness import seed_of
-from whale.runtime.rank_batch import check_rows, rank_rows
+from whale.runtime.execute.randomness import seed_of
+from whale.runtime.execute.rank_batch import check_rows, rank_rows
 
 Collate = Callable[[list[Any]], Any]
 Share = tuple[int, Any]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.comm import Groups, World, together
-from whale.runtime.checksums import checksums
-from whale.runtime.initialize import initial_tensors
+from whale.runtime.weights.checksums import checksums
+from whale.runtime.weights.initialize import initial_tensors
 
 
 def agree_on_weights(
@@ -22,7 +22,7 @@ def agree_on_weights(
     world: World,
     seed: int,
     initialize: Callable[[nn.Module], None] | None,
-    cut: Callable[[str, torch.Tensor], torch.Tensor],
+    shard: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """The tensors that this rank owns, or its parts of them, equal on all their owners.
 
@@ -34,12 +34,12 @@ def agree_on_weights(
         world: this process among its peers.
         seed: for a meta model.
         initialize: the user's own filling of a module.
-        cut: the part of a whole tensor that this rank holds, by name.
+        shard: the part of a whole tensor that this rank holds, by name.
     """
-    tensors = together(world, lambda: initial_tensors(model, owned, seed=seed, initialize=initialize, device=world.device, cut=cut))
+    tensors = together(world, lambda: initial_tensors(model, owned, seed=seed, initialize=initialize, device=world.device, shard=shard))
     if not world.is_alone:
         real = {name for name, tensor in users.items() if not tensor.is_meta and name in holders}
-        _take_from_rank_0(tensors, {name: users[name].detach() for name in real}, holders, world, cut)
+        _take_from_rank_0(tensors, {name: users[name].detach() for name in real}, holders, world, shard)
     return tensors
 
 
@@ -48,7 +48,7 @@ def _take_from_rank_0(
     real: Mapping[str, torch.Tensor],
     holders: Mapping[str, tuple[int, ...]],
     world: World,
-    cut: Callable[[str, torch.Tensor], torch.Tensor],
+    shard: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> None:
     """Where ranks built the model with other weights than rank 0, rank 0's are sent, whole and one at a time, with one warning."""
     sums = world.gather_objects(checksums(real if world.rank == 0 else {name: real[name] for name in tensors if name in real}))
@@ -71,7 +71,7 @@ def _take_from_rank_0(
             value = own.to(world.device).contiguous() if world.rank == 0 else torch.empty(own.shape, dtype=own.dtype, device=world.device)
             dist.broadcast(value, src=0, group=groups[ranks])
             if world.rank != 0:
-                tensors[name].detach().copy_(cut(name, value))
+                tensors[name].detach().copy_(shard(name, value))
     groups.close()
 
 

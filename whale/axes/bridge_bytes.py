@@ -21,7 +21,7 @@ from whale.axes.values import Axes, Dimension
 from whale.ir.division import divide
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op, TensorSpec
 from whale.ir.layout import BATCH
-from whale.ir.plan import Cut
+from whale.ir.plan import Shard
 
 GATHERED = frozenset({"softmax", "prod"})
 """Ways to combine that every device does for itself, from numbers of all devices."""
@@ -29,22 +29,22 @@ GATHERED = frozenset({"softmax", "prod"})
 COUNT_BYTES = DTYPE_BYTES["int64"]
 
 
-def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, cuts: Sequence[Cut], position: int, rows: int) -> tuple[int, int]:
+def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, shards: Sequence[Shard], position: int, rows: int) -> tuple[int, int]:
     """Bytes that a device receives per micro-batch, forward and backward.
 
     Args:
         bridge: of a stage.
         graph: the model.
         axes: its axes.
-        cuts: of the stage.
+        shards: of the stage.
         position: of the device in its split group.
         rows: of a micro-batch that the group takes.
     """
-    width = len(cuts[0].sizes)
+    width = len(shards[0].sizes)
     sum_factor = sum_share(bridge, graph, axes) if bridge.is_sum else 1.0
     forward = backward = 0.0
     for spec, dimensions in zip(graph.by_name[bridge.tensor].outputs, axes.ops[bridge.tensor].outputs, strict=True):
-        part = _Part(spec, dimensions, axes, graph.num_rows, rows, intervals([_at_rows(cut, rows) for cut in cuts], position))
+        part = _Part(spec, dimensions, axes, graph.num_rows, rows, intervals([_at_rows(shard, rows) for shard in shards], position))
         size = DTYPE_BYTES[spec.dtype]
         if bridge.combine in GATHERED:
             forward += size * part.num_elements * sum_factor * (width - 1)
@@ -83,8 +83,8 @@ def _weight_bytes(op: Op, graph: ModelGraph) -> int:
     return DTYPE_BYTES[weight[0].dtype] if weight else COUNT_BYTES
 
 
-def _at_rows(cut: Cut, rows: int) -> Cut:
-    return Cut(BATCH, divide(rows, cut.sizes, minimum=1)) if cut.axis == BATCH else cut
+def _at_rows(shard: Shard, rows: int) -> Shard:
+    return Shard(BATCH, divide(rows, shard.sizes, minimum=1)) if shard.axis == BATCH else shard
 
 
 class _Part:

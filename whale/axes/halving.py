@@ -9,7 +9,7 @@ from whale.axes.batch import batch_axes
 from whale.axes.values import Axes, axes_of
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.layout import BATCH
-from whale.ir.plan import BatchAxis, Cut, Edge, Stage
+from whale.ir.plan import BatchAxis, Edge, Shard, Stage
 
 MIN_ROWS = 2
 """Fewer cannot be halved."""
@@ -46,10 +46,10 @@ def halve_stage(model: ModelGraph, axes: Axes, edges: Iterable[Edge], stage: Sta
     sent = [name for edge in edges if edge.source == stage.index for name in edge.tensors]
     terms = [name for term in model.loss for name in (term.sum, term.weight) if name is not None]
     own = set(stage.ops)
-    return halve(model, axes, stage.ops, stage.cuts, [*sent, *(name for name in (*terms, *model.outputs) if name in own)])
+    return halve(model, axes, stage.ops, stage.shards, [*sent, *(name for name in (*terms, *model.outputs) if name in own)])
 
 
-def halve(model: ModelGraph, axes: Axes, ops: Collection[str], cuts: Sequence[Cut], handed_on: Iterable[str]) -> Halving:
+def halve(model: ModelGraph, axes: Axes, ops: Collection[str], shards: Sequence[Shard], handed_on: Iterable[str]) -> Halving:
     """Finds out how ops with cuts may be computed in two halves, of which some are handed on."""
     own = set(ops)
     stage = [op for op in model.ops if op.name in own and op.kind == "call"]
@@ -63,7 +63,7 @@ def halve(model: ModelGraph, axes: Axes, ops: Collection[str], cuts: Sequence[Cu
     faults = [f"{mixing}" for mixing in axes.mixing if mixing.op in own]
     faults += [f"%{name} has no known place of its rows" for name in (*read, *joined) if name not in places]
     faults += [] if model.dynamic else ["its graph was captured for each number of rows by itself"]
-    faults += _cut_faults(axes, cuts, (*read, *joined), places)
+    faults += _shard_faults(axes, shards, (*read, *joined), places)
     faults += _write_faults(model, stage, rows)
     faults += _sum_faults(model, axes, stage, rows)
     found = {name: places[name] for name in (*read, *joined) if name in places}
@@ -85,17 +85,17 @@ def _with_rows(stage: Sequence[Op], given: Collection[Op]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _cut_faults(axes: Axes, cuts: Sequence[Cut], names: Sequence[str], places: Mapping[str, BatchAxis]) -> list[str]:
+def _shard_faults(axes: Axes, shards: Sequence[Shard], names: Sequence[str], places: Mapping[str, BatchAxis]) -> list[str]:
     """The rows themselves must not be cut, nor parts and rows of what is given or handed on lie in one dimension."""
-    faults = ["its rows are cut over the devices of each group"] if any(cut.axis == BATCH for cut in cuts) else []
-    for cut in cuts:
+    faults = ["its rows are cut over the devices of each group"] if any(shard.axis == BATCH for shard in shards) else []
+    for shard in shards:
         for name in names:
             if (
                 name in places
-                and name in (*cut.arriving, *cut.handed_on)
-                and cut.axis in axes_of(axes.ops[name].outputs[0][places[name].dim])
+                and name in (*shard.arriving, *shard.handed_on)
+                and shard.axis in axes_of(axes.ops[name].outputs[0][places[name].dim])
             ):
-                faults.append(f"%{name} has rows and parts of {cut.axis} in one dimension")
+                faults.append(f"%{name} has rows and parts of {shard.axis} in one dimension")
     return faults
 
 

@@ -14,18 +14,18 @@ from itertools import accumulate
 from math import prod
 
 from whale.axes.values import Concatenation, Dimension, Factor
-from whale.ir.plan import Cut
+from whale.ir.plan import Shard
 
 Runs = tuple[tuple[int, int], ...]
 """Positions as runs ``[start, stop)``, sorted, none empty, none touching the next."""
 
 
-def intervals(cuts: Sequence[Cut], position: int) -> dict[str, tuple[int, int]]:
+def intervals(shards: Sequence[Shard], position: int) -> dict[str, tuple[int, int]]:
     """Per cut axis, the interval of it that the device at this position of its split group holds."""
     found = {}
-    for cut in cuts:
-        ends = (0, *accumulate(cut.sizes))
-        found[cut.axis] = (ends[position], ends[position + 1])
+    for shard in shards:
+        ends = (0, *accumulate(shard.sizes))
+        found[shard.axis] = (ends[position], ends[position + 1])
     return found
 
 

@@ -18,7 +18,7 @@ from whale.axes.added import added_operand
 from whale.axes.values import Axes, axes_of, may_lie_in_parts
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.plan import Cut
+from whale.ir.plan import Shard
 
 SCATTERED = frozenset({"sum", "mean", "lookup"})
 """How partial results may be combined so that a device can keep its part of the sum."""
@@ -45,23 +45,23 @@ class Labels:
         graph: the model.
         axes: its axes.
         ops: the calls of the stage.
-        cuts: of the stage.
+        shards: of the stage.
     """
 
     graph: ModelGraph
     axes: Axes
     ops: frozenset[str]
-    cuts: tuple[Cut, ...]
+    shards: tuple[Shard, ...]
 
     @cached_property
     def work(self) -> Mapping[str, str]:
         """Per op that works on parts, the axis; `faults` sees to it that there are not two."""
         found: dict[str, str] = {}
-        for cut in self.cuts:
-            whole = frozenset(cut.whole_in)
-            for op in self.meeting[cut.axis]:
+        for shard in self.shards:
+            whole = frozenset(shard.whole_in)
+            for op in self.meeting[shard.axis]:
                 if op not in whole:
-                    found.setdefault(op, cut.axis)
+                    found.setdefault(op, shard.axis)
         return self._with_items(found)
 
     def _with_items(self, work: dict[str, str]) -> dict[str, str]:
@@ -77,12 +77,12 @@ class Labels:
     @cached_property
     def scattered(self) -> Mapping[str, str]:
         """Per op whose sum is scattered, the axis along which."""
-        return {op: cut.axis for cut in self.cuts for op in cut.scattered if op in self.ops}
+        return {op: shard.axis for shard in self.shards for op in shard.scattered if op in self.ops}
 
     @cached_property
     def meeting(self) -> Mapping[str, tuple[str, ...]]:
         """Per cut axis, the calls of the stage that meet it."""
-        found: dict[str, list[str]] = {cut.axis: [] for cut in self.cuts}
+        found: dict[str, list[str]] = {shard.axis: [] for shard in self.shards}
         for op in self.graph.ops:
             if op.kind == "call" and op.name in self.ops and op.name in self.axes.ops:
                 for axis in self.axes.ops[op.name].roles:
@@ -108,10 +108,10 @@ class Labels:
         known = self.graph.by_name[op]
         if known.kind in ("parameter", "buffer"):
             parameter = self.graph.parameter_by_name[known.target].name
-            axes = (cut.axis for cut in self.cuts if parameter not in cut.whole_parameters and cut.axis in self.axes_in(op))
+            axes = (shard.axis for shard in self.shards if parameter not in shard.whole_parameters and shard.axis in self.axes_in(op))
             return next((axis for axis in axes if may_lie_in_parts(self.axes.ops[op].outputs[0], axis)), None)
         if op not in self.ops:
-            return next((cut.axis for cut in self.cuts if op in cut.arriving), None)
+            return next((shard.axis for shard in self.shards if op in shard.arriving), None)
         axis = self.scattered.get(op, self.work.get(op))
         return axis if axis in self.axes_in(op) else None
 
@@ -131,7 +131,7 @@ class Labels:
 
     def returned(self, op: str) -> Use:
         """How the stage hands on a value: whole, unless the plan lets it stay in parts."""
-        return Use(next((cut.axis for cut in self.cuts if op in cut.handed_on), None))
+        return Use(next((shard.axis for shard in self.shards if op in shard.handed_on), None))
 
     def faults(self) -> list[PlanError]:
         """Why the ops cannot work so, as errors at the user's lines: once per axis, or pair of axes, with the first op."""
@@ -144,7 +144,7 @@ class Labels:
 
     def _op_faults(self, op: Op) -> list[tuple[object, PlanError]]:
         roles = self.axes.ops[op.name].roles
-        met = [cut.axis for cut in self.cuts if cut.axis in roles and op.name not in cut.whole_in]
+        met = [shard.axis for shard in self.shards if shard.axis in roles and op.name not in shard.whole_in]
         found: list[tuple[object, PlanError]] = []
         for axis in met:
             if roles[axis].kind == "whole":
@@ -153,7 +153,7 @@ class Labels:
         if len(met) > 1:
             text = f"{op.target} (%{op.name}) meets two axes that are cut ({' and '.join(met)})"
             found.append((frozenset(met), PlanError(text, where=op.where)))
-        unsaid = [cut.axis for cut in self.cuts if cut.axis not in roles and self._passes(op, cut.axis)]
+        unsaid = [shard.axis for shard in self.shards if shard.axis not in roles and self._passes(op, shard.axis)]
         for axis in unsaid:
             text = f"{op.target} (%{op.name}) does not say what it does with {axis}, which is cut"
             found.append(((axis, "unsaid"), PlanError(text, where=op.where)))
@@ -181,6 +181,6 @@ def may_scatter(op: Op, axes: Axes, axis: str, target: str) -> bool:
     return is_sum and is_kept and len(op.outputs) == 1 and "in_place" not in op.tags
 
 
-def label(graph: ModelGraph, axes: Axes, ops: Collection[str], cuts: Sequence[Cut]) -> Labels:
+def label(graph: ModelGraph, axes: Axes, ops: Collection[str], shards: Sequence[Shard]) -> Labels:
     """The labels of a stage that runs these ops."""
-    return Labels(graph, axes, frozenset(ops), tuple(cuts))
+    return Labels(graph, axes, frozenset(ops), tuple(shards))

@@ -20,7 +20,7 @@ from whale.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-    from whale.runtime.status import RankStatus
+    from whale.runtime.execute.status import RankStatus
 
 TIMEOUT = "WHALE_COMMUNICATION_TIMEOUT_SECONDS"
 
@@ -46,7 +46,7 @@ def run(words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run as run_torchrun
 
-    from whale.runtime.status import RUN_DIRECTORY, read_all
+    from whale.runtime.execute.status import RUN_DIRECTORY, read_all
 
     arguments = make_parser().parse_args(list(words))
     _check(arguments)

@@ -8,7 +8,7 @@ from typing import Any
 
 from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph, write_text
 from whale.cli.tables import make_console, make_table
-from whale.ir.plan import Plan, Replica, Stage, describe_cuts
+from whale.ir.plan import Plan, Replica, Stage, describe_shards
 from whale.ir.serialization import to_json
 from whale.planning import make_plan
 from whale.units import format_bytes, format_seconds
@@ -49,7 +49,7 @@ def print_plan(plan: Plan) -> None:
     columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "tensors", "forward", "backward", "memory")
     rows = [row for replica in plan.replicas for stage in replica.stages for row in _stage_rows(plan, replica, stage)]
     console.print(make_table(title, columns, rows, ("rank", "replica", "stage", "rows", "tensors", "forward", "backward")))
-    for line in _cuts(plan):
+    for line in _shards(plan):
         console.print(line, markup=False, soft_wrap=True)
     for edge in plan.replicas[0].edges:
         console.print(
@@ -60,14 +60,14 @@ def print_plan(plan: Plan) -> None:
         console.print(f"idle: {', '.join(plan.idle_devices)}", markup=False)
 
 
-def _cuts(plan: Plan) -> Iterable[str]:
+def _shards(plan: Plan) -> Iterable[str]:
     """What each split stage cuts, replicas that cut alike together."""
     found: dict[tuple[int, str], list[int]] = {}
     for replica in plan.replicas:
         for stage in replica.stages:
-            if stage.cuts:
+            if stage.shards:
                 halves = "; in two halves that take turns" if stage.overlap else ""
-                text = f"groups of {stage.split} cut {describe_cuts(stage.cuts)}{halves}"
+                text = f"groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
                 found.setdefault((stage.index, text), []).append(replica.index)
     for (index, text), members in sorted(found.items()):
         copies = f" of replica {', '.join(map(str, members))}" if len(members) < len(plan.replicas) else ""

@@ -62,7 +62,7 @@ class Layout:
         return Layout((Region(),) * num_devices)
 
     @staticmethod
-    def cut(axis: str, sizes: Sequence[int]) -> Layout:
+    def shard(axis: str, sizes: Sequence[int]) -> Layout:
         """The axis divided in consecutive intervals of these sizes."""
         regions, start = [], 0
         for size in sizes:

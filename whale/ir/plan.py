@@ -78,7 +78,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Shard:
     """One axis of a split stage, divided over the devices of each split group.
 
     Where nothing else is said, every op that meets the axis works on parts of it, and every parameter that has it is held in
@@ -121,7 +121,7 @@ class Stage:
         parameters: names of the parameters and buffers it holds.
         estimates: per device.
         split: devices of a split group. Groups are consecutive devices; all devices of a group take the same rows.
-        cuts: what is divided over the devices of each group.
+        shards: what is divided over the devices of each group.
         recompute: first and last op of each run of `ops` whose activations are not kept but computed again in the backward
             pass; in order, without overlap.
         overlap: whether a split stage computes the rows of a micro-batch in two halves, of which one computes while what
@@ -136,7 +136,7 @@ class Stage:
     parameters: tuple[str, ...]
     estimates: tuple[Estimate, ...] = ()
     split: int = 1
-    cuts: tuple[Cut, ...] = ()
+    shards: tuple[Shard, ...] = ()
     recompute: tuple[tuple[str, str], ...] = ()
     overlap: bool = False
 
@@ -170,13 +170,15 @@ class Stage:
         return tuple(part for part in parts for _ in range(self.split))
 
     @property
-    def row_cut(self) -> Cut | None:
+    def row_shard(self) -> Shard | None:
         """How the rows of a split group are divided among its devices, where some of its ops work on rows of their own."""
-        return next((cut for cut in self.cuts if cut.axis == BATCH), None)
+        return next((shard for shard in self.shards if shard.axis == BATCH), None)
 
-    def border_cut(self, tensor: str) -> Cut | None:
+    def border_shard(self, tensor: str) -> Shard | None:
         """The axis, other than the batch, along which a tensor is in parts while it crosses the border of the stage."""
-        return next((cut for cut in self.cuts if cut.axis != BATCH and (tensor in cut.arriving or tensor in cut.handed_on)), None)
+        return next(
+            (shard for shard in self.shards if shard.axis != BATCH and (tensor in shard.arriving or tensor in shard.handed_on)), None
+        )
 
     def tensor_intervals(self, tensor: str, num_rows: int) -> tuple[tuple[int, int], ...]:
         """Per device, the rows of a micro-batch that it has of a tensor which crosses its border.
@@ -184,10 +186,12 @@ class Stage:
         Raises:
             ValueError: there is less than one row per device that takes rows of its own.
         """
-        whole, cut = self.row_intervals(num_rows), self.row_cut
-        if cut is None or (tensor not in cut.arriving and tensor not in cut.handed_on):
+        whole, shard = self.row_intervals(num_rows), self.row_shard
+        if shard is None or (tensor not in shard.arriving and tensor not in shard.handed_on):
             return whole
-        return tuple(part for start, stop in whole[:: self.split] for part in intervals(divide(stop - start, cut.sizes, minimum=1), start))
+        return tuple(
+            part for start, stop in whole[:: self.split] for part in intervals(divide(stop - start, shard.sizes, minimum=1), start)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,20 +326,20 @@ class Plan:
         return "\n".join(lines)
 
 
-def describe_cuts(cuts: Iterable[Cut]) -> str:
+def describe_shards(shards: Iterable[Shard]) -> str:
     """Cuts as text; those whose names differ only in numbers (of layers) and that have equal sizes are told once.
 
     Says how many ops meet an axis but work on all of it: ``hidden 16:16 (whole in 43 ops)``.
     """
-    found: dict[tuple[str, tuple[int, ...]], list[Cut]] = {}
-    for cut in cuts:
-        pattern = ".".join("*" if part.isdigit() else part for part in cut.axis.split("."))
-        found.setdefault((pattern, cut.sizes), []).append(cut)
+    found: dict[tuple[str, tuple[int, ...]], list[Shard]] = {}
+    for shard in shards:
+        pattern = ".".join("*" if part.isdigit() else part for part in shard.axis.split("."))
+        found.setdefault((pattern, shard.sizes), []).append(shard)
     texts = []
     for (pattern, sizes), own in found.items():
-        num_whole = sum(len(cut.whole_in) for cut in own)
+        num_whole = sum(len(shard.whole_in) for shard in own)
         note = f" (whole in {num_whole} op{'s' * (num_whole > 1)})" if num_whole else ""
-        texts.append((str(own[0]) if len(own) == 1 else f"{len(own)} x {Cut(pattern, sizes)}") + note)
+        texts.append((str(own[0]) if len(own) == 1 else f"{len(own)} x {Shard(pattern, sizes)}") + note)
     return ", ".join(texts)
 
 
@@ -344,9 +348,9 @@ def _describe_stage(stage: Stage, micro_batch: tuple[int, int]) -> Iterable[str]
         f"    stage {stage.index} [{', '.join(stage.task_graphs)}]: {len(stage.ops)} ops "
         f"{stage.ops[0] if stage.ops else '-'} .. {stage.ops[-1] if stage.ops else '-'}, {len(stage.parameters)} tensors held"
     )
-    if stage.cuts:
+    if stage.shards:
         halves = ", in two halves that take turns" if stage.overlap else ""
-        yield f"      groups of {stage.split} cut {describe_cuts(stage.cuts)}{halves}"
+        yield f"      groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
     if stage.recompute:
         yield f"      recomputes {sum(map(len, stage.segments))} ops in {len(stage.recompute)} segment(s)"
     rows = stage.rows(micro_batch[1] - micro_batch[0])

@@ -23,7 +23,7 @@ from whale.axes.values import Role
 from whale.ir.graph import Argument, ModelGraph, Op, Ref, TensorSpec
 
 Part = tuple[int, int]
-Local = Callable[["Cut"], object]
+Local = Callable[["Shard"], object]
 
 
 @dataclass
@@ -57,7 +57,7 @@ def _short(value: object) -> str:
 
 
 @dataclass
-class Cut:
+class Shard:
     """One part of one axis, as `Case.local` sees it: local tensors, the local shape of the first result, the interval."""
 
     args: list[object]
@@ -148,7 +148,7 @@ class Law:
         if self.case.local is None:
             return results(self.call(*args, **kwargs))
         shape = tuple(len(positions(self.reading.atoms, dim, leaf, part)) for dim in self.outcome.results[0])
-        return results(self.case.local(Cut(args, kwargs, shape, part, self.call)))
+        return results(self.case.local(Shard(args, kwargs, shape, part, self.call)))
 
     def _join(self, dims: tuple[Dim, ...], leaf: int, local: list[Tensor], parts: list[Part], like: Tensor) -> Tensor:
         made = torch.zeros_like(like)

@@ -18,9 +18,9 @@ from whale.axes.reading import read
 FACTORS = st.permutations([2, 2, 3, 5]).flatmap(lambda factors: st.just(tuple(factors)))
 
 
-def grouped(factors: tuple[int, ...], cuts: tuple[int, ...]) -> list[int]:
+def grouped(factors: tuple[int, ...], shards: tuple[int, ...]) -> list[int]:
     """Products of consecutive factors."""
-    bounds = sorted({0, len(factors), *(cut % (len(factors) + 1) for cut in cuts)})
+    bounds = sorted({0, len(factors), *(shard % (len(factors) + 1) for shard in shards)})
     return [prod(factors[a:b]) for a, b in pairwise(bounds)]
 
 
@@ -30,8 +30,8 @@ def test_a_dimension_is_the_product_of_all_its_factorings(factorings: list[tuple
     atoms = Atoms()
     whole = atoms.fresh(60)
     agreed = []
-    for factors, cuts in factorings:
-        sizes = grouped(factors, cuts)
+    for factors, shards in factorings:
+        sizes = grouped(factors, shards)
         parts = [atoms.fresh(size) for size in sizes]
         joined = tuple(atom for part in parts for atom in part)
         try:
@@ -115,8 +115,8 @@ def test_chains_of_views_and_permutations_move_the_parts_as_torch_does(start, st
     build = Build()
     name = build.input("x", *tensor.shape)
     chain = [(name.op, tensor)]
-    for factors, cuts, random in steps:
-        tensor = tensor.reshape(grouped(factors, cuts))
+    for factors, shards, random in steps:
+        tensor = tensor.reshape(grouped(factors, shards))
         name = build.call("reshape.default", name, tuple(tensor.shape), out=tuple(tensor.shape))
         chain.append((name.op, tensor))
         order = list(range(tensor.dim()))

@@ -13,7 +13,7 @@ from whale.axes import Axes, Axis, Concatenation, Dimension, OpAxes, Role
 from whale.axes.bridge_bytes import bridge_bytes, sum_share
 from whale.axes.bridges import Bridge
 from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
-from whale.ir.plan import Cut
+from whale.ir.plan import Shard
 
 PLANNED, ROWS = 2, 3
 DIMENSIONS: tuple[tuple[Dimension, ...], ...] = (
@@ -26,12 +26,12 @@ Index = tuple[int, ...]
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[tuple[Dimension, ...], dict[str, int], tuple[Cut, ...]]:
+def cases(draw: st.DrawFn) -> tuple[tuple[Dimension, ...], dict[str, int], tuple[Shard, ...]]:
     """A tensor and two axes of it cut over two or three devices."""
     width = draw(st.integers(2, 3))
     parts = st.lists(st.integers(1, 3), min_size=width, max_size=width).map(tuple)
-    cuts = Cut("a", draw(parts)), Cut("b", draw(parts))
-    return draw(st.sampled_from(DIMENSIONS)), {"batch": ROWS, "a": sum(cuts[0].sizes), "b": sum(cuts[1].sizes), "c": 2}, cuts
+    shards = Shard("a", draw(parts)), Shard("b", draw(parts))
+    return draw(st.sampled_from(DIMENSIONS)), {"batch": ROWS, "a": sum(shards[0].sizes), "b": sum(shards[1].sizes), "c": 2}, shards
 
 
 def coordinates(dimension: Dimension, sizes: dict[str, int]) -> list[dict[str, int]]:
@@ -46,14 +46,14 @@ def coordinates(dimension: Dimension, sizes: dict[str, int]) -> list[dict[str, i
     return found
 
 
-def held(dimensions: tuple[Dimension, ...], sizes: dict[str, int], cut: Cut | None, position: int) -> set[Index]:
+def held(dimensions: tuple[Dimension, ...], sizes: dict[str, int], shard: Shard | None, position: int) -> set[Index]:
     """The elements that a device has."""
-    ends = (0, *accumulate(cut.sizes)) if cut else (0, 0)
+    ends = (0, *accumulate(shard.sizes)) if shard else (0, 0)
     places = [coordinates(dimension, sizes) for dimension in dimensions]
     found = set()
     for index in product(*(range(len(own)) for own in places)):
         at = {axis: place for own, number in zip(places, index, strict=True) for axis, place in own[number].items()}
-        if cut is None or ends[position] <= at[cut.axis] < ends[position + 1]:
+        if shard is None or ends[position] <= at[shard.axis] < ends[position + 1]:
             found.add(index)
     return found
 
@@ -69,30 +69,30 @@ def world(dimensions: tuple[Dimension, ...], sizes: dict[str, int], role: Role |
 
 
 @given(cases())
-def test_bytes_are_those_of_the_elements_that_are_missing(case: tuple[tuple[Dimension, ...], dict[str, int], tuple[Cut, ...]]) -> None:
-    dimensions, sizes, cuts = case
+def test_bytes_are_those_of_the_elements_that_are_missing(case: tuple[tuple[Dimension, ...], dict[str, int], tuple[Shard, ...]]) -> None:
+    dimensions, sizes, shards = case
     graph, axes = world(dimensions, sizes)
-    by_axis: dict[str | None, Cut | None] = {None: None, "a": cuts[0], "b": cuts[1]}
-    for position, (source, target), entered in product(range(len(cuts[0].sizes)), product(by_axis, by_axis), (False, True)):
+    by_axis: dict[str | None, Shard | None] = {None: None, "a": shards[0], "b": shards[1]}
+    for position, (source, target), entered in product(range(len(shards[0].sizes)), product(by_axis, by_axis), (False, True)):
         before, after = (held(dimensions, sizes, by_axis[axis], position) for axis in (source, target))
         bridge = Bridge("x", source, target, entered and target is None)
-        others = len(cuts[0].sizes) - 1
+        others = len(shards[0].sizes) - 1
         reduced = {"reduce-scatter": 4 * len(before) * others, "all-reduce": round(8 * len(after) * others / (others + 1))}
         forward = 4 * len(after - before)
         backward = 0 if bridge.backward == "part" else reduced.get(bridge.backward, 4 * len(before - after))
-        assert bridge_bytes(bridge, graph, axes, cuts, position, ROWS) == (forward, backward)
+        assert bridge_bytes(bridge, graph, axes, shards, position, ROWS) == (forward, backward)
 
 
 @pytest.mark.parametrize(("combine", "share"), [("sum", 1.0), ("mean", 1.0), ("lookup", 1.0), ("max", 4.0), ("any", 1.0)])
 def test_sums_and_their_adjoints(combine: str, share: float) -> None:
     dimensions = DIMENSIONS[0]
     graph, axes = world(dimensions, {"batch": ROWS, "a": 3, "b": 4, "c": 2}, Role("contracted", combine))
-    cuts = (Cut("a", (2, 1)), Cut("b", (3, 1)))
+    shards = (Shard("a", (2, 1)), Shard("b", (3, 1)))
     whole = Bridge("x", None, None, is_sum=True, combine=combine)
     assert sum_share(whole, graph, axes) == share
-    assert bridge_bytes(whole, graph, axes, cuts, 0, ROWS) == (4 * 36 * share, 0)
+    assert bridge_bytes(whole, graph, axes, shards, 0, ROWS) == (4 * 36 * share, 0)
     scattered = Bridge("x", None, "b", is_sum=True, combine=combine)
-    assert bridge_bytes(scattered, graph, axes, cuts, 1, ROWS) == (4 * 9 * share, 4 * 27)
+    assert bridge_bytes(scattered, graph, axes, shards, 1, ROWS) == (4 * 9 * share, 4 * 27)
 
 
 @pytest.mark.parametrize(("target", "weight", "share"), [("int64", (), 3.0), ("int64", ("float32",), 2.0), ("float32", (), 1.0)])

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from whale.axes import Axes, Axis, Concatenation, Dimension
 from whale.axes.index_sets import count, count_below, extent, index_set, intervals, merged
-from whale.ir.plan import Cut
-from whale.runtime.cutting import cut_out, local_indices, local_shape, put_in
+from whale.ir.plan import Shard
+from whale.runtime.program.shard import cut_out, local_indices, local_shape, put_in
 
 SIZES = {"a": 2, "b": 3, "c": 5, "d": 4}
 
@@ -55,8 +55,8 @@ def test_index_sets_hold_what_the_product_holds(dimension: Dimension, drawn: dic
 
 
 def test_intervals_follow_each_other() -> None:
-    cuts = (Cut("c", (1, 3, 1)), Cut("a", (1, 0, 1)))
-    assert [intervals(cuts, position) for position in range(3)] == [
+    shards = (Shard("c", (1, 3, 1)), Shard("a", (1, 0, 1)))
+    assert [intervals(shards, position) for position in range(3)] == [
         {"c": (0, 1), "a": (0, 1)},
         {"c": (1, 4), "a": (1, 1)},
         {"c": (4, 5), "a": (1, 2)},
@@ -70,7 +70,7 @@ AXES = Axes(tuple(Axis(name, size) for name, size in SIZES.items()), {}, {}, ())
 @given(st.lists(dimensions(), max_size=3), st.sampled_from(["b", "c", "d"]), st.data())
 def test_the_parts_of_all_positions_make_the_whole(shape: list[Dimension], axis: str, data: st.DataObject) -> None:
     ends = sorted(data.draw(st.lists(st.integers(0, SIZES[axis]), min_size=2, max_size=2)))
-    cuts = (Cut(axis, (ends[0], ends[1] - ends[0], SIZES[axis] - ends[1])),)
+    shards = (Shard(axis, (ends[0], ends[1] - ends[0], SIZES[axis] - ends[1])),)
     sizes = [extent(dimension, SIZES) for dimension in shape]
     if torch.Size(sizes).numel() > 20_000:
         return
@@ -78,18 +78,18 @@ def test_the_parts_of_all_positions_make_the_whole(shape: list[Dimension], axis:
     again = torch.full_like(whole, -1)
     crossing = [Dimension for dimension in shape if axis in str(dimension)]
     for position in range(3):
-        part = cut_out(whole, shape, AXES, cuts, position)
-        assert tuple(part.shape) == local_shape(shape, AXES, cuts, position)
-        put_in(again, part, shape, AXES, cuts, position)
+        part = cut_out(whole, shape, AXES, shards, position)
+        assert tuple(part.shape) == local_shape(shape, AXES, shards, position)
+        put_in(again, part, shape, AXES, shards, position)
     if len(crossing) <= 1 and not any(isinstance(factor, Concatenation) for dimension in shape for factor in dimension):
         assert axis in [a for dimension in shape for a in dimension] or torch.equal(again, whole)
     for position in range(3):  # what was put in comes out
-        part = cut_out(whole, shape, AXES, cuts, position)
-        assert torch.equal(part, cut_out(again, shape, AXES, cuts, position))
+        part = cut_out(whole, shape, AXES, shards, position)
+        assert torch.equal(part, cut_out(again, shape, AXES, shards, position))
 
 
 def test_parts_of_a_fused_projection_are_combs() -> None:
     qkv = (Concatenation((("d", "a"), ("d",), ("d",))),)
-    places = local_indices((qkv, ("b",)), SIZES, (Cut("d", (1, 3)),), 0)
+    places = local_indices((qkv, ("b",)), SIZES, (Shard("d", (1, 3)),), 0)
     assert isinstance(places[0], Tensor) and places[0].tolist() == [0, 1, 8, 12]
     assert places[1] == slice(0, 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.axes.law import Case, Cut, Law
+from tests.unit.axes.law import Case, Law, Shard
 from whale.axes.rules import TABLE
 
 torch.manual_seed(0)
@@ -24,41 +24,41 @@ def bits(*shape: int) -> Tensor:
     return torch.rand(shape) < 0.5
 
 
-def to_shape(cut: Cut) -> object:
+def to_shape(shard: Shard) -> object:
     """Ops whose second argument is a shape: the local one."""
-    return cut.operator(cut.args[0], list(cut.shape), *cut.args[2:], **cut.kwargs)
+    return shard.operator(shard.args[0], list(shard.shape), *shard.args[2:], **shard.kwargs)
 
 
-def made(cut: Cut) -> object:
+def made(shard: Shard) -> object:
     """Factories: the local shape, and what follows it."""
-    return cut.operator(list(cut.shape), *cut.args[1:], **cut.kwargs)
+    return shard.operator(list(shard.shape), *shard.args[1:], **shard.kwargs)
 
 
-def reshaped(cut: Cut) -> object:
-    return cut.args[0].reshape(cut.shape)  # type: ignore[attr-defined]
+def reshaped(shard: Shard) -> object:
+    return shard.args[0].reshape(shard.shape)  # type: ignore[attr-defined]
 
 
-def counted(cut: Cut) -> object:
-    return torch.arange(*cut.part)
+def counted(shard: Shard) -> object:
+    return torch.arange(*shard.part)
 
 
-def split_sizes(cut: Cut) -> object:
+def split_sizes(shard: Shard) -> object:
     """``split`` into parts of the local size."""
-    source: Tensor = cut.args[0]  # type: ignore[assignment]
-    return torch.ops.aten.split.Tensor(source, cut.shape[cut.args[2]], cut.args[2])  # type: ignore[call-overload]
+    source: Tensor = shard.args[0]  # type: ignore[assignment]
+    return torch.ops.aten.split.Tensor(source, shard.shape[shard.args[2]], shard.args[2])  # type: ignore[call-overload]
 
 
-def one_hot(cut: Cut) -> object:
-    source: Tensor = cut.args[0]  # type: ignore[assignment]
-    classes = torch.arange(*cut.part) if cut.shape[-1] != 7 else torch.arange(7)
+def one_hot(shard: Shard) -> object:
+    source: Tensor = shard.args[0]  # type: ignore[assignment]
+    classes = torch.arange(*shard.part) if shard.shape[-1] != 7 else torch.arange(7)
     return (source[..., None] == classes).long()
 
 
-def pixel_shuffled(cut: Cut) -> object:
-    source: Tensor = cut.args[0]  # type: ignore[assignment]
-    (n, channels, height, width), (h, w) = cut.shape, source.shape[-2:]
+def pixel_shuffled(shard: Shard) -> object:
+    source: Tensor = shard.args[0]  # type: ignore[assignment]
+    (n, channels, height, width), (h, w) = shard.shape, source.shape[-2:]
     factored = source.reshape(n, channels, height // h, width // w, h, w)
-    return factored.permute(0, 1, 4, 2, 5, 3).reshape(cut.shape)
+    return factored.permute(0, 1, 4, 2, 5, 3).reshape(shard.shape)
 
 
 def labels() -> Tensor:

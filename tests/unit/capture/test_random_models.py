@@ -21,10 +21,10 @@ torch.set_num_threads(1)
 def piece_of(batch: Batch, num_rows: int, start: int, stop: int) -> Batch:
     """Some rows of a batch; what has no rows stays whole."""
 
-    def cut(value: torch.Tensor) -> torch.Tensor:
+    def shard(value: torch.Tensor) -> torch.Tensor:
         return value[start:stop] if value.shape[0] == num_rows else value
 
-    return tuple(cut(value) for value in batch) if isinstance(batch, tuple) else {name: cut(value) for name, value in batch.items()}
+    return tuple(shard(value) for value in batch) if isinstance(batch, tuple) else {name: shard(value) for name, value in batch.items()}
 
 
 def pieces_loss(graph: ModelGraph, program: Program, batch: Batch, sizes: list[int]) -> torch.Tensor:

@@ -13,7 +13,7 @@ import pytest
 
 from whale.cli import launch
 from whale.errors import ConfigError
-from whale.runtime.status import RankStatus
+from whale.runtime.execute.status import RankStatus
 
 
 @dataclass

@@ -25,9 +25,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     """A grid of cuts of both axes, uneven and maybe empty, with each region on one or several devices in any order."""
     grids = []
     for axis, length in LENGTHS.items():
-        cuts = sorted(draw(st.lists(st.integers(0, length), max_size=2)))
-        ends = [0, *cuts, length]
-        grids.append([((axis, a, b),) if cuts else () for a, b in pairwise(ends)])
+        shards = sorted(draw(st.lists(st.integers(0, length), max_size=2)))
+        ends = [0, *shards, length]
+        grids.append([((axis, a, b),) if shards else () for a, b in pairwise(ends)])
     regions = [Region(tuple(sorted(one + other))) for one, other in product(*grids)]
     copies = [region for region in regions for _ in range(draw(st.integers(1, 2)))]
     return Layout(tuple(draw(st.permutations(copies))))
@@ -55,7 +55,7 @@ def test_order_is_by_target(source: Layout, target: Layout) -> None:
 
 
 def test_the_picture_of_the_docstring() -> None:
-    found = transfers(Layout.cut("batch", (5, 3)), Layout.cut("batch", (4, 4)))
+    found = transfers(Layout.shard("batch", (5, 3)), Layout.shard("batch", (4, 4)))
     assert found == (
         Transfer(0, 0, Region((("batch", 0, 4),))),
         Transfer(0, 1, Region((("batch", 4, 5),))),
@@ -76,7 +76,7 @@ def test_intersection_is_of_elements(one: Layout, other: Layout) -> None:
 
 
 def test_prints() -> None:
-    assert str(Layout.cut("batch", (5, 3))) == "batch[0:5] | batch[5:8]"
+    assert str(Layout.shard("batch", (5, 3))) == "batch[0:5] | batch[5:8]"
     assert str(Layout(Layout.whole(1).regions, partial=True)) == "partial whole"
-    assert Layout.cut("batch", (5, 3)).regions[1].interval("batch") == (5, 8)
+    assert Layout.shard("batch", (5, 3)).regions[1].interval("batch") == (5, 8)
     assert Region().interval("batch") is None

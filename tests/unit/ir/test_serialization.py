@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter, Ref, TensorSpec
 from whale.ir.layout import Layout, Region
-from whale.ir.plan import BatchAxis, Choice, Cut, Edge, Estimate, Plan, Replica, Stage, TaskGraph, VirtualDevice
+from whale.ir.plan import BatchAxis, Choice, Edge, Estimate, Plan, Replica, Shard, Stage, TaskGraph, VirtualDevice
 from whale.ir.scope import Scope
 from whale.ir.serialization import from_json, to_json
 from whale.ir.source import SourceLine
@@ -120,7 +120,7 @@ def test_refuses(text: str, message: str) -> None:
 
 
 def test_is_plain_json() -> None:
-    value = Layout.cut("batch", (1, 2))
+    value = Layout.shard("batch", (1, 2))
     assert json.loads(to_json(value)) == {"regions": [{"intervals": [["batch", 0, 1]]}, {"intervals": [["batch", 1, 3]]}], "partial": False}
 
 
@@ -128,4 +128,4 @@ def test_is_plain_json() -> None:
 def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
     text = json.dumps({"axis": "heads", "sizes": [2, 2], field: value})
     with pytest.raises(ValueError, match="is no "):
-        from_json(Cut, text)
+        from_json(Shard, text)

@@ -13,7 +13,8 @@ import whale
 from tests.unit.planning.graphs import cluster
 from whale.capture import capture
 from whale.config import Config
-from whale.planning import carry_plan, make_plan, verify
+from whale.planning import make_plan, retarget_plan
+from whale.planning.verify import verify
 
 WIDTH, LENGTH, VOCABULARY, LAYERS = 32, 12, 53, 4
 MIXED = cluster((4e9,) * 4, (1e9,) * 4)
@@ -93,7 +94,7 @@ def test_a_gpt_under_scopes_and_its_other_modes() -> None:
     assert all(len(edge.tensors) == 1 for replica in plan.replicas for edge in replica.edges)
     for mode in ("eval", "predict"):
         other, _ = capture(model, BATCH, loss, mode=mode)
-        carried = carry_plan(plan, graph, other)
+        carried = retarget_plan(plan, graph, other)
         verify(carried, other, MIXED)
         assert [stage.parameters for stage in carried.replicas[0].stages] == [front.parameters, back.parameters]
         assert [edge.tensors for edge in carried.replicas[0].edges] == [edge.tensors for edge in plan.replicas[0].edges]

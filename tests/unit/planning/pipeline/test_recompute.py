@@ -1,0 +1,209 @@
+"""What recomputes: where segments may lie, what they leave in memory, and how many each device's memory demands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scope
+from whale.config import SCHEDULES, Config
+from whale.errors import ConfigError, PlanError
+from whale.estimate import kept_tensors, storage_of
+from whale.ir.cluster import Cluster, Host, Link
+from whale.ir.graph import ModelGraph, TensorSpec
+from whale.ir.plan import Plan
+from whale.ir.serialization import from_json, to_json
+from whale.planning import MemoryShortage, make_plan
+from whale.planning.explain import explain
+from whale.planning.pipeline.recompute import read_policy
+from whale.planning.pipeline.scheduling import shape_pipeline
+from whale.planning.pipeline.segments import find_blocks, find_cores, find_ground
+from whale.planning.structure.structure import activations_of
+from whale.planning.verify import verify
+from whale.schedules import peak_in_flight
+
+TWO_STAGES = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}
+
+
+def calls(graph: ModelGraph) -> list[str]:
+    return [op.name for op in graph.ops if op.kind == "call"]
+
+
+def thick(num_blocks: int = 6) -> ModelGraph:
+    """Blocks that are narrow at their ends and wide inside."""
+    graph = Graph()
+    value = graph.input("x", 8)
+    for index in range(num_blocks):
+        up = graph.call(
+            f"up{index}", "aten.linear.default", value, graph.parameter(f"up{index}.w", 256, 8), width=256, flops=2 * ROWS * 8 * 256
+        )
+        wide = graph.call(f"wide{index}", "aten.gelu.default", up, width=256, tags=("pointwise",))
+        value = graph.call(f"down{index}", "aten.linear.default", wide, graph.parameter(f"down{index}.w", 8, 256), flops=2 * ROWS * 8 * 256)
+    graph.sum_loss(value)
+    return graph.build()
+
+
+def blocks_of(graph: ModelGraph, in_flight: int = 4) -> tuple[tuple[str, ...], ...]:
+    return find_blocks(graph, calls(graph), storage_of(graph), kept_tensors(graph), in_flight, ROWS)
+
+
+def test_blocks_are_cut_where_little_crosses() -> None:
+    assert [block[0] for block in blocks_of(thick())] == [f"up{index}" for index in range(6)]
+    assert all(block[2].startswith("down") for block in blocks_of(thick()))
+
+
+def attention(graph: Graph, source: str, name: str) -> str:
+    """Softmax of a product of two activations, times a third."""
+    square = TensorSpec((ROWS, 4, 4), "float32", (1, 0, 0))
+    q, k, v = (graph.linear(f"{name}.{part}", source) for part in "qkv")
+    scores = graph.call(f"{name}.scores", "aten.matmul.default", q, k, spec=square)
+    scaled = graph.call(f"{name}.scaled", "aten.mul.Tensor", scores, 0.5, spec=square)
+    shares = graph.call(f"{name}.softmax", "aten.softmax.int", scaled, -1, spec=square)
+    mixed = graph.call(f"{name}.mixed", "aten.matmul.default", shares, v)
+    return graph.linear(f"{name}.out", mixed)
+
+
+def attending() -> ModelGraph:
+    graph = Graph()
+    value = attention(graph, attention(graph, graph.input("x"), "a"), "b")
+    gate = graph.call("gate", "aten.softmax.int", graph.linear("router", value), -1)  # no attention: it weighs no activations by a product
+    value = graph.call("gated", "aten.mul.Tensor", value, gate)
+    graph.sum_loss(graph.call("fused", "aten.scaled_dot_product_attention.default", value, value, value))
+    return graph.build()
+
+
+def test_cores_of_attention_are_found_by_kinds_of_ops() -> None:
+    graph = attending()
+    found = find_cores(graph, calls(graph), storage_of(graph), activations_of(graph))
+    assert found == (
+        ("a.scores", "a.scaled", "a.softmax", "a.mixed"),
+        ("b.scores", "b.scaled", "b.softmax", "b.mixed"),
+        ("fused",),
+    )
+
+
+def test_ops_that_write_buffers_are_left_out_and_changed_tensors_stay_whole() -> None:
+    graph = Graph()
+    value = graph.linear("first", graph.input("x"))
+    mean = graph.parameter("mean", 8, trainable=False, kind="buffer")
+    value = graph.call("norm", "aten.batch_norm.default", value, mean)
+    value = graph.linear("second", value)
+    graph.call("changed", "aten.add_.Tensor", value, 1.0, tags=("in_place",))
+    graph.sum_loss(graph.linear("third", "changed"))
+    built = graph.build()
+    ground = find_ground(built, calls(built), storage_of(built))
+    assert [tuple(ground.ops[start:stop]) for start, stop in ground.islands] == [("first",), ("second", "changed", "third", "loss")]
+    assert ground.closed[3] and not ground.closed[4]  # between second and changed
+
+
+def test_shares_are_those_of_blocks_rounded_up() -> None:
+    for share, expected in ((0, 0), (0.1, 1), (0.5, 3), (1, 6)):
+        plan = make_plan(thick(), cluster((1e9,)), Config({"recompute.policy": {0: share}}), rows=4)
+        assert sum(any(name.startswith("wide") for name in segment) for segment in plan.replicas[0].stages[0].segments) == expected
+
+
+def test_estimates_follow() -> None:
+    config = Config({**TWO_STAGES, "pipeline.num_micro_batch": 8})
+    keeping, again = (
+        make_plan(thick(), cluster((1e9, 1e9)), c, rows=64) for c in (config, config.with_values({"recompute.policy": {0: 1, 1: 1}}))
+    )
+    for before, after in zip(keeping.replicas[0].stages, again.replicas[0].stages, strict=True):
+        assert after.estimates[0].activation_bytes < before.estimates[0].activation_bytes
+        assert after.estimates[0].backward == pytest.approx(before.estimates[0].backward + before.estimates[0].forward, rel=0.02)
+    whole = make_plan(thick(), cluster((1e9, 1e9)), config.with_values({"recompute.policy": "full"}), rows=64)
+    assert whole.recomputes_stages and not whole.replicas[0].stages[0].recompute
+    assert whole.replicas[0].stages[0].estimates[0].activation_bytes < keeping.replicas[0].stages[0].estimates[0].activation_bytes
+
+
+def tight(memory: tuple[int, ...]) -> Cluster:
+    devices = tuple(device(f"h/{index}", "h", 1e9, size) for index, size in enumerate(memory))
+    return Cluster("tight", (Host("h", devices, Link(1e10, 1e-6)),), None)
+
+
+@pytest.mark.slow
+@given(memory=st.lists(st.integers(200_000, 3_000_000), min_size=2, max_size=2), num_micro_batch=st.integers(1, 8))
+def test_auto_fits_where_recomputing_everything_does_and_recomputes_nothing_where_keeping_everything_fits(
+    memory: list[int], num_micro_batch: int
+) -> None:
+    there, config = tight(tuple(memory)), Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": num_micro_batch})
+
+    def plan(policy: object) -> Plan | None:
+        try:
+            return make_plan(thick(), there, config.with_values({"recompute.policy": policy}), rows=64)
+        except MemoryShortage:
+            return None
+
+    keeping, everything, auto = plan("none"), plan({0: 1, 1: 1}), plan("auto")
+    if keeping is not None:
+        assert auto is not None and replace(auto, choices=()) == replace(keeping, choices=())
+    elif everything is not None:
+        assert auto is not None
+    if auto is not None:
+        for stage in auto.replicas[0].stages:
+            assert all(e.parameter_bytes + e.activation_bytes <= 1.01 * e.capacity for e in stage.estimates)
+        assert keeping is not None or any(stage.recompute for stage in auto.replicas[0].stages)
+
+
+def test_each_device_recomputes_as_its_own_memory_demands(golden: Callable[[str, str], None]) -> None:
+    config = Config({"pipeline.num_stages": 3, "pipeline.num_micro_batch": 8, "recompute.policy": "auto"})
+    plan = make_plan(thick(9), tight((460_000,) * 3), config, rows=128)
+    counts = [len(stage.recompute) for stage in plan.replicas[0].stages]
+    assert counts == sorted(counts, reverse=True) and counts[0] > 0 == counts[-1]
+    assert from_json(Plan, to_json(plan)) == plan
+    golden("plans/recomputing.txt", "\n".join([str(plan), "", *(" | ".join(row) for row in explain(plan))]))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"recompute.policy": {2: 0.5}}, r"recompute\.policy gives shares to stages of the pipeline \(stage 2: the last is 1\)"),
+        ({"recompute.policy": "selective", "pipeline.schedule": "recompute_early"}, "schedule recompute_early recomputes whole stages"),
+        ({"pipeline.schedule": "interleaved", "pipeline.num_chunks": 5}, r"with 5 chunks on 2 ranks needs 10 TaskGraphs \(the model"),
+    ],
+)
+def test_what_does_not_go_together(config: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(thick(2), cluster((1e9, 1e9)), Config({**TWO_STAGES, **config}), rows=8)
+
+
+def test_too_few_task_graphs_for_the_chunks() -> None:
+    graph = chain(2, [(scope(0, 1, "front"),), (scope(1, 1, "back"),)])
+    config = Config({"pipeline.schedule": "interleaved", "pipeline.num_chunks": 4})
+    with pytest.raises(ConfigError, match=r"needs a multiple of 4 stages \(the scopes make 2: front, back\)"):
+        make_plan(graph, cluster((1e9, 1e9)), config, rows=8)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_hold_what_the_schedule_promises(schedule: str) -> None:
+    chunks = 2 if schedule in ("interleaved", "aiao", "aiao_early_loss") else 1
+    config = Config({"pipeline.schedule": schedule, "pipeline.num_stages": 3, "pipeline.num_micro_batch": 6, "pipeline.num_chunks": chunks})
+    pipeline = shape_pipeline(config, None, 3)
+    peaks = peak_in_flight(schedule, num_ranks=3, num_micro_batch=6, num_chunks=chunks)
+    for rank, peak in enumerate(peaks):
+        stages = pipeline.stages_of(rank)
+        assert peak <= sum(pipeline.in_flight[stage] for stage in stages) < peak + len(stages)
+    assert any(pipeline.recomputed) == (schedule in ("recompute_early", "last_no_recompute", "shifted_critical_path"))
+    whole = shape_pipeline(config.with_values({"recompute.policy": "full"}), None, 3)
+    assert any(whole.recomputed) and whole.inserts_recompute != any(pipeline.recomputed)
+    assert read_policy("full", whole) == read_policy("none", pipeline)
+
+
+def test_verify_names_runs_that_are_none() -> None:
+    graph, there = thick(), cluster((1e9,))
+    plan = make_plan(graph, there, Config({"recompute.policy": {0: 1}}), rows=4)
+    verify(plan, graph, there)
+
+    def broken(*runs: tuple[str, str]) -> Plan:
+        replica = plan.replicas[0]
+        return replace(plan, replicas=(replace(replica, stages=(replace(replica.stages[0], recompute=runs),)),))
+
+    for runs in ((("up0", "nowhere"),), (("down0", "up0"),), (("up0", "down1"), ("down1", "down2")), (("up2", "down2"), ("up0", "down0"))):
+        with pytest.raises(PlanError, match="runs of the stage's ops, in order and apart"):
+            verify(broken(*runs), graph, there)
+    verify(broken(("up0", "up0"), ("wide0", "down0")), graph, there)
+    with pytest.raises(PlanError, match="as a whole or in parts, not both"):
+        verify(replace(plan, recomputes_stages=True), graph, there)

@@ -1,0 +1,81 @@
+"""The integer program finds what trying every labelling finds, and what fits in memory before what is fast."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whale.planning.shard.classes import WHOLE, Use
+from whale.planning.shard.program import LabelFigures, Pair, Program, Selection, TensorFigures, UserFigures, solve
+
+FORMS = (WHOLE, 0, 1)
+USES: tuple[Use, ...] = ((WHOLE, False), (WHOLE, True), (0, False), (1, False))
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> tuple[LabelFigures, ...]:
+    """Up to three labels, the first of which is to be whole."""
+    seconds = st.integers(0, 20)
+    whole = draw(seconds)
+    found = [LabelFigures((float(whole),) * 2, WHOLE, 0.0, (0.0, 0.0), frozenset(), False)]
+    for lane in draw(st.lists(st.sampled_from([0, 1]), unique=True, max_size=2)):
+        own = tuple(float(draw(st.integers(0, max(whole, 1)))) for _ in range(2))
+        num_bytes = float(-draw(st.integers(0, 8)))
+        found.append(LabelFigures(own, lane, float(draw(seconds)), (num_bytes, num_bytes / 2), frozenset({lane}), draw(st.booleans())))
+    return tuple(found)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, made: tuple[tuple[LabelFigures, ...], ...]) -> TensorFigures:
+    """A tensor between some nodes; sometimes a parameter, sometimes written in place."""
+    seconds = st.integers(0, 20)
+    node = draw(st.integers(0, len(made) - 1))
+    users = []
+    for number in draw(st.lists(st.integers(-1, len(made) - 1), min_size=1, max_size=3, unique=True)):
+        uses = tuple(draw(st.sampled_from(USES)) for _ in (made[number] if number >= 0 else [0]))
+        users.append(UserFigures(number, uses, draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 9)) == 0))
+    pairs = {}
+    for form, use in product(FORMS, USES):
+        if draw(st.booleans()) and (form, False) != use:
+            pairs[form, use] = Pair(float(draw(seconds)), float(draw(seconds)), (float(draw(st.integers(0, 3))),) * 2, draw(st.booleans()))
+    return TensorFigures(
+        node, tuple(draw(st.sampled_from(FORMS)) for _ in made[node]), tuple(users), pairs, float(draw(st.sampled_from([0, 0, 9])))
+    )
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Up to five nodes with tensors between, sometimes little memory, sometimes one node that must work along a kind."""
+    made = tuple(draw(st.lists(nodes(), min_size=1, max_size=5)))
+    between = tuple(draw(st.lists(tensors(made), max_size=5)))
+    insisted = [(number, figures.lane) for number, node in enumerate(made) for figures in node[1:]]
+    chosen = draw(st.lists(st.sampled_from(insisted), max_size=1)) if insisted else []
+    return Program(made, between, 2, 20.0, (draw(st.sampled_from([8, 14, 100])),) * 2, tuple(chosen))
+
+
+def by_trying(program: Program) -> list[Selection]:
+    every = product(*(range(len(node)) for node in program.nodes))
+    found = [selection for labels in every if (selection := program.evaluate(labels)) is not None]
+    return sorted(found, key=lambda selection: (round(selection.excess, 6), selection.seconds))
+
+
+@pytest.mark.slow
+@given(programs())
+@settings(max_examples=150, deadline=None)
+def test_the_program_finds_the_best_labels_and_the_next_set_of_kinds(program: Program) -> None:
+    expected = by_trying(program)
+    found = solve(program)
+    assert (found is None) == (not expected)
+    if found is None:
+        return
+    assert abs(found.excess - expected[0].excess) < 1.5
+    assert abs(found.seconds - min(each.seconds for each in expected if each.excess <= found.excess + 1e-6)) < 1e-6
+    others = [each for each in expected if each.kinds != found.kinds]
+    other = solve(program, found.kinds)
+    assert (other is None) == (not others)
+    if other is not None:
+        assert other.kinds != found.kinds
+        assert abs(other.seconds - min(each.seconds for each in others if each.excess <= other.excess + 1e-6)) < 1e-6

@@ -1,0 +1,54 @@
+"""Broken plans are refused, with everything that is wrong at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.planning.graphs import chain, cluster
+from whale.config import Config
+from whale.errors import PlanError
+from whale.ir.plan import Edge, Estimate, Plan, VirtualDevice
+from whale.planning import make_plan
+from whale.planning.verify import verify
+
+GRAPH, THERE = chain(4), cluster((1e9, 1e9))
+PLAN = make_plan(GRAPH, THERE, Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}))
+
+
+def with_stage(index: int, **fields: object) -> Plan:
+    replica = PLAN.replicas[0]
+    stages = tuple(replace(stage, **fields) if stage.index == index else stage for stage in replica.stages)  # type: ignore[arg-type]
+    return replace(PLAN, replicas=(replace(replica, stages=stages),))
+
+
+def with_edges(*edges: Edge) -> Plan:
+    return replace(PLAN, replicas=(replace(PLAN.replicas[0], edges=edges),))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda: replace(PLAN, model="other"), "a plan is for one model"),
+        (lambda: replace(PLAN, devices=("h0/0", "nowhere")), "nowhere not in test"),
+        (lambda: with_edges(), "layer2 lacks layer1"),
+        (lambda: with_edges(Edge(1, 0, ("layer2",), 1), *PLAN.replicas[0].edges), "travel to later stages"),
+        (lambda: with_edges(Edge(0, 1, ("layer1", "layer3"), 1)), "carries what its source makes"),
+        (lambda: with_stage(1, parameters=()), "holds the parameters it reads"),
+        (lambda: with_stage(1, ops=("layer2", "layer3")), "computes every result"),
+        (lambda: with_stage(0, shares=(0,)), "has a share"),
+        (lambda: with_stage(1, virtual_device=VirtualDevice(("h0/0",))), "one virtual device of one replica"),
+        (lambda: with_stage(0, estimates=(Estimate(1, 1, 3 * 2**30, 0, 2**30),)), r"needs 3.00 GiB and has 1.00 GiB: 2.00 GiB short"),
+    ],
+)
+def test_faults(broken: Callable[[], Plan], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        verify(broken(), GRAPH, THERE)
+
+
+def test_all_faults_at_once() -> None:
+    plan = with_stage(1, parameters=(), shares=(0,))
+    with pytest.raises(PlanError, match=r"(?s)^\d faults.*has a share.*holds the parameters.*some stage holds every parameter"):
+        verify(plan, GRAPH, THERE)

@@ -1,0 +1,86 @@
+"""Every rule of the split backward gives the gradients of the op it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from whale.runtime.program.deferred import RULES, WeightQueue, defer_weights, deferred
+
+aten = torch.ops.aten
+
+
+def _tensor(*shape: int, grad: bool = True) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
+
+
+CASES = {
+    "linear": (aten.linear.default, lambda: (_tensor(2, 3, 4), _tensor(5, 4), _tensor(5))),
+    "linear without bias": (aten.linear.default, lambda: (_tensor(3, 4), _tensor(5, 4))),
+    "addmm": (aten.addmm.default, lambda: (_tensor(5), _tensor(3, 4), _tensor(4, 5))),
+    "mm": (aten.mm.default, lambda: (_tensor(3, 4), _tensor(4, 5))),
+    "matmul": (aten.matmul.default, lambda: (_tensor(2, 3, 4), _tensor(4, 5))),
+    "embedding": (aten.embedding.default, lambda: (_tensor(7, 3), torch.randint(0, 7, (2, 4)))),
+    "embedding with padding": (aten.embedding.default, lambda: (_tensor(7, 3), torch.randint(0, 7, (2, 4)), 2)),
+    "conv1d": (aten.conv1d.default, lambda: (_tensor(2, 3, 8), _tensor(4, 3, 3), _tensor(4), [2], [1])),
+    "conv2d": (aten.conv2d.default, lambda: (_tensor(2, 4, 6, 6), _tensor(6, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], 2)),
+    "conv2d defaults": (aten.conv2d.default, lambda: (_tensor(2, 3, 6, 6), _tensor(4, 3, 3, 3))),
+    "conv3d": (aten.conv3d.default, lambda: (_tensor(1, 2, 4, 4, 4), _tensor(3, 2, 2, 2, 2), _tensor(3))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_gives_the_gradients_of_its_op(name: str) -> None:
+    torch.manual_seed(0)
+    target, make = CASES[name]
+    args = make()
+    tensors = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    output = target(*args)
+    seed = torch.randn_like(output)
+    expected = torch.autograd.grad(output, tensors, seed)
+
+    queue = WeightQueue()
+    deferred(queue, target, *args).backward(seed)
+    weights = [args[p] for p in RULES[target].weights if p < len(args) and args[p] is not None]
+    assert all(weight.grad is None for weight in weights), "weight gradients must wait"
+    queue.run()
+    for tensor, gradient in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient)
+
+
+def test_every_rule_is_tested() -> None:
+    assert {target for target, _ in CASES.values()} == set(RULES)
+
+
+def test_shared_and_frozen_weights() -> None:
+    weight, bias, x = _tensor(4, 4), _tensor(4, grad=False), _tensor(3, 4)
+    seed = torch.randn(3, 4, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(aten.linear(aten.linear(x, weight, bias), weight), [weight], seed)
+    queue = WeightQueue()
+    hidden = deferred(queue, aten.linear.default, x, weight, bias)
+    deferred(queue, aten.linear.default, hidden, weight).backward(seed)
+    queue.run()
+    torch.testing.assert_close(weight.grad, expected)
+    assert bias.grad is None
+
+
+def test_an_in_place_change_in_between_is_seen() -> None:
+    x, weight = _tensor(3, 4), _tensor(5, 4)
+    hidden = x * 1
+    output = deferred(WeightQueue(), aten.linear.default, hidden, weight)
+    hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_only_direct_uses_of_parameters_are_replaced() -> None:
+    class Two(nn.Module):
+        def forward(self, queue: object, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return aten.linear.default(aten.linear.default(x, w), w * 2)
+
+    graph = fx.symbolic_trace(Two()).graph
+    queue, *_ = graph.nodes
+    defer_weights(graph, {"w"}, {node.name: 2 for node in graph.nodes}, queue)
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert targets.count(deferred) == 1 and targets.count(aten.linear.default) == 1

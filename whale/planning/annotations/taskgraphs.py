@@ -1,0 +1,250 @@
+"""From the scopes of the ops to TaskGraphs, and from TaskGraphs to the stages they form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from whale.config import Config
+from whale.errors import AnnotationError, WhaleError, raise_faults
+from whale.ir.graph import ModelGraph, Op
+from whale.ir.plan import TaskGraph
+from whale.ir.scope import Scope
+from whale.planning.annotations.phases import find_phases
+from whale.planning.annotations.scope_tree import Copies, ScopeNode, Sizes, effective_path, resolve_sizes, scope_tree
+from whale.planning.structure.stages import Assignment, Late, Wish, assign
+from whale.planning.structure.structure import Structure, analyse
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """What the user's scopes say.
+
+    Attributes:
+        names: per TaskGraph; `scopes` and `stages` likewise: its scope and its stage.
+        task_graph_of: per scoped op, its TaskGraph.
+        devices: per stage, how many it asks for (all copies together).
+        copies: how the virtual devices nest.
+        places: per stage, its virtual device.
+        widths: per stage, devices of a split group; 1 where nothing is split.
+    """
+
+    names: tuple[str, ...]
+    scopes: tuple[Scope, ...]
+    stages: tuple[int, ...]
+    task_graph_of: Mapping[str, int]
+    devices: tuple[int, ...]
+    copies: Copies
+    places: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.devices)
+
+    @property
+    def wanted(self) -> int:
+        """Devices of all virtual devices together."""
+        return sum(dict(zip(self.places, self.devices, strict=True)).values())
+
+    def split_scopes(self, stage: int) -> tuple[Scope, ...]:
+        """The splits in a stage."""
+        return tuple(scope for scope, own in zip(self.scopes, self.stages, strict=True) if own == stage and scope.kind == "split")
+
+
+def read_scopes(graph: ModelGraph, config: Config, num_devices: int) -> Annotations | None:
+    """The TaskGraphs that the scopes make; None for a model without scopes.
+
+    Raises:
+        AnnotationError: scopes that cannot be honoured; all reasons at once.
+    """
+    roots, faults = scope_tree(graph)
+    raise_faults(faults)
+    if not roots:
+        return None
+    sizes = resolve_sizes(roots, num_devices, colocate=config.cluster.colocate_split_and_replicate)
+    leaves = sorted((leaf for node in roots.values() for leaf in node.leaves), key=lambda leaf: leaf.number)
+    index = {leaf.number: position for position, leaf in enumerate(leaves)}
+    task_graph_of = {}
+    for op in graph.ops:
+        node = _node_of(op, roots)
+        if node is not None and not node.inner:
+            task_graph_of[op.name] = index[node.number]
+    if _is_mixed(leaves, sizes):
+        return _by_phases(graph, leaves, sizes, task_graph_of)
+    widths = {sizes.place_of[number]: width for number, width in sizes.widths.items()}
+    return Annotations(
+        names=tuple(_names(leaves)),
+        scopes=tuple(leaf.scope for leaf in leaves),
+        stages=tuple(sizes.place_of[leaf.number] for leaf in leaves),
+        task_graph_of=task_graph_of,
+        devices=sizes.devices,
+        copies=sizes.copies,
+        places=tuple(range(len(sizes.devices))),
+        widths=tuple(widths.get(place, 1) for place in range(len(sizes.devices))),
+    )
+
+
+def _is_mixed(leaves: Sequence[ScopeNode], sizes: Sizes) -> bool:
+    """Whether a split shares its virtual device with another TaskGraph."""
+    places = [sizes.place_of[leaf.number] for leaf in leaves]
+    return any(places.count(sizes.place_of[number]) > 1 for number, width in sizes.widths.items() if width > 1)
+
+
+def _by_phases(graph: ModelGraph, leaves: Sequence[ScopeNode], sizes: Sizes, task_graph_of: Mapping[str, int]) -> Annotations:
+    """Annotations where TaskGraphs share a virtual device with splits: a TaskGraph that others interrupt becomes several."""
+    places = [sizes.place_of[leaf.number] for leaf in leaves]
+    widths = [sizes.widths.get(leaf.number, 1) for leaf in leaves]
+    kinds = [number if width > 1 else 0 for number, width in enumerate(widths, start=1)]
+    phase_of = find_phases(analyse(graph), task_graph_of, places, kinds)
+    phases = sorted(dict.fromkeys(phase_of.values()), key=lambda phase: (phase.place, phase.level, phase.kind))
+    stage_of = {phase: stage for stage, phase in enumerate(phases)}
+    found = {(task_graph, stage_of[phase_of[name]]) for name, task_graph in task_graph_of.items()}
+    pieces = sorted(found, key=lambda piece: (piece[1], piece[0]))
+    number = {piece: index for index, piece in enumerate(pieces)}
+    names = list(_names(leaves))
+    first = dict(reversed(pieces))
+    order = {task_graph: [stage for other, stage in pieces if other == task_graph] for task_graph in first}
+    return Annotations(
+        names=tuple(
+            names[task_graph] + ("" if stage == first[task_graph] else f".{order[task_graph].index(stage)}") for task_graph, stage in pieces
+        ),
+        scopes=tuple(leaves[task_graph].scope for task_graph, _ in pieces),
+        stages=tuple(stage for _, stage in pieces),
+        task_graph_of={name: number[task_graph, stage_of[phase_of[name]]] for name, task_graph in task_graph_of.items()},
+        devices=tuple(sizes.devices[phase.place] for phase in phases),
+        copies=sizes.copies,
+        places=tuple(phase.place for phase in phases),
+        widths=tuple(widths[phase.kind - 1] if phase.kind else 1 for phase in phases),
+    )
+
+
+def _node_of(op: Op, roots: Mapping[str, ScopeNode]) -> ScopeNode | None:
+    """The innermost scope around an op; None for one that has no scope, or is no call."""
+    if op.kind != "call" or not op.scope:
+        return None
+    level, node = roots, None
+    for scope in effective_path(op.scope):
+        node = level[scope.key]
+        level = node.inner
+    return node
+
+
+def _names(leaves: Sequence[ScopeNode]) -> Iterator[str]:
+    for position, leaf in enumerate(leaves):
+        yield leaf.scope.name if leaf.scope.name is not None else f"{leaf.scope.kind}_{position}"
+
+
+def check_enough_devices(annotations: Annotations, wanted: int, num_devices: int) -> None:
+    """Checks that the cluster has the devices that one model replica takes.
+
+    Args:
+        wanted: devices of one model replica.
+
+    Raises:
+        AnnotationError: it has not.
+    """
+    if wanted <= num_devices:
+        return
+    asked = [
+        f"{name}: {annotations.devices[stage]} ({scope} at {scope.where})"
+        for name, scope, stage in zip(annotations.names, annotations.scopes, annotations.stages, strict=True)
+    ]
+    raise AnnotationError(
+        f"the scopes ask for {wanted} devices and the cluster has {num_devices}: " + "; ".join(asked),
+        where=annotations.scopes[0].where,
+        hint="ask for fewer devices, or colocate the TaskGraphs (cluster.colocate_split_and_replicate)",
+    )
+
+
+def assign_by_scopes(graph: ModelGraph, annotations: Annotations) -> tuple[Assignment, Structure]:
+    """Assigns ops to the stages that their scopes say.
+
+    Raises:
+        AnnotationError: an op needs the value of a later stage.
+    """
+    structure = analyse(graph)
+    pinned = _only_cheap(annotations, structure)
+    if pinned:
+        structure = analyse(graph, pinned)
+    wishes = {
+        name: Wish((annotations.stages[task_graph],), _is_firm(graph, annotations.scopes[task_graph], name))
+        for name, task_graph in annotations.task_graph_of.items()
+    }
+    assignment, late = assign(graph, structure, wishes, annotations.num_stages)
+    raise_faults([*_late_faults(graph, annotations, late), *_empty_faults(annotations, assignment)])
+    return assignment, structure
+
+
+def _only_cheap(annotations: Annotations, structure: Structure) -> frozenset[str]:
+    """Ops of TaskGraphs that would be left without any op if all cheap ones were repeated elsewhere."""
+    kept = {task_graph for name, task_graph in annotations.task_graph_of.items() if name not in structure.repeatable}
+    return frozenset(name for name, task_graph in annotations.task_graph_of.items() if task_graph not in kept)
+
+
+def _is_firm(graph: ModelGraph, scope: Scope, name: str) -> bool:
+    """A default strategy's glue between other scopes may move to where its values are; its parameters may not."""
+    return not scope.is_default or any(graph.by_name[source].kind == "parameter" for source in graph.by_name[name].inputs)
+
+
+def _late_faults(graph: ModelGraph, annotations: Annotations, late: Sequence[Late]) -> Iterator[WhaleError]:
+    seen: set[tuple[int, int]] = set()
+    for fault in late:
+        if (fault.stage, fault.needed_stage) in seen:
+            continue
+        seen.add((fault.stage, fault.needed_stage))
+        op, needs = graph.by_name[fault.op], graph.by_name[fault.needs]
+        own = annotations.names[annotations.task_graph_of[fault.op]]
+        other = ", ".join(name for name, stage in zip(annotations.names, annotations.stages, strict=True) if stage == fault.needed_stage)
+        yield AnnotationError(
+            f"an op needs only values of its own stage and of earlier ones ({op.name} in {own}, stage {fault.stage}, "
+            f"needs {needs.name} of {other}, stage {fault.needed_stage}, at {needs.where})",
+            where=op.where,
+            hint=f"enter {own} once, or give the ops that run after {other} a scope of their own",
+        )
+
+
+def _empty_faults(annotations: Annotations, assignment: Assignment) -> Iterator[WhaleError]:
+    for stage, part in enumerate(assignment.parts):
+        if not part.ops:
+            task_graph = annotations.stages.index(stage)
+            yield AnnotationError(
+                f"every stage has an op of its own ({annotations.names[task_graph]}: all its ops are bound to those of another stage)",
+                where=annotations.scopes[task_graph].where,
+                hint="a tensor that is changed in place stays with the ops that made, view and change it: change it out of place",
+            )
+
+
+def task_graphs(graph: ModelGraph, annotations: Annotations | None, stage_of: Mapping[str, int]) -> tuple[TaskGraph, ...]:
+    """The TaskGraphs, which cover the calls of the graph without overlap.
+
+    An op without a scope joins the TaskGraph of its first scoped consumer, else of a producer, as far as these are in
+    the stage that it runs in.
+    """
+    calls = [op for op in graph.ops if op.kind == "call"]
+    if annotations is None:
+        return (TaskGraph(0, "model", "replicate", tuple(op.name for op in calls)),)
+    found = dict(annotations.task_graph_of)
+    for name in [name for name in found if stage_of.get(name, annotations.stages[found[name]]) != annotations.stages[found[name]]]:
+        del found[name]
+    for op in reversed(calls):
+        _join(op.name, graph.users[op.name], found, annotations, stage_of)
+    for op in calls:
+        _join(op.name, op.inputs, found, annotations, stage_of)
+        found.setdefault(op.name, annotations.stages.index(stage_of.get(op.name, 0)))
+    members: list[list[str]] = [[] for _ in annotations.names]
+    for op in calls:
+        members[found[op.name]].append(op.name)
+    return tuple(
+        TaskGraph(index, name, scope.kind, tuple(members[index]))
+        for index, (name, scope) in enumerate(zip(annotations.names, annotations.scopes, strict=True))
+    )
+
+
+def _join(name: str, others: Sequence[str], found: dict[str, int], annotations: Annotations, stage_of: Mapping[str, int]) -> None:
+    if name in found:
+        return
+    for other in others:
+        if other in found and stage_of.get(name, annotations.stages[found[other]]) == annotations.stages[found[other]]:
+            found[name] = found[other]
+            return

@@ -1,0 +1,156 @@
+"""What the planner decided, with cost, bound and runner-up, for `whale explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from whale.axes import Mixing
+from whale.ir.division import divide_evenly
+from whale.ir.plan import Choice, Replica
+from whale.planning.annotations.taskgraphs import Annotations
+from whale.planning.explain.bridges import explain_bridges
+from whale.planning.explain.recompute import explain_recompute
+from whale.planning.explain.sharding import explain_sharding
+from whale.planning.pipeline.scheduling import Pipeline, explain_schedule
+from whale.planning.replicas.group_size import Outcome
+from whale.planning.replicas.solve import Solution
+from whale.planning.shard.overlapping import explain_overlap
+from whale.units import format_bytes, format_seconds
+
+
+def explain_choices(annotations: Annotations | None, found: Outcome, replicas: Sequence[Replica]) -> Iterator[Choice]:
+    """The choices of all passes, in order."""
+    pipeline, best = found.solver.pipeline, found.best
+    yield explain_schedule(pipeline)
+    if found.group is not None:
+        yield found.group
+    yield _placement(pipeline, best, found.others)
+    if best.placement.idle:
+        yield _idle(pipeline, best)
+    if best.partitions[0] is not None and pipeline.num_stages > 1:
+        yield from _cuts(best)
+    elif annotations is not None:
+        yield Choice(
+            "task graphs",
+            "stages",
+            "; ".join(f"stage {stage}: {', '.join(_names_of(annotations, stage))}" for stage in range(annotations.num_stages)),
+            bound="the scopes",
+        )
+    yield from explain_sharding(best, replicas)
+    yield from explain_bridges(found.solver, best, replicas)
+    yield from explain_overlap([model.overlappings for model in best.replicas])
+    yield _rows(best)
+    for replica in replicas:
+        if any(len(stage.shares) > 1 for stage in replica.stages):
+            yield _inner_rows(replica)
+    yield from explain_recompute(found.solver, best, replicas)
+    hidden = f" ({format_seconds(best.end.exposed)} exposed)" if best.end.exposed < best.end.sync else ""
+    yield Choice(
+        "bridging",
+        "gradient synchronisation",
+        "all-reduce by owner sets",
+        cost=f"{format_seconds(best.end.sync)}{hidden} for {format_bytes(best.end.num_bytes)}, "
+        f"optimizer {format_seconds(best.end.optimizer)}",
+        bound="the slowest link of a ring",
+    )
+
+
+def explain_mixing(mixing: Iterable[Mixing]) -> Iterator[Choice]:
+    """Ops that mix samples: their results depend on which rows stand together in a micro-batch of one device."""
+    for found in mixing:
+        yield Choice(
+            "bridging",
+            f"{found.op} {'mixes' if found.kind == 'mixes' else 'may mix'} samples",
+            "computed over the rows of one device and micro-batch",
+            cost=found.reason,
+            bound=f"the batch is cut (at {found.where})" if found.where else "the batch is cut",
+        )
+
+
+def _names_of(annotations: Annotations, stage: int) -> list[str]:
+    return [name for name, own in zip(annotations.names, annotations.stages, strict=True) if own == stage]
+
+
+def _placement(pipeline: Pipeline, best: Solution, others: Mapping[str, str]) -> Choice:
+    used = len(best.replicas) * pipeline.num_devices
+    return Choice(
+        "placement",
+        "devices of the stages",
+        f"{len(best.replicas)} replica(s) of {pipeline.num_devices} device(s), {best.placement.rule}",
+        cost=f"predicted step {format_seconds(best.step_seconds)}",
+        bound=f"{used} of {used + len(best.placement.idle)} devices",
+        runner_up="; ".join(f"{rule}: {price}" for rule, price in others.items()),
+    )
+
+
+def _idle(pipeline: Pipeline, best: Solution) -> Choice:
+    return Choice(
+        "placement",
+        "idle devices",
+        ", ".join(best.placement.idle),
+        cost=f"{len(best.placement.idle)} device(s) do nothing",
+        bound=f"a replica takes {pipeline.num_devices} devices",
+    )
+
+
+def _cuts(best: Solution) -> Iterator[Choice]:
+    seen: dict[tuple[int, ...], list[int]] = {}
+    for index, partition in enumerate(best.partitions):
+        assert partition is not None
+        seen.setdefault(partition.bounds, []).append(index)
+    for bounds, members in seen.items():
+        partition = best.partitions[members[0]]
+        assert partition is not None
+        yield Choice(
+            "partition",
+            f"stages of replica {', '.join(str(index) for index in members)}",
+            "ops " + " | ".join(f"{start}:{stop}" for start, stop in pairwise(bounds)),
+            cost=f"slowest stage {format_seconds(partition.slowest)} per micro-batch",
+            bound="the slowest stage",
+            runner_up=f"equally many ops per stage: {format_seconds(partition.even)}",
+        )
+
+
+def _rows(best: Solution) -> Choice:
+    times = [float(model.curve.seconds[share]) for model, share in zip(best.replicas, best.rows, strict=True)]
+    slowest = max(range(len(times)), key=lambda index: times[index])
+    model = best.replicas[slowest]
+    bound = "memory" if model.curve.most == best.rows[slowest] < sum(best.rows) else "time"
+    even = divide_evenly(sum(best.rows), len(best.rows))
+    runner_up = ""
+    if even != best.rows:
+        fits = all(model.curve.most >= share for model, share in zip(best.replicas, even, strict=True))
+        seconds = max(float(model.curve.seconds[share]) for model, share in zip(best.replicas, even, strict=True))
+        runner_up = f"even {_sizes(even)}: {format_seconds(seconds) if fits else 'does not fit in memory'}"
+    return Choice(
+        "balance",
+        "rows of the replicas",
+        _sizes(best.rows),
+        cost=f"slowest replica {format_seconds(times[slowest])} per step, fastest {format_seconds(min(times))}",
+        bound=f"{bound} of replica {slowest} ({', '.join(device for names in model.placed[:1] for device in names[:1])}, ...)",
+        runner_up=runner_up,
+    )
+
+
+def _inner_rows(replica: Replica) -> Choice:
+    wide = [stage for stage in replica.stages if len(stage.shares) > 1]
+    times = {
+        device: estimate.forward + estimate.backward
+        for stage in wide
+        for device, estimate in zip(stage.virtual_device.devices, stage.estimates, strict=True)
+    }
+    slowest = max(times, key=lambda device: times[device])
+    return Choice(
+        "balance",
+        f"rows of a micro-batch in replica {replica.index}",
+        "; ".join(f"stage {stage.index}: {_sizes(stage.shares)}" for stage in wide),
+        cost=f"slowest device {format_seconds(times[slowest])} per micro-batch",
+        bound=slowest,
+    )
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    if len(set(sizes)) == 1 and len(sizes) > 2:
+        return f"{len(sizes)} x {sizes[0]}"
+    return ":".join(str(size) for size in sizes)

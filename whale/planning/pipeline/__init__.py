@@ -1,0 +1,1 @@
+"""The shape of the pipeline: schedule, devices, stages, recomputation, rows."""

@@ -1,0 +1,138 @@
+"""Where a model can be cut into stages: places in the order of its ops, and what would cross at each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale.estimate.op_table import Floats
+from whale.ir.graph import ModelGraph
+from whale.planning.pricing.pricing import Pricing
+from whale.planning.structure.structure import Structure, floating_ops
+
+MAX_UNITS = 320
+"""The ops are bundled into at most this many units, cut where least crosses, before the stages are sought."""
+
+
+@dataclass(frozen=True)
+class CutPoints:
+    """The ops in order, bundled into units.
+
+    Attributes:
+        spine: the ops that are computed once, in graph order.
+        floating: those of them that need no parameter and no gradient; they go where they are read.
+        bounds: index into `spine` where each unit starts, and its length at the end.
+        crossing_fixed, crossing_per_row: per bound, bytes that travel there both ways, by rows.
+        messages: per bound, how many tensors and gradients these are.
+        kept_fixed, kept_per_row: per bound, bytes kept for backward by all ops before it, by rows.
+        parameters: ``[i, j]``: bytes of the parameters that units i to j - 1 read, each once.
+    """
+
+    spine: tuple[str, ...]
+    floating: frozenset[str]
+    bounds: NDArray[np.int64]
+    crossing_fixed: Floats
+    crossing_per_row: Floats
+    messages: Floats
+    kept_fixed: Floats
+    kept_per_row: Floats
+    parameters: Floats
+
+    @property
+    def num_units(self) -> int:
+        return len(self.bounds) - 1
+
+
+def find_cut_points(
+    graph: ModelGraph, structure: Structure, pricing: Pricing, kept: Mapping[str, tuple[str, ...]] | None = None
+) -> CutPoints:
+    """Finds the units of a graph.
+
+    Args:
+        kept: per op, what it keeps for backward; None for what it keeps where nothing is recomputed.
+    """
+    spine = tuple(op.name for op in graph.ops if op.name in structure.atom_of)
+    position = {name: index for index, name in enumerate(spine)}
+    floating = floating_ops(graph, structure)
+    crossing, forbidden = _crossing(graph, structure, pricing, spine, position, floating)
+    for names in structure.atoms:
+        if len(names) > 1:
+            places = [position[name] for name in names]
+            forbidden[min(places) + 1 : max(places) + 1] = True
+    bounds = lightest_bounds(crossing[:2].sum(axis=0), forbidden)
+    sums = _kept(pricing, pricing.kept if kept is None else kept, spine, position)
+    parameters = _parameters(graph, structure, pricing, spine, bounds)
+    fixed, per_row, messages = crossing[:, bounds]
+    return CutPoints(spine, floating, bounds, fixed, per_row, messages, sums[0][bounds], sums[1][bounds], parameters)
+
+
+def _crossing(
+    graph: ModelGraph, structure: Structure, pricing: Pricing, spine: Sequence[str], position: dict[str, int], floating: frozenset[str]
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Per place between two ops, the bytes alive across it (fixed, per row), their messages, and whether no cut is allowed there."""
+    steps = np.zeros((3, len(spine) + 1))
+    mixed = np.zeros(len(spine) + 1)
+    for index, name in enumerate(spine):
+        readers = [position[user] for user in graph.users[name] if user in position]
+        last = max(readers, default=index)
+        if last == index or name in floating:
+            continue
+        forward, backward = pricing.payload((name,))
+        payload = (forward.fixed + backward.fixed, forward.per_row + backward.per_row, 1 + pricing.num_gradients((name,)))
+        steps[:, index + 1] += payload
+        steps[:, last + 1] -= payload
+        if any(factor < 0 for spec in graph.by_name[name].outputs for factor in spec.row_factors):
+            mixed[index + 1] += 1
+            mixed[last + 1] -= 1
+    return np.maximum(np.cumsum(steps, axis=1), 0.0), np.cumsum(mixed) > 0
+
+
+def lightest_bounds(weight: Floats, forbidden: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The bounds: all allowed places, or where they are many the lightest of every so many.
+
+    Args:
+        weight: per place, 0 to the number of ops.
+        forbidden: places where no bound may be.
+    """
+    end = len(weight) - 1
+    places = np.flatnonzero(~forbidden[1:end]) + 1
+    if len(places) > MAX_UNITS - 1:
+        windows = np.array_split(places, MAX_UNITS - 1)
+        places = np.array([window[np.argmin(weight[window])] for window in windows], dtype=np.int64)
+    return np.concatenate(([0], places, [end])).astype(np.int64)
+
+
+def _kept(pricing: Pricing, kept: Mapping[str, tuple[str, ...]], spine: Sequence[str], position: dict[str, int]) -> Floats:
+    sums = np.zeros((2, len(spine) + 1))
+    for name in dict.fromkeys(name for names in kept.values() for name in names):
+        if name in position:
+            line, _ = pricing.payload((name,))
+            sums[:, position[name] + 1] += (line.fixed, line.per_row)
+    result: Floats = np.cumsum(sums, axis=1)
+    return result
+
+
+def _parameters(graph: ModelGraph, structure: Structure, pricing: Pricing, spine: Sequence[str], bounds: NDArray[np.int64]) -> Floats:
+    """Bytes of parameters by piece; one that several units read counts once in a piece that holds them all."""
+    uses: dict[str, list[int]] = {}
+    units = np.searchsorted(bounds, np.arange(len(spine)), side="right") - 1
+    for index, name in enumerate(spine):
+        for source in structure.inputs[name]:
+            op = graph.by_name[source]
+            if op.kind in ("parameter", "buffer"):
+                uses.setdefault(graph.parameter_by_name[op.target].name, []).append(int(units[index]))
+    per_unit = np.zeros(len(bounds))
+    again = np.zeros((len(bounds), len(bounds)))
+    for name, where in uses.items():
+        num_bytes = pricing.parameter_bytes(name)
+        distinct = sorted(set(where))
+        per_unit[[unit + 1 for unit in distinct]] += num_bytes
+        for first, second in pairwise(distinct):
+            again[: first + 1, second + 1 :] += num_bytes
+    total = np.cumsum(per_unit)
+    result: Floats = total[None, :] - total[:, None] - again
+    return result

@@ -1,0 +1,140 @@
+"""Cuts a model without scopes into stages: the contiguous pieces whose slowest is fastest, within each device's memory.
+
+    best[s][j] = min over i < j of max(best[s-1][i], cost_s(i, j))
+
+over the units of `whale.planning.pipeline.cut_points`, where cost_s is what the piece from i to j takes on the device of stage s
+for one micro-batch, with what it receives. Among the cuts with that slowest piece, the least sum of squares keeps the
+other stages level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from whale.errors import ConfigError, PlanError
+from whale.estimate.op_table import Floats
+from whale.planning.pipeline.cut_points import CutPoints
+from whale.planning.pipeline.recompute import Policy, expected_bytes
+from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pricing.pricing import Pricing
+from whale.planning.structure.stages import Wish
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A cut.
+
+    Attributes:
+        bounds: index into the spine where each stage starts, and the spine's length at the end.
+        slowest: seconds of the slowest stage for one micro-batch.
+        even: the same where each stage had equally many ops.
+    """
+
+    bounds: tuple[int, ...]
+    slowest: float
+    even: float
+
+
+def cut_into_stages(
+    points: CutPoints, pricing: Pricing, pipeline: Pipeline, policy: Policy, devices: Sequence[str], num_rows: int, margin: float
+) -> Partition:
+    """Finds the stages of one replica.
+
+    Args:
+        policy: what recomputes inside the stages.
+        devices: per rank its device.
+        num_rows: rows of a micro-batch.
+        margin: share of the devices' memory that may be planned for here, where bytes are approximate.
+
+    Raises:
+        PlanError: there are fewer places to cut than stages need.
+        ConfigError: likewise, with several chunks per rank.
+    """
+    if points.num_units < pipeline.num_stages:
+        if pipeline.num_chunks > 1:
+            raise ConfigError(
+                f"schedule {pipeline.schedule} with {pipeline.num_chunks} chunks on {pipeline.num_ranks} ranks needs "
+                f"{pipeline.num_stages} TaskGraphs (the model can be cut into {points.num_units})",
+                hint="fewer chunks (pipeline.num_chunks) or stages (pipeline.num_stages)",
+            )
+        raise PlanError(
+            f"the model can be cut at {points.num_units - 1} places and {pipeline.num_stages} stages need {pipeline.num_stages - 1}",
+            hint="fewer stages (pipeline.num_stages)",
+        )
+    tables = [_stage_table(points, pricing, pipeline, policy, devices, stage, num_rows, margin) for stage in range(pipeline.num_stages)]
+    seconds = [np.where(excess > 0, np.inf, time) for time, excess in tables]
+    slowest = _least_maximum(seconds)
+    if np.isinf(slowest):  # nothing fits: come as near as can be, the check of the whole plan says what is missing
+        seconds = [np.where(np.isfinite(time), excess, np.inf) for time, excess in tables]
+        slowest = _least_maximum(seconds)
+    chosen = _least_squares(seconds, slowest)
+    even = np.linspace(0, points.num_units, pipeline.num_stages + 1).round().astype(int)
+    return Partition(
+        bounds=tuple(int(points.bounds[index]) for index in chosen),
+        slowest=max(float(tables[s][0][i, j]) for s, (i, j) in enumerate(pairwise(chosen))),
+        even=max(float(tables[s][0][i, j]) for s, (i, j) in enumerate(pairwise(even))),
+    )
+
+
+def wishes_of(points: CutPoints, partition: Partition) -> dict[str, Wish]:
+    """Where the ops of each piece want to run; what floats has no wish."""
+    stages = np.searchsorted(partition.bounds, np.arange(len(points.spine)), side="right") - 1
+    return {name: Wish((int(stage),)) for name, stage in zip(points.spine, stages, strict=True) if name not in points.floating}
+
+
+def _stage_table(
+    points: CutPoints,
+    pricing: Pricing,
+    pipeline: Pipeline,
+    policy: Policy,
+    devices: Sequence[str],
+    stage: int,
+    num_rows: int,
+    margin: float,
+) -> tuple[Floats, Floats]:
+    """Seconds of every piece as this stage, and the bytes by which it overflows its share of the device's memory."""
+    name = devices[pipeline.stage_rank[stage]]
+    seconds = pricing.seconds(pricing.cluster.by_name[name], float(num_rows))
+    index = np.array([pricing.table.position[op] for op in points.spine], dtype=np.int64)
+    forward = seconds.forward_fixed + num_rows * seconds.forward_per_row
+    times = 2 if pipeline.recomputed[stage] else 1 + policy.share(stage)
+    per_op = times * forward + seconds.backward_fixed + num_rows * seconds.backward_per_row
+    done = np.concatenate(([0.0], np.cumsum(per_op[index])))[points.bounds]
+    crossing = points.crossing_fixed + points.crossing_per_row * num_rows
+    time = done[None, :] - done[:, None]
+    before = devices[pipeline.stage_rank[stage - 1]] if stage else name
+    if before != name:
+        link = pricing.link(before, name)
+        time = time + (points.messages * link.latency + crossing / link.bandwidth)[:, None]
+    kept = points.kept_fixed + points.kept_per_row * num_rows
+    received = crossing / 2 if stage else np.zeros_like(crossing)
+    inside, entering = kept[None, :] - kept[:, None], float(np.quantile(crossing, 0.25)) / 2
+    memory = points.parameters + expected_bytes(pipeline, policy, stage, received[:, None], inside, entering)
+    excess = np.maximum(memory - margin * pricing.capacity(name) / pipeline.num_chunks, 0.0)
+    pieces = np.triu(np.ones(time.shape, dtype=bool), 1)
+    return np.where(pieces, time, np.inf), np.where(pieces, excess, np.inf)
+
+
+def _least_maximum(tables: Sequence[Floats]) -> float:
+    best = tables[0][0]
+    for table in tables[1:]:
+        best = np.maximum(best[:, None], table).min(axis=0)
+    return float(best[-1])
+
+
+def _least_squares(tables: Sequence[Floats], slowest: float) -> list[int]:
+    """The bounds with the least sum of squares among those with no piece above `slowest`."""
+    squares = [np.where(table <= slowest * (1 + 1e-12), table, np.inf) ** 2 for table in tables]
+    best, choices = squares[0][0], []
+    for table in squares[1:]:
+        total = best[:, None] + table
+        choices.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    bounds = [len(best) - 1]
+    for choice in reversed(choices):
+        bounds.append(int(choice[bounds[-1]]))
+    return [0, *reversed(bounds)]

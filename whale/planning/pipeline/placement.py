@@ -1,0 +1,121 @@
+"""Which devices each replica gets, and which of them each virtual device: large memories where most is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from whale.ir.cluster import Cluster, Device
+from whale.planning.pipeline.scheduling import Pipeline
+
+Placed = tuple[tuple[str, ...], ...]
+"""The device names of every rank of one replica."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One way to place all replicas.
+
+    Attributes:
+        rule: what it follows, in words.
+        replicas: the devices of each.
+        idle: devices left over.
+    """
+
+    rule: str
+    replicas: tuple[Placed, ...]
+    idle: tuple[str, ...]
+
+
+def placements(
+    cluster: Cluster, pipeline: Pipeline, memory: Sequence[float], work: Sequence[float] | None, *, prefer_intra_node: bool
+) -> tuple[Placement, ...]:
+    """The placements worth pricing, the one by memory first; equal ones once.
+
+    Args:
+        memory: per rank, bytes that one of its devices would hold; only the order counts.
+        work: per rank, FLOPs of one of its devices; None where the stages are still to be cut.
+    """
+    groups, idle = device_groups(cluster, pipeline.num_devices, prefer_intra_node=prefer_intra_node)
+    rules: list[tuple[str, Sequence[float], Callable[[Device], float]]] = [
+        ("large memories where most is held", memory, lambda device: device.memory)
+    ]
+    if work is not None:
+        rules.append(("fast devices where most is computed", work, _speed))
+    rules.append(("the cluster's order", [0.0] * pipeline.num_ranks, lambda device: 0.0))
+    found: dict[tuple[Placed, ...], Placement] = {}
+    widths = tuple(max(map(pipeline.width, pipeline.stages_of(rank))) for rank in range(pipeline.num_ranks))
+    idle_names = tuple(device.name for device in idle)
+    for rule, demand, supply in rules:
+        replicas = tuple(_assign(group, pipeline.devices, demand, supply) for group in groups)
+        found.setdefault(replicas, Placement(rule, replicas, idle_names))
+    if max(widths) > 1:
+        replicas = tuple(_assign_by_hosts(group, pipeline.devices, widths) for group in groups)
+        found.setdefault(replicas, Placement("split groups inside hosts", replicas, idle_names))
+    return tuple(found.values())
+
+
+def device_groups(cluster: Cluster, size: int, *, prefer_intra_node: bool) -> tuple[list[list[Device]], list[Device]]:
+    """Devices of each replica, and those left over (the slowest).
+
+    Replicas fill a host first; what remains on the hosts forms replicas across them. Without that preference the
+    devices are dealt out like cards, largest memory first, so that the replicas are alike.
+    """
+    num_groups = len(cluster.devices) // size
+    if not prefer_intra_node:
+        devices = sorted(cluster.devices, key=lambda device: (-device.memory, -_speed(device)))
+        used, idle = devices[: num_groups * size], devices[num_groups * size :]
+        return [used[index::num_groups] for index in range(num_groups)], idle
+    groups: list[list[Device]] = []
+    rest: list[Device] = []
+    for host in cluster.hosts:
+        devices = sorted(host.devices, key=lambda device: -_speed(device))
+        whole = len(devices) // size * size
+        groups += [devices[start : start + size] for start in range(0, whole, size)]
+        rest += devices[whole:]
+    num_idle = len(rest) - (num_groups - len(groups)) * size
+    slowest = sorted(range(len(rest)), key=lambda index: (_speed(rest[index]), -index))[:num_idle]
+    left = [device for index, device in enumerate(rest) if index not in slowest]
+    groups += [left[start : start + size] for start in range(0, len(left), size)]
+    order = {device.name: index for index, device in enumerate(cluster.devices)}
+    groups = [sorted(group, key=lambda device: order[device.name]) for group in groups]
+    return sorted(groups, key=lambda group: order[group[0].name]), [rest[index] for index in sorted(slowest)]
+
+
+def _speed(device: Device) -> float:
+    return device.peak_flops("float32") * device.efficiency
+
+
+def _assign(group: Sequence[Device], sizes: Sequence[int], demand: Sequence[float], supply: Callable[[Device], float]) -> Placed:
+    """Ranks with most demand choose first, from the devices with most to offer; otherwise all keep their order."""
+    devices = sorted(group, key=lambda device: -supply(device))
+    placed: list[tuple[str, ...]] = [()] * len(sizes)
+    start = 0
+    for rank in sorted(range(len(sizes)), key=lambda rank: -demand[rank]):
+        placed[rank] = tuple(device.name for device in devices[start : start + sizes[rank]])
+        start += sizes[rank]
+    return tuple(placed)
+
+
+def _assign_by_hosts(group: Sequence[Device], sizes: Sequence[int], widths: Sequence[int]) -> Placed:
+    """Ranks with the widest split groups choose first: for each group the host that it fills best, like devices together."""
+    free: dict[str, list[Device]] = {}
+    for device in sorted(group, key=lambda device: -_speed(device)):
+        free.setdefault(device.host, []).append(device)
+    placed: list[tuple[str, ...]] = [()] * len(sizes)
+    for rank in sorted(range(len(sizes)), key=lambda rank: -widths[rank]):
+        for _ in range(sizes[rank] // widths[rank]):
+            placed[rank] += tuple(device.name for device in _take(free, widths[rank]))
+    return tuple(placed)
+
+
+def _take(free: dict[str, list[Device]], count: int) -> list[Device]:
+    """So many devices, from one host if one has them: the one that is left with fewest; else from the fullest ones."""
+    fitting = [host for host, devices in free.items() if len(devices) >= count]
+    if fitting:
+        host = min(fitting, key=lambda host: (len(free[host]) % count, len(free[host])))
+        taken, free[host] = free[host][:count], free[host][count:]
+        return taken
+    host = max(free, key=lambda host: len(free[host]))
+    taken, free[host] = free[host], []
+    return taken + _take(free, count - len(taken))

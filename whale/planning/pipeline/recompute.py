@@ -1,0 +1,239 @@
+"""Which activations are computed again in the backward pass instead of kept: by order of the user, or as memory demands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor
+
+import numpy as np
+
+from whale.errors import ConfigError, raise_faults
+from whale.estimate import Line
+from whale.estimate.op_table import Floats
+from whale.planning.pipeline.placement import Placed
+from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pipeline.segments import find_blocks, find_cores
+from whale.planning.pricing.pricing import PartCost, Pricing
+from whale.planning.structure.stages import NOTHING, Assignment, Recompute, Segment
+
+Recomputes = tuple[Recompute, ...]
+"""Per stage of a replica, what it computes again."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What recomputes inside stages. Whole stages that recompute by R actions are the pipeline's (`Pipeline.recomputed`).
+
+    Attributes:
+        kind: ``none``, ``selective`` (the cores of attention), ``shares`` (of each stage's blocks) or ``auto`` (as many
+            blocks as each device's memory demands).
+        shares: by stage; of those that are not named, 0.
+    """
+
+    kind: str = "none"
+    shares: Mapping[int, float] | None = None
+
+    def share(self, stage: int) -> float:
+        """The share of a stage's blocks that recompute; under ``auto``, where stages are still to be cut, the most."""
+        return (self.shares or {}).get(stage, 1.0 if self.kind == "auto" else 0.0)
+
+
+KEEP_ALL = Policy()
+
+
+def read_policy(policy: str | tuple[tuple[int, float], ...], pipeline: Pipeline) -> Policy:
+    """The policy that ``recompute.policy`` asks for in a pipeline.
+
+    Raises:
+        ConfigError: it names a stage that is not there, or asks for parts of stages where the schedule recomputes whole ones.
+    """
+    if isinstance(policy, str) and policy in ("none", "full"):
+        return KEEP_ALL
+    if any(pipeline.recomputed):
+        if policy == "auto":
+            return KEEP_ALL
+        asked = policy if isinstance(policy, str) else dict(policy)
+        raise ConfigError(
+            f"schedule {pipeline.schedule} recomputes whole stages (recompute.policy: {asked})",
+            hint="recompute.policy: full goes with it; parts of stages recompute under the other schedules",
+        )
+    if isinstance(policy, str):
+        return Policy(policy)
+    last = pipeline.num_stages - 1
+    raise_faults(
+        [
+            ConfigError(f"recompute.policy gives shares to stages of the pipeline (stage {stage}: the last is {last})")
+            for stage, _ in policy
+            if stage > last
+        ]
+    )
+    return Policy("shares", dict(policy))
+
+
+def kept_under(pricing: Pricing, policy: Policy) -> Mapping[str, tuple[str, ...]]:
+    """Per op of the whole graph, what it keeps for backward where the cores of attention recompute; else what it keeps."""
+    if policy.kind != "selective":
+        return pricing.kept
+    graph, kept = pricing.graph, dict(pricing.kept)
+    calls = [op.name for op in graph.ops if op.kind == "call"]
+    for core in find_cores(graph, calls, pricing.owner, pricing.activations):
+        inside = set(core)
+        read = [pricing.owner[source] for name in core for source in graph.by_name[name].inputs if source not in inside]
+        kept |= dict.fromkeys(core, ())
+        kept[core[0]] = tuple(name for name in dict.fromkeys(read) if graph.by_name[name].kind == "call")
+    return kept
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses what each stage of a replica recomputes.
+
+    Args:
+        pricing: what ops and parts cost.
+        pipeline: the shape.
+        policy: what is asked for.
+    """
+
+    pricing: Pricing
+    pipeline: Pipeline
+    policy: Policy
+
+    def choose(self, placed: Placed, assignment: Assignment, num_rows: int, margin: float) -> Recomputes:
+        """What each stage recomputes.
+
+        Args:
+            placed: the devices of each rank.
+            assignment: the ops of each stage.
+            num_rows: of a micro-batch.
+            margin: share of the devices' memory that may be planned for; 0 recomputes all that can be.
+        """
+        stages = range(self.pipeline.num_stages)
+        if any(self.pipeline.recomputed):
+            return tuple(Recompute(num_alive=alive) for alive in self.pipeline.recomputed)
+        if self.policy.kind == "selective":
+            return tuple(Recompute(self._cores(assignment, stage)) for stage in stages)
+        if self.policy.kind == "shares":
+            return tuple(self._share(placed, assignment, stage, num_rows) for stage in stages)
+        if self.policy.kind == "auto":
+            needed: dict[int, Recompute] = {}
+            for rank in range(self.pipeline.num_ranks):
+                needed |= self._as_needed(placed, assignment, rank, num_rows, margin)
+            return tuple(needed[stage] for stage in stages)
+        return (NOTHING,) * len(stages)
+
+    def _share(self, placed: Placed, assignment: Assignment, stage: int, num_rows: int) -> Recompute:
+        blocks = self._by_worth(placed, assignment, {stage: self._blocks(placed, assignment, stage, num_rows)}, num_rows)
+        return self._first(assignment, blocks, ceil(self.policy.share(stage) * len(blocks) - 1e-9), (stage,))[stage]
+
+    def _as_needed(self, placed: Placed, assignment: Assignment, rank: int, num_rows: int, margin: float) -> dict[int, Recompute]:
+        """For the stages of a rank, the fewest cores or blocks with which they fit, whichever are the sooner computed."""
+        stages = self.pipeline.stages_of(rank)
+        fitting: list[tuple[float, dict[int, Recompute]]] = []
+        everything: dict[int, Recompute] = {}
+        for find in (self._cores, lambda assignment, stage: self._blocks(placed, assignment, stage, num_rows)):
+            candidates = self._by_worth(placed, assignment, {stage: find(assignment, stage) for stage in stages}, num_rows)
+            few, many = 0, len(candidates)
+            everything = self._first(assignment, candidates, many, stages)
+            if margin == 0 or not self._fits(placed[rank], assignment, everything, num_rows, margin):
+                continue
+            while few < many:
+                middle = (few + many) // 2
+                if self._fits(placed[rank], assignment, self._first(assignment, candidates, middle, stages), num_rows, margin):
+                    many = middle
+                else:
+                    few = middle + 1
+            found = self._first(assignment, candidates, many, stages)
+            fitting.append((sum(self._seconds(placed[rank], assignment, stage, again, num_rows) for stage, again in found.items()), found))
+        return min(fitting, key=lambda each: each[0])[1] if fitting else everything
+
+    def _blocks(self, placed: Placed, assignment: Assignment, stage: int, num_rows: int) -> tuple[Segment, ...]:
+        rows = self._rows(placed[self.pipeline.stage_rank[stage]], num_rows)
+        pricing = self.pricing
+        ops = assignment.parts[stage].ops
+        return find_blocks(pricing.graph, ops, pricing.owner, pricing.kept, self.pipeline.in_flight[stage], rows)
+
+    def _cores(self, assignment: Assignment, stage: int) -> tuple[Segment, ...]:
+        return find_cores(self.pricing.graph, assignment.parts[stage].ops, self.pricing.owner, self.pricing.activations)
+
+    def _by_worth(
+        self, placed: Placed, assignment: Assignment, segments: Mapping[int, Sequence[Segment]], num_rows: int
+    ) -> list[tuple[int, Segment]]:
+        """Segments by stage as one list, those that free most bytes per second of computing first."""
+        ranked = []
+        for stage, found in segments.items():
+            names = placed[self.pipeline.stage_rank[stage]]
+            for index, segment in enumerate(found):
+                saved = self._saved(assignment, stage, segment, self._rows(names, num_rows))
+                seconds = self._seconds(names, assignment, stage, Recompute((segment,)), num_rows)
+                if saved > 0:
+                    ranked.append((-float(f"{saved / max(seconds, 1e-12):.3g}"), stage, index, segment))
+        return [(stage, segment) for _, stage, _, segment in sorted(ranked)]
+
+    def _saved(self, assignment: Assignment, stage: int, segment: Segment, num_rows: float) -> float:
+        """Bytes that all micro-batches in flight keep less where a segment recomputes."""
+        part = assignment.parts[stage]
+        before, after = self.pricing.part(part).activation, self.pricing.part(part, Recompute((segment,))).activation
+        return self.pipeline.in_flight[stage] * (before.at(num_rows) - after.at(num_rows))
+
+    def _first(
+        self, assignment: Assignment, candidates: Sequence[tuple[int, Segment]], count: int, stages: Iterable[int]
+    ) -> dict[int, Recompute]:
+        """The first so many of the candidates, by stage, in the order of the ops."""
+        found: dict[int, Recompute] = {}
+        for stage in stages:
+            position = {name: index for index, name in enumerate(assignment.parts[stage].ops)}
+            own = [segment for other, segment in candidates[:count] if other == stage]
+            found[stage] = Recompute(tuple(sorted(own, key=lambda segment: position[segment[0]])))
+        return found
+
+    def _fits(
+        self, names: Sequence[str], assignment: Assignment, recomputes: Mapping[int, Recompute], num_rows: int, margin: float
+    ) -> bool:
+        """Whether the devices of a rank can between them take the rows of a micro-batch."""
+        costs = [
+            (self.pricing.part(assignment.parts[stage], recompute), self.pipeline.in_flight[stage])
+            for stage, recompute in recomputes.items()
+        ]
+        need = rank_memory(costs)
+        rows = [floor((margin * self.pricing.capacity(name) - need.fixed) / max(need.per_row, 1e-9)) for name in names]
+        return min(rows) >= 1 and sum(min(count, num_rows) for count in rows) >= num_rows
+
+    def _seconds(self, names: Sequence[str], assignment: Assignment, stage: int, recompute: Recompute, num_rows: int) -> float:
+        rows = self._rows(names, num_rows)
+        device = self.pricing.cluster.by_name[names[0]]
+        return self.pricing.again(assignment.parts[stage], recompute, device, rows).at(rows)
+
+    @staticmethod
+    def _rows(names: Sequence[str], num_rows: int) -> float:
+        return max(1.0, num_rows / len(names))
+
+
+def expected_bytes(pipeline: Pipeline, policy: Policy, stage: int, received: Floats, inside: Floats, entering: float) -> Floats:
+    """What pieces of a model would keep as a stage, before its blocks are known.
+
+    n blocks of which all recompute leave in_flight x n x entering + inside / n; the best n makes both terms equal.
+
+    Args:
+        received: bytes that enter a piece, for one micro-batch.
+        inside: bytes that its ops keep for backward.
+        entering: bytes that enter a block.
+    """
+    in_flight = pipeline.in_flight[stage]
+    if pipeline.recomputed[stage]:
+        return in_flight * received + pipeline.recomputed[stage] * inside
+    again = policy.share(stage) * np.maximum(inside, 0.0)
+    blocks = np.minimum(in_flight * again, 2 * np.sqrt(in_flight * entering * again))
+    result: Floats = in_flight * (received + inside - again) + blocks
+    return result
+
+
+def rank_memory(costs: Iterable[tuple[PartCost, int]]) -> Line:
+    """Bytes on a device of one rank, by its rows: all stages keep their micro-batches in flight, one is at work.
+
+    Args:
+        costs: per stage, what it needs, and its micro-batches in flight.
+    """
+    given = list(costs)
+    kept = Line.sum(Line(float(cost.parameter_bytes)) + cost.activation * in_flight for cost, in_flight in given)
+    return kept + Line(max(cost.working.fixed for cost, _ in given), max(cost.working.per_row for cost, _ in given))

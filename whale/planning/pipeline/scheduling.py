@@ -1,0 +1,241 @@
+"""The first pass: which schedule, how many micro-batches and chunks, hence what each stage holds in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale.config import Config
+from whale.errors import AnnotationError, ConfigError
+from whale.ir.plan import Choice
+from whale.ir.schedule import Kind
+from whale.ir.scope import Scope
+from whale.planning.annotations.scope_tree import Copies
+from whale.planning.annotations.taskgraphs import Annotations
+from whale.schedules import BUILDERS, build, count_recomputed, insert_recompute, peak_in_flight, placement
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one stage is split.
+
+    Attributes:
+        width: devices of a split group; 1 where nothing is split.
+        scopes: the `split` scopes in it.
+    """
+
+    width: int = 1
+    scopes: tuple[Scope, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The shape of every replica's pipeline. A rank is one virtual device of a replica.
+
+    Attributes:
+        schedule: its kind.
+        num_micro_batch: micro-batches of a step.
+        num_chunks: stages per rank.
+        group_size: of interleaving.
+        stage_rank: per stage, its rank.
+        devices: per rank, how many devices it has.
+        in_flight: per stage, micro-batches whose activations it holds at once.
+        copies: how the ranks nest.
+        recomputed: per stage that recomputes as a whole, by R actions, how many recomputed micro-batches it holds at
+            once; 0 for the others.
+        inserts_recompute: whether those R actions are put into a schedule that has none of its own.
+        splits: per stage; empty where no stage is split.
+    """
+
+    schedule: str
+    num_micro_batch: int
+    num_chunks: int
+    group_size: int | None
+    stage_rank: tuple[int, ...]
+    devices: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    copies: Copies
+    recomputed: tuple[int, ...]
+    inserts_recompute: bool
+    splits: tuple[Split, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_rank)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.devices)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that one model replica takes."""
+        return sum(self.devices)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that a rank runs, in order."""
+        return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
+
+    def width(self, stage: int) -> int:
+        """Devices of a split group; 1 where every device takes rows of its own."""
+        return self.splits[stage].width if self.splits else 1
+
+    def num_groups(self, stage: int) -> int:
+        """Among how many the rows of a micro-batch are divided."""
+        return self.devices[self.stage_rank[stage]] // self.width(stage)
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that divide their rows together: those of one rank and one width. Without splits these are the ranks."""
+        found: dict[tuple[int, int], list[int]] = {(rank, self.width(self.stages_of(rank)[0])): [] for rank in range(self.num_ranks)}
+        for stage, rank in enumerate(self.stage_rank):
+            found.setdefault((rank, self.width(stage)), []).append(stage)
+        return tuple(tuple(stages) for stages in found.values())
+
+    @cached_property
+    def lane_copies(self) -> Copies:
+        """`copies` with lanes in the place of ranks."""
+
+        def of(node: Copies) -> Copies:
+            members: list[int | Copies] = []
+            for member in node.members:
+                if isinstance(member, int):
+                    members += [lane for lane, stages in enumerate(self.lanes) if self.stage_rank[stages[0]] == member]
+                else:
+                    members.append(of(member))
+            return Copies(node.count, tuple(members))
+
+        return of(self.copies)
+
+    def lane(self, stage: int) -> int:
+        """The lane of a stage."""
+        return next(index for index, stages in enumerate(self.lanes) if stage in stages)
+
+
+def shape_pipeline(config: Config, annotations: Annotations | None, num_devices: int, group_size: int | None = None) -> Pipeline:
+    """The pipeline's shape, from the scopes, or else from ``pipeline.num_stages``.
+
+    Args:
+        group_size: of interleaving, where the configuration leaves it to the planner; None for the smallest.
+
+    Raises:
+        ConfigError: stages, chunks and schedule do not fit together, or there are fewer devices than stages.
+        AnnotationError: TaskGraphs of one virtual device ask for unlike numbers of devices.
+    """
+    wanted = config.pipeline
+    chunks = len(placement(wanted.schedule, num_ranks=1, num_chunks=wanted.num_chunks))
+    if annotations is None:
+        num_ranks = wanted.num_stages or 1
+        if num_ranks > num_devices:
+            raise ConfigError(f"each of the {num_ranks} stages takes a device (pipeline.num_stages: {num_ranks}, devices: {num_devices})")
+        devices, copies = (1,) * num_ranks, Copies(1, tuple(range(num_ranks)))
+    else:
+        num_ranks = _ranks_of_scopes(config, annotations, chunks)
+        devices = tuple(dict(zip(annotations.places, annotations.devices, strict=True)).values())[:num_ranks]
+        copies = annotations.copies if chunks == 1 else Copies(1, tuple(range(num_ranks)))
+    group_size = smallest_group(config, num_ranks) if group_size is None else group_size
+    stage_rank = placement(wanted.schedule, num_ranks=num_ranks, num_chunks=wanted.num_chunks)
+    splits: tuple[Split, ...] = ()
+    if annotations is not None:
+        stage_rank = annotations.places if chunks == 1 else stage_rank
+        splits = _splits(annotations)
+        _check_chunks_alike(annotations, stage_rank, devices)
+    peaks = peak_in_flight(
+        wanted.schedule,
+        num_ranks=num_ranks,
+        num_micro_batch=wanted.num_micro_batch,
+        num_chunks=wanted.num_chunks,
+        group_size=group_size,
+    )
+    in_flight = tuple(-(-peaks[rank] // chunks) for rank in stage_rank)
+    recomputed, inserts = _recomputed(config, num_ranks)
+    if chunks == 1:
+        recomputed = tuple(recomputed[rank] for rank in stage_rank)
+    return Pipeline(
+        wanted.schedule, wanted.num_micro_batch, chunks, group_size, stage_rank, devices, in_flight, copies, recomputed, inserts, splits
+    )
+
+
+def _splits(annotations: Annotations) -> tuple[Split, ...]:
+    if max(annotations.widths) == 1:
+        return ()
+    return tuple(Split(width, annotations.split_scopes(stage)) for stage, width in enumerate(annotations.widths))
+
+
+def smallest_group(config: Config, num_ranks: int) -> int | None:
+    """The group size that the configuration gives, or the smallest that interleaving can do with; None for other schedules."""
+    if config.pipeline.group_size is not None or not BUILDERS[config.pipeline.schedule].takes_group:
+        return config.pipeline.group_size
+    return min(num_ranks, config.pipeline.num_micro_batch)
+
+
+def _recomputed(config: Config, num_ranks: int) -> tuple[tuple[int, ...], bool]:
+    """What recomputes as a whole: what the schedule says, or every stage where the policy is ``full``."""
+    wanted = config.pipeline
+    small = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=1, num_chunks=wanted.num_chunks)
+    alive = count_recomputed(small)
+    if any(alive) or config.recompute.policy != "full":
+        return alive, False
+    if all(action.kind is not Kind.BACKWARD_WEIGHT for actions in small.ranks for action in actions):
+        return (1,) * small.num_stages, True  # B follows R at once
+    order = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=wanted.num_micro_batch, num_chunks=wanted.num_chunks)
+    return count_recomputed(insert_recompute(order)), True
+
+
+def _ranks_of_scopes(config: Config, annotations: Annotations, chunks: int) -> int:
+    num_stages = annotations.num_stages
+    if chunks == 1:
+        num_stages = len(set(annotations.places))
+    elif len(set(annotations.places)) < num_stages:
+        raise ConfigError(
+            f"schedule {config.pipeline.schedule} with {chunks} chunks has one stage per chunk "
+            f"(colocated TaskGraphs make {num_stages} stages on {len(set(annotations.places))} virtual device(s))",
+            where=annotations.scopes[0].where,
+            hint="a schedule without chunks, or TaskGraphs on virtual devices of their own",
+        )
+    listing = ", ".join(annotations.names)
+    if num_stages % chunks:
+        raise ConfigError(
+            f"schedule {config.pipeline.schedule} with {chunks} chunks needs a multiple of {chunks} stages "
+            f"(the scopes make {num_stages}: {listing})",
+            where=annotations.scopes[0].where,
+            hint="fewer chunks (pipeline.num_chunks), or more TaskGraphs and devices for them",
+        )
+    num_ranks = num_stages // chunks
+    asked = config.pipeline.num_stages
+    if asked is not None and asked != num_ranks:
+        raise ConfigError(
+            f"the scopes make a pipeline of {num_ranks} virtual devices (pipeline.num_stages: {asked}, scopes: {listing})",
+            where=annotations.scopes[0].where,
+            hint="remove the key or the scopes",
+        )
+    return num_ranks
+
+
+def _check_chunks_alike(annotations: Annotations, stage_rank: tuple[int, ...], devices: tuple[int, ...]) -> None:
+    for stage, rank in enumerate(stage_rank):
+        if annotations.devices[stage] != devices[rank]:
+            task_graph = annotations.stages.index(stage)
+            raise AnnotationError(
+                f"stages on one virtual device ask for the same number of devices (stage {stage}: {annotations.devices[stage]}, "
+                f"stage {rank}: {devices[rank]})",
+                where=annotations.scopes[task_graph].where,
+            )
+
+
+def explain_schedule(pipeline: Pipeline) -> Choice:
+    """Why the schedule is what it is."""
+    held = ", ".join(str(count) for count in pipeline.in_flight)
+    other = "gpipe" if pipeline.schedule != "gpipe" else "1f1b"
+    runner_up = ""
+    if pipeline.num_chunks == 1 and pipeline.num_stages > 1:
+        peaks = peak_in_flight(other, num_ranks=pipeline.num_ranks, num_micro_batch=pipeline.num_micro_batch)
+        runner_up = f"{other} would hold {', '.join(str(count) for count in peaks)}"
+    return Choice(
+        "scheduling",
+        "schedule",
+        f"{pipeline.schedule}, {pipeline.num_micro_batch} micro-batch(es)",
+        cost=f"micro-batches in flight per stage: {held}",
+        bound="the configuration",
+        runner_up=runner_up,
+    )

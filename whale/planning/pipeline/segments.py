@@ -1,0 +1,201 @@
+"""Runs of a stage's ops that may be computed again in the backward pass: blocks of any model, and the cores of attention.
+
+A segment is a run of consecutive ops. Of a recomputed one only what it reads from outside is kept. It may hold no op
+that writes memory made outside of it (a BatchNorm's running statistics would move twice), and memory made inside may
+not be changed outside later (it would be computed again without the change).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale.estimate.op_table import Floats, operator, output_line
+from whale.ir.graph import ModelGraph
+from whale.planning.pipeline.cut_points import lightest_bounds
+from whale.planning.structure.stages import Segment
+from whale.planning.structure.structure import written_storages
+
+NUM_SIZES = 12
+"""How many sizes of blocks are tried."""
+
+CONTRACTIONS = frozenset({"matmul", "bmm", "mm", "baddbmm", "einsum", "scaled_dot_product_attention"})
+"""Ops that may contract two activations."""
+
+SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where segments may lie among the ops of a stage.
+
+    Attributes:
+        ops: of the stage, in order.
+        islands: the longest runs (start, stop) of ops that may be recomputed at all.
+        closed: per place between two ops, whether no segment may begin or end there.
+    """
+
+    ops: Sequence[str]
+    islands: tuple[tuple[int, int], ...]
+    closed: NDArray[np.bool_]
+
+
+def find_ground(graph: ModelGraph, ops: Sequence[str], owner: Mapping[str, str]) -> Ground:
+    """Finds what in-place ops leave of a stage for segments.
+
+    Args:
+        owner: per op, the op whose memory its result is in.
+    """
+    position = {name: index for index, name in enumerate(ops)}
+    last_write: dict[str, int] = {}
+    for index, name in enumerate(ops):
+        for storage in written_storages(graph, graph.by_name[name], owner):
+            last_write[storage] = index
+    closed = np.zeros(len(ops) + 1, dtype=np.bool_)
+    barred = np.zeros(len(ops), dtype=np.bool_)
+    for storage, last in last_write.items():
+        if storage in position:
+            closed[position[storage] + 1 : last + 1] = True
+            continue
+        for index in range(last + 1):
+            op = graph.by_name[ops[index]]
+            barred[index] |= storage in {owner[name] for name in (op.name, *op.inputs)}
+    for start, stop in _runs(closed):  # what may not be cut apart is left out as a whole
+        if barred[start - 1 : stop].any():
+            barred[start - 1 : stop] = True
+    return Ground(ops, tuple(_runs(~barred)), closed)
+
+
+def _runs(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """The runs (start, stop) of true values."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+def find_blocks(
+    graph: ModelGraph, ops: Sequence[str], owner: Mapping[str, str], kept: Mapping[str, tuple[str, ...]], in_flight: int, num_rows: float
+) -> tuple[Segment, ...]:
+    """Cuts a stage into the blocks that leave least in memory when all are recomputed.
+
+    That is the tensors that enter each block, for every micro-batch in flight, and once what the largest block keeps:
+    few entrances speak for large blocks, the last term for small ones. For each of several sizes the cheapest places
+    to cut are found by dynamic programming, then the best size is taken.
+
+    Args:
+        owner: per op, the op whose memory its result is in.
+        kept: per op, what it keeps for backward.
+        in_flight: micro-batches.
+        num_rows: rows of one on a device.
+    """
+    ground = find_ground(graph, ops, owner)
+    entering, inside = _profile(graph, ops, owner, kept, num_rows)
+    units = [start + lightest_bounds(entering[start : stop + 1], ground.closed[start : stop + 1]) for start, stop in ground.islands]
+    best: list[NDArray[np.int64]] = []
+    least = np.inf
+    for size in np.geomspace(1 / 64, 1.0, NUM_SIZES) * inside[-1]:
+        bounds = [unit[_cut(entering[unit], inside[unit], float(size))] for unit in units]
+        largest = max((float(np.diff(inside[bound]).max()) for bound in bounds), default=0.0)
+        total = in_flight * sum(float(entering[bound[:-1]].sum()) for bound in bounds) + largest
+        if total < least:
+            best, least = bounds, total
+    blocks = [tuple(ops[start:stop]) for bound in best for start, stop in pairwise(bound.tolist()) if inside[stop] > inside[start]]
+    return tuple(blocks)
+
+
+def _profile(
+    graph: ModelGraph, ops: Sequence[str], owner: Mapping[str, str], kept: Mapping[str, tuple[str, ...]], num_rows: float
+) -> tuple[Floats, Floats]:
+    """Per place, the bytes alive across it, and the bytes kept for backward of what is made before it."""
+    position = {name: index for index, name in enumerate(ops)}
+    last_use: dict[str, int] = {}
+    for index, name in enumerate(ops):
+        for source in graph.by_name[name].inputs:
+            if graph.by_name[owner[source]].kind == "call":
+                last_use[owner[source]] = index
+    steps, made = np.zeros(len(ops) + 1), np.zeros(len(ops) + 1)
+    for name, last in last_use.items():
+        size = output_line(graph.by_name[name], graph.num_rows).at(num_rows)
+        steps[position[name] + 1 if name in position else 0] += size
+        steps[last + 1] -= size
+    for name in {name for op in ops for name in kept.get(op, ())}.intersection(position):
+        made[position[name] + 1] += output_line(graph.by_name[name], graph.num_rows).at(num_rows)
+    alive: Floats = np.maximum(np.cumsum(steps), 0.0)
+    before: Floats = np.cumsum(made)
+    return alive, before
+
+
+def _cut(entering: Floats, inside: Floats, size: float) -> list[int]:
+    """The bounds with the least sum of what enters the pieces, none of which keeps more than a size if it can be cut smaller."""
+    total = np.full(len(entering), np.inf)
+    total[0] = 0.0
+    choice = [0] * len(entering)
+    for end in range(1, len(entering)):
+        first = min(int(np.searchsorted(inside, inside[end] - size, side="left")), end - 1)
+        sums = total[first:end] + entering[first:end]
+        choice[end] = first + int(sums.argmin())
+        total[end] = sums[choice[end] - first]
+    bounds = [len(entering) - 1]
+    while bounds[-1] > 0:
+        bounds.append(choice[bounds[-1]])
+    return bounds[::-1]
+
+
+def find_cores(graph: ModelGraph, ops: Sequence[str], owner: Mapping[str, str], activations: Collection[str]) -> tuple[Segment, ...]:
+    """The cores of attention in a stage: from the product of two activations through softmax to the next, found by kinds of ops.
+
+    Args:
+        owner: per op, the op whose memory its result is in.
+        activations: ops whose values depend on the batch.
+    """
+    position = {name: index for index, name in enumerate(ops)}
+    found: list[tuple[int, int]] = []
+    for name in ops:
+        op = graph.by_name[name]
+        if operator(op) == "scaled_dot_product_attention":
+            found.append((position[name], position[name] + 1))
+        elif operator(op) in SOFTMAX:
+            before = _nearest(name, position, lambda n: graph.by_name[n].inputs, graph, activations)
+            after = _nearest(name, position, lambda n: graph.users[n], graph, activations)
+            if before and after:
+                found.append((min(before), max(after) + 1))
+    ground = find_ground(graph, ops, owner)
+    return tuple(tuple(ops[start:stop]) for start, stop in _merge(found) if _is_open(ground, start, stop))
+
+
+def _nearest(
+    name: str, position: Mapping[str, int], step: Callable[[str], Sequence[str]], graph: ModelGraph, activations: Collection[str]
+) -> list[int]:
+    """Positions of the contractions of two activations that are reached without passing another contraction or a parameter."""
+    found: list[int] = []
+    pending, seen = [name], {name}
+    while pending:
+        for other in step(pending.pop()):
+            if other in seen or other not in position or other not in activations:
+                continue
+            seen.add(other)
+            op = graph.by_name[other]
+            if operator(op) in CONTRACTIONS and sum(source in activations for source in op.inputs) >= 2:
+                found.append(position[other])
+            elif all(graph.by_name[source].kind != "parameter" for source in op.inputs) and operator(op) not in CONTRACTIONS:
+                pending.append(other)
+    return found
+
+
+def _merge(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Overlapping runs as one."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if merged and start < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _is_open(ground: Ground, start: int, stop: int) -> bool:
+    inside = any(low <= start and stop <= high for low, high in ground.islands)
+    return inside and not ground.closed[start] and not ground.closed[stop]

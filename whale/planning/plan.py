@@ -1,0 +1,216 @@
+"""From a graph, a cluster and a configuration to the plan: runs the passes in order and keeps the best placement."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+from whale.axes import batch_axes, discover
+from whale.config import Config
+from whale.errors import WhaleError, raise_faults
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import BatchAxis, Choice, Plan, Replica
+from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
+from whale.planning.explain.choices import explain_choices, explain_mixing
+from whale.planning.pipeline.balance import MemoryShortage
+from whale.planning.pipeline.cut_points import find_cut_points
+from whale.planning.pipeline.placement import Placement, placements
+from whale.planning.pipeline.recompute import KEEP_ALL, Policy, kept_under, read_policy
+from whale.planning.pipeline.scheduling import Pipeline, shape_pipeline
+from whale.planning.pricing.pricing import Pricing
+from whale.planning.replicas.group_size import Outcome, choose_group
+from whale.planning.replicas.replica import make_replica
+from whale.planning.replicas.solve import Solution, Solver
+from whale.planning.shard.scattering import scatter_all
+from whale.planning.structure.crossing import crossing, crossing_faults
+from whale.planning.structure.structure import analyse
+from whale.planning.verify.verify import verify
+from whale.units import format_seconds
+
+
+def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None) -> Plan:
+    """Decides which devices run which ops on how many rows.
+
+    Args:
+        graph: the captured model.
+        cluster: the devices there are.
+        config: what the user set.
+        rows: rows of the global batch to plan for; None for the example's.
+
+    Raises:
+        AnnotationError: scopes that cannot be honoured.
+        ConfigError: keys that do not fit the model or one another.
+        BatchError: fewer rows than devices and micro-batches need.
+        PlanError: no plan fits, or a tensor cannot travel between stages.
+    """
+    annotations = read_scopes(graph, config, len(cluster.devices))
+    pipeline = shape_pipeline(config, annotations, len(cluster.devices))
+    if annotations is not None:
+        check_enough_devices(annotations, pipeline.num_devices, len(cluster.devices))
+    policy = read_policy(config.recompute.policy, pipeline)
+    solver = _solver(graph, cluster, config, pipeline, annotations, policy, graph.num_rows if rows is None else rows)
+    prefers_intra_node = config.cluster.device_place_prefer_intra_node
+    found = choose_group(
+        pipeline,
+        config,
+        lambda size: _choose_as_needed(
+            dataclasses.replace(solver, pipeline=shape_pipeline(config, annotations, len(cluster.devices), size)),
+            cluster,
+            prefers_intra_node=prefers_intra_node,
+        ),
+    )
+    return _state(graph, cluster, annotations, found)
+
+
+def _solver(
+    graph: ModelGraph,
+    cluster: Cluster,
+    config: Config,
+    pipeline: Pipeline,
+    annotations: Annotations | None,
+    policy: Policy,
+    num_rows: int,
+) -> Solver:
+    pricing = Pricing(graph, cluster, config.memory.fraction, config.memory.optimizer_states, config.communication.overlap)
+    if annotations is None:
+        structure = analyse(graph)
+        points = find_cut_points(graph, structure, pricing, kept_under(pricing, policy))
+        return Solver(graph, structure, pricing, pipeline, num_rows, points=points, policy=policy)
+    assignment, structure = assign_by_scopes(graph, annotations)
+    return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
+
+
+def _demand(pipeline: Pipeline, solver: Solver) -> tuple[list[float], list[float] | None]:
+    """Per rank, what one of its devices holds and computes; where the stages are still to be cut, what is in flight."""
+    ranks = range(pipeline.num_ranks)
+    if solver.fixed is None:
+        return [float(sum(pipeline.in_flight[stage] for stage in pipeline.stages_of(rank))) for rank in ranks], None
+    rows = solver.num_rows / pipeline.num_micro_batch
+    memory, work = [], []
+    for rank, width in enumerate(pipeline.devices):
+        parts = [(stage, solver.fixed.parts[stage]) for stage in pipeline.stages_of(rank)]
+        costs = [(stage, solver.pricing.part(part)) for stage, part in parts]
+        memory.append(sum(cost.parameter_bytes + cost.activation.at(rows / width) * pipeline.in_flight[stage] for stage, cost in costs))
+        ops = [solver.graph.by_name[name] for _, part in parts for name in part.ops]
+        work.append(sum(op.forward_flops + op.backward_flops for op in ops) / width)
+    return memory, work
+
+
+def _choose_as_needed(solver: Solver, cluster: Cluster, *, prefers_intra_node: bool) -> Outcome:
+    """The best placement; under ``recompute.policy: auto`` one without recomputation where that fits in memory."""
+    if solver.policy.kind == "auto":
+        keeping = dataclasses.replace(solver, policy=KEEP_ALL)
+        with contextlib.suppress(MemoryShortage):
+            best, others = _choose(keeping, cluster, prefers_intra_node=prefers_intra_node)
+            return Outcome(solver, best, others)
+    best, others = _choose(solver, cluster, prefers_intra_node=prefers_intra_node)
+    return Outcome(solver, best, others)
+
+
+def _choose(solver: Solver, cluster: Cluster, *, prefers_intra_node: bool) -> tuple[Solution, dict[str, str]]:
+    """The fastest placement of replicas grouped as preferred; grouped the other way where only that fits in memory."""
+    memory, work = _demand(solver.pipeline, solver)
+    preferred = placements(cluster, solver.pipeline, memory, work, prefer_intra_node=prefers_intra_node)
+    other = placements(cluster, solver.pipeline, memory, work, prefer_intra_node=not prefers_intra_node)
+    try:
+        best, remarks = _best(solver, preferred)
+    except MemoryShortage as error:
+        try:
+            best, remarks = _best(solver, other)
+        except MemoryShortage:
+            raise error from None
+        return best, remarks | {f"replicas grouped by {_grouping(prefers_intra_node)}": error.message}
+    groups = [{frozenset(device for rank in placed for device in rank) for placed in each.replicas} for each in (best.placement, other[0])]
+    if groups[0] != groups[1]:
+        remarks[f"replicas grouped by {_grouping(not prefers_intra_node)}"] = _price(solver, other[0])
+    return best, remarks
+
+
+def _grouping(prefers_intra_node: bool) -> str:
+    setting = "true" if prefers_intra_node else "false"
+    return f"{'host' if prefers_intra_node else 'likeness'} (cluster.device_place_prefer_intra_node: {setting})"
+
+
+def _price(solver: Solver, placement: Placement) -> str:
+    try:
+        return format_seconds(solver.solve(placement).step_seconds)
+    except WhaleError as error:
+        return error.message
+
+
+def _best(solver: Solver, candidates: Sequence[Placement]) -> tuple[Solution, dict[str, str]]:
+    """The placement with the fastest step, and what is to be said of the others."""
+    solutions: list[Solution] = []
+    remarks: dict[str, str] = {}
+    first_error: MemoryShortage | None = None
+    for candidate in candidates:
+        try:
+            solutions.append(solver.solve(candidate))
+            remarks[candidate.rule] = format_seconds(solutions[-1].step_seconds)
+        except MemoryShortage as error:
+            first_error = first_error or error
+            remarks[candidate.rule] = error.message
+    if not solutions:
+        assert first_error is not None
+        raise first_error
+    best = min(solutions, key=lambda solution: solution.step_seconds)
+    del remarks[best.placement.rule]
+    return best, remarks
+
+
+def _state(graph: ModelGraph, cluster: Cluster, annotations: Annotations | None, found: Outcome) -> Plan:
+    solver, best, pipeline = found.solver, found.best, found.solver.pipeline
+    names = _stage_names(pipeline, annotations)
+    replicas = tuple(
+        make_replica(solver.pricing, pipeline, model, names, index, share)
+        for index, (model, share) in enumerate(zip(best.replicas, best.rows, strict=True))
+    )
+    borders: tuple[Choice, ...] = ()
+    if any(pipeline.splits):
+        replicas, borders = scatter_all(replicas, solver.pricing, pipeline.num_micro_batch)
+    axes, mixing = find_batch_axes(graph, replicas, solver.pricing)
+    raise_faults(crossing_faults(graph, replicas, dict(axes)))
+    plan = Plan(
+        model=graph.fingerprint,
+        cluster=cluster.name,
+        devices=tuple(device for model in best.replicas for names_of_rank in model.placed for device in names_of_rank),
+        idle_devices=best.placement.idle,
+        task_graphs=task_graphs(graph, annotations, best.replicas[0].assignment.stage_of),
+        replicas=replicas,
+        schedule=pipeline.schedule,
+        num_micro_batch=pipeline.num_micro_batch,
+        stage_rank=pipeline.stage_rank,
+        batch_axes=axes,
+        planned_rows=solver.num_rows,
+        num_chunks=pipeline.num_chunks,
+        group_size=pipeline.group_size,
+        step_seconds=best.step_seconds,
+        choices=(*explain_choices(annotations, found, replicas), *borders, *mixing),
+        recomputes_stages=pipeline.inserts_recompute,
+    )
+    verify(plan, graph, cluster, solver.pricing.axes if any(pipeline.splits) else None)
+    return plan
+
+
+def _stage_names(pipeline: Pipeline, annotations: Annotations | None) -> list[list[str]]:
+    if annotations is None:
+        return [["model"] for _ in pipeline.stage_rank]
+    return [
+        [name for name, own in zip(annotations.names, annotations.stages, strict=True) if own == stage]
+        for stage in range(pipeline.num_stages)
+    ]
+
+
+def find_batch_axes(
+    graph: ModelGraph, replicas: Sequence[Replica], pricing: Pricing | None = None
+) -> tuple[tuple[tuple[str, BatchAxis], ...], tuple[Choice, ...]]:
+    """Where the batch is in the tensors that travel, and the ops that mix samples where the batch is cut."""
+    travelling = crossing(replicas)
+    is_sharded = len(replicas) > 1 or any(len(stage.shares) > 1 for replica in replicas for stage in replica.stages)
+    if not travelling and not is_sharded:
+        return (), ()
+    axes = pricing.axes if pricing else discover(graph)
+    found = batch_axes(graph, axes)
+    return tuple((name, found[name]) for name in travelling if name in found), tuple(explain_mixing(axes.mixing))

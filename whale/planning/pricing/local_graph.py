@@ -1,0 +1,85 @@
+"""The model as one device of a split group sees it: its part of every tensor, and of every op's work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from whale.axes import Axes, Dimension
+from whale.axes.labels import Labels
+from whale.axes.values import Concatenation, Factor
+from whale.ir.graph import ModelGraph, Op, Parameter, TensorSpec
+from whale.ir.layout import BATCH
+from whale.ir.plan import Shard
+
+
+def local_graph(labels: Labels, position: int) -> ModelGraph:
+    """The graph with the local shapes and FLOPs of the ops of one stage, and of the parameters that they read.
+
+    Ops outside the stage stay as they are. The result is for pricing: arguments keep the whole sizes.
+
+    Args:
+        labels: of the stage.
+        position: of the device in its split group.
+    """
+    local, graph = _Local(labels, position), labels.graph
+    read = {name for op in labels.ops for name in graph.by_name[op].inputs if graph.by_name[name].kind in ("parameter", "buffer")}
+    made = tuple(local.op(op) if op.name in labels.ops or op.name in read else op for op in graph.ops)
+    held = {known.name: name for name in read if (known := graph.parameter_by_name.get(graph.by_name[name].target))}
+    parameters = tuple(local.parameter(each, held[each.name]) if each.name in held else each for each in graph.parameters)
+    return replace(graph, ops=made, parameters=parameters)
+
+
+class _Local:
+    """Turns what is whole into the part of one device; every dimension is looked at once."""
+
+    def __init__(self, labels: Labels, position: int) -> None:
+        self._labels = labels
+        self._axes: Axes = labels.axes
+        self._sizes = {shard.axis: self._units(shard, position) for shard in labels.shards}
+        self._shares: dict[tuple[Dimension, str], tuple[int, int] | None] = {}
+
+    def _units(self, shard: Shard, position: int) -> int:
+        """Units of an axis; of the batch, shares of the example's rows."""
+        size = self._axes.by_name[shard.axis].size
+        return shard.sizes[position] if shard.axis != BATCH else max(1, round(size * shard.sizes[position] / sum(shard.sizes)))
+
+    def op(self, op: Op) -> Op:
+        known = self._axes.ops.get(op.name)
+        if known is None:
+            return op
+        held, shard = self._labels.held(op.name), self._labels.work.get(op.name)
+        if held is not None:
+            op = replace(op, outputs=tuple(self._spec(spec, dims, held) for spec, dims in zip(op.outputs, known.outputs, strict=True)))
+        if shard is None:
+            return op
+        share = self._sizes[shard] / self._axes.by_name[shard].size
+        return replace(op, forward_flops=round(op.forward_flops * share), backward_flops=round(op.backward_flops * share))
+
+    def parameter(self, parameter: Parameter, op: str) -> Parameter:
+        held = self._labels.held(op)
+        spec = self._spec(parameter.spec, self._axes.parameters[parameter.name], held) if held else parameter.spec
+        return parameter if spec is parameter.spec else replace(parameter, spec=spec)
+
+    def _spec(self, spec: TensorSpec, dimensions: Sequence[Dimension], axis: str) -> TensorSpec:
+        shares = [self._share(dimension, axis) for dimension in dimensions]
+        if not any(shares):
+            return spec
+        return replace(spec, shape=tuple(size * s[0] // s[1] if s else size for size, s in zip(spec.shape, shares, strict=True)))
+
+    def _share(self, dimension: Dimension, axis: str) -> tuple[int, int] | None:
+        """What of a dimension is held: so many of so many; None for all of it."""
+        key = dimension, axis
+        if key not in self._shares:
+            held, whole = self._extent(dimension, axis), self._extent(dimension, None)
+            self._shares[key] = None if held == whole else (held, whole)
+        return self._shares[key]
+
+    def _extent(self, dimension: Dimension, axis: str | None) -> int:
+        return prod(self._size(factor, axis) for factor in dimension)
+
+    def _size(self, factor: Factor, axis: str | None) -> int:
+        if isinstance(factor, Concatenation):
+            return sum(self._extent(piece, axis) for piece in factor.pieces)
+        return self._sizes[factor] if factor == axis else self._axes.by_name[factor].size

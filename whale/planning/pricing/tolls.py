@@ -1,0 +1,111 @@
+"""What collectives inside the split groups of a stage cost, and what each bridge moves of which tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale.axes.bridge_bytes import GATHERED, sum_share
+from whale.axes.bridges import Bridge, Transport, is_synchronized
+from whale.axes.labels import Labels, Use
+from whale.estimate import Line, all_gather_line, all_reduce_line, all_to_all_line, spec_line
+from whale.estimate.compute import LAUNCH_SECONDS
+from whale.ir.graph import Op
+from whale.planning.pricing.pricing import Pricing
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a stage runs.
+
+    Attributes:
+        groups: the devices of each split group.
+        num_rows: rows of a micro-batch that a group takes.
+        in_flight: micro-batches whose activations are held.
+        num_micro_batch: micro-batches of a step.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    num_rows: float
+    in_flight: int
+    num_micro_batch: int
+
+    @property
+    def width(self) -> int:
+        return len(self.groups[0])
+
+
+@dataclass(frozen=True)
+class Tolls:
+    """Prices of collectives at one site.
+
+    Attributes:
+        pricing: of the graph on the cluster.
+        site: the split groups.
+    """
+
+    pricing: Pricing
+    site: Site
+
+    @cached_property
+    def _known(self) -> dict[tuple[Transport, Line, int], Line]:
+        return {}
+
+    def line(self, transport: Transport, payload: Line, num_messages: int = 1) -> Line:
+        """Seconds by rows of one collective over a whole tensor (bytes by rows), in the slowest group; each starts a kernel."""
+        if transport in ("", "part"):
+            return Line(LAUNCH_SECONDS if transport else 0.0)
+        key = transport, payload, num_messages
+        if key not in self._known:
+            price = {"all-reduce": all_reduce_line, "all-to-all": all_to_all_line}.get(transport, all_gather_line)
+            lines = (price(self.pricing.cluster, group, payload, num_messages) for group in self.site.groups)
+            slowest = max(lines, key=lambda line: line.at(self.site.num_rows))
+            self._known[key] = slowest + Line(num_messages * LAUNCH_SECONDS)
+        return self._known[key]
+
+    def payload(self, op: Op) -> Line:
+        """Bytes of an op's results by rows."""
+        return Line.sum(spec_line(spec, self.pricing.graph.num_rows) for spec in op.outputs)
+
+    def sum_line(self, bridge: Bridge, op: Op) -> Line:
+        """Seconds of combining what an op made for its part of an axis."""
+        payload = self.payload(op) * sum_share(bridge, self.pricing.graph, self.pricing.axes)
+        if bridge.combine in GATHERED:
+            return self.line("all-gather", payload * self.site.width)
+        return self.line(bridge.forward, payload)
+
+    def both_ways(self, bridge: Bridge) -> tuple[Line, Line]:
+        """Seconds of a bridge, forward and backward."""
+        op = self.pricing.graph.by_name[bridge.tensor]
+        forward = self.sum_line(bridge, op) if bridge.is_sum else self.line(bridge.forward, self.payload(op))
+        return forward, self.line(bridge.backward, self.payload(op)) if self.pricing.training else Line()
+
+    def synchronized(self, op: Op) -> Line:
+        """Seconds per micro-batch of summing the gradient of a whole parameter over its group, once per step."""
+        return self.line("all-reduce", self.payload(op)) * (1 / self.site.num_micro_batch)
+
+    def of_stage(self, labels: Labels, bridges: Iterable[Bridge]) -> tuple[Line, Line]:
+        """Seconds of all bridges of a stage, forward and backward, the sums of partial gradients of parameters included."""
+        forward, backward = [], []
+        for bridge in bridges:
+            there, back = self.both_ways(bridge)
+            forward.append(there)
+            backward.append(back)
+        if self.pricing.training:
+            backward += [self.synchronized(op) for op in _partial_parameters(labels)]
+        return Line.sum(forward), Line.sum(backward)
+
+
+def _partial_parameters(labels: Labels) -> Iterable[Op]:
+    """Whole parameters whose gradients are partial until the step's end."""
+    uses: dict[str, list[Use]] = {}
+    for op in labels.graph.ops:
+        if op.kind == "call" and op.name in labels.ops:
+            for operand in op.inputs:
+                if labels.graph.by_name[operand].kind == "parameter":
+                    uses.setdefault(operand, []).append(labels.use(op.name, operand))
+    for name, found in uses.items():
+        op = labels.graph.by_name[name]
+        if op.requires_grad and is_synchronized(labels, name, found):
+            yield op

@@ -1,0 +1,256 @@
+"""One model replica on its devices: its time and memory for any number of rows, and the rows of each device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from whale.estimate import Line, pipeline_seconds
+from whale.estimate.op_table import Floats
+from whale.ir.layout import BATCH
+from whale.ir.plan import Edge, Replica, Shard, Stage, VirtualDevice
+from whale.planning.annotations.scope_tree import Copies
+from whale.planning.pipeline.balance import Curve, MemoryShortage, combine, device_curve, divide_units
+from whale.planning.pipeline.placement import Placed
+from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pricing.pricing import DeviceCost, Pricing
+from whale.planning.shard.overlapping import Overlapping
+from whale.planning.shard.sharding import Cutting
+from whale.planning.shard.stage_price import price_stage
+from whale.planning.structure.stages import Assignment, Recompute
+
+Curves = Mapping[int, Sequence[Curve]]
+"""Per lane of the pipeline, the curve of each of its devices (or split groups) over the rows of a micro-batch."""
+
+
+@dataclass(frozen=True)
+class ReplicaModel:
+    """A replica, priced.
+
+    Attributes:
+        placed: the devices of each rank.
+        assignment: the ops of each stage.
+        costs: per stage, per device.
+        recomputes: per stage, what it computes again.
+        lanes: curves over the rows of a micro-batch.
+        curve: of the whole replica, over its rows of a step.
+        cuttings: per stage, how it is split.
+        overlappings: per stage that is split, whether it computes its rows in two halves.
+    """
+
+    placed: Placed
+    assignment: Assignment
+    costs: tuple[tuple[DeviceCost, ...], ...]
+    recomputes: tuple[Recompute, ...]
+    lanes: Curves
+    curve: Curve
+    cuttings: tuple[Cutting | None, ...] = ()
+    overlappings: tuple[Overlapping | None, ...] = ()
+
+
+def model_replica(
+    pricing: Pricing,
+    pipeline: Pipeline,
+    placed: Placed,
+    assignment: Assignment,
+    recomputes: tuple[Recompute, ...],
+    num_rows: int,
+    rows_about: float,
+) -> ReplicaModel:
+    """Prices a replica.
+
+    Args:
+        recomputes: per stage, what it computes again.
+        num_rows: rows of the global batch, the most that it can be given.
+        rows_about: rows of a micro-batch that it is expected to get; prices are lines about it.
+    """
+    priced = [
+        price_stage(pricing, pipeline, assignment, stage, placed, rows_about, recomputes[stage]) for stage in range(pipeline.num_stages)
+    ]
+    costs = tuple(stage.costs for stage in priced)
+    most = -(-num_rows // pipeline.num_micro_batch)
+    lanes = {lane: _lane_curves(pipeline, placed, costs, stages, most, rows_about) for lane, stages in enumerate(pipeline.lanes)}
+    curve = _replica_curve(pipeline, lanes, num_rows, most)
+    return ReplicaModel(
+        placed, assignment, costs, recomputes, lanes, curve, tuple(s.cutting for s in priced), tuple(s.overlapping for s in priced)
+    )
+
+
+def _lane_curves(
+    pipeline: Pipeline,
+    placed: Placed,
+    costs: Sequence[Sequence[DeviceCost]],
+    stages: Sequence[int],
+    most: int,
+    rows_about: float,
+) -> tuple[Curve, ...]:
+    """Curves of the devices of a lane, or of its split groups: as slow and as full as the group's worst; equal devices share one."""
+    names, width = placed[pipeline.stage_rank[stages[0]]], pipeline.width(stages[0])
+    others = [stage for stage in pipeline.stages_of(pipeline.stage_rank[stages[0]]) if stage not in stages]
+    found: dict[tuple[DeviceCost, ...], Curve] = {}
+    curves = []
+    for position, name in enumerate(names):
+        own = tuple(costs[stage][position] for stage in (*stages, *others))
+        if own not in found:
+            elsewhere = sum(
+                costs[stage][position].memory(pipeline.in_flight[stage]).at(rows_about / pipeline.num_groups(stage)) for stage in others
+            )
+            found[own] = _device_curve(pipeline, own[: len(stages)], stages, most, elsewhere, name)
+        curves.append(found[own])
+    return tuple(_group_curve(curves[start : start + width]) for start in range(0, len(names), width))
+
+
+def _device_curve(pipeline: Pipeline, own: Sequence[DeviceCost], stages: Sequence[int], most: int, elsewhere: float, name: str) -> Curve:
+    """The curve of one device over its rows of these stages.
+
+    Args:
+        elsewhere: bytes that it holds for other stages.
+    """
+    seconds = Line.sum(cost.seconds for cost in own)
+    kept = Line.sum(cost.memory(pipeline.in_flight[stage]) for stage, cost in zip(stages, own, strict=True))
+    working = Line(max(cost.part.working.fixed for cost in own), max(cost.part.working.per_row for cost in own))
+    return device_curve(most, seconds, kept + working + Line(elsewhere), own[0].capacity, f"{name} (stage {stages[0]})")
+
+
+def _group_curve(curves: Sequence[Curve]) -> Curve:
+    """The curve of devices that take the same rows."""
+    if len(curves) == 1:
+        return curves[0]
+    worst = max(curves, key=lambda curve: float(curve.excess[-1]))
+    return Curve(np.max([curve.seconds for curve in curves], axis=0), np.max([curve.excess for curve in curves], axis=0), 1, worst.place)
+
+
+def _rank_curves(pipeline: Pipeline, lanes: Curves, most: int) -> list[Curve]:
+    """Per rank its curve: where it has several lanes these run one after another."""
+    found: dict[int, Curve] = {}
+    for lane, stages in enumerate(pipeline.lanes):
+        rank, curve = pipeline.stage_rank[stages[0]], combine(most, lanes[lane])
+        if rank in found:
+            first = found[rank]
+            excess = np.maximum(first.excess, curve.excess)
+            curve = Curve(first.seconds + curve.seconds, excess, max(first.minimum, curve.minimum), first.place)
+        found[rank] = curve
+    return list(found.values())
+
+
+def _replica_curve(pipeline: Pipeline, lanes: Curves, num_rows: int, most: int) -> Curve:
+    """Time and memory by the rows of a step, cut in micro-batches that differ by at most one row."""
+    m = pipeline.num_micro_batch
+    together = _rank_curves(pipeline, lanes, most)
+    rows = np.arange(num_rows + 1)
+    mean, largest = rows / m, -(-rows // m)
+    seconds: list[Floats] = [np.interp(mean, np.arange(most + 1), curve.seconds) for curve in together]
+    excess = np.max([curve.excess[largest] for curve in together], axis=0)
+    worst = max(together, key=lambda curve: float(curve.excess[-1]))
+    return Curve(
+        pipeline_seconds(pipeline.schedule, seconds, m, pipeline.num_chunks),
+        excess,
+        m * max(curve.minimum for curve in together),
+        worst.place,
+    )
+
+
+def device_rows(pipeline: Pipeline, lanes: Curves, num_rows: int) -> dict[int, tuple[int, ...]]:
+    """Per lane, the rows of a micro-batch that each device, or split group, takes.
+
+    Copies of a nested pipeline first divide the rows among them, so that each keeps its rows from stage to stage;
+    where that does not fit in memory, every stage divides its rows by itself.
+    """
+    try:
+        return _divide(pipeline.lane_copies, lanes, num_rows)
+    except MemoryShortage:
+        return {lane: divide_units(num_rows, curves) for lane, curves in lanes.items()}
+
+
+def _divide(node: Copies, lanes: Curves, num_rows: int) -> dict[int, tuple[int, ...]]:
+    copies = [_lanes_of_copy(node, lanes, number) for number in range(node.count)]
+    shares = divide_units(num_rows, [_copy_curve(node, own, num_rows) for own in copies]) if node.count > 1 else (num_rows,)
+    sizes: dict[int, tuple[int, ...]] = dict.fromkeys(node.stages, ())
+    for share, own in zip(shares, copies, strict=True):
+        for member in node.members:
+            inner = {member: divide_units(share, own[member])} if isinstance(member, int) else _divide(member, own, share)
+            for rank, rows in inner.items():
+                sizes[rank] = (*sizes[rank], *rows)
+    return sizes
+
+
+def _lanes_of_copy(node: Copies, lanes: Curves, number: int) -> dict[int, Sequence[Curve]]:
+    found: dict[int, Sequence[Curve]] = {}
+    for lane in node.stages:
+        width = len(lanes[lane]) // node.count
+        found[lane] = lanes[lane][number * width : (number + 1) * width]
+    return found
+
+
+def _copy_curve(node: Copies, own: Curves, num_rows: int) -> Curve:
+    """The curve of one copy: its slowest stage."""
+    curves = []
+    for member in node.members:
+        if isinstance(member, int):
+            curves.append(combine(num_rows, own[member]))
+        else:
+            copies = [_copy_curve(member, _lanes_of_copy(member, own, number), num_rows) for number in range(member.count)]
+            curves.append(combine(num_rows, copies))
+    length = num_rows + 1
+    worst = max(curves, key=lambda curve: float(curve.excess[length - 1]))
+    return Curve(
+        np.max([curve.seconds[:length] for curve in curves], axis=0),
+        np.max([curve.excess[:length] for curve in curves], axis=0),
+        max(curve.minimum for curve in curves),
+        worst.place,
+    )
+
+
+def make_replica(
+    pricing: Pricing, pipeline: Pipeline, model: ReplicaModel, names: Sequence[Sequence[str]], index: int, num_rows: int
+) -> Replica:
+    """The replica as the plan states it.
+
+    Args:
+        names: per stage, its TaskGraphs.
+        num_rows: its rows of a step.
+    """
+    largest = -(-num_rows // pipeline.num_micro_batch)
+    rows = device_rows(pipeline, model.lanes, largest)
+    stages = []
+    for stage, rank in enumerate(pipeline.stage_rank):
+        part, shares, width = model.assignment.parts[stage], rows[pipeline.lane(stage)], pipeline.width(stage)
+        estimates = tuple(
+            cost.estimate(shares[position // width], pipeline.in_flight[stage]) for position, cost in enumerate(model.costs[stage])
+        )
+        cutting = model.cuttings[stage] if model.cuttings else None
+        overlapping = model.overlappings[stage] if model.overlappings else None
+        recompute = tuple((segment[0], segment[-1]) for segment in model.recomputes[stage].segments)
+        stages.append(
+            Stage(
+                stage,
+                tuple(names[stage]),
+                part.ops,
+                VirtualDevice(model.placed[rank]),
+                shares,
+                part.parameters,
+                estimates,
+                split=width,
+                shards=tuple(_with_rows(shard, pipeline, stage, rows) for shard in cutting.shards) if cutting else (),
+                recompute=recompute,
+                overlap=overlapping is not None and overlapping.is_chosen,
+            )
+        )
+    edges = tuple(
+        Edge(source, target, tensors, round(pricing.payload(tensors)[0].at(largest)))
+        for (source, target), tensors in model.assignment.edges.items()
+    )
+    return Replica(index, num_rows, tuple(stages), edges)
+
+
+def _with_rows(shard: Shard, pipeline: Pipeline, stage: int, rows: Mapping[int, tuple[int, ...]]) -> Shard:
+    """A cut of the batch takes the rows that a neighbour on the same devices has there, so that they need not move."""
+    if shard.axis != BATCH:
+        return shard
+    rank, width = pipeline.stage_rank, pipeline.width(stage)
+    beside = [other for other in range(len(rank)) if rank[other] == rank[stage] and pipeline.width(other) == 1]
+    if width == 1 or not beside:
+        return shard
+    return replace(shard, sizes=rows[pipeline.lane(beside[0])][:width])

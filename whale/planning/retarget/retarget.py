@@ -1,0 +1,148 @@
+"""The same plan for another capture of the same model: ops go where the parameters they read are held."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from whale.axes import Axes, discover
+from whale.errors import PlanError, WhaleError, raise_faults
+from whale.estimate import Line, spec_line
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Edge, Plan, Replica, TaskGraph
+from whale.planning.plan import find_batch_axes
+from whale.planning.retarget.shards import retarget_shards, same_axes
+from whale.planning.structure.crossing import crossing_faults
+from whale.planning.structure.stages import Assignment, Late, Wish, assign
+from whale.planning.structure.structure import Structure, analyse, floating_ops
+from whale.planning.verify.shards import shard_faults
+
+
+def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
+    """A plan with the devices, shares and parameters of `plan` for the ops of `other`.
+
+    An op that reads parameters runs on the first stage that holds them all and is not before its producers. What is
+    computed from these stays with its producers, what is computed from the batch alone goes where it is read.
+
+    Args:
+        plan: made for `train_graph`.
+        other: another capture of the model: evaluation, prediction, or other rows.
+
+    Raises:
+        PlanError: the captures have unlike parameters, or an op finds no stage.
+    """
+    own = {parameter.name for parameter in train_graph.parameters}
+    unknown = sorted(parameter.name for parameter in other.parameters if parameter.name not in own)
+    if unknown:
+        raise PlanError(f"captures of one model have the same parameters (only in {other.mode}: {', '.join(unknown)})")
+    structure = _structure(other, plan)
+    is_sharded = any(stage.shards for replica in plan.replicas for stage in replica.stages)
+    axes = discover(other) if is_sharded else None
+    names = same_axes(discover(train_graph), axes) if axes else {}
+    assignments: dict[tuple[tuple[str, ...], ...], Assignment] = {}
+    replicas = []
+    for replica in plan.replicas:
+        held = tuple(stage.parameters for stage in replica.stages)
+        if held not in assignments:
+            assignments[held] = _assign_by_holders(other, structure, held)
+        rows = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
+        replicas.append(_carry_replica(replica, other, assignments[held], rows[1] - rows[0], axes, names))
+    batch_axes, _ = find_batch_axes(other, replicas)
+    raise_faults(crossing_faults(other, replicas, dict(batch_axes)))
+    first = next(iter(assignments.values()))
+    carried = dataclasses.replace(
+        plan,
+        model=other.fingerprint,
+        replicas=tuple(replicas),
+        task_graphs=_task_graphs(plan, other, first),
+        batch_axes=batch_axes,
+        choices=(),
+        recomputes_stages=False,
+    )
+    raise_faults(list(shard_faults(carried, other, axes)))
+    return carried
+
+
+def _structure(graph: ModelGraph, plan: Plan) -> Structure:
+    """The structure in which a cheap op is repeated only if every stage holds the buffers it reads."""
+    structure = analyse(graph)
+    everywhere = set.intersection(*(set(stage.parameters) for replica in plan.replicas for stage in replica.stages))
+    pinned = [
+        name
+        for name in structure.repeatable
+        if any(
+            source.kind == "buffer" and graph.parameter_by_name[source.target].name not in everywhere
+            for source in map(graph.by_name.__getitem__, structure.inputs[name])
+        )
+    ]
+    return analyse(graph, frozenset(pinned)) if pinned else structure
+
+
+def _assign_by_holders(graph: ModelGraph, structure: Structure, held: tuple[tuple[str, ...], ...]) -> Assignment:
+    holders: dict[str, set[int]] = {}
+    for stage, names in enumerate(held):
+        for name in names:
+            holders.setdefault(name, set()).add(stage)
+    floating = floating_ops(graph, structure)
+    anywhere = tuple(range(len(held)))
+    wishes: dict[str, Wish] = {}
+    for name in structure.atom_of:
+        sources = [graph.by_name[source] for source in structure.inputs[name]]
+        read = [graph.parameter_by_name[op.target].name for op in sources if op.kind in ("parameter", "buffer")]
+        if read:
+            common = set.intersection(*(holders[parameter] for parameter in read))
+            wishes[name] = Wish(tuple(sorted(common)) or (len(held) - 1,), firm=True)
+        elif name not in floating:
+            wishes[name] = Wish(anywhere)
+    assignment, late = assign(graph, structure, wishes, len(held))
+    faults: list[WhaleError] = [_fault(graph, fault) for fault in late]
+    for stage, part in enumerate(assignment.parts):
+        missing = [name for name in part.parameters if name not in held[stage] and name in _read_by(graph, structure, part.ops)]
+        if missing:
+            faults.append(PlanError(f"in {graph.mode}, stage {stage} reads parameters that it does not hold ({', '.join(missing)})"))
+    raise_faults(faults)
+    return assignment
+
+
+def _read_by(graph: ModelGraph, structure: Structure, ops: tuple[str, ...]) -> set[str]:
+    read = [graph.by_name[source] for name in ops for source in structure.inputs[name]]
+    return {graph.parameter_by_name[op.target].name for op in read if op.kind in ("parameter", "buffer")}
+
+
+def _fault(graph: ModelGraph, late: Late) -> PlanError:
+    return PlanError(
+        f"in {graph.mode}, an op finds its parameters where its values are ({late.op} reads parameters of stage {late.stage} "
+        f"and a value of stage {late.needed_stage})",
+        where=graph.by_name[late.op].where,
+        hint="keep the order of the modules the same in training and in evaluation",
+    )
+
+
+def _carry_replica(
+    replica: Replica, graph: ModelGraph, assignment: Assignment, num_rows: int, axes: Axes | None, names: dict[str, str]
+) -> Replica:
+    stages = tuple(
+        dataclasses.replace(
+            stage,
+            ops=part.ops,
+            estimates=(),
+            recompute=(),
+            overlap=False,
+            shards=retarget_shards(stage.shards, names, graph, axes, part.ops) if axes else (),
+        )
+        for stage, part in zip(replica.stages, assignment.parts, strict=True)
+    )
+    edges = []
+    for (source, target), tensors in assignment.edges.items():
+        payload = Line.sum(spec_line(spec, graph.num_rows) for name in tensors for spec in graph.by_name[name].outputs)
+        edges.append(Edge(source, target, tensors, round(payload.at(num_rows))))
+    return dataclasses.replace(replica, stages=stages, edges=tuple(edges))
+
+
+def _task_graphs(plan: Plan, graph: ModelGraph, assignment: Assignment) -> tuple[TaskGraph, ...]:
+    """The TaskGraphs with the other graph's ops: those of a stage go to the first TaskGraph of that stage."""
+    first = [stage.task_graphs[0] for stage in plan.replicas[0].stages]
+    members: dict[str, list[str]] = {task_graph.name: [] for task_graph in plan.task_graphs}
+    for op in graph.ops:
+        if op.kind == "call":
+            members[first[assignment.stage_of.get(op.name, 0)]].append(op.name)
+    return tuple(dataclasses.replace(task_graph, ops=tuple(members[task_graph.name])) for task_graph in plan.task_graphs)

@@ -1,0 +1,145 @@
+"""The cuts of a plan for another capture of the model: axes are the same where they are the same part of a parameter.
+
+Axes take their names from what the graph does with them, so one axis may have another name where the loss is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from whale.axes import Axes
+from whale.axes.labels import label
+from whale.axes.values import Concatenation, Dimension
+from whale.errors import PlanError
+from whale.estimate.memory_writes import MemoryWrites
+from whale.ir.graph import ModelGraph, Op
+from whale.ir.layout import BATCH
+from whale.ir.plan import Shard
+
+
+def same_axes(ours: Axes, theirs: Axes) -> dict[str, str]:
+    """Per axis of one capture its name in the other: by the parameters that have it, else by name and size."""
+    names: dict[str, str] = {}
+    for parameter, dimensions in ours.parameters.items():
+        for own, other in zip(dimensions, theirs.parameters.get(parameter, ()), strict=False):
+            for axis, name in _pairs(own, other):
+                names.setdefault(axis, name)
+    for known in ours.axes:
+        like = theirs.by_name.get(known.name)
+        if like is not None and like.size == known.size:
+            names.setdefault(known.name, known.name)
+    return names
+
+
+def _pairs(own: Dimension, other: Dimension) -> Iterator[tuple[str, str]]:
+    if len(own) != len(other):
+        return
+    for a, b in zip(own, other, strict=True):
+        if isinstance(a, str) and isinstance(b, str):
+            yield a, b
+        elif isinstance(a, Concatenation) and isinstance(b, Concatenation) and len(a.pieces) == len(b.pieces):
+            for piece, partner in zip(a.pieces, b.pieces, strict=True):
+                yield from _pairs(piece, partner)
+
+
+def retarget_shards(
+    shards: tuple[Shard, ...], names: Mapping[str, str], graph: ModelGraph, axes: Axes, ops: Sequence[str]
+) -> tuple[Shard, ...]:
+    """Cuts for the ops of another capture: sizes and the parts in which parameters are held stay, ops are labelled anew.
+
+    Args:
+        shards: of a stage in the first capture.
+        names: per axis there, its name here.
+        graph: the other capture.
+        axes: its axes.
+        ops: of the stage, in graph order.
+
+    Raises:
+        PlanError: an axis along which parameters are held has no counterpart.
+    """
+    found: dict[str, Shard] = {}
+    lost = []
+    for shard in shards:
+        if shard.axis == BATCH:  # rows arrive whole there
+            continue
+        like = axes.by_name.get(names.get(shard.axis, ""))
+        if like is not None and like.size == sum(shard.sizes):
+            found[like.name] = Shard(like.name, shard.sizes, whole_parameters=shard.whole_parameters)
+        elif _holds(shard, names, axes):
+            lost.append(shard.axis)
+    if lost:
+        raise PlanError(
+            f"an axis that is cut in training is one in {graph.mode} too ({', '.join(lost)}: not found there)",
+            hint="the model computes something else there; insist on another axis with whale.split(axis=...)",
+        )
+    work = _Labelling(graph, axes, ops, tuple(found.values())).work()
+    return tuple(_restated(shard, work, axes, ops) for shard in found.values())
+
+
+def _holds(shard: Shard, names: Mapping[str, str], axes: Axes) -> bool:
+    """Whether parameters are held in parts along an axis; one without a counterpart here may be in any."""
+    holders = axes.held_by.get(names.get(shard.axis, ""))
+    return holders is None or any(holder.rpartition(":")[0] not in shard.whole_parameters for holder in holders)
+
+
+def _restated(shard: Shard, work: Mapping[str, str], axes: Axes, ops: Sequence[str]) -> Shard:
+    meeting = (name for name in ops if name in axes.ops and shard.axis in axes.ops[name].roles)
+    return replace(shard, whole_in=tuple(name for name in meeting if work.get(name) != shard.axis))
+
+
+class _Labelling:
+    """Goes through the ops in order: each works along the axis in which its parameter lies, else its first operand."""
+
+    def __init__(self, graph: ModelGraph, axes: Axes, ops: Sequence[str], shards: tuple[Shard, ...]) -> None:
+        self._graph, self._axes, self._ops = graph, axes, ops
+        self._sources = label(graph, axes, ops, shards)
+        self._writes = MemoryWrites(graph, ops)
+        self._cut = [shard.axis for shard in shards]
+        self._anywhere = [axis for axis in self._cut if self._all_may(axis)]
+
+    def work(self) -> dict[str, str]:
+        """Per op that works on parts, the axis. Memory that is written in place and would lie in two ways stays whole."""
+        whole: set[str] = set()
+        while True:
+            work, clash = self._go_through(whole)
+            if clash is None:
+                return work
+            whole.add(clash)
+
+    def _go_through(self, whole: Collection[str]) -> tuple[dict[str, str], str | None]:
+        work: dict[str, str] = {}
+        for name in self._ops:
+            op = self._graph.by_name[name]
+            axis = self._choose(op, work) if self._writes.owner[name] not in whole else None
+            if axis is not None:
+                work[name] = axis
+            for operand in op.inputs:
+                if op.target == "operator.getitem" or not self._writes.need_same(operand, name):
+                    continue
+                lies = self._held(operand, work)
+                if lies != (axis if axis in self._sources.axes_in(operand) else None) and self._writes.owner[operand] not in whole:
+                    return work, self._writes.owner[operand]
+        return work, None
+
+    def _choose(self, op: Op, work: Mapping[str, str]) -> str | None:
+        if op.name not in self._axes.ops:
+            return None
+        roles = self._axes.ops[op.name].roles
+        may = [axis for axis in self._cut if axis in roles and roles[axis].kind != "whole"]
+        if op.target == "operator.getitem":
+            return next((axis for axis in may if axis == work.get(op.inputs[0])), None)
+        sources = sorted(op.inputs, key=lambda name: self._graph.by_name[name].kind == "call")
+        lying = [self._held(name, work) for name in sources]
+        return next((axis for axis in (*lying, *self._anywhere) if axis in may), None)
+
+    def _held(self, name: str, work: Mapping[str, str]) -> str | None:
+        """The axis along which a tensor lies in parts."""
+        if self._graph.by_name[name].kind != "call":
+            return self._sources.held(name)
+        axis = work.get(name)
+        return axis if axis in self._sources.axes_in(name) else None
+
+    def _all_may(self, axis: str) -> bool:
+        met = (self._axes.ops[name].roles.get(axis) for name in self._ops if name in self._axes.ops)
+        return all(role is None or role.kind != "whole" for role in met)

@@ -1,0 +1,275 @@
+"""What every label of every class of ops costs on the devices of a split group, and every bridge between them.
+
+For n units of an axis on a device, of a micro-batch:
+
+    op, whole          all of its time, on every device
+    op along an axis   arithmetic falls to n / size, traffic by what has the axis; what it contracts is summed, at once or
+                       (scattered) half now and half backward
+    tensor             each form in which it is used and does not lie is one bridge, shared by the users of that form
+    parameter          where only work on parts uses a whole one, its gradient is summed once per step; the optimizer steps
+                       what a device holds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale.axes.bridges import Bridge
+from whale.estimate import Line, optimizer_seconds
+from whale.estimate.op_table import Floats, is_free
+from whale.ir.cluster import Device
+from whale.ir.graph import Op
+from whale.ir.layout import BATCH
+from whale.planning.pricing.pricing import Pricing, device_kind
+from whale.planning.pricing.tolls import Site, Tolls
+from whale.planning.pricing.traffic import CutTraffic, cut_traffic
+from whale.planning.shard.classes import WHOLE, Classes, Label, Tensors, Use
+from whale.planning.shard.program import LabelFigures, Pair, Program, TensorFigures, UserFigures
+
+GRID = 33
+"""Times by units are computed at this many points and lie on lines between them."""
+
+Sizes = Sequence[tuple[int, ...]]
+"""Per kind, the units of each position."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A device as it is met at one position of the groups."""
+
+    position: int
+    device: Device
+
+
+class Figures:
+    """Prices of one stage at one site.
+
+    Args:
+        classes: of the stage.
+        pricing: of the graph on the cluster.
+        site: the devices, and the rows they take.
+        num_bytes: what one device holds if nothing is cut, by rows.
+    """
+
+    def __init__(self, classes: Classes, pricing: Pricing, site: Site, num_bytes: Line) -> None:
+        self.classes, self.pricing, self.site = classes, pricing, site
+        self.tolls = Tolls(pricing, site)
+        self.workers = tuple(_workers(pricing, site))
+        self.num_bytes = num_bytes.at(site.num_rows)
+        self.capacity = tuple(min(pricing.capacity(group[position]) for group in site.groups) for position in range(site.width))
+
+    @cached_property
+    def whole(self) -> float:
+        """Seconds of the stage if nothing is cut, on the slowest device."""
+        stepping = sum(self._optimizer_seconds(number, Label(), None) for number in range(len(self.classes.nodes)))
+        return float(np.max(np.sum(self._whole_seconds, axis=0))) + stepping
+
+    @cached_property
+    def _whole_seconds(self) -> tuple[Floats, ...]:
+        """Per node, per worker, seconds of its members run whole."""
+        index = [
+            [self.pricing.table.position[name] for op in node.ops for name in self.classes.members[op.name]] for node in self.classes.nodes
+        ]
+        found = np.zeros((len(index), len(self.workers)))
+        for number, worker in enumerate(self.workers):
+            seconds = self.pricing.seconds(worker.device, self.site.num_rows)
+            forward = seconds.forward_fixed + self.site.num_rows * seconds.forward_per_row
+            both = forward + seconds.backward_fixed + self.site.num_rows * seconds.backward_per_row
+            found[:, number] = [both[own].sum() for own in index]
+        return tuple(found)
+
+    @cached_property
+    def _traffic(self) -> dict[int, tuple[tuple[int, ...], CutTraffic]]:
+        """Per kind, the nodes that may work along it, and their first ops as a table."""
+        found: dict[int, list[int]] = {}
+        for number, node in enumerate(self.classes.nodes):
+            if not is_free(node.first):
+                for kind in dict.fromkeys(label.work for label in node.labels if label.work != WHOLE):
+                    found.setdefault(kind, []).append(number)
+        return {kind: (tuple(nodes), self._traffic_of(kind, nodes)) for kind, nodes in found.items()}
+
+    def _traffic_of(self, kind: int, nodes: Sequence[int]) -> CutTraffic:
+        ops = [self.classes.nodes[number].first for number in nodes]
+        work = [(op, self.classes.work(op.name, Label(kind))) for op in ops]
+        return cut_traffic(self.pricing.graph, self.pricing.axes, self.pricing.table, work)
+
+    def size(self, kind: int) -> int:
+        """Units of the axes of a kind."""
+        return self.pricing.axes.by_name[self.classes.space.kinds[kind][0]].size
+
+    def curves(self, kind: int, nodes: Collection[int] | None = None) -> tuple[Floats, ...]:
+        """Per position, seconds of the ops along a kind by units held, 0 to its size.
+
+        Args:
+            nodes: those that work along it; None for all that may.
+        """
+        size = self.size(kind)
+        shares = np.linspace(0.0, 1.0, min(GRID, size + 1))
+        found: dict[int, Floats] = {}
+        known: dict[object, Floats] = {}
+        for worker in self.workers:
+            key = device_kind(worker.device)
+            if key not in known:
+                times = np.array([self._seconds_along(kind, worker.device, float(share), nodes) for share in shares])
+                known[key] = np.maximum.accumulate(np.interp(np.arange(size + 1) / size, shares, times))
+            found[worker.position] = np.maximum(found.get(worker.position, 0.0), known[key])
+        return tuple(found[position] for position in range(self.site.width))
+
+    def _seconds_along(self, kind: int, device: Device, share: float, nodes: Collection[int] | None) -> float:
+        if kind not in self._traffic:
+            return share
+        members, traffic = self._traffic[kind]
+        seconds = traffic.seconds(device, self.site.num_rows, np.full(len(members), share), self.pricing.training)
+        counts = [len(self.classes.nodes[node].ops) if nodes is None or node in nodes else 0 for node in members]
+        return float(seconds @ np.array(counts, dtype=np.float64))
+
+    def program(self, sizes: Sizes, insisted: Collection[int]) -> Program:
+        """The integer program with the sizes of every kind fixed."""
+        shares = np.array([np.array(own) / self.size(kind) for kind, own in enumerate(sizes)]).reshape(len(sizes), self.site.width)
+        along = self._times(shares)
+        nodes = tuple(tuple(self._labels(number, along, shares)) for number in range(len(self.classes.nodes)))
+        tensors = tuple(figures for each in self.classes.tensors if (figures := self._tensor(each, shares)) is not None)
+        return Program(nodes, tensors, len(sizes), self.num_bytes, self.capacity, tuple(self._insisted(insisted)))
+
+    def _insisted(self, kinds: Collection[int]) -> Iterator[tuple[int, int]]:
+        for number, node in enumerate(self.classes.nodes):
+            for kind in kinds:
+                if node.first.kind == "call" and any(label.work == kind for label in node.labels):
+                    yield number, kind
+
+    def _times(self, shares: NDArray[np.float64]) -> dict[tuple[int, int], Floats]:
+        """Per kind and node, per worker, seconds of its members on parts."""
+        found: dict[tuple[int, int], Floats] = {}
+        for kind, (members, traffic) in self._traffic.items():
+            counts = np.array([len(self.classes.nodes[node].ops) for node in members], dtype=np.float64)
+            rows = []
+            for worker in self.workers:
+                own = np.full(len(members), shares[kind, worker.position])
+                rows.append(counts * traffic.seconds(worker.device, self.site.num_rows, own, self.pricing.training))
+            for column, node in enumerate(members):
+                found[kind, node] = np.array([row[column] for row in rows])
+        return found
+
+    def _labels(self, number: int, along: Mapping[tuple[int, int], Floats], shares: NDArray[np.float64]) -> Iterator[LabelFigures]:
+        node = self.classes.nodes[number]
+        nothing = np.zeros(len(self.workers))
+        for label in node.labels:
+            is_call = node.first.kind == "call"
+            lane = label.work if is_call else WHOLE
+            seconds = along.get((lane, number), nothing) if lane != WHOLE else self._whole_seconds[number]
+            yield LabelFigures(
+                seconds=tuple(seconds),
+                lane=lane,
+                fixed=len(node.ops) * self._sum_seconds(node.first, label) if is_call else self._optimizer_seconds(number, label, shares),
+                num_bytes=tuple(self._held_bytes(number, label, shares)),
+                kinds=frozenset({label.work, label.scattered}) - {WHOLE},
+                divides=is_call and label.work != WHOLE and self._counts(node.first, label),
+            )
+
+    def _optimizer_seconds(self, number: int, label: Label, shares: NDArray[np.float64] | None) -> float:
+        """Seconds of stepping the parameters of a node, per micro-batch of the step, on the slowest device."""
+        node = self.classes.nodes[number]
+        if node.first.kind != "parameter" or not node.first.requires_grad or not self.pricing.training:
+            return 0.0
+        held = sum(op.num_bytes for op in node.ops)
+        times = []
+        for worker in self.workers:
+            share = shares[label.work, worker.position] if shares is not None and label.work != WHOLE else 1.0
+            times.append(optimizer_seconds(worker.device, held * share, self.pricing.optimizer_states))
+        return max(times) / self.site.num_micro_batch
+
+    def _counts(self, op: Op, label: Label) -> bool:
+        """Whether work on parts divides something worth it: arithmetic, or a parameter."""
+        axis = self.classes.work(op.name, label)
+        if axis == BATCH:
+            return False
+        graph = self.pricing.graph
+        reads = any(graph.by_name[name].kind == "parameter" and axis in self.classes.scene.axes_in(name) for name in op.inputs)
+        return reads or (op.requires_grad and op.backward_flops > 0)
+
+    def _sum_seconds(self, op: Op, label: Label) -> float:
+        axis = self.classes.work(op.name, label)
+        if axis is None or (role := self.classes.scene.role(op.name, axis)).kind != "contracted":
+            return 0.0
+        target = "scattered" if label.scattered != WHOLE else None
+        bridge = Bridge(op.name, None, target, is_sum=True, has_gradient=op.requires_grad, combine=role.combine)
+        forward, backward = self.tolls.both_ways(bridge)
+        return (forward + backward).at(self.site.num_rows)
+
+    def _held_bytes(self, number: int, label: Label, shares: NDArray[np.float64]) -> Iterator[float]:
+        """Per position, what a label holds more or less than if everything were whole."""
+        saved = self._divisible(number, label)
+        for position in range(self.site.width):
+            yield sum(-num_bytes * (1 - shares[kind, position]) for kind, num_bytes in saved)
+
+    def _divisible(self, number: int, label: Label) -> tuple[tuple[int, float], ...]:
+        """Bytes that lie in parts at a label, each with the kind along which."""
+        node = self.classes.nodes[number]
+        if node.first.kind in ("parameter", "buffer"):
+            held = sum(self.pricing.parameter_bytes(self.pricing.graph.parameter_by_name[op.target].name) for op in node.ops)
+            return ((label.work, float(held)),) if label.work != WHOLE else ()
+        found: list[tuple[int, float]] = []
+        for member in self.classes.members[node.first.name]:
+            kind = self.classes.form(member, label)
+            if kind != WHOLE and member in self._kept:
+                found.append((kind, len(node.ops) * self._activation_bytes(member)))
+        return tuple(found)
+
+    def _activation_bytes(self, name: str) -> float:
+        return self.site.in_flight * self.tolls.payload(self.pricing.graph.by_name[name]).at(self.site.num_rows)
+
+    @cached_property
+    def _kept(self) -> frozenset[str]:
+        return frozenset(name for op in self.classes.scene.ops for name in self.pricing.kept.get(op, ()))
+
+    def divided_bytes(self, labels: Sequence[int]) -> list[float]:
+        """Per kind, bytes that lie in parts along it if the nodes have these labels (indices)."""
+        found = [0.0] * len(self.classes.space.kinds)
+        for number, index in enumerate(labels):
+            for kind, num_bytes in self._divisible(number, self.classes.nodes[number].labels[index]):
+                found[kind] += num_bytes
+        return found
+
+    def _tensor(self, tensors: Tensors, shares: NDArray[np.float64]) -> TensorFigures | None:
+        """The bridges of some alike tensors; None where none can stand."""
+        pairs: dict[tuple[int, Use], Pair] = {}
+        for form in dict.fromkeys(tensors.forms):
+            for use in dict.fromkeys(use for user in tensors.users for use in user.uses):
+                pair = self._pair(tensors, form, use, shares)
+                if pair is not None:
+                    pairs[form, use] = pair
+        if not pairs:
+            return None
+        users = tuple(UserFigures(user.node, user.uses, user.has_gradient, user.keeps, user.is_rigid) for user in tensors.users)
+        once = 0.0
+        if tensors.first.kind == "parameter" and tensors.first.requires_grad and self.pricing.training:
+            once = tensors.count * self.tolls.synchronized(tensors.first).at(self.site.num_rows)
+        return TensorFigures(tensors.node, tensors.forms, users, pairs, once)
+
+    def _pair(self, tensors: Tensors, form: int, use: Use, shares: NDArray[np.float64]) -> Pair | None:
+        """What a bridge costs; None for none."""
+        kind, entered = use
+        op = tensors.first
+        bridge = Bridge(op.name, _name(form), _name(kind), entered, has_gradient=op.requires_grad)
+        if not bridge.forward and not bridge.backward:
+            return None
+        forward, backward = (line.at(self.site.num_rows) * tensors.count for line in self.tolls.both_ways(bridge))
+        num_bytes = tensors.count * self._activation_bytes(op.name) if bridge.forward else 0.0
+        copy = tuple(num_bytes * (shares[kind, position] if kind != WHOLE else 1.0) for position in range(self.site.width))
+        return Pair(forward, backward, copy if op.kind == "call" else (0.0,) * self.site.width, bool(bridge.forward))
+
+
+def _name(kind: int) -> str | None:
+    return None if kind == WHOLE else str(kind)
+
+
+def _workers(pricing: Pricing, site: Site) -> Iterator[Worker]:
+    """Per position, its devices in the groups, equal ones once."""
+    for position in range(site.width):
+        devices = (pricing.cluster.by_name[group[position]] for group in site.groups)
+        yield from (Worker(position, device) for device in {device_kind(device): device for device in devices}.values())

@@ -1,0 +1,204 @@
+"""Whether a split stage computes its rows in two halves, of which one computes while the other's messages travel.
+
+Halves start every kernel twice and pay every latency twice; in return a message costs only what the other half's work
+around it does not hide. Each of `n` messages one way has its share of the work of that direction, by all `g` gaps:
+
+    at once    work + messages                      in halves    work' + max(first or last message, messages' - work' n / g)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from whale.axes import Axes, discover
+from whale.axes.bridges import Bridge, Transport
+from whale.axes.halving import MIN_ROWS, Halving, halve, halve_stage
+from whale.errors import PlanError, WhaleError
+from whale.estimate import Line
+from whale.hardware.catalogue import CPU
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Choice, Plan, Shard
+from whale.planning.pricing.pricing import Pricing
+from whale.planning.pricing.tolls import Tolls
+from whale.planning.shard.space import Scene
+from whale.planning.structure.stages import Recompute
+from whale.units import format_seconds
+
+Costs = tuple[tuple[Line, Line], ...]
+"""Per device, seconds forward and backward by rows."""
+
+
+@dataclass(frozen=True)
+class Overlapping:
+    """What was decided for one stage.
+
+    Attributes:
+        is_chosen: whether it computes in halves.
+        whole: seconds of the slowest device for a micro-batch, its rows at once.
+        halves: the same, in two halves; 0 where that cannot be.
+        reason: why it cannot be, or that the user has said so.
+    """
+
+    is_chosen: bool
+    whole: float
+    halves: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What the devices of a group exchange during one micro-batch.
+
+    Attributes:
+        forward, backward: seconds of those that other work may hide, by rows.
+        num_forward, num_backward: how many these are.
+        num_gaps: places in the stage where something is exchanged, either way.
+    """
+
+    forward: Line
+    backward: Line
+    num_forward: int
+    num_backward: int
+    num_gaps: int
+
+
+def choose_overlap(
+    tolls: Tolls, scene: Scene, shards: tuple[Shard, ...], bridges: Sequence[Bridge], whole: Costs, recompute: Recompute
+) -> tuple[Overlapping, Costs]:
+    """Decides for one stage.
+
+    Args:
+        tolls: prices of messages.
+        scene: the stage.
+        shards: of it.
+        bridges: in it.
+        whole: what it costs each device with its rows at once, messages included.
+        recompute: what it computes again.
+
+    Returns:
+        The decision, and what the stage costs each device by it.
+    """
+    pricing, rows = tolls.pricing, tolls.site.num_rows
+    seconds = _slowest(whole, rows)
+    reason = _obstacle(pricing, scene, shards, recompute, rows)
+    if pricing.overlap is False or reason:
+        return Overlapping(False, seconds, reason=reason or "communication.overlap: false"), whole
+    messages = _messages(tolls, bridges)
+    if recompute.num_alive:  # its backward begins with a forward
+        messages = Messages(
+            messages.forward,
+            messages.backward + messages.forward,
+            messages.num_forward,
+            messages.num_backward + messages.num_forward,
+            messages.num_gaps,
+        )
+    halved = tuple(
+        (
+            _halved(forward, messages.forward, messages.num_forward, messages.num_gaps, rows),
+            _halved(backward, messages.backward, messages.num_backward, messages.num_gaps, rows),
+        )
+        for forward, backward in whole
+    )
+    found = _slowest(halved, rows)
+    if pricing.overlap is None and _compute_messages(tolls):
+        return Overlapping(False, seconds, reason="CPUs compute and move messages with the same cores"), whole
+    is_chosen = pricing.overlap is True or found < seconds
+    reason = "communication.overlap: true" if pricing.overlap is True else ""
+    return Overlapping(is_chosen, seconds, found, reason), halved if is_chosen else whole
+
+
+def _compute_messages(tolls: Tolls) -> bool:
+    """Whether what moves messages is what computes: then nothing is hidden by doing both."""
+    cluster = tolls.pricing.cluster
+    return any(cluster.by_name[name].model == CPU for group in tolls.site.groups for name in group)
+
+
+def _slowest(costs: Costs, rows: float) -> float:
+    return max((forward + backward).at(rows) for forward, backward in costs)
+
+
+def _obstacle(pricing: Pricing, scene: Scene, shards: tuple[Shard, ...], recompute: Recompute, rows: float) -> str:
+    """Why a stage cannot be computed in halves; "" where it can."""
+    if recompute.segments:
+        return "parts of it are computed again"
+    if rows < MIN_ROWS:
+        return "it takes one row at a time"
+    key = "halving", hash(scene.ops), shards, hash(scene.returned)
+    if key not in pricing.cuttings:
+        pricing.cuttings[key] = halve(pricing.graph, pricing.axes, scene.ops, shards, scene.returned)
+    halving: Halving = pricing.cuttings[key]
+    return halving.faults[0] if halving.faults else ""
+
+
+def _messages(tolls: Tolls, bridges: Iterable[Bridge]) -> Messages:
+    forward, backward, gaps = [], [], 0
+    for bridge in bridges:
+        if bridge.tensor in tolls.pricing.activations:
+            there, back = tolls.both_ways(bridge)
+            forward += [there] if _moves(bridge.forward) else []
+            backward += [back] if _moves(bridge.backward) and tolls.pricing.training else []
+            gaps += _moves(bridge.forward) or _moves(bridge.backward)
+    return Messages(Line.sum(forward), Line.sum(backward), len(forward), len(backward), gaps)
+
+
+def _moves(transport: Transport) -> bool:
+    return transport not in ("", "part")
+
+
+def _halved(seconds: Line, messages: Line, num_messages: int, num_gaps: int, rows: float) -> Line:
+    """One direction of a stage in two halves.
+
+    Args:
+        seconds: at once, messages included.
+        messages: of them.
+        num_messages: in this direction.
+        num_gaps: in both.
+        rows: about which the line is taken.
+    """
+    work = _twice(seconds + messages * -1)
+    if not num_messages:
+        return work
+    both = _twice(messages)
+    exposed = both * (0.5 / num_messages), both + work * (-num_messages / num_gaps)
+    return work + max(exposed, key=lambda line: line.at(rows))
+
+
+def _twice(line: Line) -> Line:
+    """Two halves of the rows, one after the other."""
+    return Line(2 * line.fixed, line.per_row)
+
+
+def explain_overlap(found: Sequence[Sequence[Overlapping | None]]) -> Iterator[Choice]:
+    """One choice per split stage and decision, from what was decided per replica and stage."""
+    seen: dict[tuple[int, Overlapping], list[int]] = {}
+    for index, replica in enumerate(found):
+        for stage, overlapping in enumerate(replica):
+            if overlapping is not None:
+                seen.setdefault((stage, overlapping), []).append(index)
+    for (stage, overlapping), members in seen.items():
+        copies = f" of replica {', '.join(map(str, members))}" if len(members) < len(found) else ""
+        whole = f"its rows at once: {format_seconds(overlapping.whole)}"
+        halves = f"in two halves: {format_seconds(overlapping.halves)}" if overlapping.halves else ""
+        yield Choice(
+            "overlap",
+            f"rows of stage {stage}{copies}",
+            "two halves, one computes while the other's messages travel" if overlapping.is_chosen else "at once",
+            cost=f"{format_seconds(overlapping.halves if overlapping.is_chosen else overlapping.whole)} per micro-batch",
+            bound=overlapping.reason or "time of the slowest device and of its messages",
+            runner_up=whole if overlapping.is_chosen else halves,
+        )
+
+
+def overlap_faults(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Iterator[WhaleError]:
+    """Stages that cannot be computed in halves, but are to be."""
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            if not stage.overlap:
+                continue
+            faults = ["it is not cut"] if not stage.shards else ["parts of it are computed again"] if stage.recompute else []
+            if not faults:
+                axes = axes or discover(graph)
+                faults = list(halve_stage(graph, axes, replica.edges, stage).faults)
+            for fault in faults:
+                yield PlanError(f"a stage in two halves computes each by itself (replica {replica.index}, stage {stage.index}: {fault})")

@@ -1,0 +1,176 @@
+"""Tensors between split stages that are whole on all devices of a group: one part per device over the slow link instead.
+
+    at once                                 scattered
+    a0 --- all of it ---> b0                a0 --- its part ---> b0
+    a1 --- all of it ---> b1                a1 --- its part ---> b1     then an all-gather inside b, on the fast link
+                                            gradients return as parts, then an all-gather inside a
+
+It needs an axis beside the batch and groups of one size on both ends, and pays where the link between the stages is much
+slower than those inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from whale.axes import Axes, Dimension, axes_of
+from whale.axes.labels import label
+from whale.axes.values import may_lie_in_parts
+from whale.estimate import Line, all_gather_line, spec_line
+from whale.estimate.memory_writes import MemoryWrites
+from whale.ir.division import divide_evenly
+from whale.ir.graph import ModelGraph
+from whale.ir.layout import BATCH
+from whale.ir.plan import Choice, Replica, Shard, Stage
+from whale.planning.pricing.pricing import Pricing
+from whale.units import format_seconds
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """One tensor that crosses in parts.
+
+    Attributes:
+        tensor: its op.
+        axis: along which.
+        sizes: per position of a group.
+        whole, parts: seconds of crossing, both ways, with the gathers.
+    """
+
+    tensor: str
+    axis: str
+    sizes: tuple[int, ...]
+    whole: float
+    parts: float
+
+
+def scatter_all(replicas: Sequence[Replica], pricing: Pricing, num_micro_batch: int) -> tuple[tuple[Replica, ...], tuple[Choice, ...]]:
+    """`scatter_borders` of every replica; what they have in common is told once."""
+    found = [scatter_borders(replica, pricing, -(-replica.share // num_micro_batch)) for replica in replicas]
+    return tuple(replica for replica, _ in found), tuple(dict.fromkeys(choice for _, choices in found for choice in choices))
+
+
+def scatter_borders(replica: Replica, pricing: Pricing, num_rows: int) -> tuple[Replica, tuple[Choice, ...]]:
+    """A replica whose tensors cross in parts where that is faster.
+
+    Args:
+        replica: as planned.
+        pricing: of the graph on the cluster.
+        num_rows: of a micro-batch.
+    """
+    stages, choices = list(replica.stages), []
+    for source in replica.stages:
+        for tensor, targets in _readers(replica, source).items():
+            ends = [stages[index] for index in (source.index, *targets)]
+            found = _scattered(tensor, ends, pricing, num_rows)
+            if found is None or found.parts >= found.whole:
+                continue
+            for end in ends:
+                is_source = end.index == source.index
+                stages[end.index] = _with_border(stages[end.index], found, pricing.graph, pricing.axes, is_source=is_source)
+            choices.append(_explain(found, source, targets))
+    return replace(replica, stages=tuple(stages)), tuple(choices)
+
+
+def _readers(replica: Replica, source: Stage) -> dict[str, list[int]]:
+    """Per tensor that a stage hands on, the stages that it goes to."""
+    found: dict[str, list[int]] = {}
+    for edge in replica.edges:
+        for tensor in edge.tensors if edge.source == source.index else ():
+            found.setdefault(tensor, []).append(edge.target)
+    return found
+
+
+def _scattered(tensor: str, ends: Sequence[Stage], pricing: Pricing, num_rows: int) -> Scattered | None:
+    """How a tensor could cross in parts; None where it cannot."""
+    source, *targets = ends
+    devices = set(source.virtual_device.devices)
+    if source.split < 2 or any(end.split != source.split for end in targets) or len(pricing.graph.by_name[tensor].outputs) != 1:
+        return None
+    if any(devices & set(end.virtual_device.devices) for end in targets) or _is_bound(tensor, ends, pricing.graph):
+        return None
+    for axis in _axes_beside_the_batch(pricing.axes.ops[tensor].outputs[0]):
+        sizes = _sizes(axis, ends, pricing.axes)
+        if sizes is not None:
+            return Scattered(tensor, axis, sizes, *_seconds(tensor, sizes, source, targets, pricing, num_rows))
+    return None
+
+
+def _is_bound(tensor: str, ends: Sequence[Stage], graph: ModelGraph) -> bool:
+    """Whether some end needs the tensor's own memory, or it leaves the model, or crosses in parts already."""
+    if tensor in graph.outputs or any(end.border_shard(tensor) for end in ends):
+        return True
+    for end in ends:
+        writes = MemoryWrites(graph, end.ops)
+        if writes.is_written_later(tensor) or any(writes.need_same(tensor, op) for op in end.ops if tensor in graph.by_name[op].inputs):
+            return True
+    return False
+
+
+def _axes_beside_the_batch(dimensions: tuple[Dimension, ...]) -> Iterator[str]:
+    for dimension in dimensions:
+        if BATCH not in axes_of(dimension):
+            yield from (axis for axis in dict.fromkeys(axes_of(dimension)) if may_lie_in_parts(dimensions, axis))
+
+
+def _sizes(axis: str, ends: Sequence[Stage], axes: Axes) -> tuple[int, ...] | None:
+    """The sizes in which all ends cut an axis, even ones where none does; None where they differ or it is too short."""
+    shard = {own.sizes for end in ends for own in end.shards if own.axis == axis}
+    if len(shard) > 1 or axes.by_name[axis].size < ends[0].split:
+        return None
+    return next(iter(shard), divide_evenly(axes.by_name[axis].size, ends[0].split))
+
+
+def _seconds(
+    tensor: str, sizes: tuple[int, ...], source: Stage, targets: Sequence[Stage], pricing: Pricing, num_rows: int
+) -> tuple[float, float]:
+    """Seconds of crossing whole and in parts."""
+    op = pricing.graph.by_name[tensor]
+    payload = Line.sum(spec_line(spec, pricing.graph.num_rows) for spec in op.outputs)
+    num_bytes = payload.at(num_rows / min(len(source.groups), *(len(end.groups) for end in targets)))
+    largest = max(sizes) / sum(sizes)
+    ways = 2 if op.requires_grad and pricing.training else 1
+    whole = parts = 0.0
+    for end in targets:
+        link = max(
+            (pricing.link(a, b) for a in source.virtual_device.devices for b in end.virtual_device.devices),
+            key=lambda each: each.seconds(num_bytes),
+        )
+        whole += ways * link.seconds(num_bytes)
+        parts += ways * link.seconds(num_bytes * largest) + _gather(end, num_bytes, pricing)
+    return whole, parts + (_gather(source, num_bytes, pricing) if ways == 2 else 0.0)
+
+
+def _gather(stage: Stage, num_bytes: float, pricing: Pricing) -> float:
+    return max(all_gather_line(pricing.cluster, group, Line(num_bytes), 1).at(0) for group in stage.groups)
+
+
+def _with_border(stage: Stage, found: Scattered, graph: ModelGraph, axes: Axes, *, is_source: bool) -> Stage:
+    """A stage that hands on, or is handed, a tensor in parts."""
+    known = next((shard for shard in stage.shards if shard.axis == found.axis), None) or _unused(stage, found, graph, axes)
+    if is_source:
+        changed = replace(known, handed_on=(*known.handed_on, found.tensor))
+    else:
+        changed = replace(known, arriving=(*known.arriving, found.tensor))
+    shards = [changed if shard.axis == found.axis else shard for shard in stage.shards]
+    return replace(stage, shards=tuple(shards) if changed in shards else (*shards, changed))
+
+
+def _unused(stage: Stage, found: Scattered, graph: ModelGraph, axes: Axes) -> Shard:
+    """A cut of an axis along which nothing works and nothing is held."""
+    shard = Shard(found.axis, found.sizes)
+    holders = dict.fromkeys(holder.rpartition(":")[0] for holder in axes.held_by[found.axis])
+    met = label(graph, axes, stage.ops, [shard]).meeting[found.axis]
+    return replace(shard, whole_in=met, whole_parameters=tuple(name for name in holders if name in stage.parameters))
+
+
+def _explain(found: Scattered, source: Stage, targets: Sequence[int]) -> Choice:
+    return Choice(
+        "bridging",
+        f"%{found.tensor} from stage {source.index} to {', '.join(map(str, targets))}",
+        f"in parts of {found.axis} {':'.join(map(str, found.sizes))}, gathered on arrival",
+        cost=f"{format_seconds(found.parts)} per micro-batch, both ways",
+        bound="the link between the stages",
+        runner_up=f"whole to every device: {format_seconds(found.whole)}",
+    )

@@ -1,0 +1,177 @@
+"""What a split stage costs each device: its part of the ops and of the memory, and the reductions inside its group."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from whale.axes.bridges import Bridge, find_bridges
+from whale.axes.labels import Labels
+from whale.axes.values import may_lie_in_parts
+from whale.estimate import Line, edge_line, spec_line
+from whale.ir.layout import BATCH
+from whale.ir.plan import Shard
+from whale.planning.pipeline.placement import Placed
+from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pricing.pricing import DeviceCost, Pricing
+from whale.planning.pricing.tolls import Site, Tolls
+from whale.planning.shard.overlapping import Overlapping, choose_overlap
+from whale.planning.shard.sharding import Cutting, choose_cuts
+from whale.planning.shard.space import Scene
+from whale.planning.structure.stages import Assignment, Recompute
+
+
+@dataclass(frozen=True)
+class PricedStage:
+    """A stage on its devices.
+
+    Attributes:
+        costs: per device.
+        cutting: what is cut and why; None for a stage that is not split.
+        overlapping: whether it computes its rows in two halves, and why; None likewise.
+    """
+
+    costs: tuple[DeviceCost, ...]
+    cutting: Cutting | None = None
+    overlapping: Overlapping | None = None
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self.cutting.shards if self.cutting else ()
+
+
+def price_stage(
+    pricing: Pricing, pipeline: Pipeline, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recompute: Recompute
+) -> PricedStage:
+    """Prices a stage; where it is split, its cuts are chosen first.
+
+    Args:
+        placed: the devices of each rank.
+        num_rows: of a micro-batch, about which the prices are taken.
+        recompute: what the stage computes again.
+    """
+    devices = [placed[rank] for rank in pipeline.stage_rank]
+    groups = groups_of(devices[stage], pipeline.width(stage))
+    rows = max(1.0, num_rows / len(groups))
+    if pipeline.width(stage) == 1:
+        return PricedStage(pricing.stage(assignment, stage, devices, rows, recompute))
+    scene = make_scene(pricing, assignment, stage, pipeline)
+    site = Site(groups, rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
+    part = pricing.part(assignment.parts[stage], recompute)
+    num_bytes = Line(float(part.parameter_bytes)) + part.activation * site.in_flight + part.working
+    cutting = choose_cuts(scene, pricing, site, num_bytes, pipeline.splits[stage].scopes)
+    parts = [
+        pricing.local(assignment.parts[stage].ops, cutting.shards, position).stage(assignment, stage, devices, rows, recompute)
+        for position in range(site.width)
+    ]
+    labels = pricing.labels(assignment.parts[stage].ops, cutting.shards)
+    bridges = find_bridges(labels, scene.returned)
+    tolls = Tolls(pricing, site)
+    forward, backward = tolls.of_stage(labels, bridges)
+    again = _share_of(forward, assignment, stage, recompute)
+    copies = [_copies(pricing, labels, bridges, position, recompute) for position in range(site.width)]
+    own_costs = [parts[index % site.width][index] for index in range(len(devices[stage]))]
+    whole = tuple((own.forward + forward, own.backward + backward + again) for own in own_costs)
+    overlapping, seconds = choose_overlap(tolls, scene, cutting.shards, bridges, whole, recompute)
+    costs = tuple(
+        replace(
+            own,
+            forward=seconds[index][0],
+            backward=seconds[index][1],
+            receive=own.receive + _from_own_devices(pricing, pipeline, assignment, stage, devices, index, scene.rows_arriving),
+            part=replace(own.part, activation=own.part.activation + copies[index % site.width]),
+        )
+        for index, own in enumerate(own_costs)
+    )
+    return PricedStage(costs, cutting, overlapping)
+
+
+def groups_of(devices: Sequence[str], width: int) -> tuple[tuple[str, ...], ...]:
+    """The split groups of a virtual device: consecutive devices."""
+    return tuple(tuple(devices[start : start + width]) for start in range(0, len(devices), width))
+
+
+def make_scene(pricing: Pricing, assignment: Assignment, stage: int, pipeline: Pipeline) -> Scene:
+    """One stage of an assignment as the cutting sees it."""
+    stage_rank = pipeline.stage_rank
+    part = assignment.parts[stage]
+    beside = [index for index, rank in enumerate(stage_rank) if rank == stage_rank[stage] and index != stage]
+    arriving, leaving = _rows_apart(pricing, assignment, stage, pipeline)
+    return Scene(
+        pricing.graph,
+        pricing.axes,
+        part.ops,
+        received=frozenset(name for names in part.received.values() for name in names),
+        handed_on=frozenset(name for other in assignment.parts for name in other.received.get(stage, ())),
+        shared=frozenset(part.parameters).intersection(name for index in beside for name in assignment.parts[index].parameters),
+        rows_arriving=arriving,
+        rows_leaving=leaving,
+    )
+
+
+def _rows_apart(pricing: Pricing, assignment: Assignment, stage: int, pipeline: Pipeline) -> tuple[frozenset[str], frozenset[str]]:
+    """Values that come from stages on the same devices which divide the rows, and values that only such stages read."""
+    rank, width = pipeline.stage_rank, pipeline.width
+    narrower = {other for other in range(len(rank)) if rank[other] == rank[stage] and width(other) < width(stage)}
+    batch = pricing.axes.by_name.get(BATCH)
+    if not narrower or batch is None or batch.size < width(stage):
+        return frozenset(), frozenset()
+    arriving = {name for source, names in assignment.parts[stage].received.items() if source in narrower for name in names}
+    readers: dict[str, set[int]] = {}
+    for target, part in enumerate(assignment.parts):
+        for name in part.received.get(stage, ()):
+            readers.setdefault(name, set()).add(target)
+    leaving = {name for name, targets in readers.items() if targets <= narrower}
+    leaving -= {*pricing.graph.outputs, *(name for term in pricing.graph.loss for name in (term.sum, term.weight) if name)}
+    return _with_batch(pricing, arriving), _with_batch(pricing, leaving)
+
+
+def _with_batch(pricing: Pricing, names: Iterable[str]) -> frozenset[str]:
+    """Those that can lie in parts of the rows."""
+    return frozenset(name for name in names if may_lie_in_parts(pricing.axes.ops[name].outputs[0], BATCH))
+
+
+def _copies(pricing: Pricing, labels: Labels, bridges: Sequence[Bridge], position: int, recompute: Recompute) -> Line:
+    """Bytes of the forms into which bridges bring tensors and that their users keep for backward, by rows."""
+    again = frozenset(name for segment in recompute.segments for name in segment)
+    if recompute.num_alive:
+        return Line()
+    sizes = {shard.axis: shard.sizes[position] for shard in labels.shards}
+    found = []
+    for bridge in bridges:
+        op = pricing.graph.by_name[bridge.tensor]
+        keepers = (user for user in bridge.users if user not in again and pricing.owner[op.name] in pricing.kept.get(user, ()))
+        if op.kind == "call" and bridge.forward and not bridge.is_sum and any(keepers):
+            share = sizes[bridge.target] / pricing.axes.by_name[bridge.target].size if bridge.target else 1.0
+            found.append(Line.sum(spec_line(spec, pricing.graph.num_rows) for spec in op.outputs) * share)
+    return Line.sum(found)
+
+
+def _share_of(forward: Line, assignment: Assignment, stage: int, recompute: Recompute) -> Line:
+    """The reductions that are repeated with what is computed again, in proportion to the ops."""
+    if recompute.num_alive:
+        return forward
+    return forward * (sum(map(len, recompute.segments)) / max(1, len(assignment.parts[stage].ops)))
+
+
+def _from_own_devices(
+    pricing: Pricing,
+    pipeline: Pipeline,
+    assignment: Assignment,
+    stage: int,
+    devices: Sequence[Sequence[str]],
+    index: int,
+    in_parts: Collection[str],
+) -> Line:
+    """Waiting for the rows that other devices of the same virtual device have of what an earlier stage there made whole."""
+    own, found, width = devices[stage], Line(), pipeline.width(stage)
+    neighbour = own[index - index % width + (index + 1) % width]
+    for source, received in assignment.parts[stage].received.items():
+        tensors = tuple(name for name in received if name not in in_parts)
+        narrower = width // pipeline.width(source)
+        if pipeline.stage_rank[source] != pipeline.stage_rank[stage] or narrower < 2:
+            continue
+        forward, backward = pricing.payload(tensors)
+        num_messages = (narrower - 1) * (len(tensors) + pricing.num_gradients(tensors))
+        found = found + edge_line(pricing.link(own[index], neighbour), (forward + backward) * (1 - 1 / narrower), num_messages)
+    return found

@@ -1,0 +1,198 @@
+"""Which stage runs each op: ``stage = max(own wish, producers)``, unbound ops sink to their first consumer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from whale.ir.graph import ModelGraph
+from whale.planning.structure.structure import Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Where an op wants to run.
+
+    Attributes:
+        stages: the stages it may run on, ascending.
+        firm: whether it may not be moved to a later stage than these.
+    """
+
+    stages: tuple[int, ...]
+    firm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """An op that needs a value which only a later stage makes: the op, the other op, and their stages."""
+
+    op: str
+    needs: str
+    stage: int
+    needed_stage: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one stage runs, wherever it runs.
+
+    Attributes:
+        ops: calls in graph order, repeated ones included.
+        parameters: names of the parameters and buffers that these read.
+        received: per source stage, the ops whose tensors arrive.
+    """
+
+    ops: tuple[str, ...]
+    parameters: tuple[str, ...]
+    received: Mapping[int, tuple[str, ...]]
+
+
+Segment = tuple[str, ...]
+"""A run of a stage's ops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What one stage computes again in its backward pass.
+
+    Attributes:
+        segments: runs of its ops, in order.
+        num_alive: where R actions recompute the whole stage, how many recomputed micro-batches are alive at once; else 0.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    num_alive: int = 0
+
+
+NOTHING = Recompute()
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The ops of all stages. `stage_of` names the stage of every op that is not repeated."""
+
+    stage_of: Mapping[str, int]
+    parts: tuple[Part, ...]
+
+    @property
+    def edges(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        """Tensors that travel, by (source, target)."""
+        found = {(source, target): tensors for target, part in enumerate(self.parts) for source, tensors in part.received.items()}
+        return dict(sorted(found.items()))
+
+
+def assign(graph: ModelGraph, structure: Structure, wishes: Mapping[str, Wish], num_stages: int) -> tuple[Assignment, list[Late]]:
+    """Assigns every op to a stage.
+
+    Args:
+        wishes: of the ops that have one; the others follow their consumers, or else their producers.
+
+    Returns:
+        the assignment, and the ops whose firm wish could not be met (they were moved to a later stage).
+    """
+    wish_of = [_common_wish(wishes, names) for names in structure.atoms]
+    stage, late = _settle(structure, wish_of)
+    _sink(structure, wish_of, stage)
+    stage_of = {name: stage[atom] for name, atom in structure.atom_of.items()}
+    faults = [fault for atom in late for fault in _explain_late(structure, wishes, stage_of, atom)]
+    return Assignment(stage_of, _parts(graph, structure, stage_of, num_stages)), faults
+
+
+def _common_wish(wishes: Mapping[str, Wish], names: tuple[str, ...]) -> Wish | None:
+    """The wish of an atom: what all its ops allow, else the latest that one of them asks for."""
+    own = [wishes[name] for name in names if name in wishes]
+    if not own:
+        return None
+    common = set(own[0].stages).intersection(*(wish.stages for wish in own[1:]))
+    if common:
+        return Wish(tuple(sorted(common)), any(wish.firm for wish in own))
+    return Wish((max(wish.stages[0] for wish in own),), any(wish.firm for wish in own))
+
+
+def _settle(structure: Structure, wish_of: list[Wish | None]) -> tuple[list[int], list[int]]:
+    stage = [0] * len(structure.atoms)
+    late = []
+    for atom in structure.order:
+        earliest = max((stage[source] for source in structure.producers[atom]), default=0)
+        wish = wish_of[atom]
+        fitting = [s for s in wish.stages if s >= earliest] if wish else []
+        stage[atom] = fitting[0] if fitting else earliest
+        if wish and wish.firm and not fitting:
+            late.append(atom)
+    return stage, late
+
+
+def _sink(structure: Structure, wish_of: list[Wish | None], stage: list[int]) -> None:
+    """Moves ops without a wish to the first stage that reads them: what only later stages use is made there."""
+    first: dict[int, int] = {}
+    for atom in reversed(structure.order):
+        if wish_of[atom] is None and atom in first:
+            stage[atom] = first[atom]
+        for source in structure.producers[atom]:
+            first[source] = min(first.get(source, stage[atom]), stage[atom])
+
+
+def _explain_late(structure: Structure, wishes: Mapping[str, Wish], stage_of: Mapping[str, int], atom: int) -> Iterable[Late]:
+    for name in structure.atoms[atom]:
+        if name not in wishes or not wishes[name].firm:
+            continue
+        asked = wishes[name].stages[-1]
+        needs = [source for source in structure.inputs[name] if stage_of.get(source, -1) > asked and structure.atom_of[source] != atom]
+        if needs:
+            yield Late(name, needs[0], asked, stage_of[needs[0]])
+            return
+    name = next(name for name in structure.atoms[atom] if name in wishes)
+    source = max((s for member in structure.atoms[atom] for s in structure.inputs[member] if s in stage_of), key=lambda s: stage_of[s])
+    yield Late(name, source, wishes[name].stages[-1], stage_of[source])
+
+
+def _parts(graph: ModelGraph, structure: Structure, stage_of: Mapping[str, int], num_stages: int) -> tuple[Part, ...]:
+    members: list[set[str]] = [set() for _ in range(num_stages)]
+    for name, stage in stage_of.items():
+        members[stage].add(name)
+    for name in _wanted_repeats(graph, structure):
+        members[num_stages - 1].add(name)
+    for term in graph.loss:
+        if term.weight in structure.repeatable and term.sum in stage_of:
+            members[stage_of[term.sum]].add(term.weight)
+    position = {op.name: index for index, op in enumerate(graph.ops)}
+    for own in members:
+        _add_repeats(own, structure)
+    ordered = [tuple(sorted(own, key=position.__getitem__)) for own in members]
+    held = [_parameters(graph, structure, ops) for ops in ordered]
+    held[-1] |= {parameter.name for parameter in graph.parameters}.difference(*held)  # nobody reads these, somebody keeps them
+    parts = []
+    for stage, ops in enumerate(ordered):
+        parameters = tuple(parameter.name for parameter in graph.parameters if parameter.name in held[stage])
+        parts.append(Part(ops, parameters, _received(structure, stage_of, ops, stage)))
+    return tuple(parts)
+
+
+def _wanted_repeats(graph: ModelGraph, structure: Structure) -> Iterable[str]:
+    """Results of the whole graph that are repeatable: the last stage makes them."""
+    wanted = [*graph.outputs, *(term.sum for term in graph.loss)]
+    wanted += [term.weight for term in graph.loss if term.weight is not None and term.sum in structure.repeatable]
+    return [name for name in wanted if name in structure.repeatable]
+
+
+def _add_repeats(own: set[str], structure: Structure) -> None:
+    waiting = list(own)
+    while waiting:
+        for source in structure.inputs[waiting.pop()]:
+            if source in structure.repeatable and source not in own:
+                own.add(source)
+                waiting.append(source)
+
+
+def _parameters(graph: ModelGraph, structure: Structure, ops: tuple[str, ...]) -> set[str]:
+    read = [graph.by_name[name] for name in {source for name in ops for source in structure.inputs[name]}]
+    return {graph.parameter_by_name[op.target].name for op in read if op.kind in ("parameter", "buffer")}
+
+
+def _received(structure: Structure, stage_of: Mapping[str, int], ops: tuple[str, ...], stage: int) -> dict[int, tuple[str, ...]]:
+    found: dict[int, dict[str, None]] = {}
+    for name in ops:
+        for source in structure.inputs[name]:
+            if stage_of.get(source, stage) != stage:
+                found.setdefault(stage_of[source], {})[source] = None
+    return {source: tuple(tensors) for source, tensors in sorted(found.items())}

@@ -1,0 +1,184 @@
+"""Checks a plan against its graph and cluster: everything is computed, held, handed on and fits, or all faults at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from whale.axes import Axes
+from whale.errors import PlanError, WhaleError, raise_faults
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan, Replica, Stage
+from whale.planning.shard.overlapping import overlap_faults
+from whale.planning.structure.crossing import crossing_faults
+from whale.planning.verify.shards import shard_faults
+from whale.units import format_bytes
+
+
+def verify(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = None) -> None:
+    """Checks a plan.
+
+    Args:
+        plan: the plan.
+        graph: the model that it is for.
+        cluster: the devices that it names.
+        axes: of the graph, where they are known already.
+
+    Raises:
+        PlanError: naming everything that is wrong with it.
+    """
+    faults: list[WhaleError] = []
+    if plan.model != graph.fingerprint:
+        faults.append(PlanError(f"a plan is for one model (plan: {plan.model}, model: {graph.fingerprint})"))
+        raise_faults(faults)
+    faults += _devices(plan, cluster)
+    seen: dict[tuple[object, ...], None] = {}
+    for replica in plan.replicas:
+        key = tuple((stage.ops, stage.parameters, stage.recompute) for stage in replica.stages), replica.edges
+        if key not in seen:  # equal replicas have equal faults
+            seen[key] = None
+            faults += [fault for check in _CHECKS for fault in check(plan, graph, replica)]
+        faults += _memory(replica, plan)
+    faults += shard_faults(plan, graph, axes)
+    faults += overlap_faults(plan, graph, axes)
+    faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
+    raise_faults(faults)
+
+
+def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
+    unknown = sorted({name for name in plan.devices if name not in cluster.by_name})
+    if unknown:
+        yield PlanError(
+            f"a plan names devices of the cluster ({', '.join(unknown)} not in {cluster.name})",
+            hint="pass the cluster that the plan was made for (cluster=, or cluster: in the recipe), or plan again for this one",
+        )
+    used = [device for replica in plan.replicas for device in _replica_devices(plan, replica)]
+    twice = sorted({name for name in used if used.count(name) > 1}) if len(set(used)) < len(used) else []
+    if twice:
+        yield PlanError(f"a device belongs to one virtual device of one replica ({', '.join(twice)} to several)")
+    if set(used) != set(plan.devices) or len(set(plan.devices)) < len(plan.devices):
+        yield PlanError(f"ranks are the devices of the replicas, each once (devices: {len(plan.devices)}, in replicas: {len(set(used))})")
+    for replica in plan.replicas:
+        if len(replica.stages) != plan.num_stages:
+            yield PlanError(f"every replica has every stage (replica {replica.index}: {len(replica.stages)} of {plan.num_stages})")
+        elif any(replica.stages[a].virtual_device != replica.stages[b].virtual_device for a, b in _chunk_pairs(plan)):
+            yield PlanError(f"stages of one rank share their virtual device (replica {replica.index})")
+        if replica.share < 1:
+            yield PlanError(f"every replica has a share of the rows (replica {replica.index}: {replica.share})")
+
+
+def _chunk_pairs(plan: Plan) -> Iterator[tuple[int, int]]:
+    first: dict[int, int] = {}
+    for stage, rank in enumerate(plan.stage_rank):
+        yield first.setdefault(rank, stage), stage
+
+
+def _replica_devices(plan: Plan, replica: Replica) -> Iterator[str]:
+    """The devices of a replica, rank by rank."""
+    first = dict(reversed([(rank, stage) for stage, rank in enumerate(plan.stage_rank)]))
+    for stage in first.values():
+        if stage < len(replica.stages):
+            yield from replica.stages[stage].virtual_device.devices
+
+
+def _shares(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
+    for stage in replica.stages:
+        groups = "device" if stage.split == 1 else f"group of {stage.split} devices"
+        if len(stage.shares) * stage.split != len(stage.virtual_device.devices) or any(share < 1 for share in stage.shares):
+            yield PlanError(f"every {groups} of a stage has a share ({_name(replica, stage)}: {stage.shares} for {stage.virtual_device})")
+        if not stage.ops and graph.mode == "train":
+            yield PlanError(f"every stage has an op ({_name(replica, stage)}: none)", hint="fewer stages (pipeline.num_stages)")
+
+
+def _values(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
+    """Every stage has the values that its ops read."""
+    made = [set(stage.ops) for stage in replica.stages]
+    arriving: list[set[str]] = [set() for _ in replica.stages]
+    for edge in replica.edges:
+        if edge.source >= edge.target:
+            yield PlanError(f"values travel to later stages (replica {replica.index}: edge {edge.source} -> {edge.target})")
+        absent = [name for name in edge.tensors if name not in made[edge.source]]
+        if absent:
+            yield PlanError(
+                f"an edge carries what its source makes (replica {replica.index}, stage {edge.source}: not {', '.join(absent)})"
+            )
+        arriving[edge.target].update(edge.tensors)
+    for stage in replica.stages:
+        at_hand = made[stage.index] | arriving[stage.index]
+        for name in stage.ops:
+            op = graph.by_name[name]
+            missing = [source for source in op.inputs if graph.by_name[source].kind == "call" and source not in at_hand]
+            if missing:
+                yield PlanError(
+                    f"a stage has what its ops read ({_name(replica, stage)}: {name} lacks {', '.join(missing)})", where=op.where
+                )
+
+
+def _computed(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
+    """What the loss and the outputs need is computed; a term of the loss exactly once."""
+    made = [set(stage.ops) for stage in replica.stages]
+    everything = set().union(*made)
+    for name in dict.fromkeys((*(term.sum for term in graph.loss), *graph.outputs)):
+        if name not in everything and graph.by_name[name].kind == "call":
+            yield PlanError(f"some stage computes every result (replica {replica.index}: none {name})", where=graph.by_name[name].where)
+    for term in graph.loss:
+        places = [index for index, ops in enumerate(made) if term.sum in ops]
+        if len(places) > 1:
+            yield PlanError(f"one stage computes a term of the loss (replica {replica.index}: {term.sum} in {places})", where=term.where)
+        if places and term.weight is not None and graph.by_name[term.weight].kind == "call" and term.weight not in made[places[0]]:
+            yield PlanError(f"a term's weight is computed beside it (replica {replica.index}: {term.weight})", where=term.where)
+
+
+def _held(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
+    """Every parameter is held where it is read, and somewhere."""
+    for stage in replica.stages:
+        read = {source for name in stage.ops for source in graph.by_name[name].inputs}
+        wanted = {
+            graph.parameter_by_name[op.target].name for op in map(graph.by_name.__getitem__, read) if op.kind in ("parameter", "buffer")
+        }
+        missing = sorted(wanted.difference(stage.parameters))
+        if missing:
+            yield PlanError(f"a stage holds the parameters it reads ({_name(replica, stage)}: not {', '.join(missing)})")
+    held = {name for stage in replica.stages for name in stage.parameters}
+    nowhere = sorted({parameter.name for parameter in graph.parameters} - held)
+    if nowhere:
+        yield PlanError(f"some stage holds every parameter (replica {replica.index}: none {', '.join(nowhere)})")
+
+
+def _recomputed(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
+    """What recomputes are runs of the stage's ops, one behind the other, where no whole stage recomputes."""
+    for stage in replica.stages:
+        position = {name: index for index, name in enumerate(stage.ops)}
+        ends = [position.get(name, -1) for run in stage.recompute for name in run]
+        starts = ends[::2]
+        if -1 in ends or ends != sorted(ends) or len(set(starts)) < len(starts) or set(ends[1:-1:2]) & set(starts[1:]):
+            yield PlanError(
+                f"what recomputes are runs of the stage's ops, in order and apart ({_name(replica, stage)}: "
+                f"{', '.join(f'{first} .. {last}' for first, last in stage.recompute)})"
+            )
+        if stage.recompute and plan.recomputes_stages:
+            yield PlanError(f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)})")
+
+
+def _memory(replica: Replica, plan: Plan) -> Iterator[WhaleError]:
+    needs: dict[str, int] = {}
+    capacity: dict[str, int] = {}
+    for stage in replica.stages:
+        for device, estimate in zip(stage.virtual_device.devices, stage.estimates, strict=False):
+            needs[device] = needs.get(device, 0) + estimate.parameter_bytes + estimate.activation_bytes
+            capacity[device] = estimate.capacity
+    for device, need in needs.items():
+        short = need - capacity[device]
+        if (short > 0.01 * capacity[device] and plan.num_chunks == 1) or short > 0.1 * capacity[device]:
+            yield PlanError(
+                f"a plan fits in memory ({device} needs {format_bytes(need)} and has {format_bytes(capacity[device])}: "
+                f"{format_bytes(short)} short)",
+                hint="more micro-batches (pipeline.num_micro_batch), fewer rows, or other devices",
+            )
+
+
+def _name(replica: Replica, stage: Stage) -> str:
+    return f"replica {replica.index}, stage {stage.index}"
+
+
+_CHECKS: tuple[Callable[[Plan, ModelGraph, Replica], Iterator[WhaleError]], ...] = (_shares, _values, _computed, _held, _recomputed)

@@ -1,0 +1,1 @@
+"""Checkpoints: each part written once, read under any plan."""

@@ -1,0 +1,145 @@
+"""Where a rank's part of a tensor lies in the whole one, as rectangles: what a checkpoint is written and read by.
+
+fused projection, 2 heads of 2 columns in each of q, k, v; this rank holds head 1
+
+whole       q q Q Q k k K K v v V V         held  ((2, 4), (6, 8), (10, 12)) in that dimension
+local           0 1     2 3     4 5         three boxes, each an interval of the whole and of the local tensor
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, product
+
+from torch import Tensor
+
+from whale.axes.index_sets import Runs, count
+from whale.ir.graph import ModelGraph
+from whale.runtime.state.holdings import Holdings
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a tensor.
+
+    Attributes:
+        start, stop: per dimension, its first position and the one after its last.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its size in each dimension."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of a tensor that it covers."""
+        for dim, (start, stop) in enumerate(zip(self.start, self.stop, strict=True)):
+            tensor = tensor.narrow(dim, start, stop - start)
+        return tensor
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """Itself, counted from another position."""
+        return Box(_less(self.start, origin), _less(self.stop, origin))
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of a tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        held: per dimension, the positions that the rank holds, in the order in which they lie in its own tensor.
+        written: per piece that the rank answers for, its positions per dimension; all of them are held.
+    """
+
+    shape: tuple[int, ...]
+    held: tuple[Runs, ...]
+    written: tuple[tuple[Runs, ...], ...] = ()
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the rank's own tensor."""
+        return tuple(map(count, self.held))
+
+    def written_boxes(self) -> Iterator[Box]:
+        """What the rank writes, as rectangles of the whole tensor."""
+        for piece in self.written:
+            yield from boxes(piece)
+
+    def local(self, box: Box) -> Box:
+        """Where what is held of a rectangle of the whole lies in the rank's own tensor: side by side, whatever lies between."""
+        start = tuple(line.count_below(bound) for line, bound in zip(self._lines, box.start, strict=True))
+        return Box(start, tuple(line.count_below(bound) for line, bound in zip(self._lines, box.stop, strict=True)))
+
+    def overlap(self, box: Box) -> tuple[Runs, ...] | None:
+        """Per dimension, the held positions of a rectangle of the whole; None where there are none."""
+        ends = zip(box.start, box.stop, strict=True)
+        found = tuple(line.within(start, stop) for line, (start, stop) in zip(self._lines, ends, strict=True))
+        return found if all(found) else None
+
+    @cached_property
+    def _lines(self) -> tuple[_Line, ...]:
+        return tuple(map(_Line, self.held))
+
+
+class _Line:
+    """Runs that are asked often: a comb may have thousands, and a checkpoint as many pieces."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._starts = [start for start, _ in runs]
+        self._counts = [0, *accumulate(stop - start for start, stop in runs)]
+
+    def count_below(self, bound: int) -> int:
+        """How many positions come before `bound`."""
+        number = bisect_left(self._starts, bound)
+        beyond = max(self._runs[number - 1][1] - bound, 0) if number else 0
+        return self._counts[number] - beyond
+
+    def within(self, start: int, stop: int) -> Runs:
+        """What lies in ``[start, stop)``."""
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        near = self._runs[first : bisect_left(self._starts, stop)]
+        clipped = ((max(start, low), min(stop, high)) for low, high in near)
+        return tuple((low, high) for low, high in clipped if low < high)
+
+
+def boxes(positions: Sequence[Runs]) -> Iterator[Box]:
+    """The rectangles that a product of runs is made of."""
+    for corner in product(*positions):
+        yield Box(tuple(start for start, _ in corner), tuple(stop for _, stop in corner))
+
+
+def bounding_box(positions: Sequence[Runs]) -> Box:
+    """The smallest rectangle around a product of runs, none of them empty."""
+    return Box(tuple(runs[0][0] for runs in positions), tuple(runs[-1][1] for runs in positions))
+
+
+def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph) -> dict[str, Share]:
+    """What a rank holds of the parameters and buffers that some rank holds only a part of.
+
+    Args:
+        holdings: who holds which part.
+        rank: of the plan; None if idle.
+        model: shapes.
+    """
+    found: dict[str, Share] = {}
+    for name, regions in holdings.regions.items():
+        if rank is not None and rank in regions and holdings.is_sharded(name):
+            pieces = [piece for piece in holdings.pieces(name) if piece.owners[0] == rank]
+            found[name] = Share(
+                model.parameter_by_name[name].spec.shape,
+                holdings.runs(name, regions[rank]),
+                tuple(holdings.runs(name, piece.region) for piece in pieces),
+            )
+    return found
+
+
+def _less(positions: Sequence[int], origin: Sequence[int]) -> tuple[int, ...]:
+    return tuple(position - zero for position, zero in zip(positions, origin, strict=True))

@@ -1,0 +1,251 @@
+"""Checkpoints by `torch.distributed.checkpoint`: each element is written once, and read by any plan's ranks that hold it.
+
+    key                            value
+    model.{name}                   a parameter or buffer
+    optimizer.{name}.{key}         an entry of the optimizer's state for a parameter
+    options.{rank}                 hyperparameters of the parameters that a rank wrote
+    extra.{key}                    plain data that all ranks share
+    rank.{rank}.{key}              plain data of one rank
+
+A tensor that is cut over ranks is one entry, too: of the whole shape, in chunks that its holders write. So nothing tells
+by which plan a checkpoint was written, and no rank needs more of a tensor than it holds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read_entries
+from torch.distributed.checkpoint.state_dict_saver import save as write_entries
+
+from whale.comm import World, on_first_rank, together
+from whale.errors import CheckpointError
+from whale.ir.graph import TensorSpec
+from whale.runtime.checkpoint.boxes import Share
+from whale.runtime.checkpoint.files import aside, check_complete, complete, prepare
+from whale.runtime.checkpoint.planners import ShareLoadPlanner, ShareSavePlanner
+from whale.runtime.state.optimizer_state import OptimizerState
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Plain data in a checkpoint.
+
+    Attributes:
+        shared: equal on the ranks that give it (step, scheduler, data position); the lowest such rank writes it.
+        own: this rank's (random state); read back by the rank of the same number, if there is one.
+    """
+
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save(
+    path: Path,
+    *,
+    tensors: Mapping[str, Tensor],
+    optimizer: OptimizerState,
+    extras: Extras,
+    writers: Mapping[str, int],
+    world: World,
+    plan: str | None = None,
+    shares: Mapping[str, Share] | None = None,
+) -> None:
+    """Writes a checkpoint; all ranks of the world call it together.
+
+    It is written aside and renamed when complete; what stood at the path before is kept until then.
+
+    Args:
+        path: a folder of the checkpoint's own, that all ranks see.
+        tensors: the parameters and buffers that this rank owns, by name.
+        optimizer: its optimizer's state.
+        extras: plain data.
+        writers: per name, the rank that writes the tensor and its optimizer state; the same on all ranks. Of a tensor that is
+            held in parts it writes only what is not divided with it.
+        world: this process among its peers.
+        plan: text stored beside, as ``plan.json``.
+        shares: of the tensors that some rank holds only a part of, by name, where this rank's part lies and what it writes of it.
+
+    Raises:
+        CheckpointError: it cannot be written; the same on all ranks, and the previous one is intact.
+    """
+    on_first_rank(world, lambda: _writing(path, lambda: prepare(path)))
+    parts = _parts(tensors, optimizer, shares or {})
+    entries = _entries(tensors, optimizer, extras, [name for name in tensors if writers[name] == world.rank], world.rank)
+    entries.update({key: part for key, (part, _) in parts.items()})
+    planner = ShareSavePlanner({key: share for key, (_, share) in parts.items()})
+    metadata = _quietly(path, lambda: write_entries(entries, checkpoint_id=aside(path), planner=planner, no_dist=world.is_alone))
+    on_first_rank(world, lambda: _writing(path, lambda: complete(path, _files(metadata), plan)))
+
+
+def load(
+    path: Path,
+    *,
+    tensors: Mapping[str, Tensor],
+    specs: Mapping[str, TensorSpec],
+    world: World,
+    shares: Mapping[str, Share] | None = None,
+) -> tuple[OptimizerState, Extras]:
+    """Reads a checkpoint, whatever plan wrote it; all ranks of the world call it together.
+
+    Args:
+        path: the folder.
+        tensors: the parameters and buffers that this rank owns, by name; they are filled in place.
+        specs: of all parameters and buffers of the model, whole, by name; the same on all ranks.
+        world: this process among its peers.
+        shares: of the tensors that this rank holds only a part of, by name, where that lies.
+
+    Returns:
+        The optimizer state of this rank's parameters, and the plain data. Nothing has changed where it raises before reading.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged, or of another model; the same kind on all ranks.
+    """
+    return together(world, lambda: _load(path, tensors, specs, world.rank, shares or {}))
+
+
+def _load(
+    path: Path, tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], rank: int, shares: Mapping[str, Share]
+) -> tuple[OptimizerState, Extras]:
+    check_complete(path)
+    reader = FileSystemReader(path)
+    metadata = _quietly(path, reader.read_metadata)
+    _check_model(path, metadata, specs)
+    wanted, parts = _targets(tensors, metadata, rank, shares)
+    # Each rank reads for itself: what it needs is in the metadata, and `together` shares the outcome.
+    _quietly(path, lambda: read_entries(wanted, storage_reader=reader, planner=ShareLoadPlanner(parts), no_dist=True))
+    return _unpack(wanted, tensors, rank)
+
+
+def _parts(tensors: Mapping[str, Tensor], optimizer: OptimizerState, shares: Mapping[str, Share]) -> dict[str, tuple[Tensor, Share]]:
+    """What this rank holds a part of, by key: tensors, and what the optimizer keeps for each of their elements."""
+    found: dict[str, tuple[Tensor, Share]] = {}
+    for name, share in shares.items():
+        found[f"model.{name}"] = tensors[name].detach(), share
+        for key, value in optimizer.state.get(name, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape == tensors[name].shape:
+                found[f"optimizer.{name}.{key}"] = value.detach(), share
+    return found
+
+
+def _entries(tensors: Mapping[str, Tensor], optimizer: OptimizerState, extras: Extras, mine: Sequence[str], rank: int) -> dict[str, Any]:
+    """What this rank writes, by key."""
+    entries: dict[str, Any] = {f"model.{name}": tensors[name].detach() for name in mine}
+    for name in mine:
+        for key, value in optimizer.state.get(name, {}).items():
+            entries[f"optimizer.{name}.{key}"] = value.detach() if isinstance(value, Tensor) else value
+    options = {name: optimizer.options[name] for name in mine if name in optimizer.options}
+    if options:
+        entries[f"options.{rank}"] = options
+    entries.update({f"extra.{key}": value for key, value in extras.shared.items()})
+    entries.update({f"rank.{rank}.{key}": value for key, value in extras.own.items()})
+    return entries
+
+
+def _targets(
+    tensors: Mapping[str, Tensor], metadata: Metadata, rank: int, shares: Mapping[str, Share]
+) -> tuple[dict[str, Any], dict[str, Share]]:
+    """What this rank reads, by key: its tensors, and room for the rest; and which of it are parts."""
+    wanted: dict[str, Any] = {}
+    parts: dict[str, Share] = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        section, _, rest = key.partition(".")
+        name = rest if section == "model" else rest.rpartition(".")[0]
+        share = shares.get(name) if section in ("model", "optimizer") else None
+        if share is not None and isinstance(stored, TensorStorageMetadata) and tuple(stored.size) == share.shape:
+            parts[key] = share
+        if section == "model":
+            if name in tensors:
+                wanted[key] = tensors[name].detach()
+        elif section in ("extra", "options") or (section == "optimizer" and name in tensors) or key.startswith(f"rank.{rank}."):
+            wanted[key] = _room(stored, parts.get(key))
+    return wanted, parts
+
+
+def _room(stored: TensorStorageMetadata | BytesStorageMetadata, share: Share | None) -> Tensor | None:
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    return torch.empty(stored.size if share is None else share.local_shape, dtype=stored.properties.dtype)
+
+
+def _unpack(entries: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int) -> tuple[OptimizerState, Extras]:
+    state: dict[str, dict[str, Any]] = {}
+    options: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for key, value in entries.items():
+        section, _, rest = key.partition(".")
+        if section == "optimizer":
+            name, _, entry = rest.rpartition(".")
+            state.setdefault(name, {})[entry] = value
+        elif section == "options":
+            options.update({name: group for name, group in value.items() if name in tensors})
+        elif section == "extra":
+            shared[rest] = value
+        elif section == "rank":
+            own[rest.partition(".")[2]] = value
+    return OptimizerState(state, options), Extras(shared, own)
+
+
+def _check_model(path: Path, metadata: Metadata, specs: Mapping[str, TensorSpec]) -> None:
+    """Raises one error with all the differences between the model's tensors and the checkpoint's."""
+    prefix = "model."
+    stored = {key.removeprefix(prefix): entry for key, entry in metadata.state_dict_metadata.items() if key.startswith(prefix)}
+    differences = [f"{name} is not in the checkpoint" for name in specs if name not in stored]
+    differences += [f"{name} is not in the model" for name in stored if name not in specs]
+    for name, spec in specs.items():
+        entry = stored.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        there = _form(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+        here = _form(spec.shape, spec.dtype)
+        if there != here:
+            differences.append(f"{name} is {there} in the checkpoint, {here} in the model")
+    if differences:
+        listing = "".join(f"\n  {difference}" for difference in differences)
+        raise CheckpointError(
+            f"a checkpoint must be of the same model ({path}: {len(differences)} difference(s)):{listing}",
+            hint="build the model as it was when the checkpoint was written",
+        )
+
+
+def _form(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def _files(metadata: Metadata) -> set[str]:
+    """The data files that a checkpoint's entries lie in."""
+    places = metadata.storage_data or {}
+    return {".metadata", *(place.relative_path for place in places.values())}
+
+
+def _quietly(path: Path, action: Callable[[], T]) -> T:
+    """Runs a part of torch's checkpoint code, with its failures as ours."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            return action()
+    except CheckpointException as failure:  # a BaseException, with each rank's own
+        reasons = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in sorted(failure.failures.items()))
+        raise CheckpointError(f"{path} can be neither written nor read in full: {reasons}") from failure
+    except Exception as error:
+        raise CheckpointError(f"{path} can be neither written nor read in full: {type(error).__name__}: {error}") from error
+
+
+def _writing(path: Path, action: Callable[[], None]) -> None:
+    """Runs a part of the work on files, with the system's failures as ours."""
+    try:
+        action()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,1 @@
+"""The running of a step: actions, messages, the agreement on a batch, the loss."""

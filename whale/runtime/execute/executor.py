@@ -1,0 +1,270 @@
+"""The one executor: runs any schedule's actions of this rank, in order.
+
+Sends never block; receives are posted before the computation that stands in front of them, so that they fill while it
+runs, and are waited for at their own place in the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from whale.ir.graph import ModelGraph
+from whale.ir.schedule import COMMUNICATION, COMPUTE, Action, Kind
+from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.execute.exchange import Exchange, Place
+from whale.runtime.execute.loss import LossAccount
+from whale.runtime.execute.randomness import seed_of
+from whale.runtime.execute.stage import Flight, StageRunner
+from whale.runtime.execute.status import StatusBoard
+from whale.runtime.state.gradient_sync import GradientSync
+
+
+@dataclass
+class StepState:
+    """What lives for one step.
+
+    Attributes:
+        seed: place that random numbers depend on beside micro-batch and stage.
+        batch: the rows in hand.
+        micro_batches: their global row intervals.
+        account: sums of the loss.
+        with_gradients: whether backward will come.
+        awaits_weights: whether the weights of the loss come with the agreement of the ranks, which backward then waits for.
+        reduction: the vector of loss sums and weights on its way over all ranks, once the last forward is done.
+        outputs: of the graph itself (``predict``): name, first and last global row, value.
+    """
+
+    seed: tuple[int, ...]
+    batch: BatchView
+    micro_batches: Sequence[tuple[int, int]]
+    account: LossAccount
+    with_gradients: bool
+    awaits_weights: bool = False
+    reduction: tuple[torch.Tensor, dist.Work | None] | None = None
+    outputs: list[tuple[str, int, int, torch.Tensor]] = field(default_factory=list)
+
+
+class _Once:
+    """Does something when it is first asked to."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action, self.is_done = action, False
+
+    def __call__(self) -> None:
+        if not self.is_done:
+            self._action()
+            self.is_done = True
+
+
+class Executor:
+    """Runs the actions of one rank.
+
+    Args:
+        stages: its stages.
+        exchange: between stages.
+        model: the captured model.
+        counted: stages whose loss terms this rank counts: of a split group, whose devices all compute them, one does.
+        sync: gradient synchronisation; None where nothing is trained.
+        status: where the current action is kept for others to read.
+        device: where this rank computes.
+
+    Attributes:
+        peak_in_flight: the most micro-batches alive at once in the last run, over the rank's stages.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageRunner],
+        exchange: Exchange,
+        model: ModelGraph,
+        counted: frozenset[int],
+        sync: GradientSync | None,
+        status: StatusBoard,
+        device: torch.device,
+    ) -> None:
+        self._stages, self._exchange, self._model = stages, exchange, model
+        self._counted = counted
+        self._gates = [stage.gate for stage in stages.values() if stage.gate is not None]
+        self._sync, self._status, self._device = sync, status, device
+        self._flights: dict[tuple[int, int], Flight] = {}
+        self._recomputed: frozenset[tuple[int | None, int | None]] = frozenset()
+        self._remaining: dict[int, frozenset[Kind]] = {}
+        self._num_in_flight = 0
+        self._handlers: dict[Kind, Callable[[StepState, int, int], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+        }
+        self.peak_in_flight = 0
+
+    def run(self, actions: Sequence[Action], state: StepState, agree: Callable[[], None], reduce: Callable[[], None]) -> None:
+        """Runs the actions up to the optimizer's step, which is the caller's.
+
+        Args:
+            actions: of this rank.
+            state: of the step.
+            agree: called once, before the first message, before `reduce`, and before the first backward if that needs it.
+                Split stages send messages while they compute: there it comes before the first of those; before everything
+                where stages share a virtual device and hand values to one another on it.
+            reduce: called once, after the last forward.
+
+        Raises:
+            RuntimeFault: a peer died or a wait outlasted its limit; names the action.
+        """
+        self._exchange.begin(state.micro_batches)
+        self._flights.clear()
+        self.peak_in_flight = self._num_in_flight = 0
+        self._remaining = {stage: _after_forward(actions, stage) for stage in self._stages}
+        self._recomputed = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.RECOMPUTE)
+        last = _last_backward(actions)
+        last_forward = max((index for index, action in enumerate(actions) if action.kind is Kind.FORWARD), default=-1)
+        num_posted, agreed = 0, _Once(agree)
+        for gate in self._gates:
+            gate.close(agreed)
+        if self._exchange.hands_over_at_once:
+            agreed()
+        for index, action in enumerate(actions):
+            needs_weights = state.awaits_weights and action.kind is not Kind.FORWARD
+            if needs_weights or action.kind in COMMUNICATION:
+                agreed()
+            if agreed.is_done:
+                num_posted = self._post_ahead(actions, index, num_posted)
+            self._status.set(str(action), self._exchange.peers(_place(action)) if action.kind in _RECEIVES else ())
+            if action.kind is Kind.SYNC and self._sync is not None:
+                self._sync.finish_stage(_stage(action))
+            elif action.kind in _RECEIVES:
+                self._exchange.wait(_place(action))
+            elif action.kind in self._handlers:
+                if self._sync is not None and last.get(action.stage) == index:
+                    self._sync.arm(_stage(action))
+                self._handlers[action.kind](state, *_place(action)[1:])
+            if index == last_forward:
+                agreed()  # on all ranks before the sum: one that refuses the batch starts none
+                reduce()
+        agreed()
+        self._exchange.finish()
+
+    def _post_ahead(self, actions: Sequence[Action], index: int, num_posted: int) -> int:
+        """Posts the receives that stand before the next computation but one; returns how far it looked."""
+        computations, position = 0, index
+        while position < len(actions) and computations < 2:
+            action = actions[position]
+            computations += action.kind in COMPUTE
+            if position >= num_posted and action.kind in _RECEIVES:
+                self._exchange.post(_place(action))
+            position += 1
+        return max(num_posted, position)
+
+    def _forward(self, state: StepState, stage: int, micro_batch: int) -> None:
+        start, _ = state.micro_batches[micro_batch]
+        low, high = self._exchange.local_rows(stage, micro_batch)
+        received = self._exchange.take(("forward", stage, micro_batch))
+        if state.with_gradients:
+            for name, value in received.items():
+                value.requires_grad_(self._model.by_name[name].requires_grad)
+        flight = self._stages[stage].forward(
+            high - low,
+            lambda name: state.batch.rows(name, start + low, start + high).to(self._device, non_blocking=True),
+            received,
+            with_graph=state.with_gradients and (stage, micro_batch) not in self._recomputed,
+            seed=lambda: seed_of(*state.seed, self._stages[stage].row_group, micro_batch, stage),
+        )
+        if stage in self._counted:
+            self._collect(state, flight, start + low, start + high)
+        self._num_in_flight += 1
+        self.peak_in_flight = max(self.peak_in_flight, self._num_in_flight)
+        self._exchange.send(("forward", stage, micro_batch), flight.tensors(), on_this_virtual_device=True)
+        flight.pending = set(self._remaining[stage])
+        if flight.pending:
+            self._flights[stage, micro_batch] = flight
+
+    def _collect(self, state: StepState, flight: Flight, start: int, stop: int) -> None:
+        for index, term in enumerate(self._model.loss):
+            total = flight.outputs.get(term.sum)
+            if isinstance(total, torch.Tensor):
+                state.account.add(index, total, None if term.weight is None else flight.outputs.get(term.weight))
+        for name in self._model.outputs:
+            value = flight.outputs.get(name)
+            if isinstance(value, torch.Tensor):
+                state.outputs.append((name, start, stop, value.detach()))
+
+    def _send_forward(self, state: StepState, stage: int, micro_batch: int) -> None:
+        self._exchange.send(("forward", stage, micro_batch), self._flights[stage, micro_batch].tensors())
+        self._done(stage, micro_batch, Kind.SEND_FORWARD)
+
+    def _recompute(self, state: StepState, stage: int, micro_batch: int) -> None:
+        self._stages[stage].recompute(self._flights[stage, micro_batch])
+
+    def _backward(self, state: StepState, stage: int, micro_batch: int) -> None:
+        self._differentiate(state, stage, micro_batch)
+        self._flights[stage, micro_batch].weights.run()
+        self._num_in_flight -= 1
+        self._done(stage, micro_batch, Kind.BACKWARD)
+
+    def _backward_input(self, state: StepState, stage: int, micro_batch: int) -> None:
+        self._differentiate(state, stage, micro_batch)
+        self._done(stage, micro_batch, Kind.BACKWARD_INPUT)
+
+    def _backward_weight(self, state: StepState, stage: int, micro_batch: int) -> None:
+        self._flights[stage, micro_batch].weights.run()
+        self._num_in_flight -= 1
+        self._done(stage, micro_batch, Kind.BACKWARD_WEIGHT)
+
+    def _differentiate(self, state: StepState, stage: int, micro_batch: int) -> None:
+        flight = self._flights[stage, micro_batch]
+        place: Place = ("backward", stage, micro_batch)
+        flight.gradients = self._exchange.take(place)
+        seeds = {
+            term.sum: state.account.seed(index, total)
+            for index, term in enumerate(self._model.loss)
+            if isinstance(total := flight.outputs.get(term.sum), torch.Tensor)
+        }
+        self._stages[stage].backward(flight, seeds)
+        self._exchange.send(place, flight.received_gradients(), on_this_virtual_device=True)
+
+    def _send_backward(self, state: StepState, stage: int, micro_batch: int) -> None:
+        self._exchange.send(("backward", stage, micro_batch), self._flights[stage, micro_batch].received_gradients())
+        self._done(stage, micro_batch, Kind.SEND_BACKWARD)
+
+    def _done(self, stage: int, micro_batch: int, kind: Kind) -> None:
+        """Forgets a micro-batch once nothing of it is left to do."""
+        flight = self._flights[stage, micro_batch]
+        flight.pending.discard(kind)
+        if not flight.pending:
+            del self._flights[stage, micro_batch]
+
+
+_RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+_BACKWARD_KINDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+_BACKWARD_PLACES = _BACKWARD_KINDS | {Kind.SEND_BACKWARD, Kind.RECV_BACKWARD}
+
+
+def _stage(action: Action) -> int:
+    assert action.stage is not None
+    return action.stage
+
+
+def _place(action: Action) -> Place:
+    assert action.stage is not None and action.micro_batch is not None
+    return ("backward" if action.kind in _BACKWARD_PLACES else "forward"), action.stage, action.micro_batch
+
+
+def _last_backward(actions: Sequence[Action]) -> dict[int | None, int]:
+    """Per stage, where its last backward stands: after it every gradient of the stage is final."""
+    return {action.stage: index for index, action in enumerate(actions) if action.kind in _BACKWARD_KINDS}
+
+
+def _after_forward(actions: Sequence[Action], stage: int) -> frozenset[Kind]:
+    """What happens to each micro-batch of a stage after its forward, receives aside."""
+    return frozenset(action.kind for action in actions if action.stage == stage) & _KEEPS
+
+
+_KEEPS = _BACKWARD_KINDS | {Kind.SEND_FORWARD, Kind.SEND_BACKWARD}

@@ -1,0 +1,187 @@
+"""The loss of the global batch from its pieces: weights first, seeds for backward, one sum at the end.
+
+    loss = sum over terms k of  c_k x (sum of S_k over all pieces) / W_k,    W_k = sum of weights over all pieces
+
+Where W_k depends on the batch alone it is known before the forward pass, so backward is seeded with c_k / W_k and every
+gradient is exact as it is. A weight that depends on the parameters is known only at the end: backward is seeded with
+c_k / W0, W0 the number of rows, and the gradients are multiplied by W0 / W once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from whale.errors import CaptureError
+from whale.ir.graph import LossTerm, ModelGraph
+from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.program.lowering import StageProgram, ancestors, lower
+
+
+@dataclass(frozen=True)
+class WeightProgram:
+    """How to compute the weights that depend on the batch alone.
+
+    Attributes:
+        by_rows: per term, weight / rows where the weight is an integer in proportion to the rows.
+        measured: terms whose weight must be computed from the batch.
+        programs: compute those, one each.
+    """
+
+    by_rows: dict[int, float]
+    measured: tuple[int, ...]
+    programs: tuple[StageProgram, ...]
+
+    def at(self, num_rows: int) -> dict[int, float]:
+        """The weights in proportion to the rows, for a batch."""
+        return {index: factor * num_rows for index, factor in self.by_rows.items()}
+
+    def measure(
+        self, position: int, batch: BatchView, rows: Sequence[tuple[int, int]], tensors: Mapping[str, torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
+        """The sum of one measured weight over some row intervals: 0-dim float64."""
+        program = self.programs[position]
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for start, stop in rows:
+            arguments: list[object] = []
+            for kind, key in zip(program.kinds, program.keys, strict=True):
+                if kind == "input":
+                    arguments.append(stop - start if key == NUM_ROWS else batch.rows(key, start, stop).to(device))
+                else:
+                    arguments.append(tensors[key])
+            total += program.module(*arguments)[0]
+        return total
+
+
+NUM_ROWS = "num_rows"
+
+
+def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.device) -> WeightProgram:
+    """Sorts the loss terms' weights by how they are known.
+
+    Raises:
+        CaptureError: several terms, one of whose weights depends on the parameters.
+    """
+    by_rows: dict[int, float] = {}
+    measured: list[int] = []
+    for index, term in enumerate(model.loss):
+        if term.weight is None:
+            continue
+        if not term.weight_from_inputs:
+            if len(model.loss) > 1:
+                raise CaptureError(
+                    "a loss of several terms needs weights that depend on the batch alone (this term's depends on the parameters)",
+                    where=term.where,
+                    hint="return one (sum, weight) pair, or compute the weight from the batch",
+                )
+        elif not model.by_name[term.weight].outputs:
+            by_rows[index] = _integer(model, graph, term.weight) / model.num_rows
+        else:
+            measured.append(index)
+    names = [weight for index in measured if (weight := model.loss[index].weight) is not None]
+    programs = tuple(lower(graph, model, set(ancestors(model, [name])), (), [name], device) for name in names)
+    return WeightProgram(by_rows, tuple(measured), programs)
+
+
+def _integer(model: ModelGraph, graph: torch.fx.Graph, name: str) -> int:
+    """An integer op's value at the example's rows."""
+    program = lower(graph, model, set(ancestors(model, [name])), (), [name], torch.device("cpu"))
+    assert set(program.inputs) <= {NUM_ROWS}, program.inputs
+    value = program.module(*([model.num_rows] * len(program.inputs)))[0]
+    assert isinstance(value, int)
+    return value
+
+
+def whole_divisor(term: LossTerm, weight: torch.Tensor) -> torch.Tensor:
+    """What the sum of a term over the global batch is divided by, from the sum of its weights."""
+    divisor = weight + term.offset
+    return divisor if term.minimum is None else divisor.clamp(min=term.minimum)
+
+
+class LossAccount:
+    """Sums and weights of one step on this rank.
+
+    Args:
+        terms: of the loss.
+        num_rows: rows of the global batch.
+        by_rows: global weights in proportion to the rows, by term: every rank knows them.
+        device: where sums are kept.
+    """
+
+    def __init__(self, terms: Sequence[LossTerm], num_rows: int, by_rows: Mapping[int, float], device: torch.device) -> None:
+        self.terms = terms
+        self._by_rows = by_rows
+        self._known: dict[int, float | torch.Tensor] = dict(by_rows)
+        self._num_rows = num_rows
+        self._sums: list[torch.Tensor | None] = [None] * len(terms)
+        self._weights: list[torch.Tensor | float] = [0.0] * len(terms)
+        self._device = device
+        self.dtype: torch.dtype = torch.float32
+
+    def know(self, index: int, weight: torch.Tensor, *, tells: bool) -> None:
+        """Takes a term's global weight before the backward.
+
+        Args:
+            index: of the term.
+            weight: of the whole batch.
+            tells: whether this rank is the one that tells the others.
+        """
+        self._known[index] = whole_divisor(self.terms[index], weight)
+        if tells:
+            self._weights[index] = weight
+
+    def divisor(self, index: int) -> float | torch.Tensor:
+        """What a term's sum is divided by for backward: its global weight, or the expected one."""
+        if self.terms[index].weight is None:
+            return 1.0
+        return self._known.get(index, float(self._num_rows))
+
+    def seed(self, index: int, total: torch.Tensor) -> torch.Tensor:
+        """The gradient of the loss with respect to a piece's sum."""
+        divisor = self.divisor(index)
+        coefficient = self.terms[index].coefficient
+        if isinstance(divisor, torch.Tensor):
+            return (coefficient / divisor).to(device=total.device, dtype=total.dtype)
+        return torch.full((), coefficient / divisor, dtype=total.dtype, device=total.device)
+
+    def add(self, index: int, total: torch.Tensor, weight: object) -> None:
+        """Adds a piece's sum, and its weight where that was not known beforehand."""
+        value = total.detach()
+        before = self._sums[index]
+        self.dtype = torch.promote_types(self.dtype, value.dtype)
+        self._sums[index] = value.double() if before is None else before + value
+        if weight is not None and index not in self._known:
+            assert isinstance(weight, (torch.Tensor, int, float))
+            self._weights[index] = self._weights[index] + (weight.detach().double() if isinstance(weight, torch.Tensor) else weight)
+
+    def vector(self) -> torch.Tensor:
+        """This rank's sums, then its weights, float64, to be added over all ranks."""
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        sums = [zero if value is None else value.to(self._device).reshape(()) for value in self._sums]
+        weights = [torch.as_tensor(value, dtype=torch.float64, device=self._device).reshape(()) for value in self._weights]
+        return torch.stack(sums + weights)
+
+    def loss(self, vector: torch.Tensor) -> torch.Tensor:
+        """The global loss from the sum of all ranks' vectors."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, term in enumerate(self.terms):
+            total = total + term.coefficient * vector[index] / self._weight(index, vector)
+        return total
+
+    @property
+    def needs_correction(self) -> bool:
+        """Whether some weight is known only after the forward pass."""
+        return any(term.weight is not None and not term.weight_from_inputs for term in self.terms)
+
+    def correction(self, vector: torch.Tensor) -> torch.Tensor:
+        """What the gradients must be multiplied by."""
+        index = next(i for i, term in enumerate(self.terms) if not term.weight_from_inputs)
+        return self._num_rows / whole_divisor(self.terms[index], vector[len(self.terms) + index])
+
+    def _weight(self, index: int, vector: torch.Tensor) -> float | torch.Tensor:
+        if self.terms[index].weight is None:
+            return 1.0
+        known = self._by_rows.get(index)
+        return whole_divisor(self.terms[index], vector[len(self.terms) + index]) if known is None else known

@@ -1,0 +1,95 @@
+"""The rows of a global batch that one rank needs, and the mark on a batch that holds no others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from whale.errors import BatchError
+from whale.ir.plan import Plan, Stage
+
+Rows = tuple[tuple[int, int], ...]
+"""Half-open intervals of global row numbers, ascending, none adjacent to the next."""
+
+
+_SMALL_BATCH = "use larger batches or fewer micro-batches (pipeline.num_micro_batch); drop_last=True leaves out a loader's short last batch"
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """What a rank reads of a global batch.
+
+    Attributes:
+        data: the batch in the user's form, with this rank's rows in ascending order; None where it has none.
+        rows: which rows of the global batch these are.
+        num_rows: rows of the global batch.
+    """
+
+    data: Any
+    rows: Rows
+    num_rows: int
+
+
+def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
+    """The rows that a rank needs for all stages it runs and all their micro-batches; none for a rank outside the plan.
+
+    Raises:
+        BatchError: the batch is too small for the plan.
+    """
+    if rank is None:
+        return ()
+    device = plan.devices[rank]
+    needed: list[tuple[int, int]] = []
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            if device in stage.virtual_device.devices:
+                position = stage.virtual_device.devices.index(device)
+                needed += [shard[position] for shard in _shards(plan, replica.index, stage, num_rows)]
+    return merge(needed)
+
+
+def _shards(plan: Plan, replica: int, stage: Stage, num_rows: int) -> list[Rows]:
+    """Per micro-batch, the rows of each device of a stage."""
+    try:
+        micro_batches = plan.micro_batch_rows(replica, num_rows)
+    except ValueError:
+        needed = f"{len(plan.replicas)} replica(s) x {plan.num_micro_batch} micro-batch(es)"
+        raise BatchError(
+            f"a batch needs at least one row for each micro-batch: {needed} (the batch: {num_rows} rows)", hint=_SMALL_BATCH
+        ) from None
+    smallest = min(stop - start for start, stop in micro_batches)
+    if smallest < len(stage.groups):
+        whom = "device" if stage.split == 1 else "split group"
+        raise BatchError(
+            f"a micro-batch needs at least one row for each {whom} of a stage: stage {stage.index} of replica {replica} "
+            f"has {len(stage.groups)} (a micro-batch of a batch of {num_rows} rows: {smallest})",
+            hint=_SMALL_BATCH,
+        )
+    if stage.row_shard is not None and min(b - a for a, b in stage.row_intervals(smallest)) < stage.split:
+        raise BatchError(
+            f"a micro-batch needs at least one row for each device that takes rows of its own: stage {stage.index} of replica {replica} "
+            f"has {stage.split} in a group (a micro-batch of a batch of {num_rows} rows: {smallest})",
+            hint=_SMALL_BATCH,
+        )
+    return [stage.row_intervals(stop - start, start) for start, stop in micro_batches]
+
+
+def merge(parts: list[tuple[int, int]]) -> Rows:
+    """The union of intervals."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(part for part in parts if part[0] < part[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def check_rows(plan: Plan, num_rows: int) -> None:
+    """Checks that a batch gives every device of every stage a row of every micro-batch.
+
+    Raises:
+        BatchError: it does not, with both numbers. Every rank raises the same.
+    """
+    for rank in range(len(plan.devices)):
+        rank_rows(plan, rank, num_rows)

@@ -1,0 +1,153 @@
+"""One stage on one rank: its program, its tensors, and the forward, recompute and backward of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from whale.ir.schedule import Kind
+from whale.runtime.execute.loss import NUM_ROWS
+from whale.runtime.execute.randomness import seeded
+from whale.runtime.program.deferred import WeightQueue
+from whale.runtime.program.lowering import QUEUE, StageProgram
+from whale.runtime.program.shard import GROUP, Gate, Group
+
+ProgramSource = Callable[[int], StageProgram]
+"""The stage's program for a number of rows; one capture with a dynamic batch serves all."""
+
+
+@dataclass
+class Flight:
+    """A micro-batch between its forward and its backward on one stage.
+
+    Attributes:
+        num_rows: that this device holds.
+        arguments: what the program was called with.
+        received: leaves handed over by earlier stages, by op name.
+        outputs: what the program returned, by op name.
+        gradients: of the outputs handed on, as they come back.
+        seed: of its random numbers; None for a stage without any.
+        weights: gradients of the parameters that wait for their W.
+        pending: what still has to happen before it can be forgotten.
+    """
+
+    num_rows: int
+    arguments: list[object]
+    received: dict[str, torch.Tensor]
+    outputs: dict[str, object]
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    seed: int | None = None
+    weights: WeightQueue = field(default_factory=WeightQueue)
+    pending: set[Kind] = field(default_factory=set)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The outputs that are tensors."""
+        return {name: value for name, value in self.outputs.items() if isinstance(value, torch.Tensor)}
+
+    def received_gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients of what was handed over; zeros where the loss does not depend on it."""
+        needed = {name: value for name, value in self.received.items() if value.requires_grad}
+        return {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in needed.items()}
+
+
+class StageRunner:
+    """Runs micro-batches through one stage.
+
+    Args:
+        source: the stage's program per number of rows.
+        tensors: parameters, buffers (by canonical name) and constants (by op name) that it holds.
+        device: where it computes.
+        row_group: which of the stage's groups of equal rows it is in.
+        split_group: the ranks that share its work, where the stage is split.
+    """
+
+    def __init__(
+        self,
+        source: ProgramSource,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+        row_group: int = 0,
+        split_group: Group | None = None,
+    ) -> None:
+        self.row_group = row_group
+        self._split_group = split_group
+        self._source = source
+        self._tensors = tensors
+        self._device = device
+
+    @property
+    def gate(self) -> Gate | None:
+        """What the first message in the midst of its computation waits for; None where it has none."""
+        return self._split_group.gate if self._split_group is not None else None
+
+    def forward(
+        self,
+        num_rows: int,
+        inputs: Callable[[str], torch.Tensor],
+        received: dict[str, torch.Tensor],
+        *,
+        with_graph: bool,
+        seed: Callable[[], int],
+    ) -> Flight:
+        """Computes a micro-batch.
+
+        Args:
+            num_rows: rows that this device takes.
+            inputs: gives this device's rows of a batch input, by op name.
+            received: tensors handed over, by op name.
+            with_graph: keep what backward needs.
+            seed: gives the seed of this place, asked for only where random numbers are drawn.
+        """
+        program = self._source(num_rows)
+        flight = Flight(num_rows, [], received, {}, seed=seed() if program.is_random else None)
+        arguments = [self._argument(kind, key, flight, inputs) for kind, key in zip(program.kinds, program.keys, strict=True)]
+        flight.arguments = arguments
+        self._run(flight, program, arguments, with_graph)
+        return flight
+
+    def recompute(self, flight: Flight) -> None:
+        """Runs a micro-batch again, now with what backward needs, and without touching running statistics."""
+        program = self._source(flight.num_rows)
+        mutated = set(program.mutated)
+        arguments = list(flight.arguments)
+        for position, (kind, key) in enumerate(zip(program.kinds, program.keys, strict=True)):
+            if kind == "buffer" and key in mutated:
+                arguments[position] = arguments[position].clone()  # type: ignore[attr-defined]
+        self._run(flight, program, arguments, True)
+
+    def backward(self, flight: Flight, loss_gradients: Mapping[str, torch.Tensor]) -> None:
+        """Accumulates the gradients of the received tensors, and of the parameters that do not wait for W.
+
+        Args:
+            flight: the micro-batch; its `gradients` hold what later stages sent back.
+            loss_gradients: seeds of the loss terms computed here.
+        """
+        roots: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for name, value in flight.outputs.items():
+            gradient = loss_gradients.get(name, flight.gradients.get(name))
+            if gradient is not None and isinstance(value, torch.Tensor) and value.requires_grad:
+                roots.append(value)
+                gradients.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        flight.outputs.clear()
+        flight.arguments.clear()
+
+    def _run(self, flight: Flight, program: StageProgram, arguments: Sequence[object], with_graph: bool) -> None:
+        with torch.set_grad_enabled(with_graph), seeded(flight.seed, self._device):
+            values = program.module(*arguments)
+        flight.outputs = dict(zip(program.outputs, values, strict=True))
+
+    def _argument(self, kind: str, key: str, flight: Flight, inputs: Callable[[str], torch.Tensor]) -> object:
+        if kind == "received":
+            return flight.received[key]
+        if kind == QUEUE:
+            return flight.weights
+        if kind == GROUP:
+            return self._split_group
+        if kind == "input":
+            return flight.num_rows if key == NUM_ROWS else inputs(key)
+        return self._tensors[key]

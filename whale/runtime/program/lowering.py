@@ -1,0 +1,207 @@
+"""From the captured graph to one stage's own program: the ops of the stage as a GraphModule without state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from whale.axes import Axes
+from whale.axes.halving import Halving
+from whale.ir.graph import ModelGraph, Op
+from whale.ir.layout import BATCH
+from whale.ir.plan import Shard
+from whale.runtime.program.deferred import defer_weights
+from whale.runtime.program.overlap import overlap
+from whale.runtime.program.segments import OP, with_segments
+from whale.runtime.program.shard import GROUP, lower_shards
+from whale.runtime.program.shared_gradient import divide_gradients
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """A pure function from what a stage reads to what it hands on.
+
+    Attributes:
+        module: takes `inputs` in order and returns a tuple in the order of `outputs`.
+        inputs: ops whose values it takes: batch inputs, parameters, buffers, constants, received tensors.
+        outputs: ops whose values it returns.
+        kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, ``weight_queue`` or ``split_group``.
+        keys: per input, the name its value is kept under: of the parameter or buffer, else of the op.
+        mutated: names of the buffers that it changes in place.
+        is_random: whether it draws random numbers.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    kinds: tuple[str, ...]
+    keys: tuple[str, ...]
+    mutated: tuple[str, ...]
+    is_random: bool
+
+
+def lower(
+    graph: fx.Graph,
+    model: ModelGraph,
+    ops: Collection[str],
+    received: Collection[str],
+    outputs: Sequence[str],
+    device: torch.device,
+    *,
+    splits_backward: bool = False,
+    segments: Sequence[Collection[str]] = (),
+    shards: StageShards | None = None,
+    num_rows: int = 0,
+    halving: Halving | None = None,
+) -> StageProgram:
+    """Cuts the ops of one stage out of the whole graph.
+
+    Args:
+        graph: the captured program; its nodes are named as the ops.
+        model: the same as a value.
+        ops: what the stage runs.
+        received: ops of earlier stages whose values it is handed.
+        outputs: values it returns.
+        device: every ``device=`` argument becomes this.
+        splits_backward: weight gradients wait in a queue (see `whale.runtime.program.deferred`), which the program takes first.
+        segments: runs of its ops that keep only their inputs and are computed again in the backward pass.
+        shards: of a split stage: its program works on this device's parts, and takes the split group first.
+        num_rows: rows that its split group takes, where the batch is cut.
+        halving: how a split stage computes its rows in two halves; None where it computes them at once.
+    """
+    wanted, handed = set(ops), set(received)
+    read = _reads(model, wanted, handed, outputs)
+    local = _copy(graph, wanted, handed, read, outputs, device)
+    mutated = mutated_buffers(model, local.nodes)
+    num_dims = {op.name: len(op.outputs[0].shape) for op in model.ops if op.outputs}
+    first: tuple[str, ...] = ()
+    if shards is not None:
+        program = lower_shards(local, model, shards.axes, shards.shards, shards.position, num_rows=num_rows)
+        local, num_dims, first = program.graph, {**num_dims, **program.num_dims}, (GROUP,)
+        divide_gradients(local, model, shards.shared - program.partial, len(shards.shards[0].sizes))
+        if halving is not None:
+            local, num_dims = overlap(local, model, halving, outputs, num_dims)
+    if splits_backward:
+        with local.inserting_before(next(iter(local.nodes))):
+            queue = local.placeholder(QUEUE)
+        defer_weights(local, _trainable(model, read), num_dims, queue)
+        first = (QUEUE, *first)
+    random = {name for name in wanted if "random" in model.by_name[name].tags}
+    kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
+    keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
+    return StageProgram(
+        module=with_segments(local, segments, random),
+        inputs=(*first, *read),
+        outputs=tuple(outputs),
+        kinds=(*first, *kinds),
+        keys=(*first, *keys),
+        mutated=mutated,
+        is_random=bool(random),
+    )
+
+
+@dataclass(frozen=True)
+class StageShards:
+    """The cuts of a split stage, as one device sees them.
+
+    Attributes:
+        axes: of the model.
+        shards: of the stage.
+        position: of the device in its split group.
+        shared: parameters that another stage of the device reads too.
+    """
+
+    axes: Axes
+    shards: tuple[Shard, ...]
+    position: int
+    shared: frozenset[str] = frozenset()
+
+    @property
+    def divides_rows(self) -> bool:
+        """Whether the batch is among the axes that are cut: then a program serves one number of rows only."""
+        return any(shard.axis == BATCH for shard in self.shards)
+
+
+def _copy(
+    graph: fx.Graph, wanted: set[str], handed: set[str], read: Iterable[str], outputs: Sequence[str], device: torch.device
+) -> fx.Graph:
+    """The wanted ops as a graph of their own, on a device."""
+    local = fx.Graph()
+    copies = {name: local.placeholder(name) for name in read}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.name in wanted:
+            copied = local.node_copy(node, lambda argument: copies[argument.name])
+            copied.meta[OP] = node.name
+            _place(copied, device)
+            if handed and copied.target is torch.ops.aten.view.default:
+                copied.target = torch.ops.aten.reshape.default  # what arrives is contiguous, whatever it was where it was made
+            copies[node.name] = copied
+    local.output(tuple(copies[name] for name in outputs))
+    return local
+
+
+QUEUE = "weight_queue"
+
+
+def _trainable(model: ModelGraph, names: Iterable[str]) -> set[str]:
+    """The names that bring a trainable parameter."""
+    ops = (model.by_name[name] for name in names)
+    return {op.name for op in ops if op.kind == "parameter" and model.parameter_by_name[op.target].trainable}
+
+
+def _reads(model: ModelGraph, wanted: set[str], handed: set[str], outputs: Sequence[str]) -> dict[str, None]:
+    """Values from outside the stage, in graph order."""
+    names = {name for op in model.ops if op.name in wanted and op.kind == "call" for name in op.inputs} | set(outputs)
+    outside = {name for name in names if name in handed or model.by_name[name].kind != "call"}
+    missing = names - outside - wanted
+    assert not missing, f"the stage reads {sorted(missing)}, which nothing hands to it"
+    return {op.name: None for op in model.ops if op.name in outside}
+
+
+def _place(node: fx.Node, device: torch.device) -> None:
+    """Rewrites the device a captured op names to the one this rank computes on."""
+
+    def moved(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
+    node.args = tuple(moved(argument) for argument in node.args)
+    node.kwargs = {key: moved(argument) for key, argument in node.kwargs.items()}
+
+
+def _writes(target: object) -> bool:
+    """Whether an op changes one of its arguments: its schema says so, or it is one of those that do not."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.overloadpacket in _SILENT_WRITERS or target._schema.is_mutable
+
+
+_SILENT_WRITERS = frozenset({torch.ops.aten.batch_norm, torch.ops.aten.instance_norm})
+"""Ops that update running statistics without an alias mark in their schema."""
+
+
+def mutated_buffers(model: ModelGraph, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """Buffers that some op of the stage writes."""
+    found: dict[str, None] = {}
+    for node in nodes:
+        if node.op == "call_function" and _writes(node.target):
+            for argument in node.all_input_nodes:
+                source = model.by_name[argument.name]
+                if source.kind == "buffer":
+                    found[source.target] = None
+    return tuple(found)
+
+
+def ancestors(model: ModelGraph, names: Collection[str]) -> Mapping[str, Op]:
+    """The calls that these values are made from, themselves included."""
+    found: dict[str, Op] = {}
+    pending = list(names)
+    while pending:
+        op = model.by_name[pending.pop()]
+        if op.kind == "call" and op.name not in found:
+            found[op.name] = op
+            pending += op.inputs
+    return found

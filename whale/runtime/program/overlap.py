@@ -1,0 +1,233 @@
+"""The pass that computes a split stage's rows in two halves: while what one half exchanges is on its way, the other computes.
+
+    whole     compute ........ reduce ....... compute ........ reduce ....... compute
+    first     compute| start           |finish compute  | start          |finish compute
+    last             | compute   start |                |finish compute  | start     ...
+
+Each half runs the same ops. Every operation that moves something becomes a `start` and a `finish`, between which the
+other half has its turn. Autograd runs nodes in reverse order of creation, so backward mirrors this by itself: the last
+half first, each exchange begun at its `finish` and waited for at its `start`.
+
+In one direction or the other every operation is a gap: what it moves forward hides behind work that is done there
+forward, what it moves backward behind the backward of the same work. So every gap gets about as much of the other
+half's work as lies around it; a half whose gap is filled goes on, and the other is interrupted:
+
+    work W1 | W2 | W1 | W2 ...  (long and short)        first  W1     W2      W1/2      W1/2 ...
+                                                        last      W1/2   W1/2      W2        ...
+
+What does not depend on rows is computed once, for both. Gradients of parameters add up, as everywhere.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx
+
+from whale.axes.halving import Halving
+from whale.ir.graph import ModelGraph, Op
+from whale.ir.plan import BatchAxis
+from whale.runtime.program.halves import Place, first_rows, halves, joined, last_rows
+from whale.runtime.program.shard.communication import OPERATIONS, finish, start
+
+Operation = Callable[..., Tensor]
+
+HALVES = ("first", "last")
+
+FLOPS_PER_BYTE = 20
+"""About what a device computes while it moves a byte: by this the work of unlike ops is compared."""
+
+
+class _Step(NamedTuple):
+    """Something that each half does once."""
+
+    kind: Literal["compute", "start", "finish"]
+    node: fx.Node
+    work: float
+
+
+def overlap(
+    graph: fx.Graph, model: ModelGraph, halving: Halving, outputs: Sequence[str], num_dims: Mapping[str, int]
+) -> tuple[fx.Graph, dict[str, int]]:
+    """Rewrites a stage's graph so that its two halves take turns.
+
+    Args:
+        graph: of the stage, cut; it is left as it is.
+        model: the captured model.
+        halving: of the stage, without faults.
+        outputs: names of what the graph returns.
+        num_dims: dimensions of every value, by name.
+
+    Returns:
+        The graph, with the same placeholders and results, and the dimensions of its values.
+    """
+    writer = _Writer(graph, halving, num_dims)
+    chunks = _chunks(_steps(graph, model, writer.rows))
+    for half, step in _in_turns(chunks):
+        writer.write(half, step)
+    (results,) = next(node for node in graph.nodes if node.op == "output").args
+    writer.hand_on(outputs, cast("Sequence[fx.Node]", results))
+    writer.graph.lint()
+    return writer.graph, writer.num_dims
+
+
+def _steps(graph: fx.Graph, model: ModelGraph, rows: Collection[fx.Node]) -> list[_Step]:
+    """What each half does, in order: what was started is finished where it is used, or before anything is written in place."""
+    steps: list[_Step] = []
+    started: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if started and (node.op == "output" or _writes(node) or not set(started).isdisjoint(node.all_input_nodes)):
+            steps += [_Step("finish", other, 0) for other in started]
+            started.clear()
+        if node.op == "output":
+            continue
+        if node in rows and node.target in OPERATIONS:
+            steps.append(_Step("start", node, 0))
+            started.append(node)
+        else:
+            steps.append(_Step("compute", node, _work(model.by_name.get(node.name)) if node in rows else 0))
+    return steps
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _work(op: Op | None) -> float:
+    if op is None or "view" in op.tags:
+        return 0
+    return op.forward_flops + FLOPS_PER_BYTE * op.num_bytes
+
+
+def _chunks(steps: Sequence[_Step]) -> list[list[_Step]]:
+    """The runs of steps between the gaps: the first begins without a finish, each other one with at least one."""
+    found: list[list[_Step]] = [[]]
+    for index, step in enumerate(steps):
+        if step.kind == "finish" and steps[index - 1].kind != "finish":
+            found.append([])
+        found[-1].append(step)
+    return found
+
+
+@dataclass
+class _Half:
+    """How far one half has come.
+
+    Attributes:
+        chunk: the one at hand, and
+        step: the next of its steps.
+        gap: work that the other half is still to do before this one goes on; None where it may go on at once.
+    """
+
+    chunk: int = 0
+    step: int = 0
+    gap: float | None = None
+
+
+def _in_turns(chunks: Sequence[Sequence[_Step]]) -> list[tuple[int, _Step]]:
+    """All steps of both halves, in the order in which they are done."""
+    work = [sum(step.work for step in chunk) for chunk in chunks]
+    both, order, turn = (_Half(), _Half()), list[tuple[int, _Step]](), 0
+    while len(order) < 2 * sum(map(len, chunks)):
+        own, other = both[turn], both[1 - turn]
+        step = chunks[own.chunk][own.step] if own.chunk < len(chunks) else None
+        own.gap = None
+        if step is None or (other.gap is not None and other.gap < step.work / 2):
+            turn = 1 - turn
+            continue
+        order.append((turn, step))
+        other.gap = None if other.gap is None else other.gap - step.work
+        own.step += 1
+        if own.step == len(chunks[own.chunk]):
+            own.chunk, own.step = own.chunk + 1, 0
+            if own.chunk < len(chunks):
+                own.gap = (work[own.chunk - 1] + work[own.chunk]) / 2
+            turn = 1 - turn
+    return order
+
+
+class _Writer:
+    """The new graph while it is written.
+
+    Args:
+        graph: the old one.
+        halving: of the stage.
+        num_dims: dimensions of the old values.
+
+    Attributes:
+        rows: old nodes that each half has its own of.
+    """
+
+    def __init__(self, graph: fx.Graph, halving: Halving, num_dims: Mapping[str, int]) -> None:
+        self.graph = fx.Graph()
+        self.num_dims = dict(num_dims)
+        self.rows: set[fx.Node] = set()
+        self._halving = halving
+        self._copies: tuple[dict[fx.Node, fx.Node], ...] = ({}, {})
+        self._on_their_way: tuple[dict[fx.Node, fx.Node], ...] = ({}, {})
+        given = [node for node in graph.nodes if node.op == "placeholder"]
+        whole = {node: self.graph.node_copy(node) for node in given}
+        for node in given:
+            self._copies[0][node], self._copies[1][node] = self._divided(node, whole[node])
+        for node in graph.nodes:
+            if (node in whole and node.name in halving.rows) or not self.rows.isdisjoint(node.all_input_nodes):
+                self.rows.add(node)
+
+    def _divided(self, node: fx.Node, whole: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The halves of something given."""
+        if node.name not in self._halving.rows:
+            return whole, whole
+        if node.name not in self._halving.read:  # the number of rows
+            return self._half(node, 0, first_rows, (whole,)), self._half(node, 1, last_rows, (whole,))
+        both = self.graph.create_node("call_function", halves, (whole, _place(self._halving.read[node.name])), name=f"{node.name}_halves")
+        return self._half(node, 0, operator.getitem, (both, 0)), self._half(node, 1, operator.getitem, (both, 1))
+
+    def write(self, half: int, step: _Step) -> None:
+        """Writes a step of one half; what both have in common, once."""
+        node, copies = step.node, self._copies[half]
+        if node not in self.rows:
+            if node not in copies:
+                self._copies[0][node] = self._copies[1][node] = self.graph.node_copy(node, copies.__getitem__)
+            return
+        arguments = fx.node.map_arg(node.args, copies.__getitem__)
+        if step.kind == "start":
+            made = self._half(node, half, start, (OPERATIONS[cast("Operation", node.target)], *arguments), "_start")
+            self._on_their_way[half][node] = made
+        elif step.kind == "finish":
+            copies[node] = self._half(node, half, finish, (self._on_their_way[half][node],))
+        else:
+            keywords = fx.node.map_arg(node.kwargs, copies.__getitem__)
+            copies[node] = self._half(node, half, node.target, arguments, keywords=keywords)
+
+    def _half(
+        self, node: fx.Node, half: int, target: Any, arguments: tuple[Any, ...], end: str = "", keywords: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """A call that stands for an old node in one half."""
+        made = self.graph.create_node("call_function", target, arguments, keywords or {}, name=f"{node.name}_{HALVES[half]}{end}")
+        made.meta = dict(node.meta)
+        if node.name in self.num_dims:
+            self.num_dims[made.name] = self.num_dims[node.name]
+        return made
+
+    def hand_on(self, names: Sequence[str], nodes: Sequence[fx.Node]) -> None:
+        """Writes the results: halves joined, or added."""
+        self.graph.output(tuple(self._whole(name, node) for name, node in zip(names, nodes, strict=True)))
+
+    def _whole(self, name: str, node: fx.Node) -> fx.Node:
+        first, last = (copies[node] for copies in self._copies)
+        if node not in self.rows:
+            return first
+        if name in self._halving.added:
+            return self.graph.create_node("call_function", operator.add, (first, last), name=f"{node.name}_added")
+        arguments = (first, last, _place(self._halving.joined[name]))
+        return self.graph.create_node("call_function", joined, arguments, name=f"{node.name}_joined")
+
+
+def _place(axis: BatchAxis) -> Place:
+    return axis.dim, axis.outer, axis.inner

@@ -1,0 +1,7 @@
+"""Cuts lowered: a stage's graph and tensors as one device of a split group computes on its parts of them."""
+
+from whale.runtime.program.shard.group import Gate, Group
+from whale.runtime.program.shard.lower import GROUP, ShardProgram, lower_shards
+from whale.runtime.program.shard.pieces import cut_out, local_indices, local_shape, put_in
+
+__all__ = ["GROUP", "Gate", "Group", "ShardProgram", "cut_out", "local_indices", "local_shape", "lower_shards", "put_in"]

@@ -1,0 +1,144 @@
+"""One call of the captured graph while it is lowered: its arguments by name, and what becomes of them under a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from whale.axes.added import ADDED, operator_name
+from whale.axes.values import Dimension, Role, axes_of
+from whale.errors import PlanError
+from whale.ir.graph import Op
+from whale.runtime.program.shard.communication import leave, scatter
+from whale.runtime.program.shard.layout import Held, ShardLayout
+from whale.runtime.program.shard.randomness import drawn_apart
+from whale.runtime.program.shard.writer import Writer
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that is cut along one axis.
+
+    Attributes:
+        writer: writes the new graph.
+        node: of the old graph.
+        op: the same as a value.
+        axis: along which it is cut.
+    """
+
+    writer: Writer
+    node: fx.Node
+    op: Op
+    axis: str
+
+    @property
+    def layout(self) -> ShardLayout:
+        return self.writer.layout
+
+    @property
+    def role(self) -> Role:
+        """What the op does with the cut axis."""
+        return self.layout.role(self.op.name, self.axis)
+
+    @property
+    def operator(self) -> str:
+        """The operator's name, without library, overload and the mark of in-place forms."""
+        return operator_name(self.op.target)
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        """Arguments of the old node by name, with defaults."""
+        return named_arguments(self.node)
+
+    @property
+    def result(self) -> tuple[Dimension, ...]:
+        """Dimensions of the only result."""
+        return self.layout.dimensions(self.op.name)
+
+    def dimensions(self, name: str) -> tuple[Dimension, ...]:
+        """Dimensions of a tensor argument."""
+        return self.layout.dimensions(self.raw[name].name)
+
+    def is_sharded(self, dimension: Dimension) -> bool:
+        """Whether this call works on a part of a dimension."""
+        return self.axis in axes_of(dimension)
+
+    def held(self, dimension: Dimension) -> Held:
+        """What this call works on of a dimension that is cut."""
+        return self.layout.held(dimension, self.axis)
+
+    def cut_dim(self, dimensions: Sequence[Dimension]) -> int | None:
+        """Which of these dimensions is cut."""
+        return next((index for index, dimension in enumerate(dimensions) if self.is_sharded(dimension)), None)
+
+    def has_part(self, node: fx.Node) -> bool:
+        """Whether an operand has the axis, so that this call reads a part of it."""
+        return self.axis in self.layout.labels.axes_in(node.name)
+
+    def value(self, name: str) -> Any:
+        """An argument in the new graph, each tensor in the form in which this call needs it."""
+        if self.role.kind == "contracted" and ADDED.get(self.operator, ("",))[0] == name:
+            return self.added(self.raw[name])
+        return self.writer.mapped(self.raw[name], self.axis)
+
+    def added(self, argument: Any) -> Any:
+        """An operand that is added to the sum, in the form in which the sum lies."""
+        return self.writer.mapped(argument, self.layout.labels.scattered.get(self.op.name))
+
+    def emit(self, target: Any, *args: Any, what: str = "", **kwargs: Any) -> fx.Node:
+        """A new node that stands for this call, or for a step of it."""
+        return self.writer.emit(self.node, target, args, kwargs, what)
+
+    def same(self, **changes: Any) -> fx.Node:
+        """The same op on the parts, with some arguments changed (to values of the new graph)."""
+        schema = self.node.target._schema.arguments  # type: ignore[union-attr]
+        values = {item.name: changes[item.name] if item.name in changes else self.value(item.name) for item in schema}
+        args = [values[item.name] for item in schema if not item.kwarg_only]
+        given = [item for item in schema if not item.kwarg_only]
+        while args and given[-1].has_default_value() and _is(args[-1], given[-1].default_value):
+            args.pop()
+            given.pop()
+        kwargs = {i.name: values[i.name] for i in schema if i.kwarg_only and not _is(values[i.name], i.default_value)}
+        if "random" in self.op.tags and not self._noise_is_whole():
+            return self.emit(drawn_apart, self.layout.position, self.node.target, *args, **kwargs)
+        return self.emit(self.node.target, *args, **kwargs)
+
+    def _noise_is_whole(self) -> bool:
+        """Whether the noise lacks the cut dimension: dropping channels draws one number for all of their space."""
+        return self.operator == "feature_dropout" and (self.cut_dim(self.result) or 0) > 1
+
+    def leave(self, partial: fx.Node) -> fx.Node:
+        """The sum of the devices' partial results: whole, or this device's part of it."""
+        target = self.layout.labels.scattered.get(self.op.name)
+        if target is None:
+            return self.emit(leave, partial, self.writer.group, f"%{self.op.name}", what="leave")
+        slots = self.layout.slots(self.op.name, target)
+        return self.emit(scatter, partial, slots, self.writer.group, f"%{self.op.name}", what="scatter")
+
+    def refuse(self, why: str, hint: str | None = None) -> NoReturn:
+        """Says that this call cannot be cut so.
+
+        Raises:
+            PlanError: always.
+        """
+        message = f"{self.op.target} (%{self.op.name}) cannot be cut along {self.axis}: {why}"
+        raise PlanError(message, where=self.op.where, hint=hint)
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments of a call of an operator by name, with the defaults of its schema."""
+    assert isinstance(node.target, torch._ops.OpOverload), node
+    schema = node.target._schema.arguments
+    found = {item.name: item.default_value for item in schema}
+    found.update({item.name: value for item, value in zip((i for i in schema if not i.kwarg_only), node.args, strict=False)})
+    found.update(node.kwargs)
+    return found
+
+
+def _is(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)

@@ -1,0 +1,113 @@
+"""The collectives of a split group on parts of unlike sizes, without gradients, begun here and waited for where the user likes.
+
+Gloo gathers equal parts only, by way of copies, and has no reduce-scatter of its own: there pieces go from each device to
+each other one in one all-to-all, which moves no more bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.runtime.program.shard.group import Group
+from whale.runtime.program.shard.pending import Pending
+from whale.runtime.program.shard.slots import Slots
+
+
+def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.SUM) -> Pending:
+    """The devices' values combined, in memory of its own."""
+    dtype = value.dtype
+    whole = value.to(torch.uint8 if dtype is torch.bool else dtype).clone(memory_format=torch.contiguous_format)
+    return Pending(lambda: whole.to(dtype), group.all_reduce(whole, how, f"all-reduce of {what}"))
+
+
+def gathered(value: Tensor, group: Group) -> list[Tensor]:
+    """The devices' values, which have one shape, in order of position, without a gradient."""
+    own = value.detach().contiguous()
+    received = [torch.empty_like(own) for _ in range(group.size)]
+    in_order = [received[device] for device in group.order]
+    group.all_gather(in_order, own, "all-gather")()
+    return received
+
+
+def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
+    """The whole tensor from the devices' parts."""
+    shapes = [slots.shape(value, slots.counts[slots.position], device) for device in range(group.size)]
+    if group.is_gloo:
+        return _swap([value] * group.size, shapes, slots.put_together, group, f"all-gather of {what}")
+    own = value.contiguous()
+    received = [own.new_empty(shape) for shape in shapes]
+    wires = [_bytes(received[device]) for device in group.order]
+    return Pending(lambda: slots.put_together(received), group.all_gather(wires, _bytes(own), f"all-gather of {what}"))
+
+
+def reduce_scatter(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
+    """The own part of the sum of the devices' values."""
+    pieces = [slots.take(value, device).contiguous() for device in range(group.size)]
+    own = pieces[slots.position]
+    if group.is_gloo:
+        return _swap(pieces, [tuple(own.shape)] * group.size, _sum, group, f"reduce-scatter of {what}")
+    total = torch.empty_like(own)
+    in_order = [pieces[device] for device in group.order]
+    return Pending(lambda: total, group.reduce_scatter(total, in_order, f"reduce-scatter of {what}"))
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(values)).sum(0) if len(values) > 2 else values[0] + values[1]
+
+
+def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, what: str) -> Pending:
+    """Every device gets of the own part what belongs to its new part.
+
+    Args:
+        value: the own part.
+        leaving: per device, what of the own part goes there.
+        arriving: per device, where in the new part what comes from there belongs.
+        group: the split group.
+        what: it is for.
+    """
+    pieces = [leaving.take(value, device) for device in range(group.size)]
+    shapes = [_arriving_shape(value, leaving, arriving, device) for device in range(group.size)]
+    return _swap(pieces, shapes, arriving.put_together, group, f"all-to-all of {what}")
+
+
+def _arriving_shape(value: Tensor, leaving: Slots, arriving: Slots, device: int) -> tuple[int, ...]:
+    """What comes from a device: of the dimension that is divided now the own part, of the one that was all that it had."""
+    if leaving.dim == arriving.dim and leaving.rows_outside == arriving.rows_outside:
+        return arriving.shape(value, leaving.units, device)
+    shape = list(arriving.shape(value, arriving.counts[arriving.position], device))
+    shape[leaving.dim] = shape[leaving.dim] * leaving.counts[leaving.position] // leaving.units
+    return tuple(shape)
+
+
+def _swap(
+    pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], join: Callable[[Sequence[Tensor]], Tensor], group: Group, what: str
+) -> Pending:
+    """Sends a piece to each device, and joins the ones of stated shapes that come from each; the own one stays here."""
+    dtype = pieces[0].dtype
+    wire = torch.uint8 if dtype is torch.bool else dtype
+    others = [device for device in group.order if device != group.position]
+    sizes = [0 if device == group.position else prod(shapes[device]) for device in group.order]
+    sent = [0 if device == group.position else pieces[device].numel() for device in group.order]
+    flat = [pieces[device].to(wire).reshape(-1) for device in others]
+    leaving = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
+    received = torch.empty(sum(sizes), dtype=wire, device=leaving.device)
+    arrival = group.all_to_all(received, leaving, sizes, sent, what)
+    own = pieces[group.position]
+
+    def finish() -> Tensor:
+        arrived = dict(zip(group.order, torch.split(received, sizes), strict=True))
+        arrived[group.position] = own
+        return join([arrived[device].to(dtype).reshape(shape) for device, shape in enumerate(shapes)])
+
+    return Pending(finish, arrival)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Booleans travel as bytes: not every backend knows them."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

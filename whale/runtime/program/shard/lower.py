@@ -1,0 +1,153 @@
+"""The pass that makes a stage's graph compute on the parts of one device of a split group.
+
+    whole x ---> layer_norm ---> enter ---> linear (own columns) ---> gelu ---> linear (own rows) ---> leave + bias
+
+    x cut along the sequence ---> layer_norm ---> collect ---> linear (own columns) ---> ... ---> scatter + bias
+
+Tensors that the stage is given or hands on are whole, unless the plan says otherwise.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from whale.axes.labels import Use
+from whale.axes.values import Axes, Dimension
+from whale.errors import PlanError, raise_faults
+from whale.estimate.memory_writes import MemoryWrites
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Shard
+from whale.runtime.program.shard.call import Call
+from whale.runtime.program.shard.layout import ShardLayout
+from whale.runtime.program.shard.lowerings import lowering
+from whale.runtime.program.shard.writer import GROUP, Writer
+
+
+@dataclass(frozen=True)
+class ShardProgram:
+    """A stage's graph on the parts of one device.
+
+    Attributes:
+        graph: takes the split group (`GROUP`) first, then what the graph took before; returns the same, whole.
+        parameters: per parameter and buffer that the device holds a part of, the dimensions of the whole one.
+        partial: parameters that are whole, but whose gradients are partial: they must be summed over the split group.
+            Gradients of all other whole parameters are complete, and equal on all devices of the group.
+        num_dims: dimensions of the values that the pass added, by name.
+    """
+
+    graph: fx.Graph
+    parameters: Mapping[str, tuple[Dimension, ...]]
+    partial: frozenset[str]
+    num_dims: Mapping[str, int]
+
+
+def lower_shards(
+    graph: fx.Graph,
+    model: ModelGraph,
+    axes: Axes,
+    shards: Sequence[Shard],
+    position: int,
+    *,
+    complete: Collection[str] = (),
+    num_rows: int = 0,
+) -> ShardProgram:
+    """Rewrites a stage's graph so that it computes on parts.
+
+    Args:
+        graph: of the stage, as `whale.runtime.program.lowering` makes it: nodes are named as the ops. It is left as it is.
+        model: the captured model.
+        axes: of the model.
+        shards: of the stage; at least one.
+        position: of this device in its split group.
+        complete: parameters whose gradients must not be left partial, since another program on the same device adds
+            complete ones to them.
+        num_rows: rows that the group takes; needed where the batch is cut.
+
+    Raises:
+        PlanError: an op cannot be cut so; names the op and the user's line.
+    """
+    known = [node for node in graph.nodes if node.name in model.by_name]
+    ops = [node.name for node in known if node.op != "placeholder"]
+    layout = ShardLayout(model, axes, tuple(shards), position, ops, num_rows)
+    roots = _roots(graph, model)
+    written = frozenset(roots[node.name] for node in known if "in_place" in model.by_name[node.name].tags)
+    raise_faults([*layout.faults(ops), *_memory_faults(ops, layout)])
+    partial = _partial_parameters(graph, layout) - frozenset(complete)
+    names = {node.name for node in known if _parameter(model, node.name) in partial}
+    writer = Writer(layout, roots, written, frozenset(names))
+    for node in graph.nodes:
+        _write(node, writer)
+    shard = [node.name for node in known if _parameter(model, node.name) and layout.labels.held(node.name)]
+    parameters = {_parameter(model, name): layout.dimensions(name) for name in shard}
+    writer.graph.lint()
+    return ShardProgram(writer.graph, parameters, partial, writer.added)
+
+
+def _write(node: fx.Node, writer: Writer) -> None:
+    """Writes one node of the old graph."""
+    layout, op = writer.layout, writer.layout.model.by_name.get(node.name)
+    if node.op == "output":
+        writer.graph.output(fx.node.map_arg(node.args[0], lambda value: writer.form(value, layout.labels.returned(value.name))))
+        return
+    axis = layout.labels.work.get(node.name)
+    if op is None or node.op == "placeholder" or node.target is operator.getitem:
+        writer.copy(node, as_it_lies=True)
+    elif axis is None:
+        writer.copy(node)
+    else:
+        call = Call(writer, node, op, axis)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            call.refuse("it is no operator of torch")
+        writer.copies[node] = lowering(call)(call)
+    if op is not None and "in_place" in op.tags:
+        writer.wrote(node)
+
+
+def _memory_faults(ops: Sequence[str], layout: ShardLayout) -> list[PlanError]:
+    """Memory that is written in place must lie as all that see it need it: a bridge between would be a copy."""
+    faults, writes, labels = [], MemoryWrites(layout.model, ops), layout.labels
+    for name in ops:
+        op = layout.model.by_name[name]
+        for operand in op.inputs if op.target != "operator.getitem" else ():
+            if labels.held(operand) != labels.use(name, operand).axis and writes.need_same(operand, name):
+                text = f"{op.target} (%{name}) shares memory that is written in place, so it is cut as %{operand} is"
+                faults.append(PlanError(text, where=op.where))
+    return faults
+
+
+def _parameter(model: ModelGraph, name: str) -> str:
+    """The first name of the parameter or buffer that a placeholder brings; "" for any other node."""
+    op = model.by_name[name]
+    return model.parameter_by_name[op.target].name if op.kind in ("parameter", "buffer") else ""
+
+
+def _partial_parameters(graph: fx.Graph, layout: ShardLayout) -> frozenset[str]:
+    """Whole trainable parameters that only ops on parts read."""
+    model, labels = layout.model, layout.labels
+    uses: dict[str, list[bool]] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            name = _parameter(model, source.name) if source.name in model.by_name else ""
+            if name and model.parameter_by_name[name].kind == "parameter" and labels.held(source.name) is None:
+                use = labels.use(node.name, source.name) if node.name in labels.ops else Use()
+                uses.setdefault(name, []).append(use.entered or use.axis is not None)
+    return frozenset(name for name, found in uses.items() if all(found) and model.parameter_by_name[name].trainable)
+
+
+def _roots(graph: fx.Graph, model: ModelGraph) -> dict[str, str]:
+    """Per node, the node whose memory it shares; itself where that is fresh."""
+    roots: dict[str, str] = {}
+    for node in graph.nodes:
+        op = model.by_name.get(node.name)
+        shares = (op is not None and bool(op.tags & {"view", "in_place"})) or node.target is operator.getitem
+        source = node.all_input_nodes[0] if shares and node.all_input_nodes else node
+        roots[node.name] = roots.get(source.name, node.name)
+    return roots
+
+
+__all__ = ["GROUP", "ShardProgram", "lower_shards"]

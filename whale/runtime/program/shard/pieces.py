@@ -1,0 +1,95 @@
+"""A device's part of a whole tensor: cut out of it and put back, for parameters, gradients, buffers and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from whale.axes.index_sets import Runs, index_set, intervals
+from whale.axes.values import Axes, Dimension
+from whale.ir.plan import Shard
+
+Index = slice | Tensor
+"""Positions along one dimension: a slice where they are consecutive, else a LongTensor."""
+
+
+def axis_sizes(axes: Axes) -> dict[str, int]:
+    """Sizes of all axes, at the example's rows."""
+    return {axis.name: axis.size for axis in axes.axes}
+
+
+def local_indices(dimensions: Sequence[Dimension], sizes: Mapping[str, int], shards: Sequence[Shard], position: int) -> tuple[Index, ...]:
+    """Per dimension of a tensor, the positions that one device of a split group holds.
+
+    Args:
+        dimensions: of the whole tensor, as products of axes.
+        sizes: of the axes.
+        shards: of the stage.
+        position: of the device in its split group.
+    """
+    held = intervals(shards, position)
+    return tuple(as_index(index_set(dimension, sizes, held)) for dimension in dimensions)
+
+
+def as_index(runs: Runs) -> Index:
+    """Runs as what a tensor can be indexed by."""
+    if not runs:
+        return slice(0, 0)
+    if len(runs) == 1:
+        return slice(*runs[0])
+    return torch.cat([torch.arange(start, stop) for start, stop in runs])
+
+
+def local_shape(dimensions: Sequence[Dimension], axes: Axes, shards: Sequence[Shard], position: int) -> tuple[int, ...]:
+    """The shape of a device's part of a tensor."""
+    places = local_indices(dimensions, axis_sizes(axes), shards, position)
+    return tuple(place.stop - place.start if isinstance(place, slice) else len(place) for place in places)
+
+
+def cut_out(whole: Tensor, dimensions: Sequence[Dimension], axes: Axes, shards: Sequence[Shard], position: int) -> Tensor:
+    """A device's part of a whole tensor: contiguous, with memory of its own unless nothing is cut.
+
+    Args:
+        whole: the tensor.
+        dimensions: its dimensions as products of axes (`Axes.parameters`).
+        axes: of the model.
+        shards: of the stage.
+        position: of the device in its split group.
+    """
+    held = part(whole, local_indices(dimensions, axis_sizes(axes), shards, position))
+    return held if held.shape == whole.shape else held.clone(memory_format=torch.contiguous_format)
+
+
+def put_in(whole: Tensor, held: Tensor, dimensions: Sequence[Dimension], axes: Axes, shards: Sequence[Shard], position: int) -> None:
+    """The inverse of `cut_out`: writes a device's part into its place in the whole tensor."""
+    write_part(whole.detach(), local_indices(dimensions, axis_sizes(axes), shards, position), held.detach())
+
+
+def part(whole: Tensor, index: Sequence[Index]) -> Tensor:
+    """What lies at an index, dimension by dimension: a view where every place is a slice."""
+    held = whole
+    for dim, place in enumerate(index):
+        if isinstance(place, slice):
+            held = held.narrow(dim, place.start, place.stop - place.start)
+        else:
+            held = held.index_select(dim, place.to(held.device))
+    return held
+
+
+def write_part(whole: Tensor, index: Sequence[Index], held: Tensor) -> None:
+    """The inverse of `part`: writes into the whole, without gradient."""
+    target = whole
+    for dim, place in enumerate(index):
+        if isinstance(place, slice):
+            target = target.narrow(dim, place.start, place.stop - place.start)
+    if all(isinstance(place, slice) for place in index):
+        target.copy_(held)
+        return
+    grids = torch.meshgrid(*(_positions(place, target.shape[dim]) for dim, place in enumerate(index)), indexing="ij")
+    target.index_put_(tuple(grid.to(whole.device) for grid in grids), held.to(whole))
+
+
+def _positions(place: Index, size: int) -> Tensor:
+    return place if isinstance(place, Tensor) else torch.arange(size)

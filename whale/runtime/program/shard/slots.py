@@ -1,0 +1,114 @@
+"""Where along one dimension of a tensor the part of each device of a group lies.
+
+A dimension may also hold the rows of the batch, whose number programs do not know: the rest, the units, is what is cut.
+
+    [rows*12]  heads 4 of width 3 cut 1:3      units 12   device 0: 0..3   device 1: 3..12      rows outside
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from whale.axes.index_sets import Runs, count
+from whale.runtime.program.shard.pieces import Index, as_index
+
+
+class _Fields(NamedTuple):
+    dim: int
+    units: int
+    parts: tuple[Runs, ...]
+    position: int
+    rows_outside: bool = True
+
+
+class Slots(_Fields):
+    """The parts of one dimension; a named tuple, since programs hold it and print it.
+
+    Attributes:
+        dim: which dimension.
+        units: its size, the rows of the batch left out.
+        parts: per device, its positions among the units.
+        position: of this device.
+        rows_outside: where the dimension also holds rows, whether they are the outer factor.
+    """
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Per device, how many units it has."""
+        return _counts(self.parts)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all devices have equally many."""
+        return len(set(self.counts)) == 1
+
+    @property
+    def _places(self) -> tuple[Index, ...]:
+        return _places(self.parts)
+
+    def _unfolded(self, value: Tensor, units: int) -> tuple[Tensor, int]:
+        """The dimension as ``outer x units x inner``, and where the units are."""
+        rest = value.shape[self.dim] // units if units else 1
+        shape = (rest, units, 1) if self.rows_outside else (1, units, rest)
+        return value.reshape(*value.shape[: self.dim], *shape, *value.shape[self.dim + 1 :]), self.dim + 1
+
+    def take(self, value: Tensor, device: int) -> Tensor:
+        """What lies at a device's positions; a view where it can be."""
+        split, at = self._unfolded(value, self.units)
+        place = self._places[device]
+        if isinstance(place, slice):
+            held = split.narrow(at, place.start, place.stop - place.start)
+        else:
+            held = split.index_select(at, place.to(value.device))
+        return held.flatten(self.dim, self.dim + 2)
+
+    def own(self, value: Tensor) -> Tensor:
+        """What lies at this device's positions."""
+        return self.take(value, self.position)
+
+    def shape(self, value: Tensor, held: int, device: int) -> tuple[int, ...]:
+        """The shape of a device's part of a tensor that is like `value`, which has so many of the units."""
+        rest = value.shape[self.dim] // held if held else 1
+        return (*value.shape[: self.dim], rest * self.counts[device], *value.shape[self.dim + 1 :])
+
+    def put_together(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The tensor whose parts these are."""
+        if all(isinstance(place, slice) for place in self._places) and self._is_in_order and not self._has_rows(pieces):
+            return torch.cat(list(pieces), self.dim)
+        sample = next((piece for piece, held in zip(pieces, self.counts, strict=True) if held), pieces[0])
+        held = next((held for held in self.counts if held), 1)
+        rest = sample.shape[self.dim] // held
+        whole = sample.new_empty((*sample.shape[: self.dim], rest * self.units, *sample.shape[self.dim + 1 :]))
+        split, at = self._unfolded(whole, self.units)
+        for piece, place, number in zip(pieces, self._places, self.counts, strict=True):
+            if number:
+                split[(slice(None),) * at + (place,)] = self._unfolded(piece, number)[0]
+        return whole
+
+    def _has_rows(self, pieces: Sequence[Tensor]) -> bool:
+        return self.rows_outside and any(piece.shape[self.dim] != number for piece, number in zip(pieces, self.counts, strict=True))
+
+    @property
+    def _is_in_order(self) -> bool:
+        starts = [runs[0][0] for runs in self.parts if runs]
+        return starts == sorted(starts)
+
+
+@lru_cache(maxsize=4096)
+def _counts(parts: tuple[Runs, ...]) -> tuple[int, ...]:
+    return tuple(count(runs) for runs in parts)
+
+
+@lru_cache(maxsize=4096)
+def _places(parts: tuple[Runs, ...]) -> tuple[Index, ...]:
+    return tuple(as_index(runs) for runs in parts)
+
+
+def own_part(value: Tensor, slots: Slots) -> Tensor:
+    """What a device holds of a whole tensor."""
+    return slots.own(value)

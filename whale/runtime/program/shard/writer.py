@@ -1,0 +1,114 @@
+"""Writes the lowered graph: copies nodes, and puts in the bridges that bring a tensor into the form in which it is used.
+
+A bridge is written before the first user of its form and shared by all of them; an in-place write to the tensor in
+between ends the sharing, since the next user must see what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from whale.axes.labels import Use
+from whale.runtime.program.shard.communication import collect, enter, exchange, gather, part
+from whale.runtime.program.shard.layout import ShardLayout
+from whale.runtime.program.shard.slots import own_part
+
+GROUP = "split_group"
+"""The placeholder of the split group, first in every lowered graph."""
+
+_BETWEEN = frozenset({"enter", "gather", "collect", "part", "exchange"})
+"""Steps that stand between ops, where the first user needs them, and so belong to none."""
+
+
+class Writer:
+    """The new graph while it is written.
+
+    Args:
+        layout: the cuts.
+        roots: per node of the old graph, the node whose memory it shares.
+        written: those of them that some op of the stage writes in place.
+        synchronized: parameters whose partial gradients are summed once per step, so that their bridges move none.
+    """
+
+    def __init__(self, layout: ShardLayout, roots: Mapping[str, str], written: frozenset[str], synchronized: frozenset[str]) -> None:
+        self.layout = layout
+        self.graph = fx.Graph()
+        self.group = self.graph.placeholder(GROUP)
+        self.added: dict[str, int] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self._roots, self._written = roots, written
+        self._synchronized = synchronized
+        self._writes: dict[str, int] = {}
+        self._forms: dict[tuple[fx.Node, Use, int], fx.Node] = {}
+
+    def copy(self, node: fx.Node, *, as_it_lies: bool = False) -> fx.Node:
+        """The same node on whole values of the new graph, or on values as they lie."""
+        copied = self.graph.node_copy(node, self.copies.__getitem__ if as_it_lies else lambda argument: self.form(argument, Use()))
+        self.copies[node] = copied
+        return copied
+
+    def mapped(self, argument: Any, axis: str | None) -> Any:
+        """An argument for an op that works along an axis: parts of what has it, all of what has not."""
+        return fx.node.map_arg(argument, lambda node: self.form(node, self._use(node, axis)))
+
+    def raw(self, argument: Any) -> Any:
+        """An argument whose values are taken as they lie: numbers, and tensors of which only sizes are read."""
+        return fx.node.map_arg(argument, self.copies.__getitem__)
+
+    def emit(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str = "") -> fx.Node:
+        """A new call; it is named after an old node and, if it computes that op, carries its marks."""
+        made = self.graph.create_node("call_function", target, args, kwargs, name=f"{node.name}__{what}" if what else node.name)
+        made.meta = {} if what in _BETWEEN else {key: value for key, value in node.meta.items() if key != "val"}
+        if made.name != node.name and node.name in self.layout.axes.ops:
+            self.added[made.name] = len(self.layout.dimensions(node.name))
+        return made
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether an op of the stage writes to the memory of an old node."""
+        return self._roots[node.name] in self._written
+
+    def wrote(self, node: fx.Node) -> None:
+        """Notes that an old node changed the memory of its first argument."""
+        root = self._roots[node.name]
+        self._writes[root] = self._writes.get(root, 0) + 1
+
+    def form(self, node: fx.Node, use: Use) -> fx.Node:
+        """The value of an old node as it is used."""
+        op = self.layout.model.by_name.get(node.name)
+        if op is None or len(op.outputs) != 1 or node.name not in self.layout.axes.ops:
+            return self.copies[node]
+        source = self.layout.labels.held(node.name)
+        has_gradient = op.requires_grad and node.name not in self._synchronized
+        if source == use.axis and (source is not None or not use.entered or not has_gradient):
+            return self.copies[node]
+        key = (node, use, self._writes.get(self._roots[node.name], 0))
+        if key not in self._forms:
+            self._forms[key] = self._bridge(node, source, use, has_gradient)
+        return self._forms[key]
+
+    def _use(self, node: fx.Node, axis: str | None) -> Use:
+        if axis is None:
+            return Use()
+        return Use(axis) if axis in self.layout.labels.axes_in(node.name) else Use(entered=True)
+
+    def _bridge(self, node: fx.Node, source: str | None, use: Use, has_gradient: bool) -> fx.Node:
+        value, what = self.copies[node], f"%{node.name}"
+        if source is None and use.axis is None:
+            return self.emit(node, enter, (value, self.group, what), {}, "enter")
+        if source is None:
+            return self.part(node, value, use.axis or "", has_gradient)
+        if use.axis is None:
+            bring = collect if use.entered else gather
+            return self.emit(node, bring, (value, self.layout.slots(node.name, source), self.group, what), {}, bring.__name__)
+        leaving, arriving = self.layout.exchange(node.name, source, use.axis)
+        return self.emit(node, exchange, (value, leaving, arriving, self.group, what), {}, "exchange")
+
+    def part(self, node: fx.Node, value: fx.Node, axis: str, has_gradient: bool = False) -> fx.Node:
+        """The own part of a whole value of an old node; the parts' gradients are brought together where that is asked for."""
+        slots = self.layout.slots(node.name, axis)
+        if not has_gradient:
+            return self.emit(node, own_part, (value, slots), {}, "part")
+        return self.emit(node, part, (value, slots, self.group, f"%{node.name}"), {}, "part")

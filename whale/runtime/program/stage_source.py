@@ -1,0 +1,85 @@
+"""A stage's program for any number of rows, lowered once per captured graph, and per number where the rows are cut too.
+
+A stage that computes its rows in halves has a second program, for a single row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from whale.axes.halving import MIN_ROWS, halve_stage
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Replica, Stage
+from whale.runtime.program.lowering import StageProgram, StageShards, lower
+
+GraphSource = Callable[[int], fx.Graph]
+"""The captured graph for a number of rows of a piece."""
+
+
+class StageSource:
+    """A stage's program, lowered once per captured graph.
+
+    Args:
+        model: the captured model.
+        graphs: its program per number of rows.
+        replica: holds the edges.
+        stage: what to lower.
+        known: loss terms whose weights are known beforehand and need not be returned.
+        device: where it computes.
+        splits_backward: whether its schedule runs input and weight gradients apart.
+        shards: of a split stage.
+
+    Attributes:
+        outputs: names that the program returns.
+    """
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        graphs: GraphSource,
+        replica: Replica,
+        stage: Stage,
+        known: set[int],
+        device: torch.device,
+        splits_backward: bool,
+        shards: StageShards | None = None,
+    ) -> None:
+        self._shards = shards
+        self._splits_backward = splits_backward
+        self._model, self._graphs, self._stage, self._device = model, graphs, stage, device
+        self._received = {name for edge in replica.edges if edge.target == stage.index for name in edge.tensors}
+        sent = {name for edge in replica.edges if edge.source == stage.index for name in edge.tensors}
+        ops = set(stage.ops)
+        terms = {term.sum for term in model.loss if term.sum in ops}
+        weights = {t.weight for i, t in enumerate(model.loss) if t.weight is not None and i not in known and t.sum in ops}
+        own_outputs = {name for name in model.outputs if name in ops}
+        wanted = sent | terms | weights | own_outputs
+        self.outputs = tuple(op.name for op in model.ops if op.name in wanted)
+        self._halving = halve_stage(model, shards.axes, replica.edges, stage) if shards is not None and stage.overlap else None
+        self._lowered: dict[tuple[fx.Graph, int, bool], StageProgram] = {}
+
+    def __call__(self, num_rows: int) -> StageProgram:
+        graph = self._graphs(num_rows)
+        rows = num_rows if self._shards is not None and self._shards.divides_rows else 0
+        halving = self._halving if num_rows >= MIN_ROWS else None
+        key = graph, rows, halving is not None
+        program = self._lowered.get(key)
+        if program is None:
+            program = lower(
+                graph,
+                self._model,
+                self._stage.ops,
+                self._received,
+                self.outputs,
+                self._device,
+                splits_backward=self._splits_backward,
+                shards=self._shards,
+                segments=self._stage.segments,
+                num_rows=rows,
+                halving=halving,
+            )
+            self._lowered[key] = program
+        return program

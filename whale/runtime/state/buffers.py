@@ -1,0 +1,88 @@
+"""Running statistics that every replica kept of its own rows, merged into one: averages weighted by rows, element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from whale.comm import Groups
+from whale.ir.graph import ModelGraph
+from whale.runtime.program.shard.pieces import Index, part, write_part
+from whale.runtime.state.holdings import Holdings
+
+
+def row_shares(holdings: Holdings) -> dict[int, dict[str, float]]:
+    """Per rank of the plan and buffer it holds, the share of the global batch that it speaks for.
+
+    Devices of a split group that hold a buffer whole saw the same rows, and share them; those that hold parts each speak for theirs.
+    """
+    plan = holdings.plan
+    total = sum(replica.share for replica in plan.replicas)
+    found: dict[int, dict[str, float]] = {}
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            for position, device in enumerate(stage.virtual_device.devices):
+                share = replica.share / total * stage.shares[position // stage.split] / sum(stage.shares)
+                rank = plan.rank_of[device]
+                for name in stage.parameters:
+                    is_sharded = bool(holdings.regions[name][rank].intervals)
+                    found.setdefault(rank, {})[name] = share if is_sharded else share / stage.split
+    return found
+
+
+def merge_buffers(
+    holdings: Holdings,
+    rank: int | None,
+    model: ModelGraph,
+    tensors: Mapping[str, torch.Tensor],
+    names: Sequence[str],
+    groups: Groups,
+    everyone: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    """Replaces each buffer by its average over the ranks that hold it; every rank of the world takes part.
+
+    Args:
+        holdings: who holds which part of what.
+        rank: this rank of the plan; None if idle.
+        model: shapes of the buffers.
+        tensors: what this rank holds.
+        names: buffers to merge, the same on every rank. Counters take part: they are equal wherever they are held.
+        groups: holds the group of all ranks.
+        everyone: all ranks of the world.
+        device: where this rank computes.
+    """
+    if len(everyone) == 1 or not names:
+        return
+    shares = {} if rank is None else row_shares(holdings).get(rank, {})
+    indices = {name: None if rank is None else holdings.index(name, holdings.regions[name][rank]) for name in names if name in tensors}
+    shapes = {name: model.parameter_by_name[name].spec.shape for name in names}
+    parts: list[torch.Tensor] = []
+    for name in names:
+        sums, weights = torch.zeros((2, *shapes[name]), dtype=torch.float64, device=device)
+        if share := shares.get(name, 0.0) if name in tensors else 0.0:
+            held = tensors[name].detach().double().to(device)
+            _write(sums, indices[name], held * share)
+            _write(weights, indices[name], torch.full_like(held, share))
+        parts += [sums.reshape(-1), weights.reshape(-1)]
+    flat = torch.cat(parts)
+    work = groups.all_reduce(flat, everyone)
+    if work is not None:
+        work.wait()
+    offset = 0
+    for name in names:
+        count = model.parameter_by_name[name].spec.num_elements
+        merged = (flat[offset : offset + count] / flat[offset + count : offset + 2 * count]).reshape(shapes[name])
+        offset += 2 * count
+        if name in tensors:
+            index, target = indices[name], tensors[name]
+            rounded = merged if target.is_floating_point() else merged.round()
+            target.detach().copy_((rounded if index is None else part(rounded, index)).to(target.dtype))
+
+
+def _write(whole: torch.Tensor, index: tuple[Index, ...] | None, held: torch.Tensor) -> None:
+    if index is None:
+        whole.copy_(held)
+    else:
+        write_part(whole, index, held)

@@ -1,0 +1,32 @@
+"""Optimizers that treat every element alone: only they may step a part of a parameter as if it were the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from whale.errors import ConfigError
+
+ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer | None, shard: Sequence[str]) -> None:
+    """Refuses an optimizer that may mix the elements of a parameter, where parameters are cut.
+
+    Args:
+        optimizer: of this rank.
+        shard: names of the parameters of which it has only a part.
+
+    Raises:
+        ConfigError: it is none of torch's elementwise optimizers.
+    """
+    if optimizer is not None and shard and type(optimizer) not in ELEMENTWISE:
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise ConfigError(
+            f"a cut parameter needs an elementwise optimizer ({type(optimizer).__name__} steps {shard[0]}, of which this rank has a part)",
+            hint=f"use one of {names}; or replicate what {type(optimizer).__name__} steps",
+        )

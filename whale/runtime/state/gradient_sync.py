@@ -1,0 +1,281 @@
+"""Gradient synchronisation: one bucket per set of owners, reduced while the backward pass still runs.
+
+Every parameter lies on the ranks that own it; its gradient is the sum over them. Parameters of equal owners share flat
+buckets, in reverse order of use, and a bucket is sent once each of its gradients is final:
+
+    backward   |layer 3|layer 2|layer 1|
+    bucket 0           |--- layers 3, 2 ---|
+    bucket 1                           |-- layer 1 --|
+
+Buckets of one group start in one order on every rank, whatever order the gradients come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from whale.comm import Groups, wait
+from whale.ir.graph import DTYPE_BYTES, ModelGraph
+from whale.ir.plan import Plan
+from whale.runtime.program.shard.pieces import Index, part, write_part
+from whale.runtime.state.holdings import Holdings, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Parameters whose gradients travel together.
+
+    Attributes:
+        pieces: of the parameters, in the order of the flat buffer.
+        owners: ranks of the plan that hold them.
+        stages: stages (by replica) that use them.
+    """
+
+    pieces: tuple[Piece, ...]
+    owners: tuple[int, ...]
+    stages: tuple[tuple[int, int], ...]
+
+
+def plan_buckets(holdings: Holdings, model: ModelGraph, reached: frozenset[str], bucket_bytes: int) -> tuple[BucketPlan, ...]:
+    """The buckets of the whole plan, equal on every rank; pieces that nobody has to wait for are in none.
+
+    Args:
+        holdings: who owns what.
+        model: sizes, and the order of use.
+        reached: parameters that get a gradient.
+        bucket_bytes: a bucket is closed when it has this many bytes.
+    """
+    stages_of = _stages_of(holdings.plan)
+    last_use = _last_uses(model)
+    open_buckets: dict[tuple[Stages, tuple[int, ...], str], list[Piece]] = {}
+    closed: list[BucketPlan] = []
+    for name in sorted(reached & set(stages_of), key=lambda n: (-last_use.get(n, 0), n)):
+        spec = model.parameter_by_name[name].spec
+        for piece in holdings.pieces(name):
+            if piece.is_complete:
+                continue
+            key = (stages_of[name], piece.owners, spec.dtype)
+            pieces = open_buckets.setdefault(key, [])
+            pieces.append(piece)
+            elements = sum(holdings.num_elements(p, model.parameter_by_name[p.name].spec.shape) for p in pieces)
+            if elements * DTYPE_BYTES[spec.dtype] >= bucket_bytes:
+                closed.append(BucketPlan(tuple(open_buckets.pop(key)), piece.owners, key[0]))
+    closed += [BucketPlan(tuple(pieces), owners, stages) for (stages, owners, _), pieces in open_buckets.items()]
+    return tuple(sorted(closed, key=lambda bucket: _order(bucket, last_use)))
+
+
+Stages = tuple[tuple[int, int], ...]
+
+
+def _order(bucket: BucketPlan, last_use: Mapping[str, int]) -> tuple[object, ...]:
+    """Later stages first, and in a stage what is used last first: the order in which gradients come."""
+    first = bucket.pieces[0]
+    return -max(stage for _, stage in bucket.stages), -last_use.get(first.name, 0), first.name, first.region.intervals
+
+
+def _stages_of(plan: Plan) -> dict[str, Stages]:
+    """Per parameter, the (replica, stage) pairs that hold it."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            for name in stage.parameters:
+                found.setdefault(name, []).append((replica.index, stage.index))
+    return {name: tuple(stages) for name, stages in found.items()}
+
+
+def _last_uses(model: ModelGraph) -> dict[str, int]:
+    """Per parameter, the position of the last op that reads it."""
+    last: dict[str, int] = {}
+    for position, op in enumerate(model.ops):
+        for name in op.inputs:
+            if model.by_name[name].kind == "parameter":
+                last[model.by_name[name].target] = position
+    return last
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A piece's place in a flat buffer.
+
+    Attributes:
+        parameter: this rank's part of the parameter.
+        index: where the piece lies in it; None for all of it.
+        view: its place.
+        adds: whether this rank's gradient is added; else it is a copy of another's.
+    """
+
+    parameter: torch.nn.Parameter
+    index: tuple[Index, ...] | None
+    view: torch.Tensor
+    adds: bool
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """What this rank adds."""
+        gradient = self.parameter.grad if self.adds else None
+        return gradient if gradient is None or self.index is None else part(gradient, self.index)
+
+
+@dataclass
+class _Bucket:
+    """One bucket on this rank, through one step."""
+
+    plan: BucketPlan
+    ranks: tuple[int, ...]
+    slots: list[_Slot]
+    stages: frozenset[int]
+    flat: torch.Tensor
+    final_stages: set[int] = field(default_factory=set)
+    num_final: int = 0
+    is_ready: bool = False
+    is_started: bool = False
+    work: dist.Work | None = None
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those with a place in it, each once."""
+        return list({id(slot.parameter): slot.parameter for slot in self.slots}.values())
+
+
+class GradientSync:
+    """The buckets of this rank.
+
+    Args:
+        buckets: of the whole plan.
+        holdings: which part of a parameter this rank holds.
+        rank: this rank of the plan.
+        stages: (replica, stage) pairs that it runs.
+        world_ranks: per rank of the plan, the rank in the world.
+        parameters: what this rank owns.
+        groups: one per owner set.
+        timeout: the longest wait.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[BucketPlan],
+        holdings: Holdings,
+        rank: int,
+        stages: Collection[tuple[int, int]],
+        world_ranks: Sequence[int],
+        parameters: Mapping[str, torch.nn.Parameter],
+        groups: Groups,
+        timeout: timedelta,
+    ) -> None:
+        self._groups = groups
+        self._timeout = timeout
+        self._queues: dict[tuple[int, ...], list[_Bucket]] = {}
+        self._buckets: list[_Bucket] = []
+        self._armed: set[int] = set()
+        for plan in buckets:
+            if rank not in plan.owners:
+                continue
+            ranks = tuple(sorted(world_ranks[owner] for owner in plan.owners))
+            bucket = _make_bucket(plan, holdings, rank, stages, ranks, parameters)
+            self._buckets.append(bucket)
+            self._queues.setdefault(bucket.ranks, []).append(bucket)
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Everybody whom this rank exchanges gradients with, itself included."""
+        return tuple(sorted({rank for bucket in self._buckets for rank in bucket.ranks}))
+
+    def begin(self) -> None:
+        """Forgets the last step."""
+        self._armed.clear()
+        for bucket in self._buckets:
+            bucket.final_stages.clear()
+            bucket.num_final, bucket.is_ready, bucket.is_started, bucket.work = 0, False, False, None
+
+    def arm(self, stage: int) -> None:
+        """States that the backward about to run is this stage's last of the step."""
+        self._armed.add(stage)
+
+    def finish_stage(self, stage: int) -> None:
+        """States that every gradient of a stage is final, and starts what can start."""
+        for bucket in self._buckets:
+            if stage in bucket.stages:
+                bucket.final_stages.add(stage)
+                bucket.is_ready = bucket.is_ready or bucket.final_stages == bucket.stages
+        self._start_ready()
+
+    def wait(self) -> None:
+        """Waits until the gradients are sums over their owners."""
+        for bucket in self._buckets:
+            assert bucket.is_started, f"gradients of {bucket.plan.pieces} were never final"
+            wait(bucket.work, "gradient synchronisation", bucket.ranks, self._timeout)
+            for slot in bucket.slots:
+                if slot.index is not None:
+                    assert slot.parameter.grad is not None
+                    write_part(slot.parameter.grad, slot.index, slot.view)
+
+    def abandon(self) -> None:
+        """Lets what was started end, after a step that was given up: its buffers are about to be used again."""
+        for bucket in self._buckets:
+            if bucket.is_started:
+                wait(bucket.work, "gradient synchronisation", bucket.ranks, self._timeout)
+
+    def _hook(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
+        num_parameters = len(bucket.parameters)
+
+        def on_gradient(_: torch.Tensor) -> None:
+            if bucket.stages <= self._armed and len(bucket.stages) == 1:
+                bucket.num_final += 1
+                if bucket.num_final == num_parameters:
+                    bucket.is_ready = True
+                    self._start_ready()
+
+        return on_gradient
+
+    def _start_ready(self) -> None:
+        for queue in self._queues.values():
+            for bucket in queue:
+                if bucket.is_started:
+                    continue
+                if not bucket.is_ready:
+                    break
+                self._start(bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        bucket.is_started = True
+        filled = [(slot.view, gradient) for slot in bucket.slots if (gradient := slot.gradient) is not None]
+        if len(filled) < len(bucket.slots):
+            bucket.flat.zero_()
+        if filled:
+            torch._foreach_copy_([view for view, _ in filled], [gradient for _, gradient in filled])
+        for slot in bucket.slots:
+            if slot.index is None:
+                slot.parameter.grad = slot.view
+            elif slot.parameter.grad is None:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+        bucket.work = self._groups.all_reduce(bucket.flat, bucket.ranks)
+
+
+def _make_bucket(
+    plan: BucketPlan,
+    holdings: Holdings,
+    rank: int,
+    stages: Collection[tuple[int, int]],
+    ranks: tuple[int, ...],
+    parameters: Mapping[str, torch.nn.Parameter],
+) -> _Bucket:
+    places = []
+    for piece in plan.pieces:
+        parameter = parameters[piece.name]
+        index = holdings.index(piece.name, piece.region, holdings.regions[piece.name][rank])
+        places.append((parameter, index, parameter.shape if index is None else part(parameter, index).shape, rank in piece.contributors))
+    first = parameters[plan.pieces[0].name]
+    flat = torch.zeros(sum(shape.numel() for _, _, shape, _ in places), dtype=first.dtype, device=first.device)
+    slots, offset = [], 0
+    for parameter, index, shape, adds in places:
+        slots.append(_Slot(parameter, index, flat[offset : offset + shape.numel()].view(shape), adds))
+        offset += shape.numel()
+    mine = frozenset(stage for replica, stage in plan.stages if (replica, stage) in stages)
+    return _Bucket(plan, ranks, slots, mine, flat)

@@ -1,0 +1,1 @@
+"""Whole tensors and parts of them: initial weights made, state dicts and predictions gathered."""

@@ -1,0 +1,168 @@
+"""Bringing together what ranks hold in parts: whole state dicts, and the rows of predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from whale.axes import batch_axes, discover
+from whale.comm import World
+from whale.errors import PlanError
+from whale.ir.graph import ModelGraph, TensorSpec
+from whale.ir.plan import BatchAxis, Plan
+from whale.runtime.execute.boundary import piece_shape, write_rows
+from whale.runtime.program.shard.pieces import Index, part, write_part
+from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.holdings import Piece as HeldPiece
+
+
+def gather_tensors(
+    model: ModelGraph,
+    holdings: Holdings,
+    rank: int | None,
+    tensors: Mapping[str, torch.Tensor],
+    world_ranks: Sequence[int],
+    world: World,
+    *,
+    only: int | None,
+) -> dict[str, torch.Tensor] | None:
+    """Copies of all parameters and buffers, whole.
+
+    Args:
+        model: shapes and types.
+        holdings: who holds which part.
+        rank: this rank of the plan; None if idle.
+        tensors: what this rank holds.
+        world_ranks: per rank of the plan, the rank in the world.
+        world: this process among its peers.
+        only: the world rank that gets them, on its CPU; None for every rank, on its device.
+
+    Returns:
+        Tensors by name; None on ranks that get nothing.
+    """
+    found: dict[str, torch.Tensor] = {}
+    device = world.device if only is None else torch.device("cpu")
+    for name in holdings.regions:
+        spec = model.parameter_by_name[name].spec
+        whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device) if only in (None, world.rank) else None
+        for piece in holdings.pieces(name):
+            index = holdings.index(name, piece.region)
+            holder = world_ranks[piece.owners[0]]
+            mine = _own_piece(holdings, piece, rank, tensors) if holder == world.rank else None
+            _gather_piece(whole, index, mine, holder, world, only)
+        if whole is not None:
+            found[name] = whole
+    return found if only in (None, world.rank) else None
+
+
+def _own_piece(holdings: Holdings, piece: HeldPiece, rank: int | None, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    assert rank is not None
+    index = holdings.index(piece.name, piece.region, holdings.regions[piece.name][rank])
+    held = tensors[piece.name].detach()
+    return held if index is None else part(held, index)
+
+
+def _gather_piece(
+    whole: torch.Tensor | None, index: tuple[Index, ...] | None, mine: torch.Tensor | None, holder: int, world: World, only: int | None
+) -> None:
+    """Brings one piece from its holder into the whole tensor, on one rank or on all."""
+    if whole is None:
+        if mine is not None:
+            dist.send(_wire(mine.cpu().contiguous()), only)
+        return
+    if mine is None or (only is None and not world.is_alone):
+        target = whole if index is None else torch.empty_like(part(whole, index), memory_format=torch.contiguous_format)
+        if mine is not None:
+            target.copy_(mine)
+        if only is None:
+            dist.broadcast(_wire(target), src=holder)
+        else:
+            dist.recv(_wire(target), holder)
+        mine = target
+    if index is not None:
+        write_part(whole, index, mine)
+    elif mine is not whole:
+        whole.copy_(mine)
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """Booleans travel as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+
+
+Piece = tuple[str, int, int, torch.Tensor]
+"""An output, the global rows it is for, and this rank's part of it."""
+
+
+def gather_outputs(
+    model: ModelGraph, plan: Plan, world_ranks: Sequence[int], world: World, pieces: Sequence[Piece], num_rows: int
+) -> list[torch.Tensor]:
+    """The graph's outputs for the whole batch, on every rank.
+
+    Args:
+        model: the captured model, with its `outputs`.
+        plan: which rank computes which rows of which output.
+        world_ranks: per rank of the plan, the rank in the world.
+        world: this process among its peers.
+        pieces: what this rank computed.
+        num_rows: of the global batch.
+
+    Raises:
+        PlanError: an output's rows cannot be told apart, and more than one piece of it was computed.
+    """
+    axes = batch_axes(model, discover(model)) if model.outputs else {}
+    mine = {(name, start): value for name, start, _, value in pieces}
+    results = []
+    for name in model.outputs:
+        owners = _owners(plan, world_ranks, name, num_rows)
+        axis = axes.get(name)
+        spec = model.by_name[name].outputs[0]
+        if axis is None:
+            _check_whole(model, name, len(owners))
+            owners = owners[:1]
+        whole = torch.empty(piece_shape(spec, axis, num_rows), dtype=getattr(torch, spec.dtype), device=world.device)
+        for rank, start, stop in owners:
+            piece = _exchange(spec, axis, mine.get((name, start)), rank, stop - start, world)
+            if axis is None:
+                whole = piece.reshape(piece.shape)
+            else:
+                write_rows(whole, axis, start, piece)
+        results.append(whole)
+    return results
+
+
+def _check_whole(model: ModelGraph, name: str, num_pieces: int) -> None:
+    op = model.by_name[name]
+    if num_pieces > 1 and op.outputs[0].has_rows:
+        raise PlanError(
+            f"an output that is computed in pieces must have one batch axis (%{name}: {op.outputs[0]}, {num_pieces} pieces)",
+            where=op.where,
+            hint="predict with a plan of one replica and one micro-batch, or return a tensor whose dimension 0 is the batch",
+        )
+
+
+def _owners(plan: Plan, world_ranks: Sequence[int], name: str, num_rows: int) -> list[tuple[int, int, int]]:
+    """World rank, first and last global row of every piece of an output."""
+    found = []
+    for replica in plan.replicas:
+        stage = next(stage for stage in replica.stages if name in stage.ops)
+        for start, stop in plan.micro_batch_rows(replica.index, num_rows):
+            held = zip(stage.virtual_device.devices, stage.row_intervals(stop - start, start), strict=True)
+            for device, (low, high) in list(held)[:: stage.split]:
+                found.append((world_ranks[plan.rank_of[device]], low, high))
+    return found
+
+
+def _exchange(
+    spec: TensorSpec, axis: BatchAxis | None, mine: torch.Tensor | None, holder: int, num_rows: int, world: World
+) -> torch.Tensor:
+    if holder == world.rank:
+        assert mine is not None
+        value = mine.clone(memory_format=torch.contiguous_format)
+    else:
+        value = torch.empty(piece_shape(spec, axis, num_rows), dtype=getattr(torch, spec.dtype), device=world.device)
+    if not world.is_alone:
+        dist.broadcast(_wire(value), src=holder)
+    return value
