@@ -4,6 +4,7 @@ from whale.estimate.action_times import ActionTimes
 from whale.estimate.bounds import bubble_share, exposed_sync, pipeline_seconds
 from whale.estimate.communication import all_gather_line, all_reduce_line, all_to_all_line, edge_line, p2p_seconds, ring_all_reduce_seconds
 from whale.estimate.compute import OpSeconds, op_seconds
+from whale.estimate.costs import Costs
 from whale.estimate.drawing import draw
 from whale.estimate.figures import bubble, bubble_rate
 from whale.estimate.kept import kept_tensors, storage_of
@@ -15,6 +16,7 @@ from whale.estimate.simulate import simulate
 
 __all__ = [
     "ActionTimes",
+    "Costs",
     "Line",
     "OpSeconds",
     "OpTable",

@@ -6,14 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from whale.estimate.costs import Costs
 from whale.estimate.op_table import Floats, OpTable
 from whale.ir.cluster import Device
-
-LAUNCH_SECONDS = 4e-6
-"""What starting one kernel costs, about the same from Python on a GPU and on a CPU."""
-
-BACKWARD_TRAFFIC = 2.0
-"""Memory traffic of a backward pass relative to its forward pass: the gradient and the saved values are both read."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +21,7 @@ class OpSeconds:
     backward_per_row: Floats
 
 
-def op_seconds(table: OpTable, device: Device, num_rows: float) -> OpSeconds:
+def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) -> OpSeconds:
     """Times of all ops on a device.
 
     An op takes ``max(flops / (peak x efficiency), bytes / bandwidth)``, which bends where the one overtakes the
@@ -34,21 +29,23 @@ def op_seconds(table: OpTable, device: Device, num_rows: float) -> OpSeconds:
 
     Args:
         num_rows: rows of a micro-batch on this device, about which the lines are taken.
+        costs: efficiency, launches and traffic.
     """
-    peaks = np.array([device.peak_flops(dtype) * device.efficiency for dtype in table.dtypes])[table.dtype]
-    launch = table.launches * LAUNCH_SECONDS
+    efficiency = costs.efficiency(device)
+    peaks = np.array([device.peak_flops(dtype) * efficiency for dtype in table.dtypes])[table.dtype]
+    launch = table.launches * costs.launch_seconds
     forward = _rule(
         (table.flops_fixed / peaks, table.flops_per_row / peaks),
         (table.bytes_fixed / device.bandwidth, table.bytes_per_row / device.bandwidth),
         num_rows,
     )
-    traffic = BACKWARD_TRAFFIC * table.trains / device.bandwidth
+    traffic = costs.backward_traffic * table.trains / device.bandwidth
     backward = _rule(
         (table.backward_flops_fixed / peaks, table.backward_flops_per_row / peaks),
         (table.bytes_fixed * traffic, table.bytes_per_row * traffic),
         num_rows,
     )
-    return OpSeconds(forward[0] + launch, forward[1], backward[0] + launch * BACKWARD_TRAFFIC * table.trains, backward[1])
+    return OpSeconds(forward[0] + launch, forward[1], backward[0] + launch * costs.backward_traffic * table.trains, backward[1])
 
 
 def _rule(arithmetic: tuple[Floats, Floats], traffic: tuple[Floats, Floats], num_rows: float) -> tuple[Floats, Floats]:

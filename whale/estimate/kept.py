@@ -33,6 +33,15 @@ def storage_of(graph: ModelGraph) -> dict[str, str]:
     return owner
 
 
+def activations_of(graph: ModelGraph) -> frozenset[str]:
+    """The ops whose values depend on the batch."""
+    found: set[str] = set()
+    for op in graph.ops:
+        if (op.kind == "input" and op.outputs) or not found.isdisjoint(op.inputs):
+            found.add(op.name)
+    return frozenset(found)
+
+
 def kept_tensors(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
     """Per op through which a gradient flows, the tensors (by owner of their storage) that it keeps for backward.
 

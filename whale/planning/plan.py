@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from whale.axes import batch_axes, discover
 from whale.config import Config
 from whale.errors import WhaleError, raise_faults
+from whale.estimate import Costs
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis, Choice, Plan, Replica
@@ -73,7 +74,7 @@ def _solver(
     policy: Policy,
     num_rows: int,
 ) -> Solver:
-    pricing = Pricing(graph, cluster, config.memory.fraction, config.memory.optimizer_states, config.communication.overlap)
+    pricing = Pricing(graph, cluster, Costs.of(config), config.communication.overlap)
     if annotations is None:
         structure = analyse(graph)
         points = find_cut_points(graph, structure, pricing, kept_under(pricing, policy))

@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device
 from whale.estimate import (
+    Costs,
     Line,
     activation_line,
     bubble_share,
@@ -19,7 +20,6 @@ from whale.estimate import (
     pipeline_seconds,
     ring_all_reduce_seconds,
 )
-from whale.estimate.compute import LAUNCH_SECONDS
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import Parameter, TensorSpec
 
@@ -29,12 +29,12 @@ def test_an_op_takes_the_larger_of_arithmetic_and_traffic() -> None:
     table = op_table(graph)
     place = table.position["layer0"]
     flops, moved = 2 * 100 * 100, (100 + 100) * 4
-    fast_memory = op_seconds(table, device("d", "h", flops=1e6, bandwidth=1e12), 1)
+    fast_memory = op_seconds(table, device("d", "h", flops=1e6, bandwidth=1e12), 1, Costs())
     assert fast_memory.forward_per_row[place] == pytest.approx(flops / 1e6)
-    assert fast_memory.forward_fixed[place] == pytest.approx(LAUNCH_SECONDS)
-    slow_memory = op_seconds(table, device("d", "h", flops=1e12, bandwidth=1e6), 1)
+    assert fast_memory.forward_fixed[place] == pytest.approx(Costs().launch_seconds)
+    slow_memory = op_seconds(table, device("d", "h", flops=1e12, bandwidth=1e6), 1, Costs())
     assert slow_memory.forward_per_row[place] == pytest.approx(moved / 1e6)
-    assert slow_memory.forward_fixed[place] == pytest.approx(100 * 100 * 4 / 1e6 + LAUNCH_SECONDS)  # the weight
+    assert slow_memory.forward_fixed[place] == pytest.approx(100 * 100 * 4 / 1e6 + Costs().launch_seconds)  # the weight
 
 
 def test_views_and_placeholders_are_free() -> None:
@@ -42,7 +42,7 @@ def test_views_and_placeholders_are_free() -> None:
     x = graph.input("x")
     graph.call("seen", "aten.view.default", x, tags=("view",))
     graph.sum_loss("seen")
-    seconds = op_seconds(op_table(graph.build()), device("d", "h"), 1)
+    seconds = op_seconds(op_table(graph.build()), device("d", "h"), 1, Costs())
     assert seconds.forward_fixed[:2].tolist() == [0, 0] and seconds.forward_per_row[:2].tolist() == [0, 0]
 
 

@@ -11,11 +11,13 @@ import numpy as np
 from whale.errors import ConfigError, raise_faults
 from whale.estimate import Line
 from whale.estimate.op_table import Floats
+from whale.estimate.part import NOTHING, Recompute, Segment
+from whale.estimate.prices import PartCost
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import Pipeline
 from whale.planning.pipeline.segments import find_blocks, find_cores
-from whale.planning.pricing.pricing import PartCost, Pricing
-from whale.planning.structure.stages import NOTHING, Assignment, Recompute, Segment
+from whale.planning.pricing.pricing import Pricing
+from whale.planning.structure.stages import Assignment
 
 Recomputes = tuple[Recompute, ...]
 """Per stage of a replica, what it computes again."""

@@ -50,7 +50,7 @@ def end_of_step(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[Replica
             weights[device] = weights.get(device, 0) + num_bytes
     slowest = max(reduced, key=lambda device: reduced[device], default=None)
     optimizer = max(
-        (optimizer_seconds(pricing.cluster.by_name[device], held, pricing.optimizer_states) for device, held in weights.items()),
+        (optimizer_seconds(pricing.cluster.by_name[device], held, pricing.costs.optimizer_states) for device, held in weights.items()),
         default=0.0,
     )
     sync = reduced[slowest] if slowest else 0.0

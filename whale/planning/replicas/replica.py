@@ -9,6 +9,7 @@ import numpy as np
 
 from whale.estimate import Line, pipeline_seconds
 from whale.estimate.op_table import Floats
+from whale.estimate.part import Recompute
 from whale.ir.layout import BATCH
 from whale.ir.plan import Edge, Replica, Shard, Stage, VirtualDevice
 from whale.planning.annotations.scope_tree import Copies
@@ -19,7 +20,7 @@ from whale.planning.pricing.pricing import DeviceCost, Pricing
 from whale.planning.shard.overlapping import Overlapping
 from whale.planning.shard.sharding import Cutting
 from whale.planning.shard.stage_price import price_stage
-from whale.planning.structure.stages import Assignment, Recompute
+from whale.planning.structure.stages import Assignment
 
 Curves = Mapping[int, Sequence[Curve]]
 """Per lane of the pipeline, the curve of each of its devices (or split groups) over the rows of a micro-batch."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from whale.errors import BatchError
+from whale.estimate.prices import kind_of
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units, shortage
 from whale.planning.pipeline.cut_points import CutPoints
@@ -16,7 +17,7 @@ from whale.planning.pipeline.partition import Partition, cut_into_stages, wishes
 from whale.planning.pipeline.placement import Placed, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, Chooser, Policy
 from whale.planning.pipeline.scheduling import Pipeline
-from whale.planning.pricing.pricing import Pricing, device_kind
+from whale.planning.pricing.pricing import Pricing
 from whale.planning.replicas.end_of_step import EndOfStep, end_of_step
 from whale.planning.replicas.replica import ReplicaModel, model_replica
 from whale.planning.structure.stages import Assignment, assign
@@ -171,7 +172,7 @@ class Solver:
         hosts = {host: self.pricing.cluster.link(a, b) for host, (a, b) in self._host_pairs(placed).items()}
         local = {host: number for number, host in enumerate(dict.fromkeys(device.host for device in devices))}
         links = tuple((local[a], local[b], link) for (a, b), link in hosts.items())
-        return tuple((*device_kind(device), local[device.host]) for device in devices), links
+        return tuple((kind_of(device), local[device.host]) for device in devices), links
 
     def _host_pairs(self, placed: Placed) -> dict[tuple[str, str], tuple[str, str]]:
         one_of = {self.pricing.cluster.by_name[name].host: name for names in placed for name in names}

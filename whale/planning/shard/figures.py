@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from whale.axes.bridges import Bridge
 from whale.estimate import Line, optimizer_seconds
 from whale.estimate.op_table import Floats, is_free
+from whale.estimate.prices import kind_of
+from whale.estimate.tolls import Site, Tolls
+from whale.estimate.traffic import CutTraffic, cut_traffic
 from whale.ir.cluster import Device
 from whale.ir.graph import Op
 from whale.ir.layout import BATCH
-from whale.planning.pricing.pricing import Pricing, device_kind
-from whale.planning.pricing.tolls import Site, Tolls
-from whale.planning.pricing.traffic import CutTraffic, cut_traffic
+from whale.planning.pricing.pricing import Pricing
 from whale.planning.shard.classes import WHOLE, Classes, Label, Tensors, Use
 from whale.planning.shard.program import LabelFigures, Pair, Program, TensorFigures, UserFigures
 
@@ -113,7 +114,7 @@ class Figures:
         found: dict[int, Floats] = {}
         known: dict[object, Floats] = {}
         for worker in self.workers:
-            key = device_kind(worker.device)
+            key = kind_of(worker.device)
             if key not in known:
                 times = np.array([self._seconds_along(kind, worker.device, float(share), nodes) for share in shares])
                 known[key] = np.maximum.accumulate(np.interp(np.arange(size + 1) / size, shares, times))
@@ -124,7 +125,9 @@ class Figures:
         if kind not in self._traffic:
             return share
         members, traffic = self._traffic[kind]
-        seconds = traffic.seconds(device, self.site.num_rows, np.full(len(members), share), self.pricing.training)
+        seconds = traffic.seconds(
+            device, self.site.num_rows, np.full(len(members), share), self.pricing.costs, training=self.pricing.training
+        )
         counts = [len(self.classes.nodes[node].ops) if nodes is None or node in nodes else 0 for node in members]
         return float(seconds @ np.array(counts, dtype=np.float64))
 
@@ -150,7 +153,9 @@ class Figures:
             rows = []
             for worker in self.workers:
                 own = np.full(len(members), shares[kind, worker.position])
-                rows.append(counts * traffic.seconds(worker.device, self.site.num_rows, own, self.pricing.training))
+                rows.append(
+                    counts * traffic.seconds(worker.device, self.site.num_rows, own, self.pricing.costs, training=self.pricing.training)
+                )
             for column, node in enumerate(members):
                 found[kind, node] = np.array([row[column] for row in rows])
         return found
@@ -180,7 +185,7 @@ class Figures:
         times = []
         for worker in self.workers:
             share = shares[label.work, worker.position] if shares is not None and label.work != WHOLE else 1.0
-            times.append(optimizer_seconds(worker.device, held * share, self.pricing.optimizer_states))
+            times.append(optimizer_seconds(worker.device, held * share, self.pricing.costs.optimizer_states))
         return max(times) / self.site.num_micro_batch
 
     def _counts(self, op: Op, label: Label) -> bool:
@@ -272,4 +277,4 @@ def _workers(pricing: Pricing, site: Site) -> Iterator[Worker]:
     """Per position, its devices in the groups, equal ones once."""
     for position in range(site.width):
         devices = (pricing.cluster.by_name[group[position]] for group in site.groups)
-        yield from (Worker(position, device) for device in {device_kind(device): device for device in devices}.values())
+        yield from (Worker(position, device) for device in {kind_of(device): device for device in devices}.values())

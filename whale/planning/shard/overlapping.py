@@ -16,13 +16,13 @@ from whale.axes.bridges import Bridge, Transport
 from whale.axes.halving import MIN_ROWS, Halving, halve, halve_stage
 from whale.errors import PlanError, WhaleError
 from whale.estimate import Line
+from whale.estimate.part import Recompute
+from whale.estimate.tolls import Tolls
 from whale.hardware.catalogue import CPU
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Shard
 from whale.planning.pricing.pricing import Pricing
-from whale.planning.pricing.tolls import Tolls
 from whale.planning.shard.space import Scene
-from whale.planning.structure.stages import Recompute
 from whale.units import format_seconds
 
 Costs = tuple[tuple[Line, Line], ...]
@@ -64,11 +64,12 @@ class Messages:
 
 
 def choose_overlap(
-    tolls: Tolls, scene: Scene, shards: tuple[Shard, ...], bridges: Sequence[Bridge], whole: Costs, recompute: Recompute
+    pricing: Pricing, tolls: Tolls, scene: Scene, shards: tuple[Shard, ...], bridges: Sequence[Bridge], whole: Costs, recompute: Recompute
 ) -> tuple[Overlapping, Costs]:
     """Decides for one stage.
 
     Args:
+        pricing: of the graph on the cluster.
         tolls: prices of messages.
         scene: the stage.
         shards: of it.
@@ -79,7 +80,7 @@ def choose_overlap(
     Returns:
         The decision, and what the stage costs each device by it.
     """
-    pricing, rows = tolls.pricing, tolls.site.num_rows
+    rows = tolls.site.num_rows
     seconds = _slowest(whole, rows)
     reason = _obstacle(pricing, scene, shards, recompute, rows)
     if pricing.overlap is False or reason:
@@ -110,7 +111,7 @@ def choose_overlap(
 
 def _compute_messages(tolls: Tolls) -> bool:
     """Whether what moves messages is what computes: then nothing is hidden by doing both."""
-    cluster = tolls.pricing.cluster
+    cluster = tolls.prices.cluster
     return any(cluster.by_name[name].model == CPU for group in tolls.site.groups for name in group)
 
 
@@ -134,10 +135,10 @@ def _obstacle(pricing: Pricing, scene: Scene, shards: tuple[Shard, ...], recompu
 def _messages(tolls: Tolls, bridges: Iterable[Bridge]) -> Messages:
     forward, backward, gaps = [], [], 0
     for bridge in bridges:
-        if bridge.tensor in tolls.pricing.activations:
+        if bridge.tensor in tolls.prices.activations:
             there, back = tolls.both_ways(bridge)
             forward += [there] if _moves(bridge.forward) else []
-            backward += [back] if _moves(bridge.backward) and tolls.pricing.training else []
+            backward += [back] if _moves(bridge.backward) and tolls.prices.training else []
             gaps += _moves(bridge.forward) or _moves(bridge.backward)
     return Messages(Line.sum(forward), Line.sum(backward), len(forward), len(backward), gaps)
 

@@ -21,11 +21,12 @@ import numpy as np
 
 from whale.errors import AnnotationError, raise_faults
 from whale.estimate import Line
+from whale.estimate.prices import kind_of
+from whale.estimate.tolls import Site
 from whale.ir.plan import Shard
 from whale.ir.scope import Scope
 from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units
-from whale.planning.pricing.pricing import Pricing, device_kind
-from whale.planning.pricing.tolls import Site
+from whale.planning.pricing.pricing import Pricing
 from whale.planning.shard.classes import Classes
 from whale.planning.shard.figures import Figures, Sizes
 from whale.planning.shard.insisting import find_insisted, no_axis_fault
@@ -115,7 +116,7 @@ def choose_cuts(scene: Scene, pricing: Pricing, site: Site, num_bytes: Line, sco
 
 def _place(pricing: Pricing, group: Sequence[str]) -> Hashable:
     """Groups of equal devices on equal links are cut alike."""
-    kinds = tuple(device_kind(pricing.cluster.by_name[name]) for name in group)
+    kinds = tuple(kind_of(pricing.cluster.by_name[name]) for name in group)
     return kinds, tuple(pricing.link(a, b) for a, b in combinations(group, 2))
 
 

@@ -9,16 +9,17 @@ from whale.axes.bridges import Bridge, find_bridges
 from whale.axes.labels import Labels
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line, spec_line
+from whale.estimate.part import Recompute
+from whale.estimate.tolls import Site, Tolls
 from whale.ir.layout import BATCH
 from whale.ir.plan import Shard
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import Pipeline
-from whale.planning.pricing.pricing import DeviceCost, Pricing
-from whale.planning.pricing.tolls import Site, Tolls
+from whale.planning.pricing.pricing import DeviceCost, Pricing, stage_costs
 from whale.planning.shard.overlapping import Overlapping, choose_overlap
 from whale.planning.shard.sharding import Cutting, choose_cuts
 from whale.planning.shard.space import Scene
-from whale.planning.structure.stages import Assignment, Recompute
+from whale.planning.structure.stages import Assignment
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ def price_stage(
     groups = groups_of(devices[stage], pipeline.width(stage))
     rows = max(1.0, num_rows / len(groups))
     if pipeline.width(stage) == 1:
-        return PricedStage(pricing.stage(assignment, stage, devices, rows, recompute))
+        return PricedStage(stage_costs(pricing, assignment, stage, devices, rows, recompute))
     scene = make_scene(pricing, assignment, stage, pipeline)
     site = Site(groups, rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
     part = pricing.part(assignment.parts[stage], recompute)
     num_bytes = Line(float(part.parameter_bytes)) + part.activation * site.in_flight + part.working
     cutting = choose_cuts(scene, pricing, site, num_bytes, pipeline.splits[stage].scopes)
     parts = [
-        pricing.local(assignment.parts[stage].ops, cutting.shards, position).stage(assignment, stage, devices, rows, recompute)
+        stage_costs(pricing.local(assignment.parts[stage].ops, cutting.shards, position), assignment, stage, devices, rows, recompute)
         for position in range(site.width)
     ]
     labels = pricing.labels(assignment.parts[stage].ops, cutting.shards)
@@ -72,7 +73,7 @@ def price_stage(
     copies = [_copies(pricing, labels, bridges, position, recompute) for position in range(site.width)]
     own_costs = [parts[index % site.width][index] for index in range(len(devices[stage]))]
     whole = tuple((own.forward + forward, own.backward + backward + again) for own in own_costs)
-    overlapping, seconds = choose_overlap(tolls, scene, cutting.shards, bridges, whole, recompute)
+    overlapping, seconds = choose_overlap(pricing, tolls, scene, cutting.shards, bridges, whole, recompute)
     costs = tuple(
         replace(
             own,
@@ -101,8 +102,8 @@ def make_scene(pricing: Pricing, assignment: Assignment, stage: int, pipeline: P
         pricing.graph,
         pricing.axes,
         part.ops,
-        received=frozenset(name for names in part.received.values() for name in names),
-        handed_on=frozenset(name for other in assignment.parts for name in other.received.get(stage, ())),
+        received=frozenset(part.arriving),
+        handed_on=frozenset(name for other in assignment.parts for name in other.received_from(stage)),
         shared=frozenset(part.parameters).intersection(name for index in beside for name in assignment.parts[index].parameters),
         rows_arriving=arriving,
         rows_leaving=leaving,
@@ -116,10 +117,10 @@ def _rows_apart(pricing: Pricing, assignment: Assignment, stage: int, pipeline: 
     batch = pricing.axes.by_name.get(BATCH)
     if not narrower or batch is None or batch.size < width(stage):
         return frozenset(), frozenset()
-    arriving = {name for source, names in assignment.parts[stage].received.items() if source in narrower for name in names}
+    arriving = {name for source, names in assignment.parts[stage].received if source in narrower for name in names}
     readers: dict[str, set[int]] = {}
     for target, part in enumerate(assignment.parts):
-        for name in part.received.get(stage, ()):
+        for name in part.received_from(stage):
             readers.setdefault(name, set()).add(target)
     leaving = {name for name, targets in readers.items() if targets <= narrower}
     leaving -= {*pricing.graph.outputs, *(name for term in pricing.graph.loss for name in (term.sum, term.weight) if name)}
@@ -166,7 +167,7 @@ def _from_own_devices(
     """Waiting for the rows that other devices of the same virtual device have of what an earlier stage there made whole."""
     own, found, width = devices[stage], Line(), pipeline.width(stage)
     neighbour = own[index - index % width + (index + 1) % width]
-    for source, received in assignment.parts[stage].received.items():
+    for source, received in assignment.parts[stage].received:
         tensors = tuple(name for name in received if name not in in_parts)
         narrower = width // pipeline.width(source)
         if pipeline.stage_rank[source] != pipeline.stage_rank[stage] or narrower < 2:

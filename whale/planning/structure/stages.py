@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from whale.estimate.part import Part
 from whale.ir.graph import ModelGraph
 from whale.planning.structure.structure import Structure
 
@@ -33,41 +34,6 @@ class Late:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one stage runs, wherever it runs.
-
-    Attributes:
-        ops: calls in graph order, repeated ones included.
-        parameters: names of the parameters and buffers that these read.
-        received: per source stage, the ops whose tensors arrive.
-    """
-
-    ops: tuple[str, ...]
-    parameters: tuple[str, ...]
-    received: Mapping[int, tuple[str, ...]]
-
-
-Segment = tuple[str, ...]
-"""A run of a stage's ops."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """What one stage computes again in its backward pass.
-
-    Attributes:
-        segments: runs of its ops, in order.
-        num_alive: where R actions recompute the whole stage, how many recomputed micro-batches are alive at once; else 0.
-    """
-
-    segments: tuple[Segment, ...] = ()
-    num_alive: int = 0
-
-
-NOTHING = Recompute()
-
-
-@dataclass(frozen=True)
 class Assignment:
     """The ops of all stages. `stage_of` names the stage of every op that is not repeated."""
 
@@ -77,7 +43,7 @@ class Assignment:
     @property
     def edges(self) -> dict[tuple[int, int], tuple[str, ...]]:
         """Tensors that travel, by (source, target)."""
-        found = {(source, target): tensors for target, part in enumerate(self.parts) for source, tensors in part.received.items()}
+        found = {(source, target): tensors for target, part in enumerate(self.parts) for source, tensors in part.received}
         return dict(sorted(found.items()))
 
 
@@ -189,10 +155,12 @@ def _parameters(graph: ModelGraph, structure: Structure, ops: tuple[str, ...]) -
     return {graph.parameter_by_name[op.target].name for op in read if op.kind in ("parameter", "buffer")}
 
 
-def _received(structure: Structure, stage_of: Mapping[str, int], ops: tuple[str, ...], stage: int) -> dict[int, tuple[str, ...]]:
+def _received(
+    structure: Structure, stage_of: Mapping[str, int], ops: tuple[str, ...], stage: int
+) -> tuple[tuple[int, tuple[str, ...]], ...]:
     found: dict[int, dict[str, None]] = {}
     for name in ops:
         for source in structure.inputs[name]:
             if stage_of.get(source, stage) != stage:
                 found.setdefault(stage_of[source], {})[source] = None
-    return {source: tuple(tensors) for source, tensors in sorted(found.items())}
+    return tuple((source, tuple(tensors)) for source, tensors in sorted(found.items()))

@@ -72,15 +72,6 @@ def floating_ops(graph: ModelGraph, structure: Structure) -> frozenset[str]:
     return frozenset(name for name, atom in structure.atom_of.items() if atom not in atoms)
 
 
-def activations_of(graph: ModelGraph) -> frozenset[str]:
-    """The ops whose values depend on the batch."""
-    found: set[str] = set()
-    for op in graph.ops:
-        if (op.kind == "input" and op.outputs) or not found.isdisjoint(op.inputs):
-            found.add(op.name)
-    return frozenset(found)
-
-
 def _number(
     graph: ModelGraph,
     inputs: Mapping[str, tuple[str, ...]],

@@ -13,6 +13,7 @@ from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scop
 from whale.config import SCHEDULES, Config
 from whale.errors import ConfigError, PlanError
 from whale.estimate import kept_tensors, storage_of
+from whale.estimate.kept import activations_of
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import Plan
@@ -22,7 +23,6 @@ from whale.planning.explain import explain
 from whale.planning.pipeline.recompute import read_policy
 from whale.planning.pipeline.scheduling import shape_pipeline
 from whale.planning.pipeline.segments import find_blocks, find_cores, find_ground
-from whale.planning.structure.structure import activations_of
 from whale.planning.verify import verify
 from whale.schedules import peak_in_flight
 

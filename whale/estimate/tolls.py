@@ -10,9 +10,8 @@ from whale.axes.bridge_bytes import GATHERED, sum_share
 from whale.axes.bridges import Bridge, Transport, is_synchronized
 from whale.axes.labels import Labels, Use
 from whale.estimate import Line, all_gather_line, all_reduce_line, all_to_all_line, spec_line
-from whale.estimate.compute import LAUNCH_SECONDS
+from whale.estimate.prices import Prices
 from whale.ir.graph import Op
-from whale.planning.pricing.pricing import Pricing
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,11 @@ class Tolls:
     """Prices of collectives at one site.
 
     Attributes:
-        pricing: of the graph on the cluster.
+        prices: of the graph on the cluster.
         site: the split groups.
     """
 
-    pricing: Pricing
+    prices: Prices
     site: Site
 
     @cached_property
@@ -55,31 +54,31 @@ class Tolls:
     def line(self, transport: Transport, payload: Line, num_messages: int = 1) -> Line:
         """Seconds by rows of one collective over a whole tensor (bytes by rows), in the slowest group; each starts a kernel."""
         if transport in ("", "part"):
-            return Line(LAUNCH_SECONDS if transport else 0.0)
+            return Line(self.prices.costs.launch_seconds if transport else 0.0)
         key = transport, payload, num_messages
         if key not in self._known:
             price = {"all-reduce": all_reduce_line, "all-to-all": all_to_all_line}.get(transport, all_gather_line)
-            lines = (price(self.pricing.cluster, group, payload, num_messages) for group in self.site.groups)
+            lines = (price(self.prices.cluster, group, payload, num_messages) for group in self.site.groups)
             slowest = max(lines, key=lambda line: line.at(self.site.num_rows))
-            self._known[key] = slowest + Line(num_messages * LAUNCH_SECONDS)
+            self._known[key] = slowest + Line(num_messages * self.prices.costs.launch_seconds)
         return self._known[key]
 
     def payload(self, op: Op) -> Line:
         """Bytes of an op's results by rows."""
-        return Line.sum(spec_line(spec, self.pricing.graph.num_rows) for spec in op.outputs)
+        return Line.sum(spec_line(spec, self.prices.graph.num_rows) for spec in op.outputs)
 
     def sum_line(self, bridge: Bridge, op: Op) -> Line:
         """Seconds of combining what an op made for its part of an axis."""
-        payload = self.payload(op) * sum_share(bridge, self.pricing.graph, self.pricing.axes)
+        payload = self.payload(op) * sum_share(bridge, self.prices.graph, self.prices.axes)
         if bridge.combine in GATHERED:
             return self.line("all-gather", payload * self.site.width)
         return self.line(bridge.forward, payload)
 
     def both_ways(self, bridge: Bridge) -> tuple[Line, Line]:
         """Seconds of a bridge, forward and backward."""
-        op = self.pricing.graph.by_name[bridge.tensor]
+        op = self.prices.graph.by_name[bridge.tensor]
         forward = self.sum_line(bridge, op) if bridge.is_sum else self.line(bridge.forward, self.payload(op))
-        return forward, self.line(bridge.backward, self.payload(op)) if self.pricing.training else Line()
+        return forward, self.line(bridge.backward, self.payload(op)) if self.prices.training else Line()
 
     def synchronized(self, op: Op) -> Line:
         """Seconds per micro-batch of summing the gradient of a whole parameter over its group, once per step."""
@@ -92,7 +91,7 @@ class Tolls:
             there, back = self.both_ways(bridge)
             forward.append(there)
             backward.append(back)
-        if self.pricing.training:
+        if self.prices.training:
             backward += [self.synchronized(op) for op in _partial_parameters(labels)]
         return Line.sum(forward), Line.sum(backward)
 

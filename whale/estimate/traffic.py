@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from whale.axes import Axes, axes_of
 from whale.estimate import Line, OpTable, op_seconds, spec_line
+from whale.estimate.costs import Costs
 from whale.estimate.op_table import GATHERS, Floats, operator
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph, Op
@@ -43,9 +44,9 @@ class CutTraffic:
             bytes_per_row=table.bytes_per_row - (1 - shares) * self.per_row,
         )
 
-    def seconds(self, device: Device, num_rows: float, shares: Floats, training: bool) -> Floats:
+    def seconds(self, device: Device, num_rows: float, shares: Floats, costs: Costs, *, training: bool) -> Floats:
         """Time of each op, forward and backward."""
-        found = op_seconds(self.at(shares), device, num_rows)
+        found = op_seconds(self.at(shares), device, num_rows, costs)
         forward: Floats = found.forward_fixed + num_rows * found.forward_per_row
         return forward + (found.backward_fixed + num_rows * found.backward_per_row) * training
 

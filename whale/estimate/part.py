@@ -1,0 +1,56 @@
+"""What one stage runs, wherever it runs, and what it computes again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+Segment = tuple[str, ...]
+"""A run of a stage's ops."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one stage runs, wherever it runs.
+
+    Attributes:
+        ops: calls in graph order, repeated ones included.
+        parameters: names of the parameters and buffers that these read.
+        received: per source stage, ascending, the ops whose tensors arrive.
+    """
+
+    ops: tuple[str, ...]
+    parameters: tuple[str, ...]
+    received: tuple[tuple[int, tuple[str, ...]], ...]
+
+    @cached_property
+    def arriving(self) -> tuple[str, ...]:
+        """The ops of other stages whose tensors arrive, each once."""
+        return tuple(dict.fromkeys(name for _, names in self.received for name in names))
+
+    def received_from(self, stage: int) -> tuple[str, ...]:
+        """The ops of another stage whose tensors arrive."""
+        return dict(self.received).get(stage, ())
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.ops, self.parameters, self.received))
+
+    def __hash__(self) -> int:  # parts are keys of what was worked out about them, and long
+        return self._hash
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What one stage computes again in its backward pass.
+
+    Attributes:
+        segments: runs of its ops, in order.
+        num_alive: where R actions recompute the whole stage, how many recomputed micro-batches are alive at once; else 0.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    num_alive: int = 0
+
+
+NOTHING = Recompute()

@@ -1,0 +1,197 @@
+"""What the ops of a stage cost on a device: the cost model applied to the parts of one graph, each question answered once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from whale.axes import Axes, discover
+from whale.axes.labels import Labels, label
+from whale.estimate.compute import OpSeconds, op_seconds
+from whale.estimate.costs import Costs
+from whale.estimate.kept import activations_of, kept_tensors, storage_of
+from whale.estimate.line import Line
+from whale.estimate.local_graph import local_graph
+from whale.estimate.memory import activation_line, parameter_bytes, recomputed_lines, working_line
+from whale.estimate.op_table import OpTable, op_table, spec_line
+from whale.estimate.part import NOTHING, Part, Recompute
+from whale.estimate.traffic import local_table
+from whale.ir.cluster import Cluster, Device, Link
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Shard
+
+
+def kind_of(device: Device) -> Device:
+    """A device without its name and host: devices of equal kind cost the same."""
+    return replace(device, name="", host="")
+
+
+@dataclass(frozen=True, slots=True)
+class PartCost:
+    """What a part needs on any device.
+
+    Attributes:
+        parameter_bytes: weights, gradients and optimizer state.
+        activation: bytes kept for backward, by rows of one micro-batch.
+        working: bytes of the op at work, and of the activations that were computed again.
+        sends: per source stage, bytes that arrive forward and return as gradients, by rows, and in how many messages.
+    """
+
+    parameter_bytes: int
+    activation: Line
+    working: Line
+    sends: tuple[tuple[int, Line, int], ...]
+
+
+@dataclass(eq=False)
+class Prices:
+    """Prices for one graph on one cluster. Equal devices and equal parts are priced once.
+
+    Args:
+        graph: the model.
+        cluster: the devices.
+        costs: what beside their figures prices are made of.
+    """
+
+    graph: ModelGraph
+    cluster: Cluster
+    costs: Costs
+    _seconds: dict[tuple[Device, float], OpSeconds] = field(default_factory=dict, init=False)
+    _parts: dict[tuple[Part, Recompute], PartCost] = field(default_factory=dict, init=False)
+    _computing: dict[tuple[Part, Device, float], tuple[Line, Line]] = field(default_factory=dict, init=False)
+    _links: dict[tuple[str, str], Link] = field(default_factory=dict, init=False)
+    _locals: dict[tuple[tuple[str, ...], tuple[Shard, ...], tuple[int, ...]], Prices] = field(default_factory=dict, init=False)
+    _labels: dict[tuple[tuple[str, ...], tuple[Shard, ...]], Labels] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def table(self) -> OpTable:
+        """Figures of all ops."""
+        return op_table(self.graph)
+
+    @cached_property
+    def kept(self) -> dict[str, tuple[str, ...]]:
+        """Per op, what it keeps for backward."""
+        return dict(kept_tensors(self.graph))
+
+    @cached_property
+    def owner(self) -> dict[str, str]:
+        """Per op, the op whose memory its result is in."""
+        return storage_of(self.graph)
+
+    @cached_property
+    def activations(self) -> frozenset[str]:
+        """The ops whose values depend on the batch."""
+        return activations_of(self.graph)
+
+    @cached_property
+    def axes(self) -> Axes:
+        """The logical axes of the graph."""
+        return discover(self.graph)
+
+    def labels(self, ops: tuple[str, ...], shards: tuple[Shard, ...]) -> Labels:
+        """The labels of a split stage that runs these ops."""
+        key = ops, shards
+        if key not in self._labels:
+            self._labels[key] = label(self.graph, self.axes, ops, shards)
+        return self._labels[key]
+
+    def local(self, ops: tuple[str, ...], shards: tuple[Shard, ...], position: int) -> Prices:
+        """Prices for the device at a position of the split groups of the stage that runs these ops."""
+        sizes = tuple(shard.sizes[position] for shard in shards)
+        key = ops, shards, sizes
+        if key not in self._locals:
+            labels = self.labels(ops, shards)
+            local = Prices(local_graph(labels, position), self.cluster, self.costs)
+            local._links = self._links
+            shares = {shard.axis: size / self.axes.by_name[shard.axis].size for shard, size in zip(shards, sizes, strict=True)}
+            local.table = local_table(self.graph, self.axes, self.table, labels.work, shares)
+            self._locals[key] = local
+        return self._locals[key]
+
+    @property
+    def training(self) -> bool:
+        return self.graph.mode == "train"
+
+    def capacity(self, device: str) -> int:
+        """Bytes that a plan may use."""
+        return self.costs.capacity(self.cluster.by_name[device])
+
+    def seconds(self, device: Device, num_rows: float) -> OpSeconds:
+        """Times of all ops on a device, as lines about a number of rows. Without training nothing runs backward."""
+        key = (kind_of(device), num_rows)
+        if key not in self._seconds:
+            found = op_seconds(self.table, device, num_rows, self.costs)
+            if not self.training:
+                zero = np.zeros_like(found.backward_fixed)
+                found = OpSeconds(found.forward_fixed, found.forward_per_row, zero, zero)
+            self._seconds[key] = found
+        return self._seconds[key]
+
+    def parameter_bytes(self, name: str) -> int:
+        """Bytes of a parameter or buffer with all that training keeps beside it."""
+        return parameter_bytes(self.graph.parameter_by_name[name], self.costs.optimizer_states, training=self.training)
+
+    def part(self, part: Part, recompute: Recompute = NOTHING) -> PartCost:
+        """What a part needs anywhere."""
+        key = part, recompute
+        if key not in self._parts:
+            self._parts[key] = self._price_part(part, recompute)
+        return self._parts[key]
+
+    def _price_part(self, part: Part, recompute: Recompute) -> PartCost:
+        activation, again = activation_line(self.graph, part.ops, self.kept), Line()
+        if recompute.num_alive:
+            activation, again = self.payload(part.arriving)[0], activation * recompute.num_alive
+        elif recompute.segments:
+            activation, again = recomputed_lines(self.graph, part.ops, self.kept, self.owner, recompute.segments)
+        return PartCost(
+            parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters),
+            activation=activation,
+            working=working_line(self.graph, part.ops) + again,
+            sends=tuple((source, *self._both_ways(tensors)) for source, tensors in part.received),
+        )
+
+    def payload(self, tensors: Sequence[str]) -> tuple[Line, Line]:
+        """Bytes of tensors that travel, and of the gradients that return, by rows."""
+        ops = [self.graph.by_name[name] for name in tensors]
+        forward = Line.sum(spec_line(spec, self.graph.num_rows) for op in ops for spec in op.outputs)
+        if not self.training:
+            return forward, Line()
+        return forward, Line.sum(spec_line(spec, self.graph.num_rows) for op in ops if op.requires_grad for spec in op.outputs)
+
+    def _both_ways(self, tensors: Sequence[str]) -> tuple[Line, int]:
+        forward, backward = self.payload(tensors)
+        return forward + backward, len(tensors) + self.num_gradients(tensors)
+
+    def num_gradients(self, tensors: Sequence[str]) -> int:
+        """How many of these tensors have a gradient that returns."""
+        return sum(self.training and self.graph.by_name[name].requires_grad for name in tensors)
+
+    def link(self, a: str, b: str) -> Link:
+        """The link between two devices."""
+        hosts = self.cluster.by_name[a].host, self.cluster.by_name[b].host
+        if hosts not in self._links:
+            self._links[hosts] = self.cluster.link(a, b)
+        return self._links[hosts]
+
+    def again(self, part: Part, recompute: Recompute, device: Device, num_rows: float) -> Line:
+        """Seconds of what a part computes a second time."""
+        if recompute.num_alive:
+            return self.compute(part, device, num_rows)[0]
+        seconds = self.seconds(device, num_rows)
+        index = np.array([self.table.position[name] for segment in recompute.segments for name in segment], dtype=np.int64)
+        return Line(float(seconds.forward_fixed[index].sum()), float(seconds.forward_per_row[index].sum()))
+
+    def compute(self, part: Part, device: Device, num_rows: float) -> tuple[Line, Line]:
+        """Seconds of a part on a device, forward and backward, by rows about a number of them."""
+        key = (part, kind_of(device), num_rows)
+        if key not in self._computing:
+            seconds = self.seconds(device, num_rows)
+            index = np.array([self.table.position[name] for name in part.ops], dtype=np.int64)
+            forward = Line(float(seconds.forward_fixed[index].sum()), float(seconds.forward_per_row[index].sum()))
+            backward = Line(float(seconds.backward_fixed[index].sum()), float(seconds.backward_per_row[index].sum()))
+            self._computing[key] = forward, backward
+        return self._computing[key]
