@@ -30,10 +30,11 @@ from whale.runtime.execute.worker import Worker
 from whale.runtime.program.lowering import mutated_buffers
 from whale.runtime.program.reach import reached_parameters
 from whale.runtime.state.buffers import merge_buffers
-from whale.runtime.state.clipping import clip, global_norm
+from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.elementwise import check_elementwise
 from whale.runtime.state.gradient_sync import GradientSync, plan_buckets
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.runtime.state.scaling import scale
 from whale.runtime.weights.gathering import gather_outputs, gather_tensors
 from whale.schedules import forward_only, insert_communication
 
@@ -92,7 +93,13 @@ class Engine:
         )
         shard = [name for name in self._parameters if holdings.is_sharded(name)]
         together(world, lambda: check_elementwise(self.optimizer, shard))
-        self._workers["train"] = self._make_worker("train", plan, schedule)
+        worker = self._workers["train"] = self._make_worker("train", plan, schedule)
+        limit = config.gradient.clip_norm
+        self._clipping: Clipping | None = None
+        if limit is not None:
+            self._clipping = Clipping(
+                holdings, self.rank, self._parameters, limit, self._groups, self._everyone, worker.finish, world.device
+            )
         self._loader: Loader | None = None
         self._position: Any = None
         self._statistics_moved = False
@@ -122,8 +129,9 @@ class Engine:
         if self._sync is not None:
             self._guarded(self._sync.wait)
         if state.account.needs_correction:
-            self._scale(state.account.correction(self._summed(worker, state)))
-        self._clip()
+            scale(state.account.correction(self._summed(worker, state)), self._parameters.values())
+        if self._clipping is not None:
+            self._guarded(self._clipping.clip)
         if self.optimizer is not None:
             self._status.set("STEP")
             self.optimizer.step()
@@ -164,20 +172,6 @@ class Engine:
             parameter.grad = None
         if self._sync is not None:
             self._sync.begin()
-
-    def _scale(self, factor: torch.Tensor) -> None:
-        for gradient in self.gradients().values():
-            gradient.mul_(factor.to(gradient.dtype))
-
-    def _clip(self) -> None:
-        limit = self._config.gradient.clip_norm
-        if limit is None:
-            return
-        gradients = self.gradients()
-        rank = self.rank
-        counted = [gradient for name, whole in gradients.items() for gradient in self.holdings.answered_for(name, rank, whole)]
-        norm = global_norm(counted, self._world.device, self._groups, self._everyone)
-        clip(list(gradients.values()), norm, limit)
 
     # ---- evaluation ------------------------------------------------------------------------------------------
 
@@ -329,11 +323,6 @@ class Engine:
         self._workers.clear()
         self._groups.close()
         self._status.finish()
-
-    def agreed_keys(self, name: str, keys: Sequence[str]) -> tuple[str, ...]:
-        """What the optimizers of all owners keep for a cut parameter; every rank of the world takes part."""
-        found = self._world.gather_objects(tuple(keys) if name in self._tensors else None)
-        return next((keys for keys in found if isinstance(keys, tuple)), ())
 
     def _check_open(self) -> None:
         if not self._workers:

@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 from whale.api.loader import Loader, make_loader
 from whale.errors import BatchError, CheckpointError
 from whale.ir.division import intervals
-from whale.ir.plan import Plan, Replica, Stage, VirtualDevice
+from whale.ir.layout import BATCH
+from whale.ir.plan import Plan, Replica, Shard, Stage, VirtualDevice
 from whale.runtime.execute.rank_batch import check_rows, merge, rank_rows
 
 
@@ -244,3 +245,28 @@ def test_samples_are_fetched_together_and_collated() -> None:
 def test_workers_read_the_same_rows(kind: type) -> None:
     workers = 2 if kind is Samples else 1
     assert values(load(kind(20), 8, FIVE_THREE, 1, num_workers=workers)) == values(load(kind(20), 8, FIVE_THREE, 1))
+
+
+@given(plans(), st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_rows_are_checked_for_all_ranks_at_once(plan: Plan, num_rows: int) -> None:
+    def refuses(rank: int) -> bool:
+        try:
+            rank_rows(plan, rank, num_rows)
+        except BatchError:
+            return True
+        return False
+
+    assert fits(plan, num_rows) == (not any(refuses(rank) for rank in range(len(plan.devices))))
+
+
+def test_equal_replicas_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    divided: list[int] = []
+    real = Stage.row_intervals
+    monkeypatch.setattr(Stage, "row_intervals", lambda self, *rows: divided.append(1) or real(self, *rows))
+    cut = (Shard(BATCH, (1, 1)),)
+    stages = [Stage(0, ("t",), (), VirtualDevice((f"a{n}", f"b{n}")), (1,), (), split=2, shards=cut) for n in range(300)]
+    replicas = tuple(Replica(index, 1, (stage,), ()) for index, stage in enumerate(stages))
+    devices = tuple(device for stage in stages for device in stage.virtual_device.devices)
+    check_rows(Plan("m", "c", devices, (), (), replicas, "1f1b", 2, (0,), (), 8), 2400)
+    assert len(divided) == 1

@@ -44,25 +44,31 @@ def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
         for stage in replica.stages:
             if device in stage.virtual_device.devices:
                 position = stage.virtual_device.devices.index(device)
-                needed += [shard[position] for shard in _shards(plan, replica.index, stage, num_rows)]
+                micro_batches = _micro_batches(plan, replica.index, num_rows)
+                _check_stage(stage, replica.index, min(stop - start for start, stop in micro_batches), num_rows)
+                needed += [stage.row_intervals(stop - start, start)[position] for start, stop in micro_batches]
     return merge(needed)
 
 
-def _shards(plan: Plan, replica: int, stage: Stage, num_rows: int) -> list[Rows]:
-    """Per micro-batch, the rows of each device of a stage."""
+def _micro_batches(plan: Plan, replica: int, num_rows: int) -> tuple[tuple[int, int], ...]:
     try:
-        micro_batches = plan.micro_batch_rows(replica, num_rows)
+        return plan.micro_batch_rows(replica, num_rows)
     except ValueError:
-        needed = f"{len(plan.replicas)} replica(s) x {plan.num_micro_batch} micro-batch(es)"
-        raise BatchError(
-            f"a batch needs at least one row for each micro-batch: {needed} (the batch: {num_rows} rows)", hint=_SMALL_BATCH
-        ) from None
-    smallest = min(stop - start for start, stop in micro_batches)
-    if smallest < len(stage.groups):
+        raise _too_few_rows(plan, num_rows) from None
+
+
+def _too_few_rows(plan: Plan, num_rows: int) -> BatchError:
+    needed = f"{len(plan.replicas)} replica(s) x {plan.num_micro_batch} micro-batch(es)"
+    return BatchError(f"a batch needs at least one row for each micro-batch: {needed} (the batch: {num_rows} rows)", hint=_SMALL_BATCH)
+
+
+def _check_stage(stage: Stage, replica: int, smallest: int, num_rows: int) -> None:
+    """Checks that every device of a stage gets a row of the smallest micro-batch."""
+    if smallest < len(stage.shares):
         whom = "device" if stage.split == 1 else "split group"
         raise BatchError(
             f"a micro-batch needs at least one row for each {whom} of a stage: stage {stage.index} of replica {replica} "
-            f"has {len(stage.groups)} (a micro-batch of a batch of {num_rows} rows: {smallest})",
+            f"has {len(stage.shares)} (a micro-batch of a batch of {num_rows} rows: {smallest})",
             hint=_SMALL_BATCH,
         )
     if stage.row_shard is not None and min(b - a for a, b in stage.row_intervals(smallest)) < stage.split:
@@ -71,7 +77,6 @@ def _shards(plan: Plan, replica: int, stage: Stage, num_rows: int) -> list[Rows]
             f"has {stage.split} in a group (a micro-batch of a batch of {num_rows} rows: {smallest})",
             hint=_SMALL_BATCH,
         )
-    return [stage.row_intervals(stop - start, start) for start, stop in micro_batches]
 
 
 def merge(parts: list[tuple[int, int]]) -> Rows:
@@ -88,8 +93,20 @@ def merge(parts: list[tuple[int, int]]) -> Rows:
 def check_rows(plan: Plan, num_rows: int) -> None:
     """Checks that a batch gives every device of every stage a row of every micro-batch.
 
+    Stages that divide equally many rows equally are looked at once, however many replicas there are.
+
     Raises:
         BatchError: it does not, with both numbers. Every rank raises the same.
     """
-    for rank in range(len(plan.devices)):
-        rank_rows(plan, rank, num_rows)
+    try:
+        rows = plan.replica_rows(num_rows)
+    except ValueError:
+        raise _too_few_rows(plan, num_rows) from None
+    checked: set[tuple[int, tuple[int, ...], int, bool]] = set()
+    for replica, (first, last) in zip(plan.replicas, rows, strict=True):
+        smallest = (last - first) // plan.num_micro_batch
+        for stage in replica.stages:
+            form = (smallest, stage.shares, stage.split, stage.row_shard is not None)
+            if form not in checked:
+                checked.add(form)
+                _check_stage(stage, replica.index, smallest, num_rows)

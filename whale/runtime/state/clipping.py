@@ -1,37 +1,59 @@
-"""The global norm of the gradients, each parameter counted once, and clipping by it."""
+"""Clipping by the global norm of the gradients, each element counted once: on the lowest rank that holds it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 
 from whale.comm import Groups
+from whale.runtime.program.shard.pieces import Index, part
+from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.scaling import scale
 
 
-def global_norm(counted: Sequence[torch.Tensor], device: torch.device, groups: Groups, everyone: tuple[int, ...]) -> torch.Tensor:
-    """The 2-norm over all gradients of the model, equal on every rank.
+class Clipping:
+    """Clips the gradients of this rank; what it answers for is worked out here, once.
 
     Args:
-        counted: the gradients that this rank answers for; every gradient has one such rank.
-        device: where to compute.
+        holdings: who holds which part of what.
+        rank: this rank of the plan; None if idle.
+        parameters: what this rank owns, by name.
+        limit: the largest norm.
         groups: holds the group of all ranks.
         everyone: all ranks of the world.
-
-    Returns:
-        A 0-dim float64 tensor.
+        finish: waits for something that all ranks take part in.
+        device: where this rank computes.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in counted:
-        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-    work = groups.all_reduce(total, everyone)
-    if work is not None:
-        work.wait()
-    return total.sqrt()
 
+    def __init__(
+        self,
+        holdings: Holdings,
+        rank: int | None,
+        parameters: Mapping[str, torch.nn.Parameter],
+        limit: float,
+        groups: Groups,
+        everyone: tuple[int, ...],
+        finish: Callable[[dist.Work | None, str], None],
+        device: torch.device,
+    ) -> None:
+        self._parameters, self._limit, self._device = tuple(parameters.values()), limit, device
+        self._groups, self._everyone, self._finish = groups, everyone, finish
+        self._counted: list[tuple[torch.nn.Parameter, tuple[Index, ...] | None]] = []
+        if rank is not None:
+            self._counted = [(value, index) for name, value in parameters.items() for index in holdings.answered_for(name, rank)]
 
-def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
-    """Scales gradients in place so that the global norm is at most `limit`, as `torch.nn.utils.clip_grad_norm_` does."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype))
+    def norm(self) -> torch.Tensor:
+        """The 2-norm over all gradients of the model, equal on every rank: 0-dim float64."""
+        counted = [p.grad if index is None else part(p.grad, index) for p, index in self._counted if p.grad is not None]
+        norms = (
+            torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else [torch.zeros((), dtype=torch.float64, device=self._device)]
+        )
+        total = torch.stack(list(norms)).square().sum()
+        self._finish(self._groups.all_reduce(total, self._everyone), "summing the norm of the gradients")
+        return total.sqrt()
+
+    def clip(self) -> None:
+        """Scales gradients in place so that the global norm is at most the limit, as `torch.nn.utils.clip_grad_norm_` does."""
+        scale((self._limit / (self.norm() + 1e-6)).clamp(max=1.0), self._parameters)

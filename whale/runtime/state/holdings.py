@@ -143,14 +143,10 @@ class Holdings:
         index = self.index(name, self.regions[name][rank])
         return whole if index is None else part(whole, index)
 
-    def answered_for(self, name: str, rank: int | None, held: Tensor) -> list[Tensor]:
-        """The parts of what this rank holds of a parameter (or of its gradient) that it is the lowest owner of."""
-        parts = []
-        for piece in self.pieces(name):
-            if piece.owners[0] == rank:
-                index = self.index(name, piece.region, self.regions[name][rank])
-                parts.append(held if index is None else part(held, index))
-        return parts
+    def answered_for(self, name: str, rank: int) -> tuple[tuple[Index, ...] | None, ...]:
+        """Where the pieces that a rank is the lowest owner of lie in what it holds of a parameter; None for all of it."""
+        held = self.regions[name][rank]
+        return tuple(self.index(name, piece.region, held) for piece in self.pieces(name) if piece.owners[0] == rank)
 
     def _piece(self, name: str, region: Region) -> Piece:
         owners = tuple(sorted(rank for rank, held in self.regions[name].items() if _covers(held, region)))
