@@ -1,6 +1,6 @@
 """The order of actions of each pipeline rank, as a value with a reversible text form.
 
-0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0SYNC STEP
+0F0 0SEND_F0 0F1 0SEND_F1 1POST_B0 0RECV_B0 0B0 1POST_B1 0RECV_B1 0B1 LOSS 0SYNC STEP
 |||
 ||micro-batch
 |kind
@@ -16,7 +16,11 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What an action does. B is the whole backward; I and W are its input and weight parts."""
+    """What an action does.
+
+    B is the whole backward; I and W are its input and weight parts. POST starts to receive what another rank's SEND
+    hands over, RECV waits for it; LOSS starts the sum of the loss over all ranks.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -27,6 +31,9 @@ class Kind(Enum):
     RECV_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
     RECV_BACKWARD = "RECV_B"
+    POST_FORWARD = "POST_F"
+    POST_BACKWARD = "POST_B"
+    LOSS = "LOSS"
     SYNC = "SYNC"
     STEP = "STEP"
 
@@ -35,9 +42,14 @@ class Kind(Enum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
-COMMUNICATION = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+POSTS = frozenset({Kind.POST_FORWARD, Kind.POST_BACKWARD})
+COMMUNICATION = SENDS | RECEIVES | POSTS | {Kind.LOSS}
+LAUNCHES = SENDS | POSTS | {Kind.LOSS, Kind.SYNC}
+"""What starts a message or a collective: these must stand in one order on all ranks."""
 
-_ACTION = re.compile(r"(\d*)(SEND_F|RECV_F|SEND_B|RECV_B|SYNC|STEP|[FBIWR])(\d*)")
+_ACTION = re.compile(r"(\d*)((?:SEND|RECV|POST)_[FB]|LOSS|SYNC|STEP|[FBIWR])(\d*)")
 _HEAD = re.compile(r"schedule (\S+), (\d+) micro-batches, stages on ranks ([\d ]+)(?:, peak in flight ([\d ]+))?")
 
 
@@ -47,9 +59,9 @@ class Action:
 
     Attributes:
         kind: what is done.
-        stage: the stage it is done for; a SEND or RECV names the stage that runs on this rank.
-            None for STEP.
-        micro_batch: which micro-batch; None for SYNC and STEP.
+        stage: the stage it is done for; a SEND or RECV names the stage that runs on this rank, a POST the stage on another
+            rank whose SEND it meets. None for LOSS and STEP.
+        micro_batch: which micro-batch; None for SYNC, LOSS and STEP.
     """
 
     kind: Kind
@@ -67,7 +79,7 @@ class Action:
         if match is None:
             raise ValueError(f"{text!r} is not an action")
         kind = Kind(match[2])
-        wanted = {Kind.STEP: (False, False), Kind.SYNC: (True, False)}.get(kind, (True, True))
+        wanted = {Kind.STEP: (False, False), Kind.LOSS: (False, False), Kind.SYNC: (True, False)}.get(kind, (True, True))
         if (bool(match[1]), bool(match[3])) != wanted:
             needs = " and ".join(f"{'a' if has else 'no'} {part}" for has, part in zip(wanted, ("stage", "micro-batch"), strict=True))
             raise ValueError(f"{text!r} is not an action: {kind.value} takes {needs}")

@@ -8,12 +8,14 @@ from whale.schedules.execution import Execution, Stuck, execute
 from whale.schedules.forward_only import forward_only
 from whale.schedules.in_flight import count_in_flight, count_recomputed
 from whale.schedules.recompute import insert_recompute
+from whale.schedules.rendezvous import Blocked, replay
 from whale.schedules.shape import Shape
 from whale.schedules.table import BUILDERS, build, peak_in_flight, placement
 from whale.schedules.verify import verify
 
 __all__ = [
     "BUILDERS",
+    "Blocked",
     "Builder",
     "Edges",
     "Execution",
@@ -30,5 +32,6 @@ __all__ = [
     "peak_in_flight",
     "placement",
     "places",
+    "replay",
     "verify",
 ]

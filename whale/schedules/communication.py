@@ -1,4 +1,4 @@
-"""The pass that inserts communication: what every stage receives before, and sends after, its computations."""
+"""The pass that inserts communication: what every stage receives before, and sends after, its computations, and when it starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from whale.ir.schedule import COMMUNICATION, Action, Kind, Schedule
 from whale.schedules.edges import Edges
+from whale.schedules.launch_order import insert_launches
 
 # An edge 0 -> 1 between ranks, plain recompute and early recompute on stage 0:
 #
@@ -16,21 +17,23 @@ from whale.schedules.edges import Edges
 
 
 def insert_communication(schedule: Schedule, edges: Iterable[tuple[int, int]]) -> Schedule:
-    """Adds SEND and RECV wherever an edge joins stages on different ranks.
+    """Adds SEND, POST and RECV wherever an edge joins stages on different ranks, and the LOSS.
 
-    RECV_F stands right before F, SEND_F right after it, SEND_B right after B or I. RECV_B stands right before
+    RECV_F stands right before F, SEND_F right after it, SEND_B right after B or I (after the SYNC that follows it). RECV_B stands right before
     B or I; where R comes directly before B it stands before R (plain order), unless the builder put a RECV_B
     between the two, which stays there (early recompute). A SEND_F hands over all that its stage sends to other
-    ranks, a RECV_F takes all that its stage needs from other ranks; SEND_B and RECV_B likewise, backwards.
+    ranks, a RECV_F takes all that its stage needs from other ranks; SEND_B and RECV_B likewise, backwards. A POST
+    starts to receive what one SEND hands over to the rank; `insert_launches` says where it stands.
 
     Args:
         schedule: with or without communication; what is there is replaced, so the pass may be repeated.
         edges: pairs (source stage, target stage), source before target, skips included.
     """
-    crossing = Edges.of(schedule, edges).crossing()
-    into = frozenset(target for _, target in crossing)
-    out_of = frozenset(source for source, _ in crossing)
-    return replace(schedule, ranks=tuple(tuple(_insert(actions, into, out_of)) for actions in schedule.ranks))
+    known = Edges.of(schedule, edges)
+    into = frozenset(target for _, target in known.crossing())
+    out_of = frozenset(source for source, _ in known.crossing())
+    talking = replace(schedule, ranks=tuple(tuple(_insert(actions, into, out_of)) for actions in schedule.ranks))
+    return insert_launches(talking, known)
 
 
 def _insert(actions: tuple[Action, ...], into: frozenset[int], out_of: frozenset[int]) -> list[Action]:
@@ -53,6 +56,8 @@ def _insert(actions: tuple[Action, ...], into: frozenset[int], out_of: frozenset
             result.append(action)
             if stage in into:
                 result.append(Action(Kind.SEND_BACKWARD, stage, micro_batch))
+        elif kind is Kind.SYNC and result[-1].kind is Kind.SEND_BACKWARD and result[-1].stage == stage:
+            result.insert(len(result) - 1, action)  # buckets start in the backward: no message starts among them
         else:
             result.append(action)
     return result

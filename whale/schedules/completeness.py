@@ -68,6 +68,24 @@ def communication_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
                 yield from _lacking(positions, stage, kind)
             else:
                 yield from _surplus(positions, stage, kind)
+    yield from _post_faults(positions, edges)
+    if crossing:
+        for rank, found in enumerate(positions.losses):
+            if not found:
+                yield rank, f"LOSS is missing on rank {rank}"
+
+
+def _post_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
+    """What comes to a rank from a stage of another is posted there, once for all the rank's stages; nothing else is."""
+    wanted = {rank: set[Action]() for rank in range(len(positions.posts))}
+    for kind, sender, receiver in edges.messages():
+        if kind is Kind.POST_FORWARD or positions.trains:
+            wanted[positions.stage_rank[receiver]].update(Action(kind, sender, i) for i in range(positions.num_micro_batch))
+    for rank, posts in enumerate(positions.posts):
+        for action in sorted(wanted[rank] - posts.keys(), key=str):
+            yield rank, f"{action} is missing on rank {rank}"
+        for action in sorted(posts.keys() - wanted[rank], key=str):
+            yield rank, f"{action} (action {posts[action] + 1} of rank {rank}) has no edge between ranks to come along"
 
 
 def _lacking(positions: Positions, stage: int, kind: Kind) -> Iterator[Fault]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from whale.errors import ScheduleError, raise_faults
-from whale.ir.schedule import Schedule
+from whale.ir.schedule import Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,12 @@ class Edges:
     def crossing(self) -> tuple[tuple[int, int], ...]:
         """Edges between stages on different ranks: those that need communication."""
         return tuple((source, target) for source, target in self.pairs if self.stage_rank[source] != self.stage_rank[target])
+
+    def messages(self) -> Iterator[tuple[Kind, int, int]]:
+        """What the edges between ranks carry: the kind of POST it is received by, the sending stage, the receiving stage."""
+        for source, target in self.crossing():
+            yield Kind.POST_FORWARD, source, target
+            yield Kind.POST_BACKWARD, target, source
 
     def sources(self) -> tuple[tuple[int, ...], ...]:
         """Per stage, the stages that it takes tensors from."""

@@ -81,6 +81,8 @@ class _Table:
             Kind.RECOMPUTE: (nothing, -1),
             Kind.RECV_FORWARD: (self.forward, -1),
             Kind.RECV_BACKWARD: (self.backward, -1),
+            Kind.POST_FORWARD: (nothing, -1),
+            Kind.POST_BACKWARD: (nothing, -1),
             Kind.SEND_FORWARD: (nothing, sent),
             Kind.SEND_BACKWARD: (nothing, sent + half),
             Kind.SYNC: (nothing, -1),

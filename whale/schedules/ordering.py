@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import lt
 
-from whale.ir.schedule import Action, Kind, Schedule
+from whale.ir.schedule import LAUNCHES, Action, Kind, Schedule
 from whale.schedules.edges import Edges
 from whale.schedules.positions import ABSENT, Fault, Positions
 
@@ -60,21 +60,43 @@ def end_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
             yield rank, f"STEP (action {found[0] + 1} of rank {rank}) is not the last of its {last + 1} actions"
 
 
+def post_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
+    """Each RECV stands after the POSTs of all that it waits for."""
+    for post, sender, receiver in edges.messages():
+        rank = positions.stage_rank[receiver]
+        kind = Kind.RECV_FORWARD if post is Kind.POST_FORWARD else Kind.RECV_BACKWARD
+        for micro_batch, taken in enumerate(positions.of(kind, receiver)):
+            action = Action(post, sender, micro_batch)
+            posted = positions.posts[rank].get(action, ABSENT)
+            if posted > taken > ABSENT:
+                early = Action(kind, receiver, micro_batch)
+                yield rank, f"{early} (action {taken + 1} of rank {rank}) stands before {action} (action {posted + 1})"
+
+
+def bucket_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
+    """No launch stands between a stage's last backward, during which buckets of gradients start, and its SYNC."""
+    for stage, found in enumerate(positions.syncs):
+        rank = positions.stage_rank[stage]
+        last = max(max(positions.of(kind, stage), default=ABSENT) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+        between = schedule.ranks[rank][last + 1 : found[0]] if found else ()
+        for action in between:
+            if action.kind in LAUNCHES:
+                yield rank, f"{action} stands between {schedule.ranks[rank][last]} and {stage}SYNC on rank {rank}, where buckets start"
+
+
 def channel_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
     """Both ends of an edge agree on the order of its micro-batches, so that each channel is first in, first out."""
-    for source, target in edges.crossing():
-        for send, sender, receive, receiver in (
-            (Kind.SEND_FORWARD, source, Kind.RECV_FORWARD, target),
-            (Kind.SEND_BACKWARD, target, Kind.RECV_BACKWARD, source),
-        ):
-            sent, received = positions.of(send, sender), positions.of(receive, receiver)
-            order, taken = (sorted(range(len(found)), key=found.__getitem__) for found in (sent, received))
-            if order != taken:
-                at = next(number for number, pair in enumerate(zip(order, taken, strict=True)) if pair[0] != pair[1])
-                first, second = Action(send, sender, order[at]), Action(receive, receiver, taken[at])
-                rank = positions.stage_rank[receiver]
-                yield (
-                    rank,
-                    f"{second} (action {received[taken[at]] + 1} of rank {rank}) meets {first} "
-                    f"(action {sent[order[at]] + 1} of rank {positions.stage_rank[sender]}): message {at + 1} of that channel",
-                )
+    for post, sender, receiver in edges.messages():
+        send = Kind.SEND_FORWARD if post is Kind.POST_FORWARD else Kind.SEND_BACKWARD
+        rank, posts = positions.stage_rank[receiver], positions.posts[positions.stage_rank[receiver]]
+        sent = positions.of(send, sender)
+        taken = [posts.get(Action(post, sender, micro_batch), ABSENT) for micro_batch in range(positions.num_micro_batch)]
+        order, order_taken = (sorted(range(len(found)), key=found.__getitem__) for found in (sent, taken))
+        if order != order_taken:
+            at = next(number for number, pair in enumerate(zip(order, order_taken, strict=True)) if pair[0] != pair[1])
+            first, second = Action(send, sender, order[at]), Action(post, sender, order_taken[at])
+            yield (
+                rank,
+                f"{second} (action {taken[order_taken[at]] + 1} of rank {rank}) meets {first} "
+                f"(action {sent[order[at]] + 1} of rank {positions.stage_rank[sender]}): message {at + 1} of that channel",
+            )

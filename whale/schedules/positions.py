@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whale.ir.schedule import COMMUNICATION, COMPUTE, Action, Kind, Schedule
+from whale.ir.schedule import COMPUTE, POSTS, RECEIVES, SENDS, Action, Kind, Schedule
 
 Fault = tuple[int | None, str]  # the rank in whose line it is, if in one; what is wrong
 
@@ -20,13 +20,16 @@ class Positions:
         stage_rank: per stage, its rank.
         slots: per kind, at ``stage * num_micro_batch + micro_batch``; `ABSENT` where there is none.
         syncs: per stage, positions of its SYNC.
-        steps: per rank, positions of its STEP.
+        posts: per rank, the position of each of its POSTs.
+        losses, steps: per rank, positions of its LOSS and of its STEP.
     """
 
     num_micro_batch: int
     stage_rank: tuple[int, ...]
     slots: dict[Kind, list[int]]
     syncs: tuple[list[int], ...]
+    posts: tuple[dict[Action, int], ...]
+    losses: tuple[list[int], ...]
     steps: tuple[list[int], ...]
 
     def of(self, kind: Kind, stage: int) -> list[int]:
@@ -47,43 +50,61 @@ class Positions:
 def locate(schedule: Schedule) -> tuple[Positions, list[Fault]]:
     """Finds every action's position; reports those on a wrong rank, of a stage or micro-batch out of range, or doubled."""
     m, owners = schedule.num_micro_batch, schedule.stage_rank
-    slots = {kind: [ABSENT] * (len(owners) * m) for kind in (*COMPUTE, *COMMUNICATION)}
-    syncs: tuple[list[int], ...] = tuple([] for _ in owners)
-    steps: tuple[list[int], ...] = tuple([] for _ in schedule.ranks)
+    slots = {kind: [ABSENT] * (len(owners) * m) for kind in (*COMPUTE, *SENDS, *RECEIVES)}
+    found = Positions(
+        m,
+        owners,
+        slots,
+        syncs=tuple([] for _ in owners),
+        posts=tuple({} for _ in schedule.ranks),
+        losses=tuple([] for _ in schedule.ranks),
+        steps=tuple([] for _ in schedule.ranks),
+    )
     faults: list[Fault] = []
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
             stage, micro_batch = action.stage, action.micro_batch
-            if stage is None or micro_batch is None or stage >= len(owners) or owners[stage] != rank or micro_batch >= m:
-                faults += _place_rare(schedule, rank, position, syncs, steps)
+            elsewhere = stage is None or stage >= len(owners) or owners[stage] != rank
+            if elsewhere or stage is None or micro_batch is None or micro_batch >= m or action.kind in POSTS:
+                faults += _place_rare(schedule, rank, position, found)
                 continue
             table, slot = slots[action.kind], stage * m + micro_batch
             if table[slot] == ABSENT:
                 table[slot] = position
             else:
-                faults.append((rank, f"{action} is there twice on rank {rank}: actions {table[slot] + 1} and {position + 1}"))
-    return Positions(m, owners, slots, syncs, steps), faults
+                faults.append(_doubled(action, rank, table[slot], position))
+    return found, faults
 
 
-def _place_rare(schedule: Schedule, rank: int, position: int, syncs: tuple[list[int], ...], steps: tuple[list[int], ...]) -> list[Fault]:
-    """Places a SYNC or a STEP, or says what is wrong with an action that has no place."""
+def _place_rare(schedule: Schedule, rank: int, position: int, found: Positions) -> list[Fault]:
+    """Places a POST, SYNC, LOSS or STEP, or says what is wrong with an action that has no place."""
     action = schedule.ranks[rank][position]
     wrong = _misplaced(schedule, rank, action)
     if wrong:
         return [(rank, f"{action} (action {position + 1} of rank {rank}) {wrong}")]
-    seen = steps[rank] if action.stage is None else syncs[action.stage]
-    seen.append(position)
-    if len(seen) > 1:
-        return [(rank, f"{action} is there twice on rank {rank}: actions {seen[0] + 1} and {position + 1}")]
-    return []
+    if action.kind in POSTS:
+        first = found.posts[rank].setdefault(action, position)
+    else:
+        ends = found.losses if action.kind is Kind.LOSS else found.steps
+        seen = ends[rank] if action.stage is None else found.syncs[action.stage]
+        seen.append(position)
+        first = seen[0]
+    return [] if first == position else [_doubled(action, rank, first, position)]
+
+
+def _doubled(action: Action, rank: int, first: int, second: int) -> Fault:
+    return rank, f"{action} is there twice on rank {rank}: actions {first + 1} and {second + 1}"
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> str:
-    if (action.stage is None) != (action.kind is Kind.STEP) or (action.micro_batch is None) != (action.kind in (Kind.STEP, Kind.SYNC)):
-        return "is no action: all but STEP have a stage, all but SYNC and STEP a micro-batch"
+    ends = (Kind.LOSS, Kind.STEP)
+    if (action.stage is None) != (action.kind in ends) or (action.micro_batch is None) != (action.kind in (Kind.SYNC, *ends)):
+        return "is no action: all but LOSS and STEP have a stage, all but SYNC, LOSS and STEP a micro-batch"
     if action.stage is not None and action.stage >= schedule.num_stages:
         return f"is of a stage that is not there (stages: {schedule.num_stages})"
-    if action.stage is not None and schedule.stage_rank[action.stage] != rank:
+    if action.kind in POSTS and schedule.stage_rank[action.stage or 0] == rank:
+        return f"is on the rank of stage {action.stage} itself: nothing comes to it from there"
+    if action.kind not in POSTS and action.stage is not None and schedule.stage_rank[action.stage] != rank:
         return f"is on the wrong rank: stage {action.stage} is on rank {schedule.stage_rank[action.stage]}"
     if action.micro_batch is not None and action.micro_batch >= schedule.num_micro_batch:
         return f"is of a micro-batch that is not there (micro-batches: {schedule.num_micro_batch})"

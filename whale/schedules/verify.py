@@ -10,8 +10,9 @@ from whale.schedules.completeness import communication_faults, missing_computati
 from whale.schedules.edges import Edges
 from whale.schedules.execution import execute
 from whale.schedules.in_flight import count_in_flight
-from whale.schedules.ordering import channel_faults, end_faults, order_faults
+from whale.schedules.ordering import bucket_faults, channel_faults, end_faults, order_faults, post_faults
 from whale.schedules.positions import Fault, locate
+from whale.schedules.rendezvous import replay
 
 
 def verify(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, *, places: Sequence[str] = ()) -> None:
@@ -19,8 +20,9 @@ def verify(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, *
 
     Checked are: every action once and on its stage's rank; F before R before B (or I before W);
     communication complete along the edges and in the same order at both ends of each; SYNC and STEP at their ends;
-    no deadlock with sends that never block and receives that do; peak in flight as promised. A deadlock is
-    looked for only where nothing is missing or out of order, because either would be reported again as one.
+    no deadlock with sends that never block and receives that do, nor where every launch waits for its other end;
+    peak in flight as promised. A deadlock is looked for only where nothing is missing or out of order, because
+    either would be reported again as one.
 
     Args:
         schedule: with communication, or as a builder made it.
@@ -52,11 +54,17 @@ def _faults(schedule: Schedule, pairs: Iterable[tuple[int, int]] | None) -> list
         faults += communication_faults(positions, edges)
     faults += order_faults(positions)
     faults += end_faults(positions, schedule)
+    if communicates:
+        faults += post_faults(positions, edges)
+        faults += bucket_faults(positions, schedule)
     if faults:
         return faults
     if communicates:
         faults += channel_faults(positions, edges)
-    return [*faults, *_deadlocks(schedule, edges), *_broken_promises(schedule)]
+    deadlocks = list(_deadlocks(schedule, edges))
+    if communicates and not faults and not deadlocks:
+        deadlocks = list(_rendezvous_deadlocks(schedule))
+    return [*faults, *deadlocks, *_broken_promises(schedule)]
 
 
 def _shape_faults(schedule: Schedule) -> Iterator[Fault]:
@@ -80,6 +88,15 @@ def _deadlocks(schedule: Schedule, edges: Edges) -> Iterator[Fault]:
             behind = "which stands later on the same rank"
         action = f"{at[fault.rank]} (action {fault.position + 1} of rank {fault.rank})"
         yield fault.rank, f"deadlock: {action} waits for {fault.awaited}, {behind}"
+
+
+def _rendezvous_deadlocks(schedule: Schedule) -> Iterator[Fault]:
+    blocked = replay(schedule)
+    at = {fault.rank: schedule.ranks[fault.rank][fault.position] for fault in blocked}
+    for fault in blocked:
+        action = f"{at[fault.rank]} (action {fault.position + 1} of rank {fault.rank})"
+        behind = " and ".join(f"rank {rank}, which stays at {at[rank]}" for rank in fault.absent)
+        yield fault.rank, f"deadlock where a launch waits for its other end: {action} waits for {behind}"
 
 
 def _broken_promises(schedule: Schedule) -> Iterator[Fault]:
