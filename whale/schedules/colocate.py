@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from whale.ir.schedule import Action, Kind, Schedule
+from whale.schedules.builder import with_sync_and_step
 from whale.schedules.in_flight import count_in_flight
 
 
@@ -30,16 +31,16 @@ def expand(schedule: Schedule, stage_rank: Sequence[int]) -> Schedule:
     """
     stages = places(stage_rank)
     assert len(stages) == schedule.num_stages, (stages, schedule.stage_rank)
-    ranks = tuple(tuple(_expand(actions, stages)) for actions in schedule.ranks)
+    ranks = tuple(with_sync_and_step(_expand(actions, stages)) for actions in schedule.ranks)
     expanded = replace(schedule, stage_rank=tuple(stage_rank), ranks=ranks)
     return replace(expanded, peak_in_flight=count_in_flight(expanded))
 
 
 def _expand(actions: Sequence[Action], stages: Sequence[tuple[int, ...]]) -> Iterator[Action]:
     for action in actions:
-        if action.stage is None:
-            yield action
-        elif action.kind is Kind.FORWARD:
+        if action.stage is None or action.kind is Kind.SYNC:
+            continue  # each stage has its own, right after its last backward
+        if action.kind is Kind.FORWARD:
             yield from (replace(action, stage=stage) for stage in stages[action.stage])
         elif action.kind is Kind.RECV_BACKWARD:  # marks a recomputation that waits for no gradient
             yield replace(action, stage=stages[action.stage][-1])

@@ -79,7 +79,10 @@ def test_recompute_is_plain_where_the_schedule_says_nothing(capsys: pytest.Captu
 def test_ranks_are_the_actions(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures("gpipe --stages 1 --micro-batches 1", capsys)["ranks"] == [["0F0", "0B0", "0SYNC", "STEP"]]
     talking = figures("gpipe --stages 2 --micro-batches 1 --communication", capsys)["ranks"]
-    assert talking == [["0F0", "0SEND_F0", "0RECV_B0", "0B0", "0SYNC", "STEP"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1SYNC", "STEP"]]
+    assert talking == [
+        ["0F0", "0SEND_F0", "LOSS", "1POST_B0", "0RECV_B0", "0B0", "0SYNC", "STEP"],
+        ["0POST_F0", "1RECV_F0", "1F0", "LOSS", "1B0", "1SYNC", "1SEND_B0", "STEP"],
+    ]
 
 
 def test_a_file_round_trip(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from whale.ir.serialization import from_json, to_json
 
 numbers = st.integers(0, 99)
 actions = st.one_of(
-    st.builds(Action, st.sampled_from([kind for kind in Kind if kind not in (Kind.SYNC, Kind.STEP)]), numbers, numbers),
+    st.builds(Action, st.sampled_from([kind for kind in Kind if kind not in (Kind.SYNC, Kind.LOSS, Kind.STEP)]), numbers, numbers),
     st.builds(Action, st.just(Kind.SYNC), numbers),
-    st.just(Action(Kind.STEP)),
+    st.sampled_from([Action(Kind.LOSS), Action(Kind.STEP)]),
 )
 schedules = st.builds(
     Schedule,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from whale.comm import Channels, wait
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import BatchAxis
+from whale.ir.plan import BatchAxis, Edge
 from whale.runtime.execute.boundary import Boundary, Copy, Direction, piece_shape, rows_slice, write_rows
 
 Place = tuple[Direction, int, int]
@@ -99,15 +99,16 @@ class Exchange:
             self._tensor_rows[key] = self._boundary.tensor_rows(place[1], tensor, self._position, stop - start)
         return self._tensor_rows[key]
 
-    def post(self, place: Place, *, on_this_virtual_device: bool = False) -> None:
-        """Starts to receive what a stage needs from other virtual devices (or from its own)."""
-        parcels = self._parcels.setdefault(place, [])
-        for copy in self._copies(place, arriving=True, local=on_this_virtual_device):
-            lane = copy.lane
-            if lane.target == self._rank != lane.source:
-                wire = self._buffer(place, copy)
-                work = self._channels.receive(_bytes(wire), lane)
-                parcels.append(Parcel(copy, wire, work, lane.source))
+    def post(self, sender: Place) -> None:
+        """Starts to receive what a stage on another virtual device hands to the stages of this rank."""
+        for edge, copy in self._copies(sender, local=False):
+            if copy.lane.target == self._rank:
+                self._post(_receiving(sender, edge), copy)
+
+    def _post(self, place: Place, copy: Copy) -> None:
+        wire = self._buffer(place, copy)
+        work = self._channels.receive(_bytes(wire), copy.lane)
+        self._parcels.setdefault(place, []).append(Parcel(copy, wire, work, copy.lane.source))
 
     def peers(self, place: Place) -> tuple[int, ...]:
         """Ranks that parcels of a place are still to come from."""
@@ -122,31 +123,41 @@ class Exchange:
 
     def take(self, place: Place) -> dict[str, torch.Tensor]:
         """The tensors of a place, put together; what was handed over on this virtual device is waited for here."""
-        self.post(place, on_this_virtual_device=True)
         self.wait(place)
         by_tensor: dict[str, list[Parcel]] = {}
-        for parcel in self._parcels.pop(place):
+        for parcel in self._parcels.pop(place, ()):
             by_tensor.setdefault(parcel.copy.tensor, []).append(parcel)
         return {tensor: self._assemble(place, tensor, parcels) for tensor, parcels in by_tensor.items()}
 
-    def send(self, place: Place, values: Mapping[str, torch.Tensor], *, on_this_virtual_device: bool = False) -> None:
-        """Starts to send what a stage hands to other virtual devices (or to its own).
+    def send(self, place: Place, values: Mapping[str, torch.Tensor]) -> None:
+        """Starts to send what a stage hands to other virtual devices.
 
         Args:
             place: the stage that hands on (forward) or back (backward).
             values: this rank's part of each tensor, or of its gradient.
-            on_this_virtual_device: choose the edges that stay on it.
         """
-        for copy in self._copies(place, arriving=False, local=on_this_virtual_device):
-            lane = copy.lane
-            if lane.source != self._rank:
-                continue
-            piece = self._piece(values[copy.tensor], copy, self._rows_of(copy.tensor, place)[0])
-            if lane.target == self._rank:
-                self._parcels.setdefault(self._other_end(place, copy), []).append(Parcel(copy, piece, None, self._rank))
-            else:
-                wire = piece.contiguous().to(self._channels.wire_device)
-                self._sends.append((self._channels.send(_bytes(wire), lane), wire, lane.target, _name(place, "SEND")))
+        for _, copy in self._copies(place, local=False):
+            if copy.lane.source == self._rank:
+                self._send(place, copy, self._piece(place, values, copy))
+
+    def hand_over(self, place: Place, values: Mapping[str, torch.Tensor]) -> None:
+        """Passes a stage's values on within its virtual device: to other stages of this rank, and between its ranks.
+
+        All ranks of the virtual device come here at once, so sends and receives are started in one order on all of them.
+        """
+        for edge, copy in self._copies(place, local=True):
+            source, target = copy.lane.source, copy.lane.target
+            if source == target == self._rank:
+                parcel = Parcel(copy, self._piece(place, values, copy), None, self._rank)
+                self._parcels.setdefault(_receiving(place, edge), []).append(parcel)
+            elif source == self._rank:
+                self._send(place, copy, self._piece(place, values, copy))
+            elif target == self._rank:
+                self._post(_receiving(place, edge), copy)
+
+    def _send(self, place: Place, copy: Copy, piece: torch.Tensor) -> None:
+        wire = piece.contiguous().to(self._channels.wire_device)
+        self._sends.append((self._channels.send(_bytes(wire), copy.lane), wire, copy.lane.target, _name(place, "SEND")))
 
     def finish(self) -> None:
         """Waits until everything sent in the step has left."""
@@ -155,24 +166,21 @@ class Exchange:
         self._sends.clear()
         assert not self._parcels, f"parcels that nobody took: {list(self._parcels)}"
 
-    def _copies(self, place: Place, *, arriving: bool, local: bool) -> Iterator[Copy]:
-        direction, stage, micro_batch = place
+    def _copies(self, sender: Place, *, local: bool) -> Iterator[tuple[Edge, Copy]]:
+        """What a stage hands over for a micro-batch, in the order in which both ends start it."""
+        direction, stage, micro_batch = sender
         start, stop = self._micro_batches[micro_batch]
-        at_target = arriving == (direction == "forward")
         for edge, copies in self._boundary.copies(stop - start, direction):
-            if (edge.target if at_target else edge.source) != stage or self._boundary.is_local(edge) != local:
-                continue
-            yield from copies
+            if (edge.source if direction == "forward" else edge.target) == stage and self._boundary.is_local(edge) == local:
+                for copy in copies:
+                    yield edge, copy
 
-    def _other_end(self, place: Place, copy: Copy) -> Place:
-        direction, _, micro_batch = place
-        edge = self._boundary.edge(copy.lane)
-        return direction, edge.target if direction == "forward" else edge.source, micro_batch
-
-    def _piece(self, value: torch.Tensor, copy: Copy, low: int) -> torch.Tensor:
+    def _piece(self, place: Place, values: Mapping[str, torch.Tensor], copy: Copy) -> torch.Tensor:
+        value = values[copy.tensor].detach()
         if copy.start is None or copy.stop is None:
-            return value.detach()
-        return rows_slice(value.detach(), self._axes[copy.tensor], copy.start - low, copy.stop - low)
+            return value
+        low = self._rows_of(copy.tensor, place)[0]
+        return rows_slice(value, self._axes[copy.tensor], copy.start - low, copy.stop - low)
 
     def _shape(self, place: Place, copy: Copy) -> tuple[int, ...]:
         spec = self._model.by_name[copy.tensor].outputs[0]
@@ -206,6 +214,11 @@ class Exchange:
             else:
                 write_rows(value, axis, parcel.copy.start - low, piece, add=adds)
         return value
+
+
+def _receiving(sender: Place, edge: Edge) -> Place:
+    direction, _, micro_batch = sender
+    return direction, edge.target if direction == "forward" else edge.source, micro_batch
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

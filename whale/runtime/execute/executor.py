@@ -1,7 +1,7 @@
 """The one executor: runs any schedule's actions of this rank, in order.
 
-Sends never block; receives are posted before the computation that stands in front of them, so that they fill while it
-runs, and are waited for at their own place in the schedule.
+Everything that starts a message or a collective stands in the schedule, in one order on all ranks: receives are posted
+at their POST, ahead of the computation in front of their use, and waited for at their RECV.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from whale.ir.graph import ModelGraph
-from whale.ir.schedule import COMMUNICATION, COMPUTE, Action, Kind
+from whale.ir.schedule import COMMUNICATION, POSTS, RECEIVES, Action, Kind
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.exchange import Exchange, Place
 from whale.runtime.execute.loss import LossAccount
@@ -111,10 +111,10 @@ class Executor:
         Args:
             actions: of this rank.
             state: of the step.
-            agree: called once, before the first message, before `reduce`, and before the first backward if that needs it.
+            agree: called once, before the first message, before the LOSS, and before the first backward if that needs it.
                 Split stages send messages while they compute: there it comes before the first of those; before everything
                 where stages share a virtual device and hand values to one another on it.
-            reduce: called once, after the last forward.
+            reduce: called once, at the LOSS.
 
         Raises:
             RuntimeFault: a peer died or a wait outlasted its limit; names the action.
@@ -125,8 +125,7 @@ class Executor:
         self._remaining = {stage: _after_forward(actions, stage) for stage in self._stages}
         self._recomputed = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.RECOMPUTE)
         last = _last_backward(actions)
-        last_forward = max((index for index, action in enumerate(actions) if action.kind is Kind.FORWARD), default=-1)
-        num_posted, agreed = 0, _Once(agree)
+        agreed = _Once(agree)
         for gate in self._gates:
             gate.close(agreed)
         if self._exchange.hands_over_at_once:
@@ -135,33 +134,22 @@ class Executor:
             needs_weights = state.awaits_weights and action.kind is not Kind.FORWARD
             if needs_weights or action.kind in COMMUNICATION:
                 agreed()
-            if agreed.is_done:
-                num_posted = self._post_ahead(actions, index, num_posted)
-            self._status.set(str(action), self._exchange.peers(_place(action)) if action.kind in _RECEIVES else ())
+            self._status.set(str(action), self._exchange.peers(_place(action)) if action.kind in RECEIVES else ())
             if action.kind is Kind.SYNC and self._sync is not None:
                 self._sync.finish_stage(_stage(action))
-            elif action.kind in _RECEIVES:
+            elif action.kind is Kind.LOSS:  # agreed on all ranks before the sum: one that refuses the batch starts none
+                reduce()
+            elif action.kind in POSTS:
+                self._exchange.post(_place(action))
+            elif action.kind in RECEIVES:
                 self._exchange.wait(_place(action))
             elif action.kind in self._handlers:
                 if self._sync is not None and last.get(action.stage) == index:
                     self._sync.arm(_stage(action))
                 self._handlers[action.kind](state, *_place(action)[1:])
-            if index == last_forward:
-                agreed()  # on all ranks before the sum: one that refuses the batch starts none
-                reduce()
-        agreed()
+        if self._sync is not None:
+            self._sync.finish()
         self._exchange.finish()
-
-    def _post_ahead(self, actions: Sequence[Action], index: int, num_posted: int) -> int:
-        """Posts the receives that stand before the next computation but one; returns how far it looked."""
-        computations, position = 0, index
-        while position < len(actions) and computations < 2:
-            action = actions[position]
-            computations += action.kind in COMPUTE
-            if position >= num_posted and action.kind in _RECEIVES:
-                self._exchange.post(_place(action))
-            position += 1
-        return max(num_posted, position)
 
     def _forward(self, state: StepState, stage: int, micro_batch: int) -> None:
         start, _ = state.micro_batches[micro_batch]
@@ -181,7 +169,7 @@ class Executor:
             self._collect(state, flight, start + low, start + high)
         self._num_in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self._num_in_flight)
-        self._exchange.send(("forward", stage, micro_batch), flight.tensors(), on_this_virtual_device=True)
+        self._exchange.hand_over(("forward", stage, micro_batch), flight.tensors())
         flight.pending = set(self._remaining[stage])
         if flight.pending:
             self._flights[stage, micro_batch] = flight
@@ -228,7 +216,7 @@ class Executor:
             if isinstance(total := flight.outputs.get(term.sum), torch.Tensor)
         }
         self._stages[stage].backward(flight, seeds)
-        self._exchange.send(place, flight.received_gradients(), on_this_virtual_device=True)
+        self._exchange.hand_over(place, flight.received_gradients())
 
     def _send_backward(self, state: StepState, stage: int, micro_batch: int) -> None:
         self._exchange.send(("backward", stage, micro_batch), self._flights[stage, micro_batch].received_gradients())
@@ -242,9 +230,8 @@ class Executor:
             del self._flights[stage, micro_batch]
 
 
-_RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 _BACKWARD_KINDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-_BACKWARD_PLACES = _BACKWARD_KINDS | {Kind.SEND_BACKWARD, Kind.RECV_BACKWARD}
+_BACKWARD_PLACES = _BACKWARD_KINDS | {Kind.SEND_BACKWARD, Kind.POST_BACKWARD, Kind.RECV_BACKWARD}
 
 
 def _stage(action: Action) -> int:

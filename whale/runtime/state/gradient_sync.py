@@ -7,13 +7,16 @@ buckets, in reverse order of use, and a bucket is sent once each of its gradient
     bucket 0           |--- layers 3, 2 ---|
     bucket 1                           |-- layer 1 --|
 
-Buckets of one group start in one order on every rank, whatever order the gradients come in.
+All buckets of a rank start in one order, the same on every rank, whatever order the gradients come in. Buckets of one
+stage start during its last backward, up to its SYNC, on all replicas at the same place of the schedule. Those of weights
+that several stages share are final at unlike places: they start when all else is done, so that no rank that waits in one
+is missed elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -39,6 +42,11 @@ class BucketPlan:
     pieces: tuple[Piece, ...]
     owners: tuple[int, ...]
     stages: tuple[tuple[int, int], ...]
+
+    @property
+    def is_of_one_stage(self) -> bool:
+        """Whether all who hold it come to it at one place of the schedule."""
+        return len({stage for _, stage in self.stages}) == 1
 
 
 def plan_buckets(holdings: Holdings, model: ModelGraph, reached: frozenset[str], bucket_bytes: int) -> tuple[BucketPlan, ...]:
@@ -130,7 +138,6 @@ class _Bucket:
     slots: list[_Slot]
     stages: frozenset[int]
     flat: torch.Tensor
-    final_stages: set[int] = field(default_factory=set)
     num_final: int = 0
     is_ready: bool = False
     is_started: bool = False
@@ -169,7 +176,6 @@ class GradientSync:
     ) -> None:
         self._groups = groups
         self._timeout = timeout
-        self._queues: dict[tuple[int, ...], list[_Bucket]] = {}
         self._buckets: list[_Bucket] = []
         self._armed: set[int] = set()
         for plan in buckets:
@@ -178,8 +184,7 @@ class GradientSync:
             ranks = tuple(sorted(world_ranks[owner] for owner in plan.owners))
             bucket = _make_bucket(plan, holdings, rank, stages, ranks, parameters)
             self._buckets.append(bucket)
-            self._queues.setdefault(bucket.ranks, []).append(bucket)
-            for parameter in bucket.parameters:
+            for parameter in bucket.parameters if plan.is_of_one_stage else ():
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
 
     @property
@@ -191,7 +196,6 @@ class GradientSync:
         """Forgets the last step."""
         self._armed.clear()
         for bucket in self._buckets:
-            bucket.final_stages.clear()
             bucket.num_final, bucket.is_ready, bucket.is_started, bucket.work = 0, False, False, None
 
     def arm(self, stage: int) -> None:
@@ -201,10 +205,15 @@ class GradientSync:
     def finish_stage(self, stage: int) -> None:
         """States that every gradient of a stage is final, and starts what can start."""
         for bucket in self._buckets:
-            if stage in bucket.stages:
-                bucket.final_stages.add(stage)
-                bucket.is_ready = bucket.is_ready or bucket.final_stages == bucket.stages
+            if bucket.plan.is_of_one_stage and stage in bucket.stages:
+                bucket.is_ready = True
         self._start_ready()
+
+    def finish(self) -> None:
+        """States that every gradient of the rank is final, and starts the rest."""
+        for bucket in self._buckets:
+            if not bucket.is_started:
+                self._start(bucket)
 
     def wait(self) -> None:
         """Waits until the gradients are sums over their owners."""
@@ -226,7 +235,7 @@ class GradientSync:
         num_parameters = len(bucket.parameters)
 
         def on_gradient(_: torch.Tensor) -> None:
-            if bucket.stages <= self._armed and len(bucket.stages) == 1:
+            if bucket.stages <= self._armed:
                 bucket.num_final += 1
                 if bucket.num_final == num_parameters:
                     bucket.is_ready = True
@@ -235,13 +244,12 @@ class GradientSync:
         return on_gradient
 
     def _start_ready(self) -> None:
-        for queue in self._queues.values():
-            for bucket in queue:
-                if bucket.is_started:
-                    continue
-                if not bucket.is_ready:
-                    break
-                self._start(bucket)
+        for bucket in self._buckets:
+            if bucket.is_started or not bucket.plan.is_of_one_stage:
+                continue
+            if not bucket.is_ready:
+                break
+            self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.is_started = True
