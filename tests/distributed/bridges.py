@@ -12,7 +12,6 @@ from torch import fx, nn
 
 from tests.distributed.cutting import captured, part_of, run, whole_stage
 from tests.wire import Counting
-from whale.axes.bridge_bytes import bridge_bytes
 from whale.axes.bridges import Bridge, find_bridges
 from whale.axes.labels import label
 from whale.ir.graph import ModelGraph, Op
@@ -20,6 +19,7 @@ from whale.ir.plan import Shard
 from whale.runtime.program.shard import ShardProgram, lower_shards
 from whale.runtime.program.shard import communication as steps
 from whale.runtime.program.shard.slots import own_part
+from whale.sharding.bridge_bytes import bridge_bytes
 
 UNNAMED = ""
 """Stands for reductions that are no sums: their messages name no tensor."""

@@ -21,8 +21,7 @@ from whale.axes.values import may_lie_in_parts
 from whale.capture import Program, capture
 from whale.estimate.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph
-from whale.ir.layout import BATCH
-from whale.ir.plan import Shard
+from whale.ir.plan import BATCH, Shard
 from whale.runtime.program.deferred import WeightQueue
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
 from whale.runtime.program.shard import GROUP, Group, ShardProgram, cut_out, lower_shards, put_in

@@ -19,8 +19,7 @@ from whale.axes.labels import SCATTERED, label
 from whale.axes.values import axes_of
 from whale.capture import capture
 from whale.ir.graph import ModelGraph
-from whale.ir.layout import BATCH
-from whale.ir.plan import Plan, Shard, Stage
+from whale.ir.plan import BATCH, Plan, Shard, Stage
 from whale.planning import make_plan
 from whale.planning.verify import verify
 

@@ -21,6 +21,7 @@ LINES = (
     ("capture", "planning", "runtime", "measure"),
     ("estimate",),
     ("schedules",),
+    ("sharding",),
     ("axes", "hardware"),
     ("comm",),
     ("config",),
@@ -47,7 +48,7 @@ ROOMS = {
         ("program",),
     ),
 }
-WITHOUT_TORCH = ("errors", "units", "ir", "config", "axes", "hardware", "schedules", "estimate", "planning")
+WITHOUT_TORCH = ("errors", "units", "ir", "config", "axes", "hardware", "sharding", "schedules", "estimate", "planning")
 WITH_DISTRIBUTED = ("comm", "runtime", "measure", "cli", "api")
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -6,8 +6,7 @@ from math import prod
 
 from whale.axes.values import Axes, Concatenation, Dimension, Factor, axes_of
 from whale.ir.graph import ModelGraph
-from whale.ir.layout import BATCH
-from whale.ir.plan import BatchAxis
+from whale.ir.plan import BATCH, BatchAxis
 
 
 def batch_axes(graph: ModelGraph, axes: Axes) -> dict[str, BatchAxis]:

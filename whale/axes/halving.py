@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from whale.axes.batch import batch_axes
 from whale.axes.values import Axes, axes_of
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.layout import BATCH
-from whale.ir.plan import BatchAxis, Edge, Shard, Stage
+from whale.ir.plan import BATCH, BatchAxis, Edge, Shard, Stage
 
 MIN_ROWS = 2
 """Fewer cannot be halved."""

@@ -8,7 +8,7 @@ from whale.axes.checks import CONTRACTED_AND_KEPT, TWICE
 from whale.axes.reading import NO_RULE
 from whale.axes.values import Mixing, OpAxes, Role, axes_of
 from whale.ir.graph import ModelGraph, Op, Ref
-from whale.ir.layout import BATCH
+from whale.ir.plan import BATCH
 
 
 def find_mixing(graph: ModelGraph, ops: Mapping[str, OpAxes]) -> tuple[Mixing, ...]:

@@ -19,7 +19,7 @@ from whale.axes.atoms import Dim
 from whale.axes.checks import Checker
 from whale.axes.outcome import Dims, Outcome
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.layout import BATCH
+from whale.ir.plan import BATCH
 
 _WORD = re.compile(r"[a-z]{3,}(_[a-z]+)*$")
 

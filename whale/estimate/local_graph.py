@@ -10,8 +10,7 @@ from whale.axes import Axes, Dimension
 from whale.axes.labels import Labels
 from whale.axes.values import Concatenation, Factor
 from whale.ir.graph import ModelGraph, Op, Parameter, TensorSpec
-from whale.ir.layout import BATCH
-from whale.ir.plan import Shard
+from whale.ir.plan import BATCH, Shard
 
 
 def local_graph(labels: Labels, position: int) -> ModelGraph:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from whale.axes.bridge_bytes import GATHERED, sum_share
 from whale.axes.bridges import Bridge, Transport, is_synchronized
 from whale.axes.labels import Labels, Use
 from whale.estimate import Line, all_gather_line, all_reduce_line, all_to_all_line, spec_line
 from whale.estimate.prices import Prices
 from whale.ir.graph import Op
+from whale.sharding.bridge_bytes import GATHERED, sum_share
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.ir.division import divide, divide_evenly, intervals
-from whale.ir.layout import BATCH
 from whale.units import format_bytes, format_seconds
+
+BATCH = "batch"
+"""The name of the axis that samples lie along."""
 
 
 @dataclass(frozen=True, slots=True)

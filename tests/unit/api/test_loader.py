@@ -15,8 +15,7 @@ from torch.utils.data import IterableDataset
 from whale.api.loader import Loader, make_loader
 from whale.errors import BatchError, CheckpointError
 from whale.ir.division import intervals
-from whale.ir.layout import BATCH
-from whale.ir.plan import Plan, Replica, Shard, Stage, VirtualDevice
+from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage, VirtualDevice
 from whale.runtime.execute.rank_batch import check_rows, merge, rank_rows
 
 

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.sharding.shardings import shardings
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter, Ref, TensorSpec
-from whale.ir.layout import Layout, Region
 from whale.ir.plan import BatchAxis, Choice, Edge, Estimate, Plan, Replica, Shard, Stage, TaskGraph, VirtualDevice
 from whale.ir.scope import Scope
 from whale.ir.serialization import from_json, to_json
 from whale.ir.source import SourceLine
 from whale.ir.timeline import Timeline
+from whale.sharding import Sharding
 
 names = st.text("abc.%", min_size=1, max_size=4)
 counts = st.integers(0, 2**40)
@@ -77,12 +78,10 @@ plans = st.builds(
     counts, counts, optional(counts), seconds,
     tuples(st.builds(Choice, names, names, names, names, names, names)),
 )  # fmt: skip
-regions = st.builds(Region, tuples(st.tuples(names, counts, counts)))
-layouts = st.builds(Layout, tuples(regions), st.booleans())
 
 
 @settings(max_examples=40)
-@given(st.one_of(graphs, clusters, plans, layouts, ops, scopes))
+@given(st.one_of(graphs, clusters, plans, shardings(), ops, scopes))
 def test_reads_back_equal(value: object) -> None:
     again = from_json(type(value), to_json(value))
     assert again == value
@@ -120,8 +119,9 @@ def test_refuses(text: str, message: str) -> None:
 
 
 def test_is_plain_json() -> None:
-    value = Layout.shard("batch", (1, 2))
-    assert json.loads(to_json(value)) == {"regions": [{"intervals": [["batch", 0, 1]]}, {"intervals": [["batch", 1, 3]]}], "partial": False}
+    value = Sharding.along((0, 1), "batch", (1, 2))
+    regions = [{"intervals": [["batch", 0, 1]]}, {"intervals": [["batch", 1, 3]]}]
+    assert json.loads(to_json(value)) == {"mesh": [0, 1], "regions": regions, "terms": []}
 
 
 @pytest.mark.parametrize(("field", "value"), [("sizes", "32:32"), ("sizes", [32.0, 32.0]), ("axis", 3), ("whole_in", "up")])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from whale.axes.bridge_bytes import GATHERED, bridge_bytes
 from whale.axes.bridges import Bridge, find_bridges
 from whale.ir.plan import Choice, Replica, Stage
 from whale.planning.replicas.replica import ReplicaModel
 from whale.planning.replicas.solve import Solution, Solver
 from whale.planning.shard.stage_price import make_scene
+from whale.sharding.bridge_bytes import GATHERED, bridge_bytes
 from whale.units import format_bytes
 
 Bytes = tuple[int, int]

@@ -10,8 +10,7 @@ import numpy as np
 from whale.estimate import Line, pipeline_seconds
 from whale.estimate.op_table import Floats
 from whale.estimate.part import Recompute
-from whale.ir.layout import BATCH
-from whale.ir.plan import Edge, Replica, Shard, Stage, VirtualDevice
+from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice
 from whale.planning.annotations.scope_tree import Copies
 from whale.planning.pipeline.balance import Curve, MemoryShortage, combine, device_curve, divide_units
 from whale.planning.pipeline.placement import Placed

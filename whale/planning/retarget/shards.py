@@ -14,8 +14,7 @@ from whale.axes.values import Concatenation, Dimension
 from whale.errors import PlanError
 from whale.estimate.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.layout import BATCH
-from whale.ir.plan import Shard
+from whale.ir.plan import BATCH, Shard
 
 
 def same_axes(ours: Axes, theirs: Axes) -> dict[str, str]:

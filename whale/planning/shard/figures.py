@@ -27,7 +27,7 @@ from whale.estimate.tolls import Site, Tolls
 from whale.estimate.traffic import CutTraffic, cut_traffic
 from whale.ir.cluster import Device
 from whale.ir.graph import Op
-from whale.ir.layout import BATCH
+from whale.ir.plan import BATCH
 from whale.planning.pricing.pricing import Pricing
 from whale.planning.shard.classes import WHOLE, Classes, Label, Tensors, Use
 from whale.planning.shard.program import LabelFigures, Pair, Program, TensorFigures, UserFigures

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from whale.errors import AnnotationError, WhaleError
-from whale.ir.layout import BATCH
+from whale.ir.plan import BATCH
 from whale.ir.scope import Scope
 from whale.planning.shard.space import CutSpace, Refusal, Scene, whole_refusal
 

@@ -21,8 +21,7 @@ from whale.estimate import Line, all_gather_line, spec_line
 from whale.estimate.memory_writes import MemoryWrites
 from whale.ir.division import divide_evenly
 from whale.ir.graph import ModelGraph
-from whale.ir.layout import BATCH
-from whale.ir.plan import Choice, Replica, Shard, Stage
+from whale.ir.plan import BATCH, Choice, Replica, Shard, Stage
 from whale.planning.pricing.pricing import Pricing
 from whale.units import format_seconds
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from whale.axes import Axes, Role, axes_of
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.layout import BATCH
+from whale.ir.plan import BATCH
 from whale.ir.source import SourceLine
 
 

@@ -11,8 +11,7 @@ from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line, spec_line
 from whale.estimate.part import Recompute
 from whale.estimate.tolls import Site, Tolls
-from whale.ir.layout import BATCH
-from whale.ir.plan import Shard
+from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import Pipeline
 from whale.planning.pricing.pricing import DeviceCost, Pricing, stage_costs

@@ -9,8 +9,7 @@ from whale.axes.labels import label
 from whale.errors import PlanError
 from whale.estimate.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph
-from whale.ir.layout import BATCH
-from whale.ir.plan import Plan, Replica, Shard, Stage
+from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
 
 
 def shard_faults(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> Iterator[PlanError]:

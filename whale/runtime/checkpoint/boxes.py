@@ -16,9 +16,9 @@ from itertools import accumulate, product
 
 from torch import Tensor
 
-from whale.axes.index_sets import Runs, count
 from whale.ir.graph import ModelGraph
 from whale.runtime.state.holdings import Holdings
+from whale.sharding.index_sets import Runs, count
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from whale.axes.index_sets import Runs
 from whale.runtime.checkpoint.boxes import Box, Share, bounding_box, boxes
+from whale.sharding.index_sets import Runs
 
 
 class ShareSavePlanner(DefaultSavePlanner):

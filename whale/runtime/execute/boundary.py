@@ -20,11 +20,11 @@ from typing import Literal
 import torch
 
 from whale.axes import Axes, axes_of
-from whale.axes.index_sets import count, extent, index_set, intervals
 from whale.comm import Lane
 from whale.ir.graph import ModelGraph, TensorSpec
-from whale.ir.layout import BATCH, Layout, Region, transfers
-from whale.ir.plan import BatchAxis, Edge, Plan, Replica, Stage
+from whale.ir.plan import BATCH, BatchAxis, Edge, Plan, Replica, Stage
+from whale.sharding import Region, Sharding, moves
+from whale.sharding.index_sets import count, extent, index_set, intervals
 
 Direction = Literal["forward", "backward"]
 
@@ -141,14 +141,15 @@ def _transfers(boundary: Boundary, edge: Edge, tensor: str, num_rows: int, direc
     elif has_rows and (len(source.virtual_device.devices) > 1 or len(target.virtual_device.devices) > 1):
         assert tensor in dict(boundary.plan.batch_axes), f"%{tensor} crosses unlike stages without a known batch axis"
         ends = (source, target) if direction == "forward" else (target, source)
-        for transfer in transfers(_by_rows(ends[0], tensor, num_rows), _by_rows(ends[1], tensor, num_rows)):
-            yield transfer.source, transfer.target, transfer.region
+        for move in moves(_by_rows(ends[0], tensor, num_rows), _by_rows(ends[1], tensor, num_rows)):
+            yield move.source, move.target, move.region
     else:
         yield from _whole(source, target, direction)
 
 
-def _by_rows(stage: Stage, tensor: str, num_rows: int) -> Layout:
-    return Layout(tuple(Region(((BATCH, start, stop),)) for start, stop in stage.tensor_intervals(tensor, num_rows)))
+def _by_rows(stage: Stage, tensor: str, num_rows: int, every: slice = slice(None)) -> Sharding:
+    regions = tuple(Region(((BATCH, start, stop),)) for start, stop in stage.tensor_intervals(tensor, num_rows)[every])
+    return Sharding(tuple(range(len(regions))), regions)
 
 
 def _whole(source: Stage, target: Stage, direction: Direction) -> Iterator[tuple[int, int, Region]]:
@@ -173,9 +174,9 @@ def _by_position(
                 if sender % source.split == position == receiver % source.split:
                     yield sender, receiver, region
             continue
-        layouts = [Layout(_by_rows(end, tensor, num_rows).regions[position :: end.split]) for end in ends]
-        for transfer in transfers(*layouts):
-            yield transfer.source * source.split + position, transfer.target * source.split + position, transfer.region
+        before, after = (_by_rows(end, tensor, num_rows, slice(position, None, end.split)) for end in ends)
+        for move in moves(before, after):
+            yield move.source * source.split + position, move.target * source.split + position, move.region
 
 
 def rows_slice(tensor: torch.Tensor, axis: BatchAxis, start: int, stop: int) -> torch.Tensor:

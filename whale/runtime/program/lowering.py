@@ -12,8 +12,7 @@ from torch import fx
 from whale.axes import Axes
 from whale.axes.halving import Halving
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.layout import BATCH
-from whale.ir.plan import Shard
+from whale.ir.plan import BATCH, Shard
 from whale.runtime.program.deferred import defer_weights
 from whale.runtime.program.overlap import overlap
 from whale.runtime.program.segments import OP, with_segments

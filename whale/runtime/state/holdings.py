@@ -19,13 +19,13 @@ from math import prod
 from torch import Tensor
 
 from whale.axes import Axes, discover
-from whale.axes.index_sets import Runs, index_set, intervals
 from whale.axes.values import Dimension, may_lie_in_parts
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
-from whale.ir.layout import BATCH, Region
-from whale.ir.plan import Plan, Stage
+from whale.ir.plan import BATCH, Plan, Stage
 from whale.runtime.program.shard.pieces import Index, as_index, axis_sizes, part
+from whale.sharding import Region
+from whale.sharding.index_sets import Runs, index_set, intervals
 
 Partial = Mapping[tuple[int, int], Collection[str]]
 """Per (replica, stage), the whole parameters whose gradients are partial over the devices of a split group."""

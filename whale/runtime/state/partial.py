@@ -9,8 +9,7 @@ from torch import fx
 
 from whale.axes import Axes
 from whale.ir.graph import ModelGraph
-from whale.ir.layout import BATCH
-from whale.ir.plan import Plan
+from whale.ir.plan import BATCH, Plan
 from whale.runtime.program.shard import lower_shards
 from whale.runtime.program.shared_gradient import shared_parameters
 from whale.runtime.program.stage_source import StageSource

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.memory import PeakBytes
 from tests.unit.runtime.checkpoint.test_checkpoint import ALONE
-from whale.axes.index_sets import Runs, merged
 from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
 from whale.runtime.checkpoint.boxes import Box, Share, bounding_box, boxes
 from whale.runtime.checkpoint.checkpoint import Extras, load, save
 from whale.runtime.state.optimizer_state import OptimizerState
+from whale.sharding.index_sets import Runs, merged
 
 torch.set_num_threads(1)
 NAME = "layer.weight"

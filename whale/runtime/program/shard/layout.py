@@ -6,16 +6,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from whale.axes.index_sets import Runs, count, extent, index_set, intervals, relative
 from whale.axes.labels import Labels
 from whale.axes.values import Axes, Concatenation, Dimension, Role, axes_of
 from whale.errors import PlanError
 from whale.ir.division import divide
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.layout import BATCH
-from whale.ir.plan import Shard
+from whale.ir.plan import BATCH, Shard
 from whale.runtime.program.shard.pieces import axis_sizes
 from whale.runtime.program.shard.slots import Slots
+from whale.sharding.index_sets import Runs, count, extent, index_set, intervals, relative
 
 
 @dataclass(frozen=True)

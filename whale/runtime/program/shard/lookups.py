@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from whale.axes.index_sets import Runs, count_below
+from whale.sharding.index_sets import Runs, count_below
 
 aten = torch.ops.aten
 

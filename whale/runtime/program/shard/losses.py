@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale.axes.index_sets import Runs
 from whale.runtime.program.shard.communication import Group, gathered
 from whale.runtime.program.shard.lookups import localize
+from whale.sharding.index_sets import Runs
 
 NONE, MEAN, SUM = 0, 1, 2
 """torch's numbers for the reduction of a loss."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from whale.axes.index_sets import Runs, index_set, intervals
 from whale.axes.values import Axes, Dimension
 from whale.ir.plan import Shard
+from whale.sharding.index_sets import Runs, index_set, intervals
 
 Index = slice | Tensor
 """Positions along one dimension: a slice where they are consecutive, else a LongTensor."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from whale.axes.index_sets import count_below
 from whale.axes.values import Dimension
 from whale.runtime.program.shard.call import Call
+from whale.sharding.index_sets import count_below
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whale.axes.index_sets import Runs, count
 from whale.runtime.program.shard.pieces import Index, as_index
+from whale.sharding.index_sets import Runs, count
 
 
 class _Fields(NamedTuple):

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.axes.test_bridge_bytes import Index, coordinates, held, world
+from tests.unit.sharding.test_bridge_bytes import Index, coordinates, held, world
 from tests.wire import Device, on_devices
 from whale.axes import Concatenation, Dimension
-from whale.axes.bridge_bytes import bridge_bytes
 from whale.axes.bridges import Bridge
 from whale.ir.plan import Shard
 from whale.runtime.program.shard.communication import collect, enter, exchange, gather, leave, part, scatter
 from whale.runtime.program.shard.group import Group
 from whale.runtime.program.shard.layout import ShardLayout
 from whale.runtime.program.shard.slots import Slots
+from whale.sharding.bridge_bytes import bridge_bytes
 
 TENSORS: tuple[tuple[Dimension, ...], ...] = (
     (("batch",), ("a",), ("b",)),

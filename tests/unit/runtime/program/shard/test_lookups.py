@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale.axes.index_sets import Runs, merged
 from whale.runtime.program.shard.lookups import localize, part_embedding, part_gather, part_index, part_index_select, part_one_hot
+from whale.sharding.index_sets import Runs, merged
 
 SIZE = 11
 

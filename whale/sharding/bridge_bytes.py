@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from math import prod
 
 from whale.axes.bridges import Bridge, Transport
-from whale.axes.index_sets import Runs, count, index_set, intervals
 from whale.axes.values import Axes, Dimension
 from whale.ir.division import divide
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op, TensorSpec
-from whale.ir.layout import BATCH
-from whale.ir.plan import Shard
+from whale.ir.plan import BATCH, Shard
+from whale.sharding.index_sets import Runs, count, index_set, intervals
 
 GATHERED = frozenset({"softmax", "prod"})
 """Ways to combine that every device does for itself, from numbers of all devices."""

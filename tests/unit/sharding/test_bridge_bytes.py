@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whale.axes import Axes, Axis, Concatenation, Dimension, OpAxes, Role
-from whale.axes.bridge_bytes import bridge_bytes, sum_share
 from whale.axes.bridges import Bridge
 from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
 from whale.ir.plan import Shard
+from whale.sharding.bridge_bytes import bridge_bytes, sum_share
 
 PLANNED, ROWS = 2, 3
 DIMENSIONS: tuple[tuple[Dimension, ...], ...] = (

@@ -1,0 +1,153 @@
+"""A sharding: where every element of a tensor lies, on which devices, and what is still to be added.
+
+    mesh      0            1            2            3
+    region    heads[0:3]   heads[3:4]   heads[0:2]   heads[2:4]      two groups that shard one axis in unlike sizes
+    term      0            1            2            3               gradients: each device has a sum over its own rows
+
+Devices whose regions overlap hold the same elements. Where their terms are equal too these are equal copies; where terms
+differ, the value is the sum over the terms, with one copy of each; a term is zero where no device holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+
+from whale.ir.division import intervals
+from whale.sharding.regions import Region
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements that the same devices hold.
+
+    Attributes:
+        region: which.
+        owners: the devices that hold them, ascending.
+        contributors: those of them whose values are to be added: one of each term.
+    """
+
+    region: Region
+    owners: tuple[int, ...]
+    contributors: frozenset[int]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every owner has the whole value already."""
+        return len(self.contributors) == 1
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Where a tensor lies.
+
+    Attributes:
+        mesh: the devices, in order, each once.
+        regions: per device, what it holds. All name the same axes, and together they hold everything.
+        terms: per device, which term of the sum its values are; empty where they are final.
+    """
+
+    mesh: tuple[int, ...]
+    regions: tuple[Region, ...]
+    terms: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len({region.axes for region in set(self.regions)}) == 1, f"the regions of a tensor name the same axes ({self.regions})"
+
+    @staticmethod
+    def whole(mesh: Sequence[int]) -> Sharding:
+        """Every device holds everything."""
+        return Sharding(tuple(mesh), (Region(),) * len(mesh))
+
+    @staticmethod
+    def along(mesh: Sequence[int], axis: str, sizes: Sequence[int]) -> Sharding:
+        """An axis divided in consecutive shards of these sizes."""
+        return Sharding(tuple(mesh), tuple(Region(((axis, *interval),)) for interval in intervals(sizes)))
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing is left to be added."""
+        return len(set(self.terms)) < 2
+
+    @property
+    def final(self) -> Sharding:
+        """The same elements on the same devices, added."""
+        return Sharding(self.mesh, self.regions)
+
+    @property
+    def own_terms(self) -> tuple[int, ...]:
+        """Per device, its term; one and the same where values are final."""
+        return self.terms or (0,) * len(self.mesh)
+
+    @cached_property
+    def held(self) -> Mapping[int, Region]:
+        """Per device, what it holds."""
+        return dict(zip(self.mesh, self.regions, strict=True))
+
+    @cached_property
+    def devices_of(self) -> Mapping[Region, tuple[int, ...]]:
+        """Per region that some device holds, the devices that do, in order of the mesh; empty ones are left out."""
+        found: dict[Region, list[int]] = {}
+        for device, region in zip(self.mesh, self.regions, strict=True):
+            found.setdefault(region, []).append(device)
+        return {region: tuple(devices) for region, devices in found.items() if not region.is_empty}
+
+    @cached_property
+    def hull(self) -> Region:
+        """All of the tensor, with the axes that the regions name."""
+        ends = [[(start, stop) for _, start, stop in region.intervals] for region in self.devices_of]
+        bounds = [(min(start for start, _ in own), max(stop for _, stop in own)) for own in zip(*ends, strict=True)]
+        return Region.of(dict(zip(self.regions[0].axes, bounds, strict=True)))
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether some device holds only a part."""
+        return len(set(self.regions)) > 1
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether two devices hold an element."""
+        regions = list(self.devices_of)
+        alone = all(len(devices) == 1 for devices in self.devices_of.values())
+        return not alone or any(not a.intersect(b).is_empty for index, a in enumerate(regions) for b in regions[:index])
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces into which the bounds of all regions divide the tensor, in order: each has one set of owners.
+
+        devices 0 1   |--- 0 ---|-- 1 --|
+        devices 2 3   |-- 2 --|--- 3 ---|
+        pieces        | {0 2} |{0 3}|{1 3}|
+        """
+        bounds: dict[str, set[int]] = {}
+        for region in self.devices_of:
+            for axis, start, stop in region.intervals:
+                bounds.setdefault(axis, set()).update((start, stop))
+        grid = [[(axis, *ends) for ends in pairwise(sorted(bounds[axis]))] for axis in sorted(bounds)]
+        return tuple(self._piece(Region(box)) for box in product(*grid))
+
+    def _piece(self, region: Region) -> Piece:
+        owners = [device for held, devices in self.devices_of.items() if held.contains(region) for device in devices]
+        return Piece(region, tuple(sorted(owners)), frozenset(self._spokesmen(owners)))
+
+    def _spokesmen(self, owners: Sequence[int]) -> Sequence[int]:
+        """The first owner of each term, in order of the mesh."""
+        return list({self._term_of[device]: device for device in sorted(owners, key=self._position.__getitem__, reverse=True)}.values())
+
+    @cached_property
+    def _term_of(self) -> Mapping[int, int]:
+        return dict(zip(self.mesh, self.own_terms, strict=True))
+
+    @cached_property
+    def _position(self) -> Mapping[int, int]:
+        return {device: position for position, device in enumerate(self.mesh)}
+
+    def __str__(self) -> str:
+        shown = []
+        for region, devices in self.devices_of.items():
+            terms = dict.fromkeys(self._term_of[device] for device in devices)
+            sets = [" ".join(str(device) for device in devices if self._term_of[device] == term) for term in terms]
+            shown.append(f"{region} on {{{' + '.join(sets)}}}")
+        return " | ".join(shown)
