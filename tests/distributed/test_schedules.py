@@ -72,7 +72,7 @@ def train_and_watch(rank: int, num_ranks: int, case: Case) -> Outcome:
         place = find_seat(engine.plan, rank if rank < len(engine.plan.devices) else None)
         if place is None:
             return Outcome(run, engine.plan, engine.peak_in_flight, 0, 0)
-        schedule, seat = engine.schedule, place.pipeline_rank
+        schedule, seat = engine.schedules[place.replica], place.pipeline_rank
         return Outcome(run, engine.plan, engine.peak_in_flight, count_in_flight(schedule)[seat], schedule.peak_in_flight[seat])
     finally:
         engine.close()
@@ -128,7 +128,7 @@ CASES = {
 def test_the_law(world: World, name: str) -> None:
     plan = check(world, CASES[name])[0].plan
     policy = dict(CASES[name].config).get("recompute.policy")
-    assert plan.recomputes_stages == (policy == "full")
+    assert plan.pipelines[0].recomputes_stages == (policy == "full")
     assert any(stage.recompute for replica in plan.replicas for stage in replica.stages) == (policy not in (None, "full"))
 
 
@@ -179,7 +179,7 @@ def test_running_statistics_move_once(world: World, policy: object) -> None:
     expected = reference.train_in_pieces(model, loss, case.batches, pieces, OPTIMIZERS[case.optimizer])
     error, where = largest_of([outcome.run for outcome in outcomes], expected)
     assert error < TOLERANCE, where
-    assert plan.recomputes_stages or all(stage.recompute for stage in plan.replicas[0].stages)
+    assert plan.pipelines[0].recomputes_stages or all(stage.recompute for stage in plan.replicas[0].stages)
 
 
 class Dropping(nn.Module):

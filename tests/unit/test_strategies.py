@@ -121,7 +121,11 @@ def plan_for(recipe: Path, expected: Expected) -> Plan:
 def test_recipes_give_what_they_promise(recipe: Path) -> None:
     expected = EXPECTED[recipe.stem]
     plan = plan_for(recipe, expected)
-    assert (plan.schedule, plan.num_micro_batch, len(plan.replicas)) == (expected.schedule, expected.num_micro_batch, expected.replicas)
+    assert (plan.pipelines[0].schedule, plan.pipelines[0].num_micro_batch, len(plan.replicas)) == (
+        expected.schedule,
+        expected.num_micro_batch,
+        expected.replicas,
+    )
     for replica in plan.replicas:
         assert tuple(len(stage.virtual_device.devices) for stage in replica.stages) == expected.devices_per_stage
     assert not plan.idle_devices

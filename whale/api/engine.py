@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +35,7 @@ from whale.runtime.state.gradient_sync import GradientSync, plan_buckets
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.runtime.state.scaling import scale
 from whale.runtime.weights.gathering import gather_outputs, gather_tensors
-from whale.schedules import forward_only, insert_communication
+from whale.schedules import forward_schedules_of
 
 T = TypeVar("T")
 
@@ -46,7 +45,7 @@ class Engine:
 
     Attributes:
         plan: the decision.
-        schedule: the order of actions, with communication.
+        schedules: per replica, the order of actions, with communication.
         optimizer: the user's optimizer over the parameters that this rank owns; None if it owns none, or none was given.
         scheduler: the user's learning-rate scheduler; None likewise.
         step_number: steps done.
@@ -59,7 +58,7 @@ class Engine:
         loss: Callable[..., Any] | None,
         train: CapturedMode,
         plan: Plan,
-        schedule: Schedule,
+        schedules: tuple[Schedule, ...],
         config: Config,
         world: World,
         attachment: Attachment,
@@ -68,7 +67,7 @@ class Engine:
         optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None,
     ) -> None:
-        self.plan, self.schedule, self.step_number = plan, schedule, 0
+        self.plan, self.schedules, self.step_number = plan, schedules, 0
         self._model, self._loss, self._config, self._world = model, loss, config, world
         self._modes: dict[ModeName, CapturedMode] = {"train": train}
         self._workers: dict[ModeName, Worker] = {}
@@ -93,7 +92,7 @@ class Engine:
         )
         shard = [name for name in self._parameters if holdings.is_sharded(name)]
         together(world, lambda: check_elementwise(self.optimizer, shard))
-        worker = self._workers["train"] = self._make_worker("train", plan, schedule)
+        worker = self._workers["train"] = self._make_worker("train", plan, schedules)
         limit = config.gradient.clip_norm
         self._clipping: Clipping | None = None
         if limit is not None:
@@ -203,15 +202,13 @@ class Engine:
             example = example_like(batch.data if isinstance(batch, RankBatch) else batch, self._modes["train"].example)
             self._modes[name] = together(self._world, lambda: CapturedMode(self._model, example, self._loss, name))
         num_rows = self._agreed_view(name, batch).num_rows
-        num_micro_batch = max(1, min(self.plan.num_micro_batch, num_rows // len(self.plan.replicas)))
+        fitting = self.plan.with_micro_batches_for(num_rows)
         worker = self._workers.get(name)
-        if worker is None or worker.plan.num_micro_batch != num_micro_batch:
+        if worker is None or worker.plan.pipelines != fitting.pipelines:
             if worker is not None:
                 worker.close()
-            plan = retarget_plan(self.plan, self._modes["train"].graph, self._modes[name].graph)
-            plan = dataclasses.replace(plan, num_micro_batch=num_micro_batch)
-            order = forward_only(num_ranks=self.schedule.num_ranks, num_micro_batch=num_micro_batch, stage_rank=self.schedule.stage_rank)
-            worker = self._make_worker(name, plan, insert_communication(order, edges_of(plan)))
+            plan = retarget_plan(fitting, self._modes["train"].graph, self._modes[name].graph)
+            worker = self._make_worker(name, plan, forward_schedules_of(plan))
             self._workers[name] = worker
         return worker
 
@@ -336,18 +333,18 @@ class Engine:
     def _make_sync(self, buckets: Sequence[Any]) -> GradientSync | None:
         if self._seat is None:
             return None
-        stages = {(self._seat.replica, stage) for stage in self.schedule.stages_of(self._seat.pipeline_rank)}
+        stages = {(self._seat.replica, stage) for stage in self.plan.pipelines[self._seat.replica].stages_of(self._seat.pipeline_rank)}
         parameters: Mapping[str, nn.Parameter] = {n: p for n, p in self._tensors.items() if isinstance(p, nn.Parameter)}
         return GradientSync(
             buckets, self.holdings, self._seat.rank, stages, self._world_ranks, parameters, self._groups, self._world.timeout
         )
 
-    def _make_worker(self, name: ModeName, plan: Plan, schedule: Schedule) -> Worker:
+    def _make_worker(self, name: ModeName, plan: Plan, schedules: Sequence[Schedule]) -> Worker:
         mode = self._modes[name]
         constants = {op.name: mode.program.tensors[op.name].to(self._world.device) for op in mode.graph.ops if op.kind == "constant"}
         return Worker(
             plan=plan,
-            schedule=schedule,
+            schedule=None if self._seat is None else schedules[self._seat.replica],
             model=mode.graph,
             graphs=mode.graph_for,
             tensors={**self._tensors, **constants},
@@ -395,8 +392,3 @@ class Engine:
         except Exception as error:
             self._status.fail(f"{self._status.read().action}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             raise
-
-
-def edges_of(plan: Plan) -> set[tuple[int, int]]:
-    """Pairs of stages that hand tensors on, over all replicas."""
-    return {(edge.source, edge.target) for replica in plan.replicas for edge in replica.edges}

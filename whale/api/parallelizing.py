@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from whale.api.attach import attach
-from whale.api.engine import Engine, edges_of
+from whale.api.engine import Engine
 from whale.api.mode import CapturedMode
 from whale.api.session import resolve_config
 from whale.api.weights import agree_on_weights
@@ -20,14 +20,12 @@ from whale.errors import CaptureError, ConfigError, PlanError
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
-from whale.ir.schedule import Schedule
 from whale.ir.serialization import from_json
 from whale.planning import make_plan
 from whale.planning.verify import verify
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.runtime.state.partial import partial_parameters
-from whale.schedules import build, expand, insert_communication, insert_recompute
-from whale.schedules import verify as verify_schedule
+from whale.schedules import schedules_of
 
 
 def parallelize(
@@ -72,7 +70,7 @@ def parallelize(
     train = together(world, lambda: CapturedMode(model, batch, loss, "train"))
     _compare_captures(train.graph, world)
     decided = on_first_rank(world, lambda: _plan(plan, train.graph, attachment.cluster, settings))
-    schedule = make_schedule(decided)
+    schedules = schedules_of(decided)
     rank = {name: position for position, name in enumerate(decided.devices)}
     mine = [name for name, world_rank in attachment.rank_of.items() if world_rank == world.rank and name in rank]
     owned = [name for name, owners in decided.owners.items() if mine and rank[mine[0]] in owners]
@@ -94,7 +92,7 @@ def parallelize(
         loss=loss,
         train=train,
         plan=decided,
-        schedule=schedule,
+        schedules=schedules,
         config=settings,
         world=world,
         attachment=attachment,
@@ -153,22 +151,3 @@ _FUNCTION_HINTS = {
     "scheduler": "pass a function of the optimizer: lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)",
     "loss": "loss(output, batch) returns a scalar or (sum, weight)",
 }
-
-
-def make_schedule(plan: Plan) -> Schedule:
-    """The schedule that a plan names, with communication, verified."""
-    order = build(
-        plan.schedule,
-        num_ranks=max(plan.stage_rank) + 1,
-        num_micro_batch=plan.num_micro_batch,
-        num_chunks=plan.num_chunks,
-        group_size=plan.group_size,
-    )
-    if order.stage_rank != plan.stage_rank:  # colocated stages share a place
-        order = expand(order, plan.stage_rank)
-    if plan.recomputes_stages:
-        order = insert_recompute(order)
-    edges = edges_of(plan)
-    schedule = insert_communication(order, edges)
-    verify_schedule(schedule, edges)
-    return schedule

@@ -8,7 +8,7 @@ from typing import Any
 
 from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph, write_text
 from whale.cli.tables import make_console, make_table
-from whale.ir.plan import Plan, Replica, Stage, describe_shards
+from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
 from whale.planning import make_plan
 from whale.units import format_bytes, format_seconds
@@ -43,8 +43,8 @@ def print_plan(plan: Plan) -> None:
     """Prints a plan as a table of its devices."""
     console = make_console()
     title = (
-        f"{len(plan.replicas)} replica(s) x {plan.num_stages} stage(s) on {len(plan.devices)} device(s) of {plan.cluster}: "
-        f"{plan.schedule}, {plan.num_micro_batch} micro-batch(es), {plan.planned_rows} rows"
+        f"{describe_shape(plan.replicas)} on {len(plan.devices)} device(s) of {plan.cluster}: "
+        f"{describe_order(plan.replicas)}, {plan.planned_rows} rows"
     )
     columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "tensors", "forward", "backward", "memory")
     rows = [row for replica in plan.replicas for stage in replica.stages for row in _stage_rows(plan, replica, stage)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 
-def divide(total: int, weights: Sequence[float], minimum: int = 0) -> tuple[int, ...]:
+def divide(total: int, weights: Sequence[float], minimum: int | Sequence[int] = 0) -> tuple[int, ...]:
     """Divides `total` units in proportion to `weights`, by largest remainder, earlier parts first on ties.
 
     ``divide(8, (5, 3)) == (5, 3)``: weights that sum to the total come back unchanged.
@@ -14,13 +14,14 @@ def divide(total: int, weights: Sequence[float], minimum: int = 0) -> tuple[int,
     Args:
         total: units to give out.
         weights: one non-negative weight per part, not all zero.
-        minimum: units that every part with a positive weight must get.
+        minimum: units that every part with a positive weight must get: one number for all, or one for each.
 
     Raises:
-        ValueError: the total is less than `minimum` for each part.
+        ValueError: the total is less than all parts must get.
     """
     takers = [index for index, weight in enumerate(weights) if weight > 0]
-    if total < minimum * len(takers):
+    least = [minimum] * len(weights) if isinstance(minimum, int) else minimum
+    if total < sum(least[index] for index in takers):
         raise ValueError(f"{total} cannot be divided over {len(takers)} parts of at least {minimum}")
     whole = sum(weights)
     quotas = [total * weight / whole for weight in weights]
@@ -29,8 +30,8 @@ def divide(total: int, weights: Sequence[float], minimum: int = 0) -> tuple[int,
     for index in order[: total - sum(sizes)]:
         sizes[index] += 1
     for index in takers:
-        while sizes[index] < minimum:
-            largest = max(takers, key=lambda other: (sizes[other], -other))
+        while sizes[index] < least[index]:
+            largest = max(takers, key=lambda other: (sizes[other] - least[other], -other))
             sizes[largest] -= 1
             sizes[index] += 1
     return tuple(sizes)

@@ -19,7 +19,7 @@ from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.placement import Placement, placements
 from whale.planning.pipeline.recompute import KEEP_ALL, Policy, kept_under, read_policy
-from whale.planning.pipeline.scheduling import Pipeline, shape_pipeline
+from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing.pricing import Pricing
 from whale.planning.replicas.group_size import Outcome, choose_group
 from whale.planning.replicas.replica import make_replica
@@ -69,7 +69,7 @@ def _solver(
     graph: ModelGraph,
     cluster: Cluster,
     config: Config,
-    pipeline: Pipeline,
+    pipeline: PipelineShape,
     annotations: Annotations | None,
     policy: Policy,
     num_rows: int,
@@ -83,7 +83,7 @@ def _solver(
     return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
 
 
-def _demand(pipeline: Pipeline, solver: Solver) -> tuple[list[float], list[float] | None]:
+def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[float] | None]:
     """Per rank, what one of its devices holds and computes; where the stages are still to be cut, what is in flight."""
     ranks = range(pipeline.num_ranks)
     if solver.fixed is None:
@@ -170,7 +170,7 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Annotations | None,
     )
     borders: tuple[Choice, ...] = ()
     if any(pipeline.splits):
-        replicas, borders = scatter_all(replicas, solver.pricing, pipeline.num_micro_batch)
+        replicas, borders = scatter_all(replicas, solver.pricing)
     axes, mixing = find_batch_axes(graph, replicas, solver.pricing)
     raise_faults(crossing_faults(graph, replicas, dict(axes)))
     plan = Plan(
@@ -180,22 +180,16 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Annotations | None,
         idle_devices=best.placement.idle,
         task_graphs=task_graphs(graph, annotations, best.replicas[0].assignment.stage_of),
         replicas=replicas,
-        schedule=pipeline.schedule,
-        num_micro_batch=pipeline.num_micro_batch,
-        stage_rank=pipeline.stage_rank,
         batch_axes=axes,
         planned_rows=solver.num_rows,
-        num_chunks=pipeline.num_chunks,
-        group_size=pipeline.group_size,
         step_seconds=best.step_seconds,
         choices=(*explain_choices(annotations, found, replicas), *borders, *mixing),
-        recomputes_stages=pipeline.inserts_recompute,
     )
     verify(plan, graph, cluster, solver.pricing.axes if any(pipeline.splits) else None)
     return plan
 
 
-def _stage_names(pipeline: Pipeline, annotations: Annotations | None) -> list[list[str]]:
+def _stage_names(pipeline: PipelineShape, annotations: Annotations | None) -> list[list[str]]:
     if annotations is None:
         return [["model"] for _ in pipeline.stage_rank]
     return [

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from whale.api.loader import Loader, make_loader
 from whale.errors import BatchError, CheckpointError
 from whale.ir.division import intervals
-from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage, VirtualDevice
+from whale.ir.plan import BATCH, Pipeline, Plan, Replica, Shard, Stage, VirtualDevice
 from whale.runtime.execute.rank_batch import check_rows, merge, rank_rows
 
 
@@ -29,9 +29,9 @@ def plan_of(replicas: list[tuple[int, list[list[int]]]], num_micro_batch: int = 
             names = tuple(f"d{len(devices) + position}" for position in range(len(shares)))
             devices += names
             made_stages.append(Stage(number, ("t",), (), VirtualDevice(names), tuple(shares), ()))
-        made.append(Replica(index, share, tuple(made_stages), ()))
-    stage_rank = tuple(range(len(replicas[0][1])))
-    return Plan("m", "c", tuple(devices), (), (), tuple(made), "1f1b", num_micro_batch, stage_rank, (), 8)
+        pipeline = Pipeline("1f1b", num_micro_batch, tuple(range(len(stages))))
+        made.append(Replica(index, share, pipeline, tuple(made_stages), ()))
+    return Plan("m", "c", tuple(devices), (), (), tuple(made), (), 8)
 
 
 SOLO = plan_of([(1, [[1]])])
@@ -195,7 +195,7 @@ def test_a_position_of_other_samples_is_refused() -> None:
 
 def test_batches_that_are_too_small_fail_when_the_loader_is_made() -> None:
     plan = plan_of([(1, [[1]]), (1, [[1]])], num_micro_batch=4)
-    with pytest.raises(BatchError, match=r"2 replica\(s\) x 4 micro-batch\(es\) \(the batch: 6 rows\)"):
+    with pytest.raises(BatchError, match=r"2 replica\(s\) with 8 micro-batch\(es\) \(the batch: 6 rows\)"):
         load(Samples(12), 6, plan)
     with pytest.raises(BatchError, match="the batch: 3 rows"):
         load(Samples(19), 16, plan)
@@ -265,7 +265,8 @@ def test_equal_replicas_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Stage, "row_intervals", lambda self, *rows: divided.append(1) or real(self, *rows))
     cut = (Shard(BATCH, (1, 1)),)
     stages = [Stage(0, ("t",), (), VirtualDevice((f"a{n}", f"b{n}")), (1,), (), split=2, shards=cut) for n in range(300)]
-    replicas = tuple(Replica(index, 1, (stage,), ()) for index, stage in enumerate(stages))
+    pipeline = Pipeline("1f1b", 2, (0,))
+    replicas = tuple(Replica(index, 1, pipeline, (stage,), ()) for index, stage in enumerate(stages))
     devices = tuple(device for stage in stages for device in stage.virtual_device.devices)
-    check_rows(Plan("m", "c", devices, (), (), replicas, "1f1b", 2, (0,), (), 8), 2400)
+    check_rows(Plan("m", "c", devices, (), (), replicas, (), 8), 2400)
     assert len(divided) == 1

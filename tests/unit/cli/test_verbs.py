@@ -71,7 +71,7 @@ def test_a_plan_is_the_same_from_the_function_and_from_the_captured_model(model:
     assert main(["plan", "model.json", *words, "--json"]) == 0
     plan = from_json(Plan, capsys.readouterr().out)
     assert plan == from_json(Plan, Path("plan.json").read_text())
-    assert (plan.num_micro_batch, plan.planned_rows) == (2, 16)
+    assert (plan.pipelines[0].num_micro_batch, plan.planned_rows) == (2, 16)
 
 
 def test_explain_prints_every_choice(model: str, capsys: pytest.CaptureFixture[str]) -> None:

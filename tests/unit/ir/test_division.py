@@ -30,6 +30,16 @@ def test_every_unit_is_given_out_fairly(total: int, values: list[int], minimum: 
         assert all(abs(size - total * value / sum(values)) < 1 + 1e-9 for size, value in zip(sizes, values, strict=True))
 
 
+@given(st.integers(0, 100), st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), min_size=1, max_size=8))
+def test_every_part_gets_what_it_must_have(extra: int, parts: list[tuple[int, int]]) -> None:
+    values, least = [value for value, _ in parts], [minimum for _, minimum in parts]
+    sizes = divide(sum(least) + extra, values, least)
+    assert sum(sizes) == sum(least) + extra
+    assert all(size >= minimum for size, minimum in zip(sizes, least, strict=True))
+    with pytest.raises(ValueError, match="cannot be divided"):
+        divide(sum(least) - 1, values, least)
+
+
 @given(st.integers(0, 500), st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
 def test_more_weight_is_never_less(total: int, values: list[float]) -> None:
     sizes = divide(total, values)

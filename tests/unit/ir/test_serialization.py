@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.sharding.shardings import shardings
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter, Ref, TensorSpec
-from whale.ir.plan import BatchAxis, Choice, Edge, Estimate, Plan, Replica, Shard, Stage, TaskGraph, VirtualDevice
+from whale.ir.plan import BatchAxis, Choice, Edge, Estimate, Pipeline, Plan, Replica, Shard, Stage, TaskGraph, VirtualDevice
 from whale.ir.scope import Scope
 from whale.ir.serialization import from_json, to_json
 from whale.ir.source import SourceLine
@@ -71,11 +71,11 @@ stages = st.builds(
     Stage, counts, tuples(names), tuples(names), st.builds(VirtualDevice, tuples(names)), tuples(counts), tuples(names),
     tuples(st.builds(Estimate, seconds, seconds, counts, counts, counts)),
 )  # fmt: skip
-replicas = st.builds(Replica, counts, counts, tuples(stages), tuples(st.builds(Edge, counts, counts, tuples(names), counts)))
+pipelines = st.builds(Pipeline, names, counts, tuples(counts), counts, optional(counts), st.booleans())
+replicas = st.builds(Replica, counts, counts, pipelines, tuples(stages), tuples(st.builds(Edge, counts, counts, tuples(names), counts)))
 plans = st.builds(
     Plan, names, names, tuples(names), tuples(names), tuples(st.builds(TaskGraph, counts, names, names, tuples(names))),
-    tuples(replicas), names, counts, tuples(counts), tuples(st.tuples(names, st.builds(BatchAxis, counts, counts, counts))),
-    counts, counts, optional(counts), seconds,
+    tuples(replicas), tuples(st.tuples(names, st.builds(BatchAxis, counts, counts, counts))), counts, seconds,
     tuples(st.builds(Choice, names, names, names, names, names, names)),
 )  # fmt: skip
 

@@ -134,15 +134,15 @@ def test_replicas_fill_a_host_first_or_are_alike() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_h2", "recompute_early"])
 def test_other_schedules_plan(schedule: str) -> None:
     plan = make_plan(chain(8, width=64), cluster((1e9, 1e9)), Config({**TWO_STAGES, "pipeline.schedule": schedule}), rows=8)
-    assert plan.schedule == schedule and plan.step_seconds > 0
+    assert plan.pipelines[0].schedule == schedule and plan.step_seconds > 0
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("interleaved", (0, 1, 0, 1)), ("aiao", (0, 1, 0, 1)), ("zb_v", (0, 1, 1, 0))])
 def test_chunked_schedules_cut_more_stages(schedule: str, ranks: tuple[int, ...]) -> None:
     config = Config({**TWO_STAGES, "pipeline.schedule": schedule, "pipeline.num_chunks": 2, "pipeline.num_micro_batch": 4})
     plan = make_plan(chain(8, width=64), cluster((1e9, 1e9)), config, rows=8)
-    assert plan.stage_rank == ranks and len(plan.devices) == 2
-    assert plan.num_chunks == 2
+    assert plan.pipelines[0].stage_rank == ranks and len(plan.devices) == 2
+    assert plan.pipelines[0].num_chunks == 2
 
 
 def test_a_plan_survives_json_and_verifies() -> None:

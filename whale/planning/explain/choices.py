@@ -12,7 +12,7 @@ from whale.planning.annotations.taskgraphs import Annotations
 from whale.planning.explain.bridges import explain_bridges
 from whale.planning.explain.recompute import explain_recompute
 from whale.planning.explain.sharding import explain_sharding
-from whale.planning.pipeline.scheduling import Pipeline, explain_schedule
+from whale.planning.pipeline.scheduling import PipelineShape, explain_schedule
 from whale.planning.replicas.group_size import Outcome
 from whale.planning.replicas.solve import Solution
 from whale.planning.shard.overlapping import explain_overlap
@@ -72,7 +72,7 @@ def _names_of(annotations: Annotations, stage: int) -> list[str]:
     return [name for name, own in zip(annotations.names, annotations.stages, strict=True) if own == stage]
 
 
-def _placement(pipeline: Pipeline, best: Solution, others: Mapping[str, str]) -> Choice:
+def _placement(pipeline: PipelineShape, best: Solution, others: Mapping[str, str]) -> Choice:
     used = len(best.replicas) * pipeline.num_devices
     return Choice(
         "placement",
@@ -84,7 +84,7 @@ def _placement(pipeline: Pipeline, best: Solution, others: Mapping[str, str]) ->
     )
 
 
-def _idle(pipeline: Pipeline, best: Solution) -> Choice:
+def _idle(pipeline: PipelineShape, best: Solution) -> Choice:
     return Choice(
         "placement",
         "idle devices",

@@ -19,7 +19,7 @@ from whale.errors import ConfigError, PlanError
 from whale.estimate.op_table import Floats
 from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.pipeline.recompute import Policy, expected_bytes
-from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.pricing import Pricing
 from whale.planning.structure.stages import Wish
 
@@ -40,7 +40,7 @@ class Partition:
 
 
 def cut_into_stages(
-    points: CutPoints, pricing: Pricing, pipeline: Pipeline, policy: Policy, devices: Sequence[str], num_rows: int, margin: float
+    points: CutPoints, pricing: Pricing, pipeline: PipelineShape, policy: Policy, devices: Sequence[str], num_rows: int, margin: float
 ) -> Partition:
     """Finds the stages of one replica.
 
@@ -89,7 +89,7 @@ def wishes_of(points: CutPoints, partition: Partition) -> dict[str, Wish]:
 def _stage_table(
     points: CutPoints,
     pricing: Pricing,
-    pipeline: Pipeline,
+    pipeline: PipelineShape,
     policy: Policy,
     devices: Sequence[str],
     stage: int,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from whale.ir.cluster import Cluster, Device
-from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pipeline.scheduling import PipelineShape
 
 Placed = tuple[tuple[str, ...], ...]
 """The device names of every rank of one replica."""
@@ -28,7 +28,7 @@ class Placement:
 
 
 def placements(
-    cluster: Cluster, pipeline: Pipeline, memory: Sequence[float], work: Sequence[float] | None, *, prefer_intra_node: bool
+    cluster: Cluster, pipeline: PipelineShape, memory: Sequence[float], work: Sequence[float] | None, *, prefer_intra_node: bool
 ) -> tuple[Placement, ...]:
     """The placements worth pricing, the one by memory first; equal ones once.
 

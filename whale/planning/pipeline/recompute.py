@@ -14,7 +14,7 @@ from whale.estimate.op_table import Floats
 from whale.estimate.part import NOTHING, Recompute, Segment
 from whale.estimate.prices import PartCost
 from whale.planning.pipeline.placement import Placed
-from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pipeline.segments import find_blocks, find_cores
 from whale.planning.pricing.pricing import Pricing
 from whale.planning.structure.stages import Assignment
@@ -25,7 +25,7 @@ Recomputes = tuple[Recompute, ...]
 
 @dataclass(frozen=True)
 class Policy:
-    """What recomputes inside stages. Whole stages that recompute by R actions are the pipeline's (`Pipeline.recomputed`).
+    """What recomputes inside stages. Whole stages that recompute by R actions are the pipeline's (`PipelineShape.recomputed`).
 
     Attributes:
         kind: ``none``, ``selective`` (the cores of attention), ``shares`` (of each stage's blocks) or ``auto`` (as many
@@ -44,7 +44,7 @@ class Policy:
 KEEP_ALL = Policy()
 
 
-def read_policy(policy: str | tuple[tuple[int, float], ...], pipeline: Pipeline) -> Policy:
+def read_policy(policy: str | tuple[tuple[int, float], ...], pipeline: PipelineShape) -> Policy:
     """The policy that ``recompute.policy`` asks for in a pipeline.
 
     Raises:
@@ -98,7 +98,7 @@ class Chooser:
     """
 
     pricing: Pricing
-    pipeline: Pipeline
+    pipeline: PipelineShape
     policy: Policy
 
     def choose(self, placed: Placed, assignment: Assignment, num_rows: int, margin: float) -> Recomputes:
@@ -211,7 +211,7 @@ class Chooser:
         return max(1.0, num_rows / len(names))
 
 
-def expected_bytes(pipeline: Pipeline, policy: Policy, stage: int, received: Floats, inside: Floats, entering: float) -> Floats:
+def expected_bytes(pipeline: PipelineShape, policy: Policy, stage: int, received: Floats, inside: Floats, entering: float) -> Floats:
     """What pieces of a model would keep as a stage, before its blocks are known.
 
     n blocks of which all recompute leave in_flight x n x entering + inside / n; the best n makes both terms equal.

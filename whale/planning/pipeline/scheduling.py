@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from whale.config import Config
 from whale.errors import AnnotationError, ConfigError
-from whale.ir.plan import Choice
+from whale.ir.plan import Choice, Pipeline
 from whale.ir.schedule import Kind
 from whale.ir.scope import Scope
 from whale.planning.annotations.scope_tree import Copies
@@ -28,53 +28,34 @@ class Split:
     scopes: tuple[Scope, ...] = ()
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """The shape of every replica's pipeline. A rank is one virtual device of a replica.
+@dataclass(frozen=True, kw_only=True)
+class PipelineShape(Pipeline):
+    """A pipeline with what planning asks of it. A rank is one virtual device of a replica.
 
     Attributes:
-        schedule: its kind.
-        num_micro_batch: micro-batches of a step.
-        num_chunks: stages per rank.
-        group_size: of interleaving.
-        stage_rank: per stage, its rank.
         devices: per rank, how many devices it has.
         in_flight: per stage, micro-batches whose activations it holds at once.
         copies: how the ranks nest.
         recomputed: per stage that recomputes as a whole, by R actions, how many recomputed micro-batches it holds at
             once; 0 for the others.
-        inserts_recompute: whether those R actions are put into a schedule that has none of its own.
         splits: per stage; empty where no stage is split.
     """
 
-    schedule: str
-    num_micro_batch: int
-    num_chunks: int
-    group_size: int | None
-    stage_rank: tuple[int, ...]
     devices: tuple[int, ...]
     in_flight: tuple[int, ...]
     copies: Copies
     recomputed: tuple[int, ...]
-    inserts_recompute: bool
     splits: tuple[Split, ...] = ()
 
     @property
-    def num_stages(self) -> int:
-        return len(self.stage_rank)
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.devices)
+    def pipeline(self) -> Pipeline:
+        """What the plan says of it."""
+        return Pipeline(*(getattr(self, field.name) for field in fields(Pipeline)))
 
     @property
     def num_devices(self) -> int:
         """Devices that one model replica takes."""
         return sum(self.devices)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages that a rank runs, in order."""
-        return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
 
     def width(self, stage: int) -> int:
         """Devices of a split group; 1 where every device takes rows of its own."""
@@ -112,7 +93,7 @@ class Pipeline:
         return next(index for index, stages in enumerate(self.lanes) if stage in stages)
 
 
-def shape_pipeline(config: Config, annotations: Annotations | None, num_devices: int, group_size: int | None = None) -> Pipeline:
+def shape_pipeline(config: Config, annotations: Annotations | None, num_devices: int, group_size: int | None = None) -> PipelineShape:
     """The pipeline's shape, from the scopes, or else from ``pipeline.num_stages``.
 
     Args:
@@ -151,8 +132,18 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
     recomputed, inserts = _recomputed(config, num_ranks)
     if chunks == 1:
         recomputed = tuple(recomputed[rank] for rank in stage_rank)
-    return Pipeline(
-        wanted.schedule, wanted.num_micro_batch, chunks, group_size, stage_rank, devices, in_flight, copies, recomputed, inserts, splits
+    return PipelineShape(
+        wanted.schedule,
+        wanted.num_micro_batch,
+        stage_rank,
+        chunks,
+        group_size,
+        inserts,
+        devices=devices,
+        in_flight=in_flight,
+        copies=copies,
+        recomputed=recomputed,
+        splits=splits,
     )
 
 
@@ -223,7 +214,7 @@ def _check_chunks_alike(annotations: Annotations, stage_rank: tuple[int, ...], d
             )
 
 
-def explain_schedule(pipeline: Pipeline) -> Choice:
+def explain_schedule(pipeline: PipelineShape) -> Choice:
     """Why the schedule is what it is."""
     held = ", ".join(str(count) for count in pipeline.in_flight)
     other = "gpipe" if pipeline.schedule != "gpipe" else "1f1b"

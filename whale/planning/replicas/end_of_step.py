@@ -9,7 +9,7 @@ from math import prod
 
 from whale.estimate import exposed_sync, optimizer_seconds, ring_all_reduce_seconds
 from whale.ir.division import intervals
-from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.pricing import Pricing
 from whale.planning.replicas.replica import ReplicaModel
 
@@ -31,7 +31,7 @@ class EndOfStep:
     exposed: float
 
 
-def end_of_step(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> EndOfStep:
+def end_of_step(pricing: Pricing, pipeline: PipelineShape, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> EndOfStep:
     """Prices the end of a step.
 
     Args:
@@ -59,7 +59,7 @@ def end_of_step(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[Replica
     return EndOfStep(sync, optimizer, moved[slowest] if slowest else 0, exposed)
 
 
-def shortest_backward(pipeline: Pipeline, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> float:
+def shortest_backward(pipeline: PipelineShape, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> float:
     """Seconds of the backward pass of one micro-batch on the rank where it is shortest, so where it hides least."""
     found = []
     for replica, share in zip(replicas, rows, strict=True):
@@ -70,7 +70,7 @@ def shortest_backward(pipeline: Pipeline, replicas: Sequence[ReplicaModel], rows
     return min(found)
 
 
-def _owner_sets(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[ReplicaModel]) -> dict[tuple[str, ...], int]:
+def _owner_sets(pricing: Pricing, pipeline: PipelineShape, replicas: Sequence[ReplicaModel]) -> dict[tuple[str, ...], int]:
     """Trainable bytes by the devices that hold them, in the cluster's order."""
     order = {device.name: index for index, device in enumerate(pricing.cluster.devices)}
     shard = _cut_parameters(pricing, replicas)
@@ -98,7 +98,7 @@ def _owner_sets(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[Replica
     return sets
 
 
-def _holders(pricing: Pricing, pipeline: Pipeline, replicas: Sequence[ReplicaModel]) -> dict[str, list[tuple[int, int, int]]]:
+def _holders(pricing: Pricing, pipeline: PipelineShape, replicas: Sequence[ReplicaModel]) -> dict[str, list[tuple[int, int, int]]]:
     """Per trainable parameter, the assignments and ranks that hold it, with the width of their split groups."""
     found: dict[str, list[tuple[int, int, int]]] = {}
     for key, assignment in {id(replica.assignment): replica.assignment for replica in replicas}.items():
@@ -123,7 +123,7 @@ def _cut_parameters(pricing: Pricing, replicas: Sequence[ReplicaModel]) -> dict[
 
 
 def _pieces(
-    pricing: Pricing, pipeline: Pipeline, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]
+    pricing: Pricing, pipeline: PipelineShape, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]
 ) -> Iterator[tuple[frozenset[str], int]]:
     """The pieces into which all bounds together cut a parameter: who holds each, and its bytes."""
     held = dict(_regions(pipeline, replicas, name, axes))
@@ -141,7 +141,7 @@ def _pieces(
 
 
 def _regions(
-    pipeline: Pipeline, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]
+    pipeline: PipelineShape, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
     """Per device that holds a parameter, its interval of each axis that it does not hold whole."""
     for replica in replicas:

@@ -10,7 +10,7 @@ from whale.config import Config
 from whale.estimate import exposed_sync
 from whale.ir.plan import Choice
 from whale.planning.pipeline.balance import MemoryShortage
-from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.replicas.end_of_step import shortest_backward
 from whale.planning.replicas.solve import Solution, Solver
 from whale.units import format_seconds
@@ -33,7 +33,7 @@ class Outcome:
     group: Choice | None = None
 
 
-def choose_group(pipeline: Pipeline, config: Config, search: Callable[[int | None], Outcome]) -> Outcome:
+def choose_group(pipeline: PipelineShape, config: Config, search: Callable[[int | None], Outcome]) -> Outcome:
     """Searches with the smallest group, then with that which exposes least, and if it does not fit with smaller ones.
 
     Args:
@@ -68,7 +68,7 @@ def group_sizes(num_ranks: int, num_micro_batch: int) -> list[int]:
     return [size for size in range(smallest, num_micro_batch + 1) if size == smallest or num_micro_batch % size == 0]
 
 
-def _exposed(pipeline: Pipeline, best: Solution, size: int) -> float:
+def _exposed(pipeline: PipelineShape, best: Solution, size: int) -> float:
     backward = shortest_backward(pipeline, best.replicas, best.rows)
     return exposed_sync(pipeline.schedule, best.end.sync, backward, pipeline.num_micro_batch, pipeline.num_chunks, size)
 

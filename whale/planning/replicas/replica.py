@@ -14,7 +14,7 @@ from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice
 from whale.planning.annotations.scope_tree import Copies
 from whale.planning.pipeline.balance import Curve, MemoryShortage, combine, device_curve, divide_units
 from whale.planning.pipeline.placement import Placed
-from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.pricing import DeviceCost, Pricing
 from whale.planning.shard.overlapping import Overlapping
 from whale.planning.shard.sharding import Cutting
@@ -52,7 +52,7 @@ class ReplicaModel:
 
 def model_replica(
     pricing: Pricing,
-    pipeline: Pipeline,
+    pipeline: PipelineShape,
     placed: Placed,
     assignment: Assignment,
     recomputes: tuple[Recompute, ...],
@@ -79,7 +79,7 @@ def model_replica(
 
 
 def _lane_curves(
-    pipeline: Pipeline,
+    pipeline: PipelineShape,
     placed: Placed,
     costs: Sequence[Sequence[DeviceCost]],
     stages: Sequence[int],
@@ -102,7 +102,9 @@ def _lane_curves(
     return tuple(_group_curve(curves[start : start + width]) for start in range(0, len(names), width))
 
 
-def _device_curve(pipeline: Pipeline, own: Sequence[DeviceCost], stages: Sequence[int], most: int, elsewhere: float, name: str) -> Curve:
+def _device_curve(
+    pipeline: PipelineShape, own: Sequence[DeviceCost], stages: Sequence[int], most: int, elsewhere: float, name: str
+) -> Curve:
     """The curve of one device over its rows of these stages.
 
     Args:
@@ -122,7 +124,7 @@ def _group_curve(curves: Sequence[Curve]) -> Curve:
     return Curve(np.max([curve.seconds for curve in curves], axis=0), np.max([curve.excess for curve in curves], axis=0), 1, worst.place)
 
 
-def _rank_curves(pipeline: Pipeline, lanes: Curves, most: int) -> list[Curve]:
+def _rank_curves(pipeline: PipelineShape, lanes: Curves, most: int) -> list[Curve]:
     """Per rank its curve: where it has several lanes these run one after another."""
     found: dict[int, Curve] = {}
     for lane, stages in enumerate(pipeline.lanes):
@@ -135,7 +137,7 @@ def _rank_curves(pipeline: Pipeline, lanes: Curves, most: int) -> list[Curve]:
     return list(found.values())
 
 
-def _replica_curve(pipeline: Pipeline, lanes: Curves, num_rows: int, most: int) -> Curve:
+def _replica_curve(pipeline: PipelineShape, lanes: Curves, num_rows: int, most: int) -> Curve:
     """Time and memory by the rows of a step, cut in micro-batches that differ by at most one row."""
     m = pipeline.num_micro_batch
     together = _rank_curves(pipeline, lanes, most)
@@ -152,7 +154,7 @@ def _replica_curve(pipeline: Pipeline, lanes: Curves, num_rows: int, most: int) 
     )
 
 
-def device_rows(pipeline: Pipeline, lanes: Curves, num_rows: int) -> dict[int, tuple[int, ...]]:
+def device_rows(pipeline: PipelineShape, lanes: Curves, num_rows: int) -> dict[int, tuple[int, ...]]:
     """Per lane, the rows of a micro-batch that each device, or split group, takes.
 
     Copies of a nested pipeline first divide the rows among them, so that each keeps its rows from stage to stage;
@@ -204,7 +206,7 @@ def _copy_curve(node: Copies, own: Curves, num_rows: int) -> Curve:
 
 
 def make_replica(
-    pricing: Pricing, pipeline: Pipeline, model: ReplicaModel, names: Sequence[Sequence[str]], index: int, num_rows: int
+    pricing: Pricing, pipeline: PipelineShape, model: ReplicaModel, names: Sequence[Sequence[str]], index: int, num_rows: int
 ) -> Replica:
     """The replica as the plan states it.
 
@@ -242,10 +244,10 @@ def make_replica(
         Edge(source, target, tensors, round(pricing.payload(tensors)[0].at(largest)))
         for (source, target), tensors in model.assignment.edges.items()
     )
-    return Replica(index, num_rows, tuple(stages), edges)
+    return Replica(index, num_rows, pipeline.pipeline, tuple(stages), edges)
 
 
-def _with_rows(shard: Shard, pipeline: Pipeline, stage: int, rows: Mapping[int, tuple[int, ...]]) -> Shard:
+def _with_rows(shard: Shard, pipeline: PipelineShape, stage: int, rows: Mapping[int, tuple[int, ...]]) -> Shard:
     """A cut of the batch takes the rows that a neighbour on the same devices has there, so that they need not move."""
     if shard.axis != BATCH:
         return shard

@@ -16,7 +16,7 @@ from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.pipeline.partition import Partition, cut_into_stages, wishes_of
 from whale.planning.pipeline.placement import Placed, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, Chooser, Policy
-from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.pricing import Pricing
 from whale.planning.replicas.end_of_step import EndOfStep, end_of_step
 from whale.planning.replicas.replica import ReplicaModel, model_replica
@@ -71,7 +71,7 @@ class Solver:
     graph: ModelGraph
     structure: Structure
     pricing: Pricing
-    pipeline: Pipeline
+    pipeline: PipelineShape
     num_rows: int
     points: CutPoints | None = None
     fixed: Assignment | None = None

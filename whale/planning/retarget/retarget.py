@@ -56,7 +56,6 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
         task_graphs=_task_graphs(plan, other, first),
         batch_axes=batch_axes,
         choices=(),
-        recomputes_stages=False,
     )
     raise_faults(list(shard_faults(carried, other, axes)))
     return carried

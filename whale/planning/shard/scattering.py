@@ -44,9 +44,9 @@ class Scattered:
     parts: float
 
 
-def scatter_all(replicas: Sequence[Replica], pricing: Pricing, num_micro_batch: int) -> tuple[tuple[Replica, ...], tuple[Choice, ...]]:
+def scatter_all(replicas: Sequence[Replica], pricing: Pricing) -> tuple[tuple[Replica, ...], tuple[Choice, ...]]:
     """`scatter_borders` of every replica; what they have in common is told once."""
-    found = [scatter_borders(replica, pricing, -(-replica.share // num_micro_batch)) for replica in replicas]
+    found = [scatter_borders(replica, pricing, -(-replica.share // replica.pipeline.num_micro_batch)) for replica in replicas]
     return tuple(replica for replica, _ in found), tuple(dict.fromkeys(choice for _, choices in found for choice in choices))
 
 

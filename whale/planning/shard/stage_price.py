@@ -13,7 +13,7 @@ from whale.estimate.part import Recompute
 from whale.estimate.tolls import Site, Tolls
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Placed
-from whale.planning.pipeline.scheduling import Pipeline
+from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.pricing import DeviceCost, Pricing, stage_costs
 from whale.planning.shard.overlapping import Overlapping, choose_overlap
 from whale.planning.shard.sharding import Cutting, choose_cuts
@@ -41,7 +41,7 @@ class PricedStage:
 
 
 def price_stage(
-    pricing: Pricing, pipeline: Pipeline, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recompute: Recompute
+    pricing: Pricing, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recompute: Recompute
 ) -> PricedStage:
     """Prices a stage; where it is split, its cuts are chosen first.
 
@@ -91,7 +91,7 @@ def groups_of(devices: Sequence[str], width: int) -> tuple[tuple[str, ...], ...]
     return tuple(tuple(devices[start : start + width]) for start in range(0, len(devices), width))
 
 
-def make_scene(pricing: Pricing, assignment: Assignment, stage: int, pipeline: Pipeline) -> Scene:
+def make_scene(pricing: Pricing, assignment: Assignment, stage: int, pipeline: PipelineShape) -> Scene:
     """One stage of an assignment as the cutting sees it."""
     stage_rank = pipeline.stage_rank
     part = assignment.parts[stage]
@@ -109,7 +109,7 @@ def make_scene(pricing: Pricing, assignment: Assignment, stage: int, pipeline: P
     )
 
 
-def _rows_apart(pricing: Pricing, assignment: Assignment, stage: int, pipeline: Pipeline) -> tuple[frozenset[str], frozenset[str]]:
+def _rows_apart(pricing: Pricing, assignment: Assignment, stage: int, pipeline: PipelineShape) -> tuple[frozenset[str], frozenset[str]]:
     """Values that come from stages on the same devices which divide the rows, and values that only such stages read."""
     rank, width = pipeline.stage_rank, pipeline.width
     narrower = {other for other in range(len(rank)) if rank[other] == rank[stage] and width(other) < width(stage)}
@@ -156,7 +156,7 @@ def _share_of(forward: Line, assignment: Assignment, stage: int, recompute: Reco
 
 def _from_own_devices(
     pricing: Pricing,
-    pipeline: Pipeline,
+    pipeline: PipelineShape,
     assignment: Assignment,
     stage: int,
     devices: Sequence[Sequence[str]],

@@ -24,7 +24,7 @@ def shard_faults(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> Ite
             if key not in seen:  # equal stages of other replicas have equal faults
                 seen[key] = None
                 yield from _stage(stage, graph, axes, f"replica {replica.index}, stage {stage.index}")
-        yield from _held_twice(plan, replica, axes)
+        yield from _held_twice(replica, axes)
         yield from _borders(replica)
 
 
@@ -131,14 +131,14 @@ def _along(axis: str | None) -> str:
     return f"cut along {axis}" if axis else "whole"
 
 
-def _held_twice(plan: Plan, replica: Replica, axes: Axes) -> Iterator[PlanError]:
+def _held_twice(replica: Replica, axes: Axes) -> Iterator[PlanError]:
     """Two stages on one virtual device hold a parameter in the same way."""
     first: dict[tuple[int, str], tuple[int, Sequence[Shard]]] = {}
-    for stage in replica.stages[: plan.num_stages]:
+    for stage in replica.stages[: replica.pipeline.num_stages]:
         held = _held(stage, axes)
         for parameter in stage.parameters:
             own = held.get(parameter, ())
-            other, shards = first.setdefault((plan.stage_rank[stage.index], parameter), (stage.index, own))
+            other, shards = first.setdefault((replica.pipeline.stage_rank[stage.index], parameter), (stage.index, own))
             if _ways(shards) != _ways(own):
                 yield PlanError(
                     f"a device holds a parameter in one way (replica {replica.index}: {parameter} in stage {other} "

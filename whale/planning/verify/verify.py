@@ -8,7 +8,7 @@ from whale.axes import Axes
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan, Replica, Stage
+from whale.ir.plan import Pipeline, Plan, Replica, Stage
 from whale.planning.shard.overlapping import overlap_faults
 from whale.planning.structure.crossing import crossing_faults
 from whale.planning.verify.shards import shard_faults
@@ -34,11 +34,11 @@ def verify(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = 
     faults += _devices(plan, cluster)
     seen: dict[tuple[object, ...], None] = {}
     for replica in plan.replicas:
-        key = tuple((stage.ops, stage.parameters, stage.recompute) for stage in replica.stages), replica.edges
+        key = tuple((stage.ops, stage.parameters, stage.recompute) for stage in replica.stages), replica.edges, replica.pipeline
         if key not in seen:  # equal replicas have equal faults
             seen[key] = None
             faults += [fault for check in _CHECKS for fault in check(plan, graph, replica)]
-        faults += _memory(replica, plan)
+        faults += _memory(replica)
     faults += shard_faults(plan, graph, axes)
     faults += overlap_faults(plan, graph, axes)
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
@@ -52,30 +52,31 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
             f"a plan names devices of the cluster ({', '.join(unknown)} not in {cluster.name})",
             hint="pass the cluster that the plan was made for (cluster=, or cluster: in the recipe), or plan again for this one",
         )
-    used = [device for replica in plan.replicas for device in _replica_devices(plan, replica)]
+    used = [device for replica in plan.replicas for device in _replica_devices(replica)]
     twice = sorted({name for name in used if used.count(name) > 1}) if len(set(used)) < len(used) else []
     if twice:
         yield PlanError(f"a device belongs to one virtual device of one replica ({', '.join(twice)} to several)")
     if set(used) != set(plan.devices) or len(set(plan.devices)) < len(plan.devices):
         yield PlanError(f"ranks are the devices of the replicas, each once (devices: {len(plan.devices)}, in replicas: {len(set(used))})")
     for replica in plan.replicas:
-        if len(replica.stages) != plan.num_stages:
-            yield PlanError(f"every replica has every stage (replica {replica.index}: {len(replica.stages)} of {plan.num_stages})")
-        elif any(replica.stages[a].virtual_device != replica.stages[b].virtual_device for a, b in _chunk_pairs(plan)):
+        num_stages = replica.pipeline.num_stages
+        if len(replica.stages) != num_stages:
+            yield PlanError(f"a replica has every stage of its pipeline (replica {replica.index}: {len(replica.stages)} of {num_stages})")
+        elif any(replica.stages[a].virtual_device != replica.stages[b].virtual_device for a, b in _chunk_pairs(replica.pipeline)):
             yield PlanError(f"stages of one rank share their virtual device (replica {replica.index})")
         if replica.share < 1:
             yield PlanError(f"every replica has a share of the rows (replica {replica.index}: {replica.share})")
 
 
-def _chunk_pairs(plan: Plan) -> Iterator[tuple[int, int]]:
+def _chunk_pairs(pipeline: Pipeline) -> Iterator[tuple[int, int]]:
     first: dict[int, int] = {}
-    for stage, rank in enumerate(plan.stage_rank):
+    for stage, rank in enumerate(pipeline.stage_rank):
         yield first.setdefault(rank, stage), stage
 
 
-def _replica_devices(plan: Plan, replica: Replica) -> Iterator[str]:
+def _replica_devices(replica: Replica) -> Iterator[str]:
     """The devices of a replica, rank by rank."""
-    first = dict(reversed([(rank, stage) for stage, rank in enumerate(plan.stage_rank)]))
+    first = dict(reversed([(rank, stage) for stage, rank in enumerate(replica.pipeline.stage_rank)]))
     for stage in first.values():
         if stage < len(replica.stages):
             yield from replica.stages[stage].virtual_device.devices
@@ -156,11 +157,11 @@ def _recomputed(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[Wha
                 f"what recomputes are runs of the stage's ops, in order and apart ({_name(replica, stage)}: "
                 f"{', '.join(f'{first} .. {last}' for first, last in stage.recompute)})"
             )
-        if stage.recompute and plan.recomputes_stages:
+        if stage.recompute and replica.pipeline.recomputes_stages:
             yield PlanError(f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)})")
 
 
-def _memory(replica: Replica, plan: Plan) -> Iterator[WhaleError]:
+def _memory(replica: Replica) -> Iterator[WhaleError]:
     needs: dict[str, int] = {}
     capacity: dict[str, int] = {}
     for stage in replica.stages:
@@ -169,7 +170,7 @@ def _memory(replica: Replica, plan: Plan) -> Iterator[WhaleError]:
             capacity[device] = estimate.capacity
     for device, need in needs.items():
         short = need - capacity[device]
-        if (short > 0.01 * capacity[device] and plan.num_chunks == 1) or short > 0.1 * capacity[device]:
+        if (short > 0.01 * capacity[device] and replica.pipeline.num_chunks == 1) or short > 0.1 * capacity[device]:
             yield PlanError(
                 f"a plan fits in memory ({device} needs {format_bytes(need)} and has {format_bytes(capacity[device])}: "
                 f"{format_bytes(short)} short)",

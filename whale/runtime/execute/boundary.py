@@ -84,10 +84,6 @@ class Boundary:
         """The edge that a lane belongs to."""
         return self.replica.edges[lane.number // 2]
 
-    def is_local(self, edge: Edge) -> bool:
-        """Whether both stages of an edge run on one virtual device, so that no SEND or RECV stands in the schedule."""
-        return self.plan.stage_rank[edge.source] == self.plan.stage_rank[edge.target]
-
     def local_rows(self, stage: int, position: int, num_rows: int) -> tuple[int, int]:
         """Rows of a micro-batch that one device of a stage holds."""
         return self.replica.stages[stage].row_intervals(num_rows)[position]

@@ -76,7 +76,7 @@ class Exchange:
     @property
     def hands_over_at_once(self) -> bool:
         """Whether stages of one virtual device hand values to one another, for which no action stands in the schedule."""
-        return any(self._boundary.is_local(edge) for edge in self._boundary.replica.edges)
+        return any(self._boundary.replica.is_local(edge) for edge in self._boundary.replica.edges)
 
     def begin(self, micro_batches: Sequence[tuple[int, int]]) -> None:
         """Starts a step whose micro-batches take these global rows; forgets what a step that was given up has left."""
@@ -171,7 +171,7 @@ class Exchange:
         direction, stage, micro_batch = sender
         start, stop = self._micro_batches[micro_batch]
         for edge, copies in self._boundary.copies(stop - start, direction):
-            if (edge.source if direction == "forward" else edge.target) == stage and self._boundary.is_local(edge) == local:
+            if (edge.source if direction == "forward" else edge.target) == stage and self._boundary.replica.is_local(edge) == local:
                 for copy in copies:
                     yield edge, copy
 

@@ -58,7 +58,7 @@ def _micro_batches(plan: Plan, replica: int, num_rows: int) -> tuple[tuple[int, 
 
 
 def _too_few_rows(plan: Plan, num_rows: int) -> BatchError:
-    needed = f"{len(plan.replicas)} replica(s) x {plan.num_micro_batch} micro-batch(es)"
+    needed = f"{len(plan.replicas)} replica(s) with {sum(each.num_micro_batch for each in plan.pipelines)} micro-batch(es)"
     return BatchError(f"a batch needs at least one row for each micro-batch: {needed} (the batch: {num_rows} rows)", hint=_SMALL_BATCH)
 
 
@@ -104,7 +104,7 @@ def check_rows(plan: Plan, num_rows: int) -> None:
         raise _too_few_rows(plan, num_rows) from None
     checked: set[tuple[int, tuple[int, ...], int, bool]] = set()
     for replica, (first, last) in zip(plan.replicas, rows, strict=True):
-        smallest = (last - first) // plan.num_micro_batch
+        smallest = (last - first) // replica.pipeline.num_micro_batch
         for stage in replica.stages:
             form = (smallest, stage.shares, stage.split, stage.row_shard is not None)
             if form not in checked:

@@ -32,5 +32,5 @@ def find_seat(plan: Plan, rank: int | None) -> Seat | None:
     for replica in plan.replicas:
         for stage in replica.stages:
             if device in stage.virtual_device.devices:
-                return Seat(rank, replica.index, plan.stage_rank[stage.index], stage.virtual_device.devices.index(device))
+                return Seat(rank, replica.index, replica.pipeline.stage_rank[stage.index], stage.virtual_device.devices.index(device))
     raise AssertionError(f"{device} is in the plan but in no stage")

@@ -33,7 +33,7 @@ class Worker:
 
     Args:
         plan: the decision, for this mode.
-        schedule: with communication.
+        schedule: of this rank's replica, with communication; None if idle.
         model: the captured model, for this mode.
         graphs: its program.
         tensors: what this rank owns, and the constants.
@@ -50,7 +50,7 @@ class Worker:
         self,
         *,
         plan: Plan,
-        schedule: Schedule,
+        schedule: Schedule | None,
         model: ModelGraph,
         graphs: GraphSource,
         tensors: Mapping[str, torch.Tensor],
@@ -74,7 +74,7 @@ class Worker:
         self._actions: tuple[Action, ...] = ()
         self.stages: dict[int, StageSource] = {}
         self._counted: frozenset[int] = frozenset()
-        if seat is not None:
+        if seat is not None and schedule is not None:
             replica = plan.replicas[seat.replica]
             self._actions = schedule.ranks[seat.pipeline_rank]
             mine = schedule.stages_of(seat.pipeline_rank)

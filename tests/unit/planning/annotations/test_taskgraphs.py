@@ -111,7 +111,7 @@ def test_glue_under_a_default_strategy_follows_its_values_but_parameters_stay() 
 def test_chunks_need_a_multiple_of_stages() -> None:
     config = Config({"pipeline.schedule": "interleaved", "pipeline.num_chunks": 2, "pipeline.num_micro_batch": 2})
     plan = make_plan(chain(4, [(scope(i, 1),) for i in range(4)]), cluster((1e9, 1e9)), config)
-    assert plan.stage_rank == (0, 1, 0, 1) and len(plan.devices) == 2
+    assert plan.pipelines[0].stage_rank == (0, 1, 0, 1) and len(plan.devices) == 2
     with pytest.raises(ConfigError, match="multiple of 2"):
         make_plan(chain(3, [(scope(i, 1),) for i in range(3)]), cluster((1e9, 1e9)), config)
 

@@ -52,9 +52,9 @@ def test_the_slower_the_network_the_larger_the_group() -> None:
     sizes = []
     for bandwidth in (1e12, 1e8, 3e7, 1e6):
         plan = make_plan(chain(8, width=128), two_hosts(bandwidth), Config(CONFIG), rows=64)
-        sizes.append(plan.group_size)
+        sizes.append(plan.pipelines[0].group_size)
         choice = next(choice for choice in plan.choices if choice.subject == "group size")
-        assert choice.decision == f"{plan.group_size} micro-batches per chunk in turn" and "exposed" in choice.cost
+        assert choice.decision == f"{plan.pipelines[0].group_size} micro-batches per chunk in turn" and "exposed" in choice.cost
     assert sizes == sorted(sizes, key=lambda size: size or 0) and sizes[0] == 2 and sizes[-1] == 16
 
 
@@ -63,12 +63,15 @@ def test_memory_bounds_the_group() -> None:
     free = make_plan(chain(8, width=128), two_hosts(1e6), config, rows=4096)
     needed = max(e.parameter_bytes + e.activation_bytes for r in free.replicas for s in r.stages for e in s.estimates)
     plan = make_plan(chain(8, width=128), two_hosts(1e6, memory=int(1.6 * needed)), config, rows=4096)
-    assert plan.group_size is not None and plan.group_size < 16
+    assert plan.pipelines[0].group_size is not None and plan.pipelines[0].group_size < 16
     choice = next(choice for choice in plan.choices if choice.subject == "group size")
     assert choice.bound == "memory" and "fits in memory" in choice.runner_up
 
 
 def test_a_given_size_is_kept() -> None:
     plan = make_plan(chain(8, width=128), two_hosts(1e6), Config({**CONFIG, "pipeline.group_size": 4}), rows=64)
-    assert plan.group_size == 4
-    assert make_plan(chain(8, width=128), two_hosts(1e6), Config({**CONFIG, "pipeline.schedule": "aiao"}), rows=64).group_size is None
+    assert plan.pipelines[0].group_size == 4
+    assert (
+        make_plan(chain(8, width=128), two_hosts(1e6), Config({**CONFIG, "pipeline.schedule": "aiao"}), rows=64).pipelines[0].group_size
+        is None
+    )

@@ -87,7 +87,7 @@ def test_split_stages_in_a_pipeline_with_unlike_counts() -> None:
     front, back = plan.replicas[0].stages
     assert (front.split, front.shards, back.split) == (1, (), 3)
     assert sizes(plan, 1) == {"up1.weight:0": (11, 11, 10)}
-    assert plan.stage_rank == (0, 1)
+    assert plan.pipelines[0].stage_rank == (0, 1)
 
 
 def test_split_groups_stay_inside_hosts() -> None:
@@ -107,7 +107,7 @@ def test_a_split_under_a_default_strategy_is_colocated_and_interrupts_it() -> No
     graph = mlp((default,), (default, split(1, None, name="wide")), (default,))
     plan = make_plan(graph, cluster((1e7, 1e7)), Config())
     stages = plan.replicas[0].stages
-    assert plan.stage_rank == (0, 0, 0)
+    assert plan.pipelines[0].stage_rank == (0, 0, 0)
     assert [stage.task_graphs for stage in stages] == [("rest",), ("wide",), ("rest.1",)]
     assert [(stage.split, len(stage.shares)) for stage in stages] == [(1, 2), (2, 1), (1, 2)]
     assert len({stage.virtual_device for stage in stages}) == 1
@@ -116,7 +116,7 @@ def test_a_split_under_a_default_strategy_is_colocated_and_interrupts_it() -> No
 
 def test_those_that_ask_for_all_devices_are_colocated() -> None:
     plan = make_plan(mlp((scope(0, 4),), (split(1, 4),)), FOUR, Config())
-    assert plan.stage_rank == (0, 0)
+    assert plan.pipelines[0].stage_rank == (0, 0)
     assert [(stage.split, len(stage.shares)) for stage in plan.replicas[0].stages] == [(1, 4), (4, 1)]
 
 

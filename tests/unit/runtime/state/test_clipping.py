@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from whale.ir.plan import Plan, Replica, Stage, VirtualDevice
+from whale.ir.plan import Pipeline, Plan, Replica, Stage, VirtualDevice
 from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.scaling import scale
@@ -14,8 +14,8 @@ from whale.runtime.state.scaling import scale
 def holdings_of(*names: str) -> Holdings:
     """Two replicas of one device each that hold the same parameters whole."""
     stages = [Stage(0, ("t",), (), VirtualDevice((f"d{index}",)), (1,), names) for index in range(2)]
-    replicas = tuple(Replica(index, 1, (stage,), ()) for index, stage in enumerate(stages))
-    return Holdings(Plan("m", "c", ("d0", "d1"), (), (), replicas, "1f1b", 1, (0,), (), 8), None, {})
+    replicas = tuple(Replica(index, 1, Pipeline("1f1b", 1, (0,)), (stage,), ()) for index, stage in enumerate(stages))
+    return Holdings(Plan("m", "c", ("d0", "d1"), (), (), replicas, (), 8), None, {})
 
 
 def parameters_of(*gradients: torch.Tensor | None) -> dict[str, nn.Parameter]:

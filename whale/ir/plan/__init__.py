@@ -1,0 +1,27 @@
+"""The decision, and its parts."""
+
+from whale.ir.plan.choice import Choice
+from whale.ir.plan.plan import BatchAxis, Plan
+from whale.ir.plan.replica import Edge, Pipeline, Replica
+from whale.ir.plan.shard import BATCH, Shard, describe_shards
+from whale.ir.plan.stage import Estimate, Stage, VirtualDevice
+from whale.ir.plan.task_graph import TaskGraph
+from whale.ir.plan.text import describe_order, describe_shape
+
+__all__ = [
+    "BATCH",
+    "BatchAxis",
+    "Choice",
+    "Edge",
+    "Estimate",
+    "Pipeline",
+    "Plan",
+    "Replica",
+    "Shard",
+    "Stage",
+    "TaskGraph",
+    "VirtualDevice",
+    "describe_order",
+    "describe_shape",
+    "describe_shards",
+]

@@ -1,0 +1,112 @@
+"""The decision: which devices run which ops of the model, on how many rows, in which schedule, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from whale.ir.division import divide, divide_evenly, intervals
+from whale.ir.plan.choice import Choice
+from whale.ir.plan.replica import Pipeline, Replica
+from whale.ir.plan.task_graph import TaskGraph
+from whale.ir.plan.text import describe_order, describe_replica, describe_shape
+from whale.units import format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAxis:
+    """Which part of a tensor dimension is the batch: the dimension is ``outer x rows x inner``."""
+
+    dim: int
+    outer: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole decision. Rank numbers are positions in `devices`.
+
+    Attributes:
+        model: fingerprint of the ModelGraph it was made for.
+        cluster: name of the cluster.
+        devices: the devices in use, by rank; replica by replica, stage by stage.
+        idle_devices: devices of the cluster left over.
+        task_graphs: the TaskGraphs of the model.
+        replicas: the outer data parallelism, each with a pipeline of its own.
+        batch_axes: per tensor that crosses stages, where its batch is; tensors without one are whole.
+        planned_rows: rows of the global batch that shares and estimates were made for.
+        step_seconds: predicted.
+        choices: why.
+    """
+
+    model: str
+    cluster: str
+    devices: tuple[str, ...]
+    idle_devices: tuple[str, ...]
+    task_graphs: tuple[TaskGraph, ...]
+    replicas: tuple[Replica, ...]
+    batch_axes: tuple[tuple[str, BatchAxis], ...]
+    planned_rows: int
+    step_seconds: float = 0.0
+    choices: tuple[Choice, ...] = ()
+
+    @cached_property
+    def rank_of(self) -> dict[str, int]:
+        """Rank of each device in use."""
+        return {device: rank for rank, device in enumerate(self.devices)}
+
+    @property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """The pipeline of each replica."""
+        return tuple(replica.pipeline for replica in self.replicas)
+
+    @cached_property
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """Per parameter or buffer, the ranks that hold it, ascending."""
+        found: dict[str, set[int]] = {}
+        for replica in self.replicas:
+            for stage in replica.stages:
+                ranks = {self.rank_of[device] for device in stage.virtual_device.devices}
+                for name in stage.parameters:
+                    found.setdefault(name, set()).update(ranks)
+        return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+
+    def replica_rows(self, num_rows: int) -> tuple[tuple[int, int], ...]:
+        """The interval of the global batch's rows that each replica takes.
+
+        Raises:
+            ValueError: there are fewer rows than micro-batches of all replicas.
+        """
+        shares = [replica.share for replica in self.replicas]
+        return intervals(divide(num_rows, shares, [pipeline.num_micro_batch for pipeline in self.pipelines]))
+
+    def micro_batch_rows(self, replica: int, num_rows: int) -> tuple[tuple[int, int], ...]:
+        """The intervals of the global batch's rows that a replica's micro-batches take."""
+        start, stop = self.replica_rows(num_rows)[replica]
+        return intervals(divide_evenly(stop - start, self.replicas[replica].pipeline.num_micro_batch), start)
+
+    def with_micro_batches_for(self, num_rows: int) -> Plan:
+        """The plan with at most as many micro-batches as each replica has rows in a batch of this size; at least one."""
+        sizes = divide(max(num_rows, len(self.replicas)), [replica.share for replica in self.replicas], minimum=1)
+        counts = [min(replica.pipeline.num_micro_batch, size) for replica, size in zip(self.replicas, sizes, strict=True)]
+        if counts == [pipeline.num_micro_batch for pipeline in self.pipelines]:
+            return self
+        replicas = tuple(
+            replace(replica, pipeline=replace(replica.pipeline, num_micro_batch=count))
+            for replica, count in zip(self.replicas, counts, strict=True)
+        )
+        return replace(self, replicas=replicas)
+
+    def __str__(self) -> str:
+        lines = [
+            f"plan: {describe_shape(self.replicas)} on {len(self.devices)} device(s) of {self.cluster}, {describe_order(self.replicas)}, "
+            f"{self.planned_rows} rows, predicted {format_seconds(self.step_seconds)} per step"
+        ]
+        are_alike = len(set(self.pipelines)) == 1
+        for replica, (start, stop) in zip(self.replicas, self.replica_rows(self.planned_rows), strict=True):
+            shape = "" if are_alike else f", {replica.pipeline.num_stages} stage(s), {replica.pipeline.order}"
+            lines.append(f"  replica {replica.index}: rows {start}:{stop}{shape}")
+            lines += describe_replica(replica, self.micro_batch_rows(replica.index, self.planned_rows)[0])
+        if self.idle_devices:
+            lines.append(f"  idle: {', '.join(self.idle_devices)}")
+        return "\n".join(lines)

@@ -1,0 +1,123 @@
+"""What one virtual device of one model replica runs, and on which rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whale.ir.division import divide, intervals
+from whale.ir.plan.shard import BATCH, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualDevice:
+    """The ordered devices that one TaskGraph runs on, by name."""
+
+    devices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "{" + " ".join(self.devices) + "}"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the cost model expects of one device of one stage, for one micro-batch of its rows.
+
+    Attributes:
+        forward, backward: seconds.
+        parameter_bytes: weights, gradients and optimizer state.
+        activation_bytes: kept for backward by all micro-batches in flight.
+        capacity: bytes the device has.
+    """
+
+    forward: float
+    backward: float
+    parameter_bytes: int
+    activation_bytes: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one virtual device of one model replica runs.
+
+    Attributes:
+        index: position in the pipeline.
+        task_graphs: names of the TaskGraphs it is made of.
+        ops: op names in graph order, with the cheap ones that several stages repeat.
+        virtual_device: where.
+        shares: per split group of the virtual device (per device, where nothing is split), its weight in the rows of a
+            micro-batch.
+        parameters: names of the parameters and buffers it holds.
+        estimates: per device.
+        split: devices of a split group. Groups are consecutive devices; all devices of a group take the same rows.
+        shards: what is divided over the devices of each group.
+        recompute: first and last op of each run of `ops` whose activations are not kept but computed again in the backward
+            pass; in order, without overlap.
+        overlap: whether a split stage computes the rows of a micro-batch in two halves, of which one computes while what
+            the other exchanges inside its group is on the way.
+    """
+
+    index: int
+    task_graphs: tuple[str, ...]
+    ops: tuple[str, ...]
+    virtual_device: VirtualDevice
+    shares: tuple[int, ...]
+    parameters: tuple[str, ...]
+    estimates: tuple[Estimate, ...] = ()
+    split: int = 1
+    shards: tuple[Shard, ...] = ()
+    recompute: tuple[tuple[str, str], ...] = ()
+    overlap: bool = False
+
+    @property
+    def segments(self) -> tuple[tuple[str, ...], ...]:
+        """The runs of `recompute` with all their ops."""
+        position = {name: index for index, name in enumerate(self.ops)}
+        return tuple(self.ops[position[first] : position[last] + 1] for first, last in self.recompute)
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The split groups, each the names of its devices."""
+        devices = self.virtual_device.devices
+        return tuple(devices[start : start + self.split] for start in range(0, len(devices), self.split))
+
+    def rows(self, num_rows: int) -> tuple[int, ...]:
+        """Rows of a micro-batch that each device takes; the devices of a split group take the same ones.
+
+        Raises:
+            ValueError: there is less than one row per split group.
+        """
+        return tuple(size for size in divide(num_rows, self.shares, minimum=1) for _ in range(self.split))
+
+    def row_intervals(self, num_rows: int, start: int = 0) -> tuple[tuple[int, int], ...]:
+        """Per device, the rows of a micro-batch that it takes, counted from `start`.
+
+        Raises:
+            ValueError: there is less than one row per split group.
+        """
+        parts = intervals(divide(num_rows, self.shares, minimum=1), start)
+        return tuple(part for part in parts for _ in range(self.split))
+
+    @property
+    def row_shard(self) -> Shard | None:
+        """How the rows of a split group are divided among its devices, where some of its ops work on rows of their own."""
+        return next((shard for shard in self.shards if shard.axis == BATCH), None)
+
+    def border_shard(self, tensor: str) -> Shard | None:
+        """The axis, other than the batch, along which a tensor is in parts while it crosses the border of the stage."""
+        return next(
+            (shard for shard in self.shards if shard.axis != BATCH and (tensor in shard.arriving or tensor in shard.handed_on)), None
+        )
+
+    def tensor_intervals(self, tensor: str, num_rows: int) -> tuple[tuple[int, int], ...]:
+        """Per device, the rows of a micro-batch that it has of a tensor which crosses its border.
+
+        Raises:
+            ValueError: there is less than one row per device that takes rows of its own.
+        """
+        whole, shard = self.row_intervals(num_rows), self.row_shard
+        if shard is None or (tensor not in shard.arriving and tensor not in shard.handed_on):
+            return whole
+        return tuple(
+            part for start, stop in whole[:: self.split] for part in intervals(divide(stop - start, shard.sizes, minimum=1), start)
+        )

@@ -1,0 +1,78 @@
+"""The schedules that a plan names: one per replica, built once for each distinct pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from whale.errors import ScheduleError
+from whale.ir.plan import Pipeline, Plan, Replica
+from whale.ir.schedule import Schedule
+from whale.schedules.colocate import expand, places
+from whale.schedules.communication import insert_communication
+from whale.schedules.forward_only import forward_only
+from whale.schedules.recompute import insert_recompute
+from whale.schedules.table import build
+from whale.schedules.verify import verify
+
+Pairs = tuple[tuple[int, int], ...]
+"""Edges as pairs of stages, sorted."""
+
+
+def schedules_of(plan: Plan) -> tuple[Schedule, ...]:
+    """Per replica the schedule of its pipeline, with communication, verified; equal pipelines share one.
+
+    Raises:
+        ConfigError: a schedule cannot be built in this shape.
+        ScheduleError: it is not complete, or comes to a deadlock.
+    """
+    return _per_replica(plan, training_schedule)
+
+
+def forward_schedules_of(plan: Plan) -> tuple[Schedule, ...]:
+    """Per replica the forward passes of its pipeline alone, with communication, for evaluation and prediction."""
+    return _per_replica(plan, _forward_schedule)
+
+
+def training_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
+    """The schedule of one pipeline whose stages hand tensors on as the pairs say."""
+    stage_rank = pipeline.stage_rank
+    order = build(
+        pipeline.schedule,
+        num_ranks=pipeline.num_ranks,
+        num_micro_batch=pipeline.num_micro_batch,
+        num_chunks=pipeline.num_chunks,
+        group_size=pipeline.group_size,
+    )
+    if order.stage_rank != stage_rank:  # colocated stages share a place
+        _check_places(pipeline, order)
+        order = expand(order, stage_rank)
+    if pipeline.recomputes_stages:
+        order = insert_recompute(order)
+    schedule = insert_communication(order, pairs)
+    verify(schedule, pairs)
+    return schedule
+
+
+def _check_places(pipeline: Pipeline, order: Schedule) -> None:
+    found = tuple(pipeline.stage_rank[stages[0]] for stages in places(pipeline.stage_rank))
+    if found != order.stage_rank:
+        raise ScheduleError(
+            f"schedule {pipeline.schedule} says which virtual device runs which stage ({' '.join(map(str, order.stage_rank))} for "
+            f"{order.num_ranks}, the pipeline: {' '.join(map(str, pipeline.stage_rank))})"
+        )
+
+
+def edge_pairs(replica: Replica) -> Pairs:
+    """The pairs of stages between which a replica hands tensors on."""
+    return tuple(sorted({(edge.source, edge.target) for edge in replica.edges}))
+
+
+def _forward_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
+    order = forward_only(pipeline.num_ranks, pipeline.num_micro_batch, pipeline.stage_rank)
+    return insert_communication(order, pairs)
+
+
+def _per_replica(plan: Plan, make: Callable[[Pipeline, Pairs], Schedule]) -> tuple[Schedule, ...]:
+    once = cache(make)
+    return tuple(once(replica.pipeline, edge_pairs(replica)) for replica in plan.replicas)
