@@ -98,9 +98,7 @@ def _with_loss(actions: Sequence[Action], ends: dict[Action, float], last_forwar
     return [*actions[:place], Action(Kind.LOSS), *actions[place:]]
 
 
-def _with_posts(
-    actions: Sequence[Action], ends: dict[Action, float], last_forward: float, arrivals: Arrivals
-) -> tuple[Action, ...]:
+def _with_posts(actions: Sequence[Action], ends: dict[Action, float], last_forward: float, arrivals: Arrivals) -> tuple[Action, ...]:
     """Puts each POST between the launches before and after it in the order of all."""
     position_of = {action: position for position, action in enumerate(actions)}
     computations = [position for position, action in enumerate(actions) if action.kind in COMPUTE]
@@ -132,5 +130,3 @@ def _merged(actions: Sequence[Action], places: Sequence[tuple[int, Action]]) -> 
         result += [*actions[start:place], post]
         start = max(start, place)
     return (*result, *actions[start:])
-
-

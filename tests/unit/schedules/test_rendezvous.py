@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.schedules.test_builders import schedules
 from whale.ir.schedule import COMPUTE, LAUNCHES, POSTS, RECEIVES, Action, Kind, Schedule
-from whale.schedules import BUILDERS, Edges, build, forward_only, insert_communication, replay, verify
+from whale.schedules import BUILDERS, build, forward_only, insert_communication, replay, verify
 
 
 def chain(schedule: Schedule) -> list[tuple[int, int]]:
