@@ -145,7 +145,7 @@ def whole_gradients(engine: whale.Engine, expected: Mapping[str, torch.Tensor]) 
     found = {}
     for name, held in engine.gradients().items():
         assert engine.rank is not None
-        places = engine.holdings.cut_out(name, engine.rank, torch.arange(expected[name].numel()).view(expected[name].shape))
+        places = engine.runtime.holdings.cut_out(name, engine.rank, torch.arange(expected[name].numel()).view(expected[name].shape))
         assert places.shape == held.shape, (name, places.shape, held.shape)
         found[name] = expected[name].clone()
         found[name].view(-1)[places.reshape(-1)] = held.reshape(-1)

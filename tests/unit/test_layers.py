@@ -42,6 +42,8 @@ ROOMS = {
         ("structure",),
     ),
     "runtime": (
+        ("training",),
+        ("runtime",),
         ("checkpoint", "weights"),
         ("execute",),
         ("state",),

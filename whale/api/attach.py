@@ -10,7 +10,9 @@ from whale.comm import World
 from whale.errors import ClusterError
 from whale.hardware import DeviceProfile, load_cluster, make_cluster
 from whale.ir.cluster import Cluster
+from whale.ir.plan import Plan
 from whale.measure import local_profile
+from whale.runtime.execute.roster import Roster
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class Attachment:
 
     cluster: Cluster
     rank_of: dict[str, int]
+
+    def roster(self, plan: Plan, world: World) -> Roster:
+        """The ranks of a plan for this cluster."""
+        return Roster(plan, world, tuple(self.rank_of[device] for device in plan.devices))
 
 
 def attach(cluster: Cluster | str | Path | None, world: World) -> Attachment:

@@ -38,6 +38,11 @@ class CapturedMode:
         self.graph, self.program = capture(model, batch, loss, mode=name)
         self._by_rows: dict[int, fx.Graph] = {self.graph.num_rows: self.program.graph}
 
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """Tensors that the model's code made, by op name."""
+        return {op.name: self.program.tensors[op.name] for op in self.graph.ops if op.kind == "constant"}
+
     def graph_for(self, num_rows: int) -> fx.Graph:
         """The program for pieces of this many rows.
 

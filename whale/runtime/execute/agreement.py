@@ -10,16 +10,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from whale.comm import Groups, World
+from whale.comm import World
 from whale.errors import BatchError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.loss import WeightProgram
 from whale.runtime.execute.rank_batch import check_rows
 from whale.runtime.execute.seat import Seat
-
-Finish = Callable[[dist.Work | None, str], None]
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ class Agreement:
         held_terms: loss terms that this rank computes, counted here or on another device of its split group.
         tensors: what weights may read beside the batch.
         world: this process among its peers.
-        groups: holds the group of all ranks.
-        finish: waits for something that all ranks take part in.
+        everyone: sums over all ranks.
     """
 
     def __init__(
@@ -62,13 +60,11 @@ class Agreement:
         held_terms: frozenset[int],
         tensors: Mapping[str, torch.Tensor],
         world: World,
-        groups: Groups,
-        finish: Finish,
+        everyone: Everyone,
     ) -> None:
         self._plan, self._model, self._weights, self._seat = plan, model, weights, seat
         self._loss_stages, self._held_terms, self._tensors, self._world = loss_stages, held_terms, tensors, world
-        self._groups, self._finish = groups, finish
-        self._everyone = tuple(range(world.size))
+        self._everyone = everyone
         self._divided: dict[int, tuple[tuple[int, int], ...]] = {}
 
     def micro_batches(self, num_rows: int) -> tuple[tuple[int, int], ...]:
@@ -118,11 +114,11 @@ class Agreement:
             return [(measured, None)]
         rows = torch.tensor([num_rows, num_rows**2], dtype=torch.float64)
         vectors = [torch.cat([rows, measured])] if measured.device.type == "cpu" else [rows, measured]
-        return [(vector, self._groups.all_reduce(vector, self._everyone)) for vector in vectors]
+        return [(vector, self._everyone.start(vector)) for vector in vectors]
 
     def _end(self, parts: list[tuple[torch.Tensor, dist.Work | None]], num_rows: int) -> list[torch.Tensor]:
         for _, work in parts:
-            self._finish(work, "comparing the batch")
+            self._everyone.finish(work, "comparing the batch")
         if self._world.is_alone:
             return list(parts[0][0])
         count, squares = parts[0][0][:2].tolist()

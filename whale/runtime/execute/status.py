@@ -13,7 +13,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -99,6 +100,15 @@ class StatusBoard:
     def fail(self, reason: str) -> None:
         """States that this rank gave up, with the reason in place of the action; what it waited for is kept."""
         self._write(2, reason, self.read().waits_for)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """States the failure of what goes on inside, with the action in which it happened."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(f"{self.read().action}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            raise
 
     def finish(self) -> None:
         """States that this rank came to its end in good order."""

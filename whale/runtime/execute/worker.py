@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from whale.axes import Axes
-from whale.comm import Channels, Groups, World, wait
+from whale.comm import Channels, Groups, World
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Action, Kind, Schedule
 from whale.runtime.execute.agreement import Agreement
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.boundary import Boundary
+from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.exchange import Exchange
 from whale.runtime.execute.executor import Executor, StepState
 from whale.runtime.execute.loss import LossAccount, weight_program
@@ -41,6 +41,7 @@ class Worker:
         world_ranks: per rank of the plan, the rank in the world.
         world: this process among its peers.
         groups: process groups.
+        everyone: sums over all ranks.
         axes: of the model; None where no stage is cut.
         sync: gradient synchronisation; None where nothing is trained.
         status: where the current action is kept.
@@ -58,14 +59,13 @@ class Worker:
         world_ranks: tuple[int, ...],
         world: World,
         groups: Groups,
+        everyone: Everyone,
         axes: Axes | None,
         sync: GradientSync | None,
         status: StatusBoard,
     ) -> None:
         self.plan, self.model, self.seat, self.world = plan, model, seat, world
-        self._groups, self._status = groups, status
-        self._everyone = tuple(range(world.size))
-        self._peers = tuple(rank for rank in self._everyone if rank != world.rank)
+        self._groups, self._everyone = groups, everyone
         self._tensors = tensors
         self._weights = weight_program(model, graphs(model.num_rows), world.device)
         boundaries = [Boundary(plan, replica, model, world_ranks, axes) for replica in plan.replicas]
@@ -97,9 +97,7 @@ class Worker:
             exchange = Exchange(world.rank, seat.position, boundaries[seat.replica], model, self.channels, world.device, world.timeout)
             self.executor = Executor(runners, exchange, model, self._counted, sync, status, world.device)
 
-        self._agreement = Agreement(
-            plan, model, self._weights, seat, self._loss_stages(), self._held_terms(), tensors, world, groups, self.finish
-        )
+        self._agreement = Agreement(plan, model, self._weights, seat, self._loss_stages(), self._held_terms(), tensors, world, everyone)
 
     def _split_group(self, stage: Stage, position: int, world_ranks: Sequence[int]) -> Group | None:
         if stage.split == 1:
@@ -147,7 +145,7 @@ class Worker:
             if not self.model.loss:
                 return
             vector = account.vector()
-            state.reduction = vector, self._groups.all_reduce(vector, self._everyone)
+            state.reduction = vector, self._everyone.start(vector)
 
         if self.executor is None:
             agree()
@@ -163,12 +161,6 @@ class Worker:
     def _know(self, account: LossAccount, weights: Sequence[torch.Tensor]) -> None:
         for index, weight in zip(self._weights.measured, weights, strict=True):
             account.know(index, weight, tells=self._agreement.answers_for(index))
-
-    def finish(self, work: dist.Work | None, what: str) -> None:
-        """Waits for something that all ranks take part in."""
-        if work is not None:
-            self._status.set(what, self._peers)
-            wait(work, what, self._peers, self.world.timeout)
 
     def close(self) -> None:
         """Gives back the channels, and lets go of the groups of split stages; no step can follow."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from whale.comm import Groups
 from whale.ir.graph import ModelGraph
 from whale.runtime.program.shard.pieces import Index, part, write_part
 from whale.runtime.state.holdings import Holdings
@@ -37,8 +36,7 @@ def merge_buffers(
     model: ModelGraph,
     tensors: Mapping[str, torch.Tensor],
     names: Sequence[str],
-    groups: Groups,
-    everyone: tuple[int, ...],
+    add: Callable[[torch.Tensor, str], None],
     device: torch.device,
 ) -> None:
     """Replaces each buffer by its average over the ranks that hold it; every rank of the world takes part.
@@ -49,11 +47,10 @@ def merge_buffers(
         model: shapes of the buffers.
         tensors: what this rank holds.
         names: buffers to merge, the same on every rank. Counters take part: they are equal wherever they are held.
-        groups: holds the group of all ranks.
-        everyone: all ranks of the world.
+        add: sums a tensor over all ranks, in place; says what for while it waits.
         device: where this rank computes.
     """
-    if len(everyone) == 1 or not names:
+    if len(holdings.plan.devices) == 1 or not names:
         return
     shares = {} if rank is None else row_shares(holdings).get(rank, {})
     indices = {name: None if rank is None else holdings.index(name, holdings.regions[name][rank]) for name in names if name in tensors}
@@ -67,9 +64,7 @@ def merge_buffers(
             _write(weights, indices[name], torch.full_like(held, share))
         parts += [sums.reshape(-1), weights.reshape(-1)]
     flat = torch.cat(parts)
-    work = groups.all_reduce(flat, everyone)
-    if work is not None:
-        work.wait()
+    add(flat, "merging running statistics")
     offset = 0
     for name in names:
         count = model.parameter_by_name[name].spec.num_elements

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
 
-from whale.comm import Groups
 from whale.runtime.program.shard.pieces import Index, part
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.scaling import scale
@@ -21,9 +19,7 @@ class Clipping:
         rank: this rank of the plan; None if idle.
         parameters: what this rank owns, by name.
         limit: the largest norm.
-        groups: holds the group of all ranks.
-        everyone: all ranks of the world.
-        finish: waits for something that all ranks take part in.
+        add: sums a tensor over all ranks, in place; says what for while it waits.
         device: where this rank computes.
     """
 
@@ -33,13 +29,11 @@ class Clipping:
         rank: int | None,
         parameters: Mapping[str, torch.nn.Parameter],
         limit: float,
-        groups: Groups,
-        everyone: tuple[int, ...],
-        finish: Callable[[dist.Work | None, str], None],
+        add: Callable[[torch.Tensor, str], None],
         device: torch.device,
     ) -> None:
         self._parameters, self._limit, self._device = tuple(parameters.values()), limit, device
-        self._groups, self._everyone, self._finish = groups, everyone, finish
+        self._add = add
         self._counted: list[tuple[torch.nn.Parameter, tuple[Index, ...] | None]] = []
         if rank is not None:
             self._counted = [(value, index) for name, value in parameters.items() for index in holdings.answered_for(name, rank)]
@@ -51,7 +45,7 @@ class Clipping:
             torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else [torch.zeros((), dtype=torch.float64, device=self._device)]
         )
         total = torch.stack(list(norms)).square().sum()
-        self._finish(self._groups.all_reduce(total, self._everyone), "summing the norm of the gradients")
+        self._add(total, "summing the norm of the gradients")
         return total.sqrt()
 
     def clip(self) -> None:

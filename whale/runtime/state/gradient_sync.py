@@ -21,6 +21,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from whale.comm import Groups, wait
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
@@ -178,6 +179,7 @@ class GradientSync:
         self._timeout = timeout
         self._buckets: list[_Bucket] = []
         self._armed: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
         for plan in buckets:
             if rank not in plan.owners:
                 continue
@@ -185,7 +187,7 @@ class GradientSync:
             bucket = _make_bucket(plan, holdings, rank, stages, ranks, parameters)
             self._buckets.append(bucket)
             for parameter in bucket.parameters if plan.is_of_one_stage else ():
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))  # type: ignore[no-untyped-call]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -230,6 +232,12 @@ class GradientSync:
         for bucket in self._buckets:
             if bucket.is_started:
                 wait(bucket.work, "gradient synchronisation", bucket.ranks, self._timeout)
+
+    def close(self) -> None:
+        """Lets go of the parameters; another may take them over."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _hook(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
         num_parameters = len(bucket.parameters)

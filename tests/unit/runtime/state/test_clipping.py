@@ -27,12 +27,8 @@ def parameters_of(*gradients: torch.Tensor | None) -> dict[str, nn.Parameter]:
 
 
 def clipping(parameters: dict[str, nn.Parameter], rank: int | None, limit: float) -> Clipping:
-    class Alone:
-        def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> None:
-            return None
-
     holdings = holdings_of(*(f"p{index}" for index in range(4)))
-    return Clipping(holdings, rank, parameters, limit, Alone(), (0,), lambda work, what: None, torch.device("cpu"))  # type: ignore[arg-type]
+    return Clipping(holdings, rank, parameters, limit, lambda total, what: None, torch.device("cpu"))
 
 
 def test_clips_as_torch_does_with_parameters_of_several_types_and_without_gradient() -> None:

@@ -1,0 +1,59 @@
+"""The state that a training starts from: weights that all ranks agree on, and the user's optimizer over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.api.modes import Modes
+from whale.api.weights import agree_on_weights
+from whale.comm import together
+from whale.runtime.execute.roster import Roster
+from whale.runtime.state.elementwise import check_elementwise
+from whale.runtime.state.engine_state import EngineState
+from whale.runtime.state.holdings import Holdings
+
+MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+
+def initial_state(
+    modes: Modes,
+    roster: Roster,
+    holdings: Holdings,
+    seed: int,
+    initialize: Callable[[nn.Module], None] | None,
+    optimizer: MakeOptimizer | None,
+    scheduler: MakeScheduler | None,
+) -> EngineState:
+    """Makes the state of this rank; all ranks of the world call it.
+
+    Args:
+        modes: the captured model.
+        roster: who owns what.
+        holdings: who holds which part of it.
+        seed: of the weights of a model on the meta device.
+        initialize: the user's own filling of one of its modules.
+        optimizer: called with what this rank owns, if it owns anything.
+        scheduler: called with the optimizer, if there is one.
+
+    Raises:
+        ConfigError: the optimizer would step a part of a parameter otherwise than the whole.
+    """
+    world = roster.world
+
+    def shard(name: str, whole: torch.Tensor) -> torch.Tensor:
+        assert roster.rank is not None, "an idle rank owns nothing"
+        return holdings.cut_out(name, roster.rank, whole)
+
+    users = modes.train.program.tensors
+    tensors = agree_on_weights(modes.model, users, roster.owned, roster.holders, world, seed, initialize, shard)
+    state = EngineState(tensors)
+    owned = list(state.parameters.items())
+    state.optimizer = together(world, lambda: optimizer(owned) if optimizer is not None and owned else None)
+    state.scheduler = together(world, lambda: scheduler(state.optimizer) if scheduler is not None and state.optimizer is not None else None)
+    together(world, lambda: check_elementwise(state.optimizer, [name for name, _ in owned if holdings.is_sharded(name)]))
+    return state

@@ -1,0 +1,61 @@
+"""A training's state as a checkpoint, and back: no engine takes part, only the state and who holds which part of it.
+
+Each rank writes the regions of parameters (and of what the optimizer keeps for them) that it is the lowest owner of, and
+reads the regions that it holds. In between the tensors are whole, so any plan reads any other's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from whale.ir.graph import ModelGraph
+from whale.ir.serialization import to_json
+from whale.runtime.checkpoint.boxes import find_shares
+from whale.runtime.checkpoint.checkpoint import Extras, load, save
+from whale.runtime.execute.roster import Roster
+from whale.runtime.state.engine_state import EngineState
+from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.optimizer_state import read_optimizer, write_optimizer
+from whale.runtime.state.random_state import random_state, set_random_state
+
+
+def save_state(path: Path, state: EngineState, roster: Roster, holdings: Holdings, model: ModelGraph) -> None:
+    """Writes parameters, buffers, optimizer, scheduler, step, random state and data position; all ranks of the world call it.
+
+    Raises:
+        CheckpointError: it cannot be written; the same on all ranks, and what stood at the path before is intact.
+    """
+    shared: dict[str, Any] = {"step": state.step_number}
+    if state.position is not None:
+        shared["position"] = dict(state.position)
+    if state.scheduler is not None:
+        shared["scheduler"] = state.scheduler.state_dict()
+    save(
+        path,
+        tensors=state.tensors,
+        optimizer=read_optimizer(state.optimizer, state.parameters),
+        extras=Extras(shared, {"random": random_state()}),
+        writers={name: ranks[0] for name, ranks in roster.holders.items()},
+        world=roster.world,
+        plan=to_json(roster.plan, indent=2),
+        shares=find_shares(holdings, roster.rank, model),
+    )
+
+
+def load_state(path: Path, state: EngineState, roster: Roster, holdings: Holdings, model: ModelGraph) -> None:
+    """Fills a state's tensors in place and puts everything else back; all ranks of the world call it.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged, or of another model; the same kind on all ranks.
+    """
+    specs = {parameter.name: parameter.spec for parameter in model.parameters if parameter.name in roster.plan.owners}
+    shares = find_shares(holdings, roster.rank, model)
+    kept, extras = load(path, tensors=state.tensors, specs=specs, world=roster.world, shares=shares)
+    write_optimizer(state.optimizer, state.parameters, kept)
+    if state.scheduler is not None and "scheduler" in extras.shared:
+        state.scheduler.load_state_dict(extras.shared["scheduler"])
+    state.step_number = int(extras.shared["step"])
+    state.position = extras.shared.get("position")
+    if "random" in extras.own:
+        set_random_state(extras.own["random"])

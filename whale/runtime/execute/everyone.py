@@ -1,0 +1,42 @@
+"""Sums over all ranks of the world, each with a name under which it is waited for."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from whale.comm import Groups, World, wait
+from whale.runtime.execute.status import StatusBoard
+
+
+class Everyone:
+    """All ranks of the world.
+
+    Args:
+        world: this process among its peers.
+        groups: holds the group of all ranks.
+        status: where what is waited for is kept.
+    """
+
+    def __init__(self, world: World, groups: Groups, status: StatusBoard) -> None:
+        self._groups, self._status, self._timeout = groups, status, world.timeout
+        self._ranks = tuple(range(world.size))
+        self._peers = tuple(rank for rank in self._ranks if rank != world.rank)
+
+    def start(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Starts the sum of a tensor, in place; None where there is nobody else."""
+        return self._groups.all_reduce(tensor, self._ranks)
+
+    def finish(self, work: dist.Work | None, what: str) -> None:
+        """Waits for a sum.
+
+        Raises:
+            RuntimeFault: a peer died or the wait outlasted its limit; says what for.
+        """
+        if work is not None:
+            self._status.set(what, self._peers)
+            wait(work, what, self._peers, self._timeout)
+
+    def add(self, tensor: torch.Tensor, what: str) -> None:
+        """Sums a tensor, in place, and waits for it."""
+        self.finish(self.start(tensor), what)

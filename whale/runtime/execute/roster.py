@@ -1,0 +1,56 @@
+"""Who is who: the ranks of a plan in the world, and where this rank sits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale.comm import World
+from whale.ir.plan import Plan
+from whale.runtime.execute.seat import Seat, find_seat
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The ranks of a plan.
+
+    Attributes:
+        plan: the decision.
+        world: this process among its peers.
+        world_ranks: per rank of the plan, the rank in the world.
+    """
+
+    plan: Plan
+    world: World
+    world_ranks: tuple[int, ...]
+
+    @cached_property
+    def seat(self) -> Seat | None:
+        """Where this rank sits; None if the plan leaves it idle."""
+        own = self.world.rank
+        return find_seat(self.plan, self.world_ranks.index(own) if own in self.world_ranks else None)
+
+    @property
+    def rank(self) -> int | None:
+        """This rank's number in the plan; None if the plan leaves it idle."""
+        return None if self.seat is None else self.seat.rank
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks of the world."""
+        return tuple(range(self.world.size))
+
+    @property
+    def owned(self) -> list[str]:
+        """Parameters and buffers that this rank owns, or parts of them."""
+        return [name for name, owners in self.plan.owners.items() if self.rank in owners]
+
+    @cached_property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Per parameter and buffer, the world ranks that own it, or parts of it, ascending."""
+        return {name: self.in_world(owners) for name, owners in self.plan.owners.items()}
+
+    def in_world(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The world ranks, ascending, of ranks of the plan."""
+        return tuple(sorted(self.world_ranks[rank] for rank in ranks))

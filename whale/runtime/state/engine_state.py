@@ -1,0 +1,59 @@
+"""What training changes, on one rank: it outlives the runtime that works on it, and is what a checkpoint holds.
+
+It knows nothing of process groups or programs. A plan says which parts of which tensors it holds; another runtime for
+the same plan takes it over as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class EngineState:
+    """The state of a training.
+
+    Attributes:
+        tensors: parameters and buffers that this rank owns, or its parts of them, by canonical name.
+        optimizer: the user's, over the parameters; None if this rank owns none, or none was given.
+        scheduler: the user's learning-rate scheduler; None likewise.
+        step_number: steps done; with a seed it decides the random numbers of the next.
+        position: where the data goes on, plain data of a loader that is still to be made; None for the start.
+        has_moved_statistics: whether steps have moved buffers (running statistics) on their owners, each by its own rows.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+    step_number: int = 0
+    position: Mapping[str, int] | None = None
+    has_moved_statistics: bool = False
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The tensors that are trained, by name."""
+        return {name: value for name, value in self.tensors.items() if isinstance(value, nn.Parameter)}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that parameters have now, by name."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def forget_gradients(self) -> None:
+        """Leaves no parameter a gradient."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def advance(self) -> None:
+        """Applies the gradients that the parameters have: one step."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.step_number += 1
+        self.has_moved_statistics = True
