@@ -22,7 +22,6 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
-from whale.runtime.state.partial import partial_parameters
 from whale.schedules import schedules_of
 
 
@@ -71,7 +70,7 @@ def parallelize(
     schedules = schedules_of(decided)
     roster = attachment.roster(decided, world)
     axes = discover_if_sharded(decided, graph)
-    holdings = Holdings(decided, axes, partial_parameters(decided, graph, modes.train.program.graph, axes))
+    holdings = Holdings.of(decided, graph, axes)
     state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
     runtime = Runtime(roster=roster, schedules=schedules, holdings=holdings, captured=modes.train, state=state, config=settings)
     return Engine(modes, state, runtime)

@@ -22,7 +22,7 @@ Received by each of t devices, in elements of a tensor of N of which it holds n_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,19 +122,10 @@ def _sums(labels: Labels) -> Iterator[Bridge]:
 
 
 def _between(labels: Labels, users: dict[tuple[str, Use], list[str]]) -> Iterator[Bridge]:
-    uses: dict[str, list[Use]] = {}
-    for tensor, use in users:
-        uses.setdefault(tensor, []).append(use)
-    synchronized = {tensor for tensor, found in uses.items() if is_synchronized(labels, tensor, found)}
     for (tensor, use), ops in users.items():
         op = labels.graph.by_name[tensor]
         gradient = op.requires_grad and any(labels.graph.by_name[user].requires_grad for user in ops or [tensor])
-        bridge = Bridge(tensor, labels.held(tensor), use.axis, use.entered, False, tuple(ops), gradient and tensor not in synchronized)
+        gradient = gradient and not labels.is_synchronized(tensor)
+        bridge = Bridge(tensor, labels.held(tensor), use.axis, use.entered, False, tuple(ops), gradient)
         if bridge.forward or bridge.backward:
             yield bridge
-
-
-def is_synchronized(labels: Labels, tensor: str, uses: Iterable[Use]) -> bool:
-    """Whether it is a whole parameter that only ops on parts use: its gradient stays partial until the step's end."""
-    is_parameter = labels.graph.by_name[tensor].kind == "parameter"
-    return is_parameter and labels.held(tensor) is None and all(use.entered or use.axis for use in uses)

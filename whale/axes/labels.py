@@ -133,6 +133,24 @@ class Labels:
         """How the stage hands on a value: whole, unless the plan lets it stay in parts."""
         return Use(next((shard.axis for shard in self.shards if op in shard.handed_on), None))
 
+    @cached_property
+    def partial_parameters(self) -> frozenset[str]:
+        """Whole trainable parameters that only ops on parts read: their gradients are partial until the end of the step."""
+        found: dict[str, bool] = {}
+        for op in self.graph.ops:
+            for operand in op.inputs if op.kind == "call" and op.name in self.ops else ():
+                source = self.graph.by_name[operand]
+                if source.kind == "parameter" and self.held(operand) is None:
+                    parameter, use = self.graph.parameter_by_name[source.target], self.use(op.name, operand)
+                    is_partial = parameter.trainable and (use.entered or use.axis is not None)
+                    found[parameter.name] = found.get(parameter.name, True) and is_partial
+        return frozenset(name for name, is_partial in found.items() if is_partial)
+
+    def is_synchronized(self, op: str) -> bool:
+        """Whether an op brings a parameter whose gradients are added over the group at the end of the step, not at its bridges."""
+        known = self.graph.by_name[op]
+        return known.kind == "parameter" and self.graph.parameter_by_name[known.target].name in self.partial_parameters
+
     def faults(self) -> list[PlanError]:
         """Why the ops cannot work so, as errors at the user's lines: once per axis, or pair of axes, with the first op."""
         found: dict[object, PlanError] = {}

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from whale.axes.bridges import Bridge, Transport, is_synchronized
-from whale.axes.labels import Labels, Use
+from whale.axes.bridges import Bridge, Transport
+from whale.axes.labels import Labels
 from whale.estimate import Line, all_gather_line, all_reduce_line, all_to_all_line, spec_line
 from whale.estimate.prices import Prices
 from whale.ir.graph import Op
@@ -92,19 +92,5 @@ class Tolls:
             forward.append(there)
             backward.append(back)
         if self.prices.training:
-            backward += [self.synchronized(op) for op in _partial_parameters(labels)]
+            backward += [self.synchronized(op) for op in labels.graph.ops if labels.is_synchronized(op.name)]
         return Line.sum(forward), Line.sum(backward)
-
-
-def _partial_parameters(labels: Labels) -> Iterable[Op]:
-    """Whole parameters whose gradients are partial until the step's end."""
-    uses: dict[str, list[Use]] = {}
-    for op in labels.graph.ops:
-        if op.kind == "call" and op.name in labels.ops:
-            for operand in op.inputs:
-                if labels.graph.by_name[operand].kind == "parameter":
-                    uses.setdefault(operand, []).append(labels.use(op.name, operand))
-    for name, found in uses.items():
-        op = labels.graph.by_name[name]
-        if op.requires_grad and is_synchronized(labels, name, found):
-            yield op

@@ -115,7 +115,7 @@ class Runtime:
             world=self.roster.world,
             groups=self._groups,
             everyone=self._everyone,
-            axes=self.holdings.axes if trains else discover_if_sharded(plan, captured.graph),
+            axes=self.holdings.shardings.axes if trains else discover_if_sharded(plan, captured.graph),
             sync=self._sync if trains else None,
             status=self.status,
         )

@@ -130,13 +130,17 @@ def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph) -> dict
         model: shapes.
     """
     found: dict[str, Share] = {}
-    for name, regions in holdings.regions.items():
-        if rank is not None and rank in regions and holdings.is_sharded(name):
-            pieces = [piece for piece in holdings.pieces(name) if piece.owners[0] == rank]
+    shardings = holdings.shardings
+    if rank is None:
+        return found
+    for name in shardings.parameters:
+        sharding = shardings.gradient(name)
+        if rank in sharding.held and sharding.is_sharded:
+            space = shardings.space(name)
             found[name] = Share(
                 model.parameter_by_name[name].spec.shape,
-                holdings.runs(name, regions[rank]),
-                tuple(holdings.runs(name, piece.region) for piece in pieces),
+                space.positions(sharding.held[rank]),
+                tuple(space.positions(piece.region) for piece in sharding.pieces if piece.owners[0] == rank),
             )
     return found
 

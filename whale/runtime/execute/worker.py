@@ -23,9 +23,9 @@ from whale.runtime.execute.stage import StageRunner
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.program.lowering import StageShards
 from whale.runtime.program.shard import Group
-from whale.runtime.program.shared_gradient import shared_parameters
 from whale.runtime.program.stage_source import GraphSource, StageSource
 from whale.runtime.state.gradient_sync import GradientSync
+from whale.sharding.parameters import shared_parameters
 
 
 class Worker:

@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Replica, Stage
 
 
 class _Divided(torch.autograd.Function):
@@ -32,13 +31,6 @@ def divided(value: torch.Tensor, count: int) -> torch.Tensor:
     """The value as it is; its gradient divided."""
     result: torch.Tensor = _Divided.apply(value, count)  # type: ignore[no-untyped-call]
     return result
-
-
-def shared_parameters(replica: Replica, stage: Stage) -> frozenset[str]:
-    """Parameters of a stage that another stage on some of its devices holds too."""
-    devices = set(stage.virtual_device.devices)
-    others = [other for other in replica.stages if other.index != stage.index and devices & set(other.virtual_device.devices)]
-    return frozenset(name for other in others for name in other.parameters) & frozenset(stage.parameters)
 
 
 def divide_gradients(graph: fx.Graph, model: ModelGraph, names: Collection[str], count: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -11,22 +11,22 @@ from whale.runtime.program.shard.pieces import Index, part, write_part
 from whale.runtime.state.holdings import Holdings
 
 
-def row_shares(holdings: Holdings) -> dict[int, dict[str, float]]:
-    """Per rank of the plan and buffer it holds, the share of the global batch that it speaks for.
+def row_shares(holdings: Holdings, rank: int, names: Iterable[str]) -> dict[str, float]:
+    """Per buffer, the share of the global batch that a rank of the plan speaks for, 0 where it has not got it.
 
     Devices of a split group that hold a buffer whole saw the same rows, and share them; those that hold parts each speak for theirs.
     """
-    plan = holdings.plan
+    plan, found = holdings.plan, dict.fromkeys(names, 0.0)
+    device = plan.devices[rank]
     total = sum(replica.share for replica in plan.replicas)
-    found: dict[int, dict[str, float]] = {}
     for replica in plan.replicas:
         for stage in replica.stages:
-            for position, device in enumerate(stage.virtual_device.devices):
-                share = replica.share / total * stage.shares[position // stage.split] / sum(stage.shares)
-                rank = plan.rank_of[device]
-                for name in stage.parameters:
-                    is_sharded = bool(holdings.regions[name][rank].intervals)
-                    found.setdefault(rank, {})[name] = share if is_sharded else share / stage.split
+            if device in stage.virtual_device.devices:
+                group = stage.virtual_device.devices.index(device) // stage.split
+                share = replica.share / total * stage.shares[group] / sum(stage.shares)
+                for name in found.keys() & set(stage.parameters):
+                    is_sharded = holdings.index(name, holdings.held(name, rank)) is not None
+                    found[name] = share if is_sharded else share / stage.split
     return found
 
 
@@ -52,8 +52,8 @@ def merge_buffers(
     """
     if len(holdings.plan.devices) == 1 or not names:
         return
-    shares = {} if rank is None else row_shares(holdings).get(rank, {})
-    indices = {name: None if rank is None else holdings.index(name, holdings.regions[name][rank]) for name in names if name in tensors}
+    shares = {} if rank is None else row_shares(holdings, rank, names)
+    indices = {name: None if rank is None else holdings.index(name, holdings.held(name, rank)) for name in names if name in tensors}
     shapes = {name: model.parameter_by_name[name].spec.shape for name in names}
     parts: list[torch.Tensor] = []
     for name in names:

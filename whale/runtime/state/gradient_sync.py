@@ -16,8 +16,9 @@ is missed elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -25,26 +26,26 @@ from torch.utils.hooks import RemovableHandle
 
 from whale.comm import Groups, wait
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
-from whale.ir.plan import Plan
 from whale.runtime.program.shard.pieces import Index, part, write_part
-from whale.runtime.state.holdings import Holdings, Piece
+from whale.runtime.state.holdings import Holdings
+from whale.sharding import Piece
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BucketPlan:
     """Parameters whose gradients travel together.
 
     Attributes:
-        pieces: of the parameters, in the order of the flat buffer.
+        pieces: of the parameters, with their names, in the order of the flat buffer.
         owners: ranks of the plan that hold them.
         stages: stages (by replica) that use them.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[tuple[str, Piece], ...]
     owners: tuple[int, ...]
     stages: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def is_of_one_stage(self) -> bool:
         """Whether all who hold it come to it at one place of the schedule."""
         return len({stage for _, stage in self.stages}) == 1
@@ -59,42 +60,39 @@ def plan_buckets(holdings: Holdings, model: ModelGraph, reached: frozenset[str],
         reached: parameters that get a gradient.
         bucket_bytes: a bucket is closed when it has this many bytes.
     """
-    stages_of = _stages_of(holdings.plan)
-    last_use = _last_uses(model)
-    open_buckets: dict[tuple[Stages, tuple[int, ...], str], list[Piece]] = {}
+    shardings, last_use = holdings.shardings, _last_uses(model)
+    open_buckets: dict[tuple[Stages, tuple[int, ...], str], _OpenBucket] = {}
     closed: list[BucketPlan] = []
-    for name in sorted(reached & set(stages_of), key=lambda n: (-last_use.get(n, 0), n)):
+    for name in sorted(reached.intersection(shardings.parameters), key=lambda n: (-last_use.get(n, 0), n)):
         spec = model.parameter_by_name[name].spec
         for piece in holdings.pieces(name):
             if piece.is_complete:
                 continue
-            key = (stages_of[name], piece.owners, spec.dtype)
-            pieces = open_buckets.setdefault(key, [])
-            pieces.append(piece)
-            elements = sum(holdings.num_elements(p, model.parameter_by_name[p.name].spec.shape) for p in pieces)
-            if elements * DTYPE_BYTES[spec.dtype] >= bucket_bytes:
-                closed.append(BucketPlan(tuple(open_buckets.pop(key)), piece.owners, key[0]))
-    closed += [BucketPlan(tuple(pieces), owners, stages) for (stages, owners, _), pieces in open_buckets.items()]
+            key = (shardings.places(name), piece.owners, spec.dtype)
+            bucket = open_buckets.setdefault(key, _OpenBucket())
+            bucket.pieces.append((name, piece))
+            bucket.num_bytes += holdings.num_elements(name, piece.region, spec.shape) * DTYPE_BYTES[spec.dtype]
+            if bucket.num_bytes >= bucket_bytes:
+                closed.append(BucketPlan(tuple(open_buckets.pop(key).pieces), piece.owners, key[0]))
+    closed += [BucketPlan(tuple(bucket.pieces), owners, stages) for (stages, owners, _), bucket in open_buckets.items()]
     return tuple(sorted(closed, key=lambda bucket: _order(bucket, last_use)))
 
 
 Stages = tuple[tuple[int, int], ...]
 
 
+@dataclass
+class _OpenBucket:
+    """A bucket that still takes pieces."""
+
+    pieces: list[tuple[str, Piece]] = field(default_factory=list)
+    num_bytes: int = 0
+
+
 def _order(bucket: BucketPlan, last_use: Mapping[str, int]) -> tuple[object, ...]:
     """Later stages first, and in a stage what is used last first: the order in which gradients come."""
-    first = bucket.pieces[0]
-    return -max(stage for _, stage in bucket.stages), -last_use.get(first.name, 0), first.name, first.region.intervals
-
-
-def _stages_of(plan: Plan) -> dict[str, Stages]:
-    """Per parameter, the (replica, stage) pairs that hold it."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for replica in plan.replicas:
-        for stage in replica.stages:
-            for name in stage.parameters:
-                found.setdefault(name, []).append((replica.index, stage.index))
-    return {name: tuple(stages) for name, stages in found.items()}
+    name, piece = bucket.pieces[0]
+    return -max(stage for _, stage in bucket.stages), -last_use.get(name, 0), name, piece.region.intervals
 
 
 def _last_uses(model: ModelGraph) -> dict[str, int]:
@@ -283,11 +281,11 @@ def _make_bucket(
     parameters: Mapping[str, torch.nn.Parameter],
 ) -> _Bucket:
     places = []
-    for piece in plan.pieces:
-        parameter = parameters[piece.name]
-        index = holdings.index(piece.name, piece.region, holdings.regions[piece.name][rank])
+    for name, piece in plan.pieces:
+        parameter = parameters[name]
+        index = holdings.index(name, piece.region, holdings.held(name, rank))
         places.append((parameter, index, parameter.shape if index is None else part(parameter, index).shape, rank in piece.contributors))
-    first = parameters[plan.pieces[0].name]
+    first = parameters[plan.pieces[0][0]]
     flat = torch.zeros(sum(shape.numel() for _, _, shape, _ in places), dtype=first.dtype, device=first.device)
     slots, offset = [], 0
     for parameter, index, shape, adds in places:

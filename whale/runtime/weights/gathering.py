@@ -15,7 +15,7 @@ from whale.ir.plan import BatchAxis, Plan
 from whale.runtime.execute.boundary import piece_shape, write_rows
 from whale.runtime.program.shard.pieces import Index, part, write_part
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.holdings import Piece as HeldPiece
+from whale.sharding import Piece as HeldPiece
 
 
 def gather_tensors(
@@ -44,23 +44,23 @@ def gather_tensors(
     """
     found: dict[str, torch.Tensor] = {}
     device = world.device if only is None else torch.device("cpu")
-    for name in holdings.regions:
+    for name in holdings.shardings.parameters:
         spec = model.parameter_by_name[name].spec
         whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device) if only in (None, world.rank) else None
         for piece in holdings.pieces(name):
             index = holdings.index(name, piece.region)
             holder = world_ranks[piece.owners[0]]
-            mine = _own_piece(holdings, piece, rank, tensors) if holder == world.rank else None
+            mine = _own_piece(holdings, name, piece, rank, tensors) if holder == world.rank else None
             _gather_piece(whole, index, mine, holder, world, only)
         if whole is not None:
             found[name] = whole
     return found if only in (None, world.rank) else None
 
 
-def _own_piece(holdings: Holdings, piece: HeldPiece, rank: int | None, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _own_piece(holdings: Holdings, name: str, piece: HeldPiece, rank: int | None, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     assert rank is not None
-    index = holdings.index(piece.name, piece.region, holdings.regions[piece.name][rank])
-    held = tensors[piece.name].detach()
+    index = holdings.index(name, piece.region, holdings.held(name, rank))
+    held = tensors[name].detach()
     return held if index is None else part(held, index)
 
 

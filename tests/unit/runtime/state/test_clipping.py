@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from whale.ir.graph import ModelGraph
 from whale.ir.plan import Pipeline, Plan, Replica, Stage, VirtualDevice
 from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.holdings import Holdings
@@ -15,7 +16,7 @@ def holdings_of(*names: str) -> Holdings:
     """Two replicas of one device each that hold the same parameters whole."""
     stages = [Stage(0, ("t",), (), VirtualDevice((f"d{index}",)), (1,), names) for index in range(2)]
     replicas = tuple(Replica(index, 1, Pipeline("1f1b", 1, (0,)), (stage,), ()) for index, stage in enumerate(stages))
-    return Holdings(Plan("m", "c", ("d0", "d1"), (), (), replicas, (), 8), None, {})
+    return Holdings.of(Plan("m", "c", ("d0", "d1"), (), (), replicas, (), 8), ModelGraph((), (), 8), None)
 
 
 def parameters_of(*gradients: torch.Tensor | None) -> dict[str, nn.Parameter]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from whale.axes.labels import Use
 from whale.axes.values import Axes, Dimension
 from whale.errors import PlanError, raise_faults
 from whale.estimate.memory_writes import MemoryWrites
@@ -77,7 +76,7 @@ def lower_shards(
     roots = _roots(graph, model)
     written = frozenset(roots[node.name] for node in known if "in_place" in model.by_name[node.name].tags)
     raise_faults([*layout.faults(ops), *_memory_faults(ops, layout)])
-    partial = _partial_parameters(graph, layout) - frozenset(complete)
+    partial = layout.labels.partial_parameters - frozenset(complete)
     names = {node.name for node in known if _parameter(model, node.name) in partial}
     writer = Writer(layout, roots, written, frozenset(names))
     for node in graph.nodes:
@@ -124,19 +123,6 @@ def _parameter(model: ModelGraph, name: str) -> str:
     """The first name of the parameter or buffer that a placeholder brings; "" for any other node."""
     op = model.by_name[name]
     return model.parameter_by_name[op.target].name if op.kind in ("parameter", "buffer") else ""
-
-
-def _partial_parameters(graph: fx.Graph, layout: ShardLayout) -> frozenset[str]:
-    """Whole trainable parameters that only ops on parts read."""
-    model, labels = layout.model, layout.labels
-    uses: dict[str, list[bool]] = {}
-    for node in graph.nodes:
-        for source in node.all_input_nodes:
-            name = _parameter(model, source.name) if source.name in model.by_name else ""
-            if name and model.parameter_by_name[name].kind == "parameter" and labels.held(source.name) is None:
-                use = labels.use(node.name, source.name) if node.name in labels.ops else Use()
-                uses.setdefault(name, []).append(use.entered or use.axis is not None)
-    return frozenset(name for name, found in uses.items() if all(found) and model.parameter_by_name[name].trainable)
 
 
 def _roots(graph: fx.Graph, model: ModelGraph) -> dict[str, str]:

@@ -1,0 +1,215 @@
+"""Where every parameter lies, and whose gradients make it up: one sharding per parameter, from the plan and the axes alone.
+
+Holders of a parameter need not agree: one replica may shard it 3:1, another 2:2, a third not at all. A device of a split
+group that holds it whole has either the whole gradient, as the others of its group have, or one from its own part of the
+work: then each device is a term of its own.
+
+Stages that hold the same parameters in the same way are one pattern, and parameters that lie in the same way one sharding:
+each is worked out once, when it is asked for, however many replicas and layers there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale.axes.labels import label
+from whale.axes.values import Axes, Dimension, axes_of, may_lie_in_parts
+from whale.errors import PlanError
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
+from whale.sharding.index_sets import intervals
+from whale.sharding.index_space import IndexSpace
+from whale.sharding.regions import Region
+from whale.sharding.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How the devices of a stage hold parameters and buffers.
+
+    Attributes:
+        parameters: names.
+        split: devices of a split group.
+        shards: what is divided over them.
+        partial: those of the whole parameters whose gradients are terms of a sum over the group.
+    """
+
+    parameters: tuple[str, ...]
+    split: int = 1
+    shards: tuple[Shard, ...] = ()
+    partial: frozenset[str] = frozenset()
+
+    @cached_property
+    def by_axis(self) -> Mapping[str, Shard]:
+        """Shards by their axes."""
+        return {shard.axis: shard for shard in self.shards}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The devices of one stage.
+
+    Attributes:
+        place: replica and stage.
+        devices: in the order of the virtual device.
+        pattern: what they hold.
+    """
+
+    place: tuple[int, int]
+    devices: tuple[int, ...]
+    pattern: Pattern
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a split group holds one parameter.
+
+    Attributes:
+        regions: per device.
+        are_copies: whether all of them have the same, whole, gradient.
+    """
+
+    regions: tuple[Region, ...]
+    are_copies: bool
+
+
+Forms = tuple[tuple[int, Form], ...]
+"""Per pattern that has a parameter, by number, its form there."""
+
+
+@dataclass(frozen=True)
+class ParameterShardings:
+    """Where all parameters and buffers lie.
+
+    Attributes:
+        holders: who holds what.
+        axes: of the model; None where nothing is sharded.
+        names: of the devices, by number.
+    """
+
+    holders: tuple[Holder, ...]
+    axes: Axes | None
+    names: tuple[str, ...]
+
+    @cached_property
+    def _by_pattern(self) -> tuple[tuple[Pattern, tuple[Holder, ...]], ...]:
+        found: dict[Pattern, list[Holder]] = {}
+        for holder in self.holders:
+            found.setdefault(holder.pattern, []).append(holder)
+        return tuple((pattern, tuple(holders)) for pattern, holders in found.items())
+
+    @cached_property
+    def _patterns_of(self) -> Mapping[str, tuple[int, ...]]:
+        """Per parameter, the patterns that have it, by number."""
+        found: dict[str, list[int]] = {}
+        for number, (pattern, _) in enumerate(self._by_pattern):
+            for name in dict.fromkeys(pattern.parameters):
+                found.setdefault(name, []).append(number)
+        return {name: tuple(numbers) for name, numbers in found.items()}
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """All that somebody holds."""
+        return tuple(self._patterns_of)
+
+    def places(self, name: str) -> tuple[tuple[int, int], ...]:
+        """The (replica, stage) pairs that hold a parameter."""
+        return self._places[self._patterns_of[name]]
+
+    @cached_property
+    def _places(self) -> Mapping[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        sets = dict.fromkeys(self._patterns_of.values())
+        return {numbers: tuple(sorted(holder.place for n in numbers for holder in self._by_pattern[n][1])) for numbers in sets}
+
+    def gradient(self, name: str) -> Sharding:
+        """How the gradient of a parameter lies before it is synchronised; the parameter itself lies in the same regions.
+
+        Raises:
+            PlanError: two stages of one device hold it in different parts.
+        """
+        forms = tuple((number, self._form(self._by_pattern[number][0], name)) for number in self._patterns_of[name])
+        known = self._worked_out.get(forms)
+        if known is None:
+            known = self._worked_out[forms] = self._sharding(name, forms)
+        return known
+
+    @cached_property
+    def _worked_out(self) -> dict[Forms, Sharding]:
+        return {}
+
+    @property
+    def num_worked_out(self) -> int:
+        """How many shardings there are of the parameters that were asked for."""
+        return len(self._worked_out)
+
+    def is_sharded(self, name: str) -> bool:
+        """Whether some device holds only a part."""
+        return self.gradient(name).is_sharded
+
+    def space(self, name: str) -> IndexSpace:
+        """Where the elements of a parameter's regions lie in it; of one that no op reads nothing is known, and it is whole."""
+        return IndexSpace(self._dimensions(name), self._sizes)
+
+    def _dimensions(self, name: str) -> tuple[Dimension, ...]:
+        return () if self.axes is None else self.axes.parameters.get(name, ())
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {} if self.axes is None else {axis.name: axis.size for axis in self.axes.axes}
+
+    def _form(self, pattern: Pattern, name: str) -> Form:
+        dimensions = self._dimensions(name)
+        met = sorted({axis for dimension in dimensions for axis in axes_of(dimension)} & pattern.by_axis.keys())
+        own = [pattern.by_axis[axis] for axis in met if axis != BATCH and may_lie_in_parts(dimensions, axis)]
+        own = [shard for shard in own if name not in shard.whole_parameters]
+        regions = tuple(Region.of(intervals(own, position)) for position in range(pattern.split))
+        return Form(regions, pattern.split > 1 and not own and name not in pattern.partial)
+
+    def _sharding(self, name: str, forms: Forms) -> Sharding:
+        whole = Region.of({axis: (0, self._sizes[axis]) for _, form in forms for axis in form.regions[0].axes})
+        held: dict[int, Region] = {}
+        terms: dict[int, int] = {}
+        for number, form in forms:
+            regions = tuple(region.intersect(whole) for region in form.regions)
+            split = len(regions)
+            for holder in self._by_pattern[number][1]:
+                for index, device in enumerate(holder.devices):
+                    region = regions[index % split]
+                    if held.setdefault(device, region) != region:
+                        shown = f"{name} on {self.names[device]}: {held[device]} and {region}"
+                        raise PlanError(f"a device holds one part of a parameter ({shown})")
+                    terms[device] = holder.devices[index - index % split] if form.are_copies else device
+        return Sharding(tuple(held), tuple(held.values()), tuple(terms.values()))
+
+
+def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> ParameterShardings:
+    """Where the parameters and buffers of a plan lie; devices are its ranks.
+
+    Args:
+        plan: the plan.
+        graph: the model that it is for.
+        axes: of the model; None where no stage is sharded.
+    """
+    partial: dict[tuple[tuple[str, ...], tuple[Shard, ...]], frozenset[str]] = {}
+    holders = []
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            own: frozenset[str] = frozenset()
+            if stage.shards:
+                assert axes is not None, "what a split stage holds depends on the axes of the model"
+                key = stage.ops, stage.shards
+                if key not in partial:
+                    partial[key] = label(graph, axes, stage.ops, stage.shards).partial_parameters
+                own = partial[key] | shared_parameters(replica, stage)
+            devices = tuple(plan.rank_of[device] for device in stage.virtual_device.devices)
+            holders.append(Holder((replica.index, stage.index), devices, Pattern(stage.parameters, stage.split, stage.shards, own)))
+    return ParameterShardings(tuple(holders), axes, plan.devices)
+
+
+def shared_parameters(replica: Replica, stage: Stage) -> frozenset[str]:
+    """Parameters of a stage that another stage on some of its devices holds too."""
+    devices = set(stage.virtual_device.devices)
+    others = [other for other in replica.stages if other.index != stage.index and devices & set(other.virtual_device.devices)]
+    return frozenset(name for other in others for name in other.parameters) & frozenset(stage.parameters)
