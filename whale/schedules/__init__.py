@@ -7,7 +7,7 @@ from whale.schedules.edges import Edges
 from whale.schedules.execution import Execution, Stuck, execute
 from whale.schedules.forward_only import forward_only
 from whale.schedules.in_flight import count_in_flight, count_recomputed
-from whale.schedules.of_plan import forward_schedules_of, schedules_of
+from whale.schedules.of_plan import edge_pairs, forward_schedules_of, schedules_of
 from whale.schedules.recompute import insert_recompute
 from whale.schedules.rendezvous import Blocked, replay
 from whale.schedules.shape import Shape
@@ -25,6 +25,7 @@ __all__ = [
     "build",
     "count_in_flight",
     "count_recomputed",
+    "edge_pairs",
     "execute",
     "expand",
     "forward_only",

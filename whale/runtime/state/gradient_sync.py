@@ -8,9 +8,9 @@ buckets, in reverse order of use, and a bucket is sent once each of its gradient
     bucket 1                           |-- layer 1 --|
 
 All buckets of a rank start in one order, the same on every rank, whatever order the gradients come in. Buckets of one
-stage start during its last backward, up to its SYNC, on all replicas at the same place of the schedule. Those of weights
-that several stages share are final at unlike places: they start when all else is done, so that no rank that waits in one
-is missed elsewhere.
+stage start during its last backward, up to its SYNC, on all replicas at the same place of the same schedule. Those of
+weights that several stages share, or that unlike replicas hold, are final at unlike places: they start when all else is
+done, so that no rank that waits in one is missed elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,10 @@ from torch.utils.hooks import RemovableHandle
 
 from whale.comm import Groups, wait
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
+from whale.ir.plan import Plan
 from whale.runtime.program.shard.pieces import Index, part, write_part
 from whale.runtime.state.holdings import Holdings
+from whale.schedules import edge_pairs
 from whale.sharding import Piece
 
 
@@ -39,16 +40,13 @@ class BucketPlan:
         pieces: of the parameters, with their names, in the order of the flat buffer.
         owners: ranks of the plan that hold them.
         stages: stages (by replica) that use them.
+        is_at_one_place: whether all who hold it come to it at the same place of equal schedules.
     """
 
     pieces: tuple[tuple[str, Piece], ...]
     owners: tuple[int, ...]
     stages: tuple[tuple[int, int], ...]
-
-    @cached_property
-    def is_of_one_stage(self) -> bool:
-        """Whether all who hold it come to it at one place of the schedule."""
-        return len({stage for _, stage in self.stages}) == 1
+    is_at_one_place: bool
 
 
 def plan_buckets(holdings: Holdings, model: ModelGraph, reached: frozenset[str], bucket_bytes: int) -> tuple[BucketPlan, ...]:
@@ -60,7 +58,12 @@ def plan_buckets(holdings: Holdings, model: ModelGraph, reached: frozenset[str],
         reached: parameters that get a gradient.
         bucket_bytes: a bucket is closed when it has this many bytes.
     """
-    shardings, last_use = holdings.shardings, _last_uses(model)
+    shardings, last_use, schedules = holdings.shardings, _last_uses(model), _alike_schedules(holdings.plan)
+
+    def bucket_of(pieces: Sequence[tuple[str, Piece]], stages: Stages) -> BucketPlan:
+        places = {(schedules[replica], stage) for replica, stage in stages}
+        return BucketPlan(tuple(pieces), pieces[0][1].owners, stages, len(places) == 1)
+
     open_buckets: dict[tuple[Stages, tuple[int, ...], str], _OpenBucket] = {}
     closed: list[BucketPlan] = []
     for name in sorted(reached.intersection(shardings.parameters), key=lambda n: (-last_use.get(n, 0), n)):
@@ -73,8 +76,8 @@ def plan_buckets(holdings: Holdings, model: ModelGraph, reached: frozenset[str],
             bucket.pieces.append((name, piece))
             bucket.num_bytes += holdings.num_elements(name, piece.region, spec.shape) * DTYPE_BYTES[spec.dtype]
             if bucket.num_bytes >= bucket_bytes:
-                closed.append(BucketPlan(tuple(open_buckets.pop(key).pieces), piece.owners, key[0]))
-    closed += [BucketPlan(tuple(bucket.pieces), owners, stages) for (stages, owners, _), bucket in open_buckets.items()]
+                closed.append(bucket_of(open_buckets.pop(key).pieces, key[0]))
+    closed += [bucket_of(bucket.pieces, stages) for (stages, *_), bucket in open_buckets.items()]
     return tuple(sorted(closed, key=lambda bucket: _order(bucket, last_use)))
 
 
@@ -87,6 +90,12 @@ class _OpenBucket:
 
     pieces: list[tuple[str, Piece]] = field(default_factory=list)
     num_bytes: int = 0
+
+
+def _alike_schedules(plan: Plan) -> list[int]:
+    """Per replica a number, equal for those that run equal schedules."""
+    numbers: dict[tuple[object, ...], int] = {}
+    return [numbers.setdefault((replica.pipeline, edge_pairs(replica)), len(numbers)) for replica in plan.replicas]
 
 
 def _order(bucket: BucketPlan, last_use: Mapping[str, int]) -> tuple[object, ...]:
@@ -184,7 +193,7 @@ class GradientSync:
             ranks = tuple(sorted(world_ranks[owner] for owner in plan.owners))
             bucket = _make_bucket(plan, holdings, rank, stages, ranks, parameters)
             self._buckets.append(bucket)
-            for parameter in bucket.parameters if plan.is_of_one_stage else ():
+            for parameter in bucket.parameters if plan.is_at_one_place else ():
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))  # type: ignore[no-untyped-call]
 
     @property
@@ -205,7 +214,7 @@ class GradientSync:
     def finish_stage(self, stage: int) -> None:
         """States that every gradient of a stage is final, and starts what can start."""
         for bucket in self._buckets:
-            if bucket.plan.is_of_one_stage and stage in bucket.stages:
+            if bucket.plan.is_at_one_place and stage in bucket.stages:
                 bucket.is_ready = True
         self._start_ready()
 
@@ -251,7 +260,7 @@ class GradientSync:
 
     def _start_ready(self) -> None:
         for bucket in self._buckets:
-            if bucket.is_started or not bucket.plan.is_of_one_stage:
+            if bucket.is_started or not bucket.plan.is_at_one_place:
                 continue
             if not bucket.is_ready:
                 break
