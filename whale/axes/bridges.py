@@ -97,15 +97,13 @@ def find_bridges(labels: Labels, returned: frozenset[str] = frozenset()) -> tupl
     Gradients of parameters are synchronised once per step, not here, where all users of a whole one work on parts.
     """
     users: dict[tuple[str, Use], list[str]] = {}
-    for op in labels.graph.ops:
-        if op.name in labels.ops and op.kind == "call":
-            for operand in _tensors(labels, op):
-                users.setdefault((operand, labels.use(op.name, operand)), []).append(op.name)
+    for op in labels.calls:
+        for operand in _tensors(labels, op):
+            users.setdefault((operand, labels.use(op.name, operand)), []).append(op.name)
     for name in returned:
         users.setdefault((name, labels.returned(name)), [])
-    position = {op.name: index for index, op in enumerate(labels.graph.ops)}
     found = [*_sums(labels), *_between(labels, users)]
-    return tuple(sorted(found, key=lambda bridge: position[bridge.tensor]))
+    return tuple(sorted(found, key=lambda bridge: labels.graph.position[bridge.tensor]))
 
 
 def _tensors(labels: Labels, op: Op) -> Iterator[str]:
@@ -115,8 +113,8 @@ def _tensors(labels: Labels, op: Op) -> Iterator[str]:
 
 
 def _sums(labels: Labels) -> Iterator[Bridge]:
-    for op in labels.graph.ops:
-        if op.name in labels.ops and labels.is_summed(op.name):
+    for op in labels.calls:
+        if labels.is_summed(op.name):
             combine = labels.axes.ops[op.name].roles[labels.work[op.name]].combine
             yield Bridge(op.name, None, labels.scattered.get(op.name), is_sum=True, has_gradient=op.requires_grad, combine=combine)
 

@@ -54,6 +54,12 @@ class Labels:
     shards: tuple[Shard, ...]
 
     @cached_property
+    def calls(self) -> tuple[Op, ...]:
+        """The calls of the stage, in graph order."""
+        names = sorted(self.ops, key=self.graph.position.__getitem__)
+        return tuple(op for op in map(self.graph.by_name.__getitem__, names) if op.kind == "call")
+
+    @cached_property
     def work(self) -> Mapping[str, str]:
         """Per op that works on parts, the axis; `faults` sees to it that there are not two."""
         found: dict[str, str] = {}
@@ -66,8 +72,8 @@ class Labels:
 
     def _with_items(self, work: dict[str, str]) -> dict[str, str]:
         """One result of several goes with the op that made it."""
-        for op in self.graph.ops:
-            if op.target == "operator.getitem" and op.name in self.ops:
+        for op in self.calls:
+            if op.target == "operator.getitem":
                 axis = work.get(op.inputs[0])
                 work.pop(op.name, None)
                 if axis is not None and op.name in self.axes.ops and axis in self.axes.ops[op.name].roles:
@@ -83,8 +89,8 @@ class Labels:
     def meeting(self) -> Mapping[str, tuple[str, ...]]:
         """Per cut axis, the calls of the stage that meet it."""
         found: dict[str, list[str]] = {shard.axis: [] for shard in self.shards}
-        for op in self.graph.ops:
-            if op.kind == "call" and op.name in self.ops and op.name in self.axes.ops:
+        for op in self.calls:
+            if op.name in self.axes.ops:
                 for axis in self.axes.ops[op.name].roles:
                     if axis in found:
                         found[axis].append(op.name)
@@ -105,6 +111,15 @@ class Labels:
 
     def held(self, op: str) -> str | None:
         """The axis along which the results of an op lie in parts; None where they are whole."""
+        if op not in self._held:
+            self._held[op] = self._find_held(op)
+        return self._held[op]
+
+    @cached_property
+    def _held(self) -> dict[str, str | None]:
+        return {}
+
+    def _find_held(self, op: str) -> str | None:
         known = self.graph.by_name[op]
         if known.kind in ("parameter", "buffer"):
             parameter = self.graph.parameter_by_name[known.target].name
@@ -137,8 +152,8 @@ class Labels:
     def partial_parameters(self) -> frozenset[str]:
         """Whole trainable parameters that only ops on parts read: their gradients are partial until the end of the step."""
         found: dict[str, bool] = {}
-        for op in self.graph.ops:
-            for operand in op.inputs if op.kind == "call" and op.name in self.ops else ():
+        for op in self.calls:
+            for operand in op.inputs:
                 source = self.graph.by_name[operand]
                 if source.kind == "parameter" and self.held(operand) is None:
                     parameter, use = self.graph.parameter_by_name[source.target], self.use(op.name, operand)
@@ -154,8 +169,8 @@ class Labels:
     def faults(self) -> list[PlanError]:
         """Why the ops cannot work so, as errors at the user's lines: once per axis, or pair of axes, with the first op."""
         found: dict[object, PlanError] = {}
-        for op in self.graph.ops:
-            if op.name in self.ops and op.name in self.axes.ops and op.kind == "call":
+        for op in self.calls:
+            if op.name in self.axes.ops:
                 for key, fault in self._op_faults(op):
                     found.setdefault(key, fault)
         return list(found.values())

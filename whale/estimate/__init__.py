@@ -7,7 +7,7 @@ from whale.estimate.compute import OpSeconds, op_seconds
 from whale.estimate.costs import Costs
 from whale.estimate.drawing import draw
 from whale.estimate.figures import bubble, bubble_rate
-from whale.estimate.kept import kept_tensors, storage_of
+from whale.estimate.kept import kept_tensors
 from whale.estimate.line import Line
 from whale.estimate.memory import activation_line, parameter_bytes, recomputed_lines, working_line
 from whale.estimate.op_table import OpTable, op_table, spec_line
@@ -41,6 +41,5 @@ __all__ = [
     "ring_all_reduce_seconds",
     "simulate",
     "spec_line",
-    "storage_of",
     "working_line",
 ]

@@ -24,15 +24,6 @@ KEEPS_BOTH = frozenset({"scaled_dot_product_attention", "cross_entropy_loss", "n
 """Ops that keep what they read and, beside it, something of the size of their result."""
 
 
-def storage_of(graph: ModelGraph) -> dict[str, str]:
-    """Per op, the op that owns the storage of its result: itself, or through views and in-place ops another."""
-    owner: dict[str, str] = {}
-    for op in graph.ops:
-        aliases = op.inputs and ("view" in op.tags or "in_place" in op.tags or op.target == "operator.getitem")
-        owner[op.name] = owner[op.inputs[0]] if aliases else op.name
-    return owner
-
-
 def activations_of(graph: ModelGraph) -> frozenset[str]:
     """The ops whose values depend on the batch."""
     found: set[str] = set()
@@ -49,7 +40,7 @@ def kept_tensors(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
     """
     if graph.mode != "train":
         return {}
-    owner, by_name = storage_of(graph), graph.by_name
+    owner, by_name = graph.storage, graph.by_name
     result: dict[str, tuple[str, ...]] = {}
     for op in graph.ops:
         if op.kind != "call" or not op.requires_grad or "view" in op.tags or op.target == "operator.getitem":

@@ -35,7 +35,6 @@ def recomputed_lines(
     graph: ModelGraph,
     ops: Iterable[str],
     kept: Mapping[str, tuple[str, ...]],
-    owner: Mapping[str, str],
     segments: Iterable[Collection[str]],
 ) -> tuple[Line, Line]:
     """Bytes that a stage keeps for one micro-batch where runs of its ops are recomputed, and what recomputing one adds.
@@ -45,14 +44,13 @@ def recomputed_lines(
 
     Args:
         kept: as in `activation_line`.
-        owner: per op, the op whose memory its result is in.
         segments: the runs, which do not overlap.
     """
     runs = [frozenset(segment) for segment in segments]
     again = frozenset().union(*runs)
     left = dict.fromkeys(name for op in ops if op not in again for name in kept.get(op, ()))
     for run in runs:
-        read = (owner[source] for op in run for source in graph.by_name[op].inputs if source not in run)
+        read = (graph.storage[source] for op in run for source in graph.by_name[op].inputs if source not in run)
         left |= dict.fromkeys(name for name in read if graph.by_name[name].kind == "call")
     largest = Line()
     for run in runs:

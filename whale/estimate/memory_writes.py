@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from whale.estimate.kept import storage_of
 from whale.estimate.op_table import operator
 from whale.ir.graph import ModelGraph
 
@@ -22,18 +21,17 @@ class MemoryWrites:
 
     def __init__(self, graph: ModelGraph, ops: Iterable[str]) -> None:
         self._graph = graph
-        self._position = {op.name: index for index, op in enumerate(graph.ops)}
-        self.owner = storage_of(graph)
-        self._last = {self.owner[name]: self._position[name] for name in ops if "in_place" in graph.by_name[name].tags}
+        self._position, self._owner = graph.position, graph.storage
+        self._last = {self._owner[name]: self._position[name] for name in ops if "in_place" in graph.by_name[name].tags}
 
     def is_written_later(self, tensor: str) -> bool:
         """Whether a tensor's memory is written after the tensor was made."""
-        return self._last.get(self.owner[tensor], -1) > self._position[tensor]
+        return self._last.get(self._owner[tensor], -1) > self._position[tensor]
 
     def need_same(self, tensor: str, reader: str) -> bool:
         """Whether a reader must have the tensor as it lies: it sees or makes writes, or its result is the same memory."""
-        owner = self.owner[tensor]
-        if self.is_written_later(tensor) or (owner in self._last and self.owner[reader] == owner):
+        owner = self._owner[tensor]
+        if self.is_written_later(tensor) or (owner in self._last and self._owner[reader] == owner):
             return True
         op = self._graph.by_name[reader]
         is_writer = "in_place" in op.tags or operator(op) in SILENT_WRITERS

@@ -80,8 +80,7 @@ def op_table(graph: ModelGraph) -> OpTable:
         codes.append(dtypes.setdefault(_compute_dtype(op), len(dtypes)))
         rows.append((0.0,) * 8 if is_free(op) else _figures(op, graph, sizes))
     columns = np.array(rows, dtype=np.float64).reshape(len(rows), 8).T
-    position = {op.name: index for index, op in enumerate(graph.ops)}
-    return OpTable(position, tuple(dtypes), np.array(codes, dtype=np.int64), *columns)
+    return OpTable(graph.position, tuple(dtypes), np.array(codes, dtype=np.int64), *columns)
 
 
 def _compute_dtype(op: Op) -> str:

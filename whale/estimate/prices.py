@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -12,7 +12,7 @@ from whale.axes import Axes, discover
 from whale.axes.labels import Labels, label
 from whale.estimate.compute import OpSeconds, op_seconds
 from whale.estimate.costs import Costs
-from whale.estimate.kept import activations_of, kept_tensors, storage_of
+from whale.estimate.kept import activations_of, kept_tensors
 from whale.estimate.line import Line
 from whale.estimate.local_graph import local_graph
 from whale.estimate.memory import activation_line, parameter_bytes, recomputed_lines, working_line
@@ -22,11 +22,6 @@ from whale.estimate.traffic import local_table
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Shard
-
-
-def kind_of(device: Device) -> Device:
-    """A device without its name and host: devices of equal kind cost the same."""
-    return replace(device, name="", host="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +72,6 @@ class Prices:
         return dict(kept_tensors(self.graph))
 
     @cached_property
-    def owner(self) -> dict[str, str]:
-        """Per op, the op whose memory its result is in."""
-        return storage_of(self.graph)
-
-    @cached_property
     def activations(self) -> frozenset[str]:
         """The ops whose values depend on the batch."""
         return activations_of(self.graph)
@@ -105,7 +95,7 @@ class Prices:
         if key not in self._locals:
             labels = self.labels(ops, shards)
             local = Prices(local_graph(labels, position), self.cluster, self.costs)
-            local._links = self._links
+            local._links, local.kept = self._links, self.kept
             shares = {shard.axis: size / self.axes.by_name[shard.axis].size for shard, size in zip(shards, sizes, strict=True)}
             local.table = local_table(self.graph, self.axes, self.table, labels.work, shares)
             self._locals[key] = local
@@ -121,7 +111,7 @@ class Prices:
 
     def seconds(self, device: Device, num_rows: float) -> OpSeconds:
         """Times of all ops on a device, as lines about a number of rows. Without training nothing runs backward."""
-        key = (kind_of(device), num_rows)
+        key = (device.kind, num_rows)
         if key not in self._seconds:
             found = op_seconds(self.table, device, num_rows, self.costs)
             if not self.training:
@@ -146,7 +136,7 @@ class Prices:
         if recompute.num_alive:
             activation, again = self.payload(part.arriving)[0], activation * recompute.num_alive
         elif recompute.segments:
-            activation, again = recomputed_lines(self.graph, part.ops, self.kept, self.owner, recompute.segments)
+            activation, again = recomputed_lines(self.graph, part.ops, self.kept, recompute.segments)
         return PartCost(
             parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters),
             activation=activation,
@@ -187,7 +177,7 @@ class Prices:
 
     def compute(self, part: Part, device: Device, num_rows: float) -> tuple[Line, Line]:
         """Seconds of a part on a device, forward and backward, by rows about a number of them."""
-        key = (part, kind_of(device), num_rows)
+        key = (part, device.kind, num_rows)
         if key not in self._computing:
             seconds = self.seconds(device, num_rows)
             index = np.array([self.table.position[name] for name in part.ops], dtype=np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whale.units import format_bytes, format_count, format_seconds
@@ -29,7 +29,7 @@ class Link:
         return f"{format_count(self.bandwidth)}B/s + {format_seconds(self.latency)}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Device:
     """One accelerator or CPU rank.
 
@@ -50,6 +50,11 @@ class Device:
     memory: int
     bandwidth: float
     efficiency: float = 1.0
+
+    @cached_property
+    def kind(self) -> Device:
+        """The device without its name and host: devices of equal kind cost the same."""
+        return replace(self, name="", host="")
 
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s at a dtype; float32's where the device names none for it."""
@@ -98,13 +103,16 @@ class Cluster:
     def _hosts(self) -> Mapping[str, Host]:
         return {host.name: host for host in self.hosts}
 
+    @cached_property
+    def _pairs(self) -> Mapping[tuple[str, str], Link]:
+        return dict(self.pairs)
+
     def link(self, a: str, b: str) -> Link:
         """The link between two devices, by name."""
         host_a, host_b = self.by_name[a].host, self.by_name[b].host
         if host_a == host_b:
             return self._hosts[host_a].link
-        low, high = sorted((host_a, host_b))
-        found = dict(self.pairs).get((low, high), self.network)
+        found = self._pairs.get((min(host_a, host_b), max(host_a, host_b)), self.network)
         assert found is not None, "verified when the cluster was read"
         return found
 

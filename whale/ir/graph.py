@@ -75,7 +75,7 @@ class TensorSpec:
         return f"{self.dtype}[{sizes}]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Op:
     """One node of the captured graph.
 
@@ -109,7 +109,7 @@ class Op:
     tags: frozenset[str] = frozenset()
     requires_grad: bool = False
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the ops it reads, each once, in argument order."""
         found: dict[str, None] = {}
@@ -219,6 +219,20 @@ class ModelGraph:
     def by_name(self) -> dict[str, Op]:
         """Ops by name."""
         return {op.name: op for op in self.ops}
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Index of each op by name."""
+        return {op.name: index for index, op in enumerate(self.ops)}
+
+    @cached_property
+    def storage(self) -> dict[str, str]:
+        """Per op, the op that owns the storage of its result: itself, or through views and in-place ops another."""
+        owner: dict[str, str] = {}
+        for op in self.ops:
+            aliases = op.inputs and ("view" in op.tags or "in_place" in op.tags or op.target == "operator.getitem")
+            owner[op.name] = owner[op.inputs[0]] if aliases else op.name
+        return owner
 
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from whale.ir.graph import Argument, LossTerm, ModelGraph, Op, Parameter, Ref, TensorSpec
 from whale.ir.source import SourceLine
 
@@ -58,7 +60,7 @@ class Build:
 
     def _add(self, op: Op) -> Ref:
         line = SourceLine("model.py", len(self.ops) + 1)
-        self.ops.append(Op(**{name: getattr(op, name) for name in Op.__slots__} | {"where": line}))
+        self.ops.append(replace(op, where=line))
         return Ref(op.name)
 
 

@@ -79,9 +79,9 @@ def kept_under(pricing: Pricing, policy: Policy) -> Mapping[str, tuple[str, ...]
         return pricing.kept
     graph, kept = pricing.graph, dict(pricing.kept)
     calls = [op.name for op in graph.ops if op.kind == "call"]
-    for core in find_cores(graph, calls, pricing.owner, pricing.activations):
+    for core in find_cores(graph, calls, pricing.activations):
         inside = set(core)
-        read = [pricing.owner[source] for name in core for source in graph.by_name[name].inputs if source not in inside]
+        read = [graph.storage[source] for name in core for source in graph.by_name[name].inputs if source not in inside]
         kept |= dict.fromkeys(core, ())
         kept[core[0]] = tuple(name for name in dict.fromkeys(read) if graph.by_name[name].kind == "call")
     return kept
@@ -153,10 +153,10 @@ class Chooser:
         rows = self._rows(placed[self.pipeline.stage_rank[stage]], num_rows)
         pricing = self.pricing
         ops = assignment.parts[stage].ops
-        return find_blocks(pricing.graph, ops, pricing.owner, pricing.kept, self.pipeline.in_flight[stage], rows)
+        return find_blocks(pricing.graph, ops, pricing.kept, self.pipeline.in_flight[stage], rows)
 
     def _cores(self, assignment: Assignment, stage: int) -> tuple[Segment, ...]:
-        return find_cores(self.pricing.graph, assignment.parts[stage].ops, self.pricing.owner, self.pricing.activations)
+        return find_cores(self.pricing.graph, assignment.parts[stage].ops, self.pricing.activations)
 
     def _by_worth(
         self, placed: Placed, assignment: Assignment, segments: Mapping[int, Sequence[Segment]], num_rows: int

@@ -44,16 +44,12 @@ class Ground:
     closed: NDArray[np.bool_]
 
 
-def find_ground(graph: ModelGraph, ops: Sequence[str], owner: Mapping[str, str]) -> Ground:
-    """Finds what in-place ops leave of a stage for segments.
-
-    Args:
-        owner: per op, the op whose memory its result is in.
-    """
+def find_ground(graph: ModelGraph, ops: Sequence[str]) -> Ground:
+    """Finds what in-place ops leave of a stage for segments."""
     position = {name: index for index, name in enumerate(ops)}
     last_write: dict[str, int] = {}
     for index, name in enumerate(ops):
-        for storage in written_storages(graph, graph.by_name[name], owner):
+        for storage in written_storages(graph, graph.by_name[name]):
             last_write[storage] = index
     closed = np.zeros(len(ops) + 1, dtype=np.bool_)
     barred = np.zeros(len(ops), dtype=np.bool_)
@@ -63,7 +59,7 @@ def find_ground(graph: ModelGraph, ops: Sequence[str], owner: Mapping[str, str])
             continue
         for index in range(last + 1):
             op = graph.by_name[ops[index]]
-            barred[index] |= storage in {owner[name] for name in (op.name, *op.inputs)}
+            barred[index] |= storage in {graph.storage[name] for name in (op.name, *op.inputs)}
     for start, stop in _runs(closed):  # what may not be cut apart is left out as a whole
         if barred[start - 1 : stop].any():
             barred[start - 1 : stop] = True
@@ -77,7 +73,7 @@ def _runs(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
 
 
 def find_blocks(
-    graph: ModelGraph, ops: Sequence[str], owner: Mapping[str, str], kept: Mapping[str, tuple[str, ...]], in_flight: int, num_rows: float
+    graph: ModelGraph, ops: Sequence[str], kept: Mapping[str, tuple[str, ...]], in_flight: int, num_rows: float
 ) -> tuple[Segment, ...]:
     """Cuts a stage into the blocks that leave least in memory when all are recomputed.
 
@@ -86,13 +82,12 @@ def find_blocks(
     to cut are found by dynamic programming, then the best size is taken.
 
     Args:
-        owner: per op, the op whose memory its result is in.
         kept: per op, what it keeps for backward.
         in_flight: micro-batches.
         num_rows: rows of one on a device.
     """
-    ground = find_ground(graph, ops, owner)
-    entering, inside = _profile(graph, ops, owner, kept, num_rows)
+    ground = find_ground(graph, ops)
+    entering, inside = _profile(graph, ops, kept, num_rows)
     units = [start + lightest_bounds(entering[start : stop + 1], ground.closed[start : stop + 1]) for start, stop in ground.islands]
     best: list[NDArray[np.int64]] = []
     least = np.inf
@@ -106,16 +101,14 @@ def find_blocks(
     return tuple(blocks)
 
 
-def _profile(
-    graph: ModelGraph, ops: Sequence[str], owner: Mapping[str, str], kept: Mapping[str, tuple[str, ...]], num_rows: float
-) -> tuple[Floats, Floats]:
+def _profile(graph: ModelGraph, ops: Sequence[str], kept: Mapping[str, tuple[str, ...]], num_rows: float) -> tuple[Floats, Floats]:
     """Per place, the bytes alive across it, and the bytes kept for backward of what is made before it."""
     position = {name: index for index, name in enumerate(ops)}
     last_use: dict[str, int] = {}
     for index, name in enumerate(ops):
         for source in graph.by_name[name].inputs:
-            if graph.by_name[owner[source]].kind == "call":
-                last_use[owner[source]] = index
+            if graph.by_name[graph.storage[source]].kind == "call":
+                last_use[graph.storage[source]] = index
     steps, made = np.zeros(len(ops) + 1), np.zeros(len(ops) + 1)
     for name, last in last_use.items():
         size = output_line(graph.by_name[name], graph.num_rows).at(num_rows)
@@ -144,11 +137,10 @@ def _cut(entering: Floats, inside: Floats, size: float) -> list[int]:
     return bounds[::-1]
 
 
-def find_cores(graph: ModelGraph, ops: Sequence[str], owner: Mapping[str, str], activations: Collection[str]) -> tuple[Segment, ...]:
+def find_cores(graph: ModelGraph, ops: Sequence[str], activations: Collection[str]) -> tuple[Segment, ...]:
     """The cores of attention in a stage: from the product of two activations through softmax to the next, found by kinds of ops.
 
     Args:
-        owner: per op, the op whose memory its result is in.
         activations: ops whose values depend on the batch.
     """
     position = {name: index for index, name in enumerate(ops)}
@@ -162,7 +154,7 @@ def find_cores(graph: ModelGraph, ops: Sequence[str], owner: Mapping[str, str], 
             after = _nearest(name, position, lambda n: graph.users[n], graph, activations)
             if before and after:
                 found.append((min(before), max(after) + 1))
-    ground = find_ground(graph, ops, owner)
+    ground = find_ground(graph, ops)
     return tuple(tuple(ops[start:stop]) for start, stop in _merge(found) if _is_open(ground, start, stop))
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from whale.errors import BatchError
-from whale.estimate.prices import kind_of
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units, shortage
 from whale.planning.pipeline.cut_points import CutPoints
@@ -172,7 +171,7 @@ class Solver:
         hosts = {host: self.pricing.cluster.link(a, b) for host, (a, b) in self._host_pairs(placed).items()}
         local = {host: number for number, host in enumerate(dict.fromkeys(device.host for device in devices))}
         links = tuple((local[a], local[b], link) for (a, b), link in hosts.items())
-        return tuple((kind_of(device), local[device.host]) for device in devices), links
+        return tuple((device.kind, local[device.host]) for device in devices), links
 
     def _host_pairs(self, placed: Placed) -> dict[tuple[str, str], tuple[str, str]]:
         one_of = {self.pricing.cluster.by_name[name].host: name for names in placed for name in names}

@@ -110,15 +110,15 @@ class _Labelling:
         work: dict[str, str] = {}
         for name in self._ops:
             op = self._graph.by_name[name]
-            axis = self._choose(op, work) if self._writes.owner[name] not in whole else None
+            axis = self._choose(op, work) if self._graph.storage[name] not in whole else None
             if axis is not None:
                 work[name] = axis
             for operand in op.inputs:
                 if op.target == "operator.getitem" or not self._writes.need_same(operand, name):
                     continue
                 lies = self._held(operand, work)
-                if lies != (axis if axis in self._sources.axes_in(operand) else None) and self._writes.owner[operand] not in whole:
-                    return work, self._writes.owner[operand]
+                if lies != (axis if axis in self._sources.axes_in(operand) else None) and self._graph.storage[operand] not in whole:
+                    return work, self._graph.storage[operand]
         return work, None
 
     def _choose(self, op: Op, work: Mapping[str, str]) -> str | None:

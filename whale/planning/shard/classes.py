@@ -200,7 +200,7 @@ class Classes:
         node = self.node_of[reader]
         op = self.scene.graph.by_name[reader]
         uses = tuple(self.use(reader, tensor, label) for label in self.nodes[node].labels)
-        keeps = self._writes.owner[tensor] in self._kept.get(reader, ())
+        keeps = self.scene.graph.storage[tensor] in self._kept.get(reader, ())
         return User(node, uses, op.requires_grad, keeps, self._writes.need_same(tensor, reader))
 
     def _heads(self) -> dict[str, str]:
@@ -269,7 +269,7 @@ class Classes:
         return (
             (op.kind, op.target if op.kind == "call" else held, op.outputs, op.requires_grad, op.forward_flops, op.backward_flops),
             (kinds, self.kinds_in(name), op.tags, tuple(_shape_of(op)), name in scene.returned, name in self._added),
-            (self._writes.is_written_later(name), self._writes.owner[name] == name, name in self._kept.get(name, ())),
+            (self._writes.is_written_later(name), self.scene.graph.storage[name] == name, name in self._kept.get(name, ())),
             (name in scene.rows_arriving, name in scene.rows_leaving),
         )
 

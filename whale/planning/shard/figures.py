@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from whale.axes.bridges import Bridge
 from whale.estimate import Line, optimizer_seconds
 from whale.estimate.op_table import Floats, is_free
-from whale.estimate.prices import kind_of
 from whale.estimate.tolls import Site, Tolls
 from whale.estimate.traffic import CutTraffic, cut_traffic
 from whale.ir.cluster import Device
@@ -114,7 +113,7 @@ class Figures:
         found: dict[int, Floats] = {}
         known: dict[object, Floats] = {}
         for worker in self.workers:
-            key = kind_of(worker.device)
+            key = worker.device.kind
             if key not in known:
                 times = np.array([self._seconds_along(kind, worker.device, float(share), nodes) for share in shares])
                 known[key] = np.maximum.accumulate(np.interp(np.arange(size + 1) / size, shares, times))
@@ -277,4 +276,4 @@ def _workers(pricing: Pricing, site: Site) -> Iterator[Worker]:
     """Per position, its devices in the groups, equal ones once."""
     for position in range(site.width):
         devices = (pricing.cluster.by_name[group[position]] for group in site.groups)
-        yield from (Worker(position, device) for device in {kind_of(device): device for device in devices}.values())
+        yield from (Worker(position, device) for device in {device.kind: device for device in devices}.values())

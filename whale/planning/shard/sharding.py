@@ -21,7 +21,6 @@ import numpy as np
 
 from whale.errors import AnnotationError, raise_faults
 from whale.estimate import Line
-from whale.estimate.prices import kind_of
 from whale.estimate.tolls import Site
 from whale.ir.plan import Shard
 from whale.ir.scope import Scope
@@ -116,7 +115,7 @@ def choose_cuts(scene: Scene, pricing: Pricing, site: Site, num_bytes: Line, sco
 
 def _place(pricing: Pricing, group: Sequence[str]) -> Hashable:
     """Groups of equal devices on equal links are cut alike."""
-    kinds = tuple(kind_of(pricing.cluster.by_name[name]) for name in group)
+    kinds = tuple(pricing.cluster.by_name[name].kind for name in group)
     return kinds, tuple(pricing.link(a, b) for a, b in combinations(group, 2))
 
 

@@ -140,7 +140,7 @@ def _copies(pricing: Pricing, labels: Labels, bridges: Sequence[Bridge], positio
     found = []
     for bridge in bridges:
         op = pricing.graph.by_name[bridge.tensor]
-        keepers = (user for user in bridge.users if user not in again and pricing.owner[op.name] in pricing.kept.get(user, ()))
+        keepers = (user for user in bridge.users if user not in again and pricing.graph.storage[op.name] in pricing.kept.get(user, ()))
         if op.kind == "call" and bridge.forward and not bridge.is_sum and any(keepers):
             share = sizes[bridge.target] / pricing.axes.by_name[bridge.target].size if bridge.target else 1.0
             found.append(Line.sum(spec_line(spec, pricing.graph.num_rows) for spec in op.outputs) * share)

@@ -121,10 +121,9 @@ def _parts(graph: ModelGraph, structure: Structure, stage_of: Mapping[str, int],
     for term in graph.loss:
         if term.weight in structure.repeatable and term.sum in stage_of:
             members[stage_of[term.sum]].add(term.weight)
-    position = {op.name: index for index, op in enumerate(graph.ops)}
     for own in members:
         _add_repeats(own, structure)
-    ordered = [tuple(sorted(own, key=position.__getitem__)) for own in members]
+    ordered = [tuple(sorted(own, key=graph.position.__getitem__)) for own in members]
     held = [_parameters(graph, structure, ops) for ops in ordered]
     held[-1] |= {parameter.name for parameter in graph.parameters}.difference(*held)  # nobody reads these, somebody keeps them
     parts = []

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from whale.estimate import storage_of
 from whale.estimate.memory_writes import SILENT_WRITERS
 from whale.estimate.op_table import operator
 from whale.ir.graph import ModelGraph, Op
@@ -44,11 +43,10 @@ def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset()) -> Structur
         pinned: ops that are not to be repeated, although they could be.
     """
     inputs = {op.name: op.inputs for op in graph.ops}
-    owner = storage_of(graph)
-    mutated = frozenset(name for op in graph.ops for name in written_storages(graph, op, owner))
-    repeatable = _repeatable(graph, inputs, lambda op: op.name in pinned or owner[op.name] in mutated)
+    mutated = frozenset(name for op in graph.ops for name in written_storages(graph, op))
+    repeatable = _repeatable(graph, inputs, lambda op: op.name in pinned or graph.storage[op.name] in mutated)
     parents = {op.name: op.name for op in graph.ops if op.kind == "call" and op.name not in repeatable}
-    for first, second in _bonds(graph, inputs, owner):
+    for first, second in _bonds(graph, inputs):
         if first in parents and second in parents:
             _unite(parents, first, second)
     while True:
@@ -111,18 +109,18 @@ def _is_cheap(op: Op, sources: Iterable[Op]) -> bool:
     return op.forward_flops <= CHEAP_FLOPS * elements
 
 
-def _bonds(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]], owner: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+def _bonds(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]]) -> Iterable[tuple[str, str]]:
     """Pairs of ops that share a stage.
 
     An item of a tuple stays with the tuple. A tensor that is changed in place stays with its views, with the ops
     that change it, and with those that read it before a later change: over a wire each would see another state.
     All readers of a buffer that is changed stay together.
     """
-    position = {op.name: index for index, op in enumerate(graph.ops)}
+    position, owner = graph.position, graph.storage
     last_change: dict[str, float] = {}
     first: dict[str, str] = {}
     for op in graph.ops:
-        for name in written_storages(graph, op, owner):
+        for name in written_storages(graph, op):
             last_change[name] = position[op.name] if graph.by_name[name].kind == "call" else math.inf
             first.setdefault(name, op.name)
     for op in graph.ops:
@@ -138,11 +136,11 @@ def _bonds(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]], owner: Mapp
             yield term.sum, term.weight
 
 
-def written_storages(graph: ModelGraph, op: Op, owner: Mapping[str, str]) -> tuple[str, ...]:
+def written_storages(graph: ModelGraph, op: Op) -> tuple[str, ...]:
     """The storages that an op changes."""
     if operator(op) in SILENT_WRITERS:
         return tuple(name for name in op.inputs if graph.by_name[name].kind == "buffer")
-    return (owner[op.name],) if "in_place" in op.tags else ()
+    return (graph.storage[op.name],) if "in_place" in op.tags else ()
 
 
 def _root(parents: dict[str, str], name: str) -> str:

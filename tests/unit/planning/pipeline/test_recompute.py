@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scope
 from whale.config import SCHEDULES, Config
 from whale.errors import ConfigError, PlanError
-from whale.estimate import kept_tensors, storage_of
+from whale.estimate import kept_tensors
 from whale.estimate.kept import activations_of
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph, TensorSpec
@@ -48,7 +48,7 @@ def thick(num_blocks: int = 6) -> ModelGraph:
 
 
 def blocks_of(graph: ModelGraph, in_flight: int = 4) -> tuple[tuple[str, ...], ...]:
-    return find_blocks(graph, calls(graph), storage_of(graph), kept_tensors(graph), in_flight, ROWS)
+    return find_blocks(graph, calls(graph), kept_tensors(graph), in_flight, ROWS)
 
 
 def test_blocks_are_cut_where_little_crosses() -> None:
@@ -78,7 +78,7 @@ def attending() -> ModelGraph:
 
 def test_cores_of_attention_are_found_by_kinds_of_ops() -> None:
     graph = attending()
-    found = find_cores(graph, calls(graph), storage_of(graph), activations_of(graph))
+    found = find_cores(graph, calls(graph), activations_of(graph))
     assert found == (
         ("a.scores", "a.scaled", "a.softmax", "a.mixed"),
         ("b.scores", "b.scaled", "b.softmax", "b.mixed"),
@@ -95,7 +95,7 @@ def test_ops_that_write_buffers_are_left_out_and_changed_tensors_stay_whole() ->
     graph.call("changed", "aten.add_.Tensor", value, 1.0, tags=("in_place",))
     graph.sum_loss(graph.linear("third", "changed"))
     built = graph.build()
-    ground = find_ground(built, calls(built), storage_of(built))
+    ground = find_ground(built, calls(built))
     assert [tuple(ground.ops[start:stop]) for start, stop in ground.islands] == [("first",), ("second", "changed", "third", "loss")]
     assert ground.closed[3] and not ground.closed[4]  # between second and changed
 
