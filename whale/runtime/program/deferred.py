@@ -13,12 +13,14 @@ gradients in I, which is exact as well, only not delayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+
+from whale.runtime.program.marks import num_dims_of
 
 aten = torch.ops.aten
 Gradients = tuple[torch.Tensor | None, ...]
@@ -153,35 +155,37 @@ def deferred(queue: WeightQueue, target: Any, *args: Any) -> torch.Tensor:
     return output
 
 
-def defer_weights(graph: fx.Graph, parameters: Collection[str], num_dims: Mapping[str, int], queue: fx.Node) -> None:
+def defer_weights(graph: fx.Graph, parameters: Collection[str], queue: fx.Node) -> None:
     """Replaces, in a stage's graph, the ops that have a rule and read trainable parameters directly.
 
     Args:
-        graph: of the stage; changed in place.
-        parameters: names of the placeholders of trainable parameters.
-        num_dims: dimensions of every value, by name.
+        graph: of the stage, its nodes marked with their dimensions; changed in place.
+        parameters: the placeholders of trainable parameters.
         queue: the placeholder of the `WeightQueue`.
     """
-    dims = dict(num_dims)
     for node in list(graph.nodes):
         rule = RULES.get(node.target) if node.op == "call_function" else None
         if rule is None or node.kwargs:
             continue
         weights = [node.args[p] for p in rule.weights if p < len(node.args) and node.args[p] is not None]
-        is_direct = all(isinstance(weight, fx.Node) and weight.name in parameters for weight in weights)
+        is_direct = all(_brings(weight, parameters) for weight in weights)
         data = node.args[rule.data]
-        if is_direct and isinstance(data, fx.Node) and data.name not in parameters and _fits(node, dims):
+        if is_direct and isinstance(data, fx.Node) and not _brings(data, parameters) and _fits(node):
             with graph.inserting_before(node):
                 replacement = graph.call_function(deferred, (queue, node.target, *node.args))
             replacement.meta = dict(node.meta)
-            dims[replacement.name] = dims[node.name]
             node.replace_all_uses_with(replacement)
             graph.erase_node(node)
 
 
-def _fits(node: fx.Node, num_dims: Mapping[str, int]) -> bool:
+def _brings(argument: Any, parameters: Collection[str]) -> bool:
+    """Whether an argument is the placeholder of one of the parameters."""
+    return isinstance(argument, fx.Node) and argument.op == "placeholder" and argument.target in parameters
+
+
+def _fits(node: fx.Node) -> bool:
     """Whether the op is of the plain form that the rule is for."""
-    dims = [num_dims[argument.name] if isinstance(argument, fx.Node) else None for argument in node.args]
+    dims = [num_dims_of(argument) if isinstance(argument, fx.Node) else None for argument in node.args]
     if node.target is aten.matmul.default:
         return dims[1] == 2 and (dims[0] or 0) >= 2
     if node.target is aten.linear.default:

@@ -14,8 +14,9 @@ from whale.axes.halving import Halving
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, Shard
 from whale.runtime.program.deferred import defer_weights
+from whale.runtime.program.marks import NUM_DIMS, OP
 from whale.runtime.program.overlap import overlap
-from whale.runtime.program.segments import OP, with_segments
+from whale.runtime.program.segments import with_segments
 from whale.runtime.program.shard import GROUP, lower_shards
 from whale.runtime.program.shared_gradient import divide_gradients
 
@@ -74,20 +75,19 @@ def lower(
     """
     wanted, handed = set(ops), set(received)
     read = _reads(model, wanted, handed, outputs)
-    local = _copy(graph, wanted, handed, read, outputs, device)
+    local = _copy(graph, model, wanted, handed, read, outputs, device)
     mutated = mutated_buffers(model, local.nodes)
-    num_dims = {op.name: len(op.outputs[0].shape) for op in model.ops if op.outputs}
     first: tuple[str, ...] = ()
     if shards is not None:
         program = lower_shards(local, model, shards.axes, shards.shards, shards.position, num_rows=num_rows)
-        local, num_dims, first = program.graph, {**num_dims, **program.num_dims}, (GROUP,)
+        local, first = program.graph, (GROUP,)
         divide_gradients(local, model, shards.shared - program.partial, len(shards.shards[0].sizes))
         if halving is not None:
-            local, num_dims = overlap(local, model, halving, outputs, num_dims)
+            local = overlap(local, model, halving, outputs)
     if splits_backward:
         with local.inserting_before(next(iter(local.nodes))):
             queue = local.placeholder(QUEUE)
-        defer_weights(local, _trainable(model, read), num_dims, queue)
+        defer_weights(local, _trainable(model, read), queue)
         first = (QUEUE, *first)
     random = {name for name in wanted if "random" in model.by_name[name].tags}
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
@@ -126,9 +126,15 @@ class StageShards:
 
 
 def _copy(
-    graph: fx.Graph, wanted: set[str], handed: set[str], read: Iterable[str], outputs: Sequence[str], device: torch.device
+    graph: fx.Graph,
+    model: ModelGraph,
+    wanted: set[str],
+    handed: set[str],
+    read: Iterable[str],
+    outputs: Sequence[str],
+    device: torch.device,
 ) -> fx.Graph:
-    """The wanted ops as a graph of their own, on a device."""
+    """The wanted ops as a graph of their own, on a device, its nodes marked with what they are."""
     local = fx.Graph()
     copies = {name: local.placeholder(name) for name in read}
     for node in graph.nodes:
@@ -139,6 +145,9 @@ def _copy(
             if handed and copied.target is torch.ops.aten.view.default:
                 copied.target = torch.ops.aten.reshape.default  # what arrives is contiguous, whatever it was where it was made
             copies[node.name] = copied
+    for name, node in copies.items():
+        if results := model.by_name[name].outputs:
+            node.meta[NUM_DIMS] = len(results[0].shape)
     local.output(tuple(copies[name] for name in outputs))
     return local
 

@@ -21,7 +21,7 @@ What does not depend on rows is computed once, for both. Gradients of parameters
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, fx
 
 from whale.axes.halving import Halving
-from whale.ir.graph import ModelGraph, Op
+from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis
 from whale.runtime.program.halves import Place, first_rows, halves, joined, last_rows
+from whale.runtime.program.marks import HALF, op_of
 from whale.runtime.program.shard.communication import OPERATIONS, finish, start
 
 Operation = Callable[..., Tensor]
@@ -50,35 +51,33 @@ class _Step(NamedTuple):
     work: float
 
 
-def overlap(
-    graph: fx.Graph, model: ModelGraph, halving: Halving, outputs: Sequence[str], num_dims: Mapping[str, int]
-) -> tuple[fx.Graph, dict[str, int]]:
+def overlap(graph: fx.Graph, model: ModelGraph, halving: Halving, outputs: Sequence[str]) -> fx.Graph:
     """Rewrites a stage's graph so that its two halves take turns.
 
     Args:
-        graph: of the stage, cut; it is left as it is.
+        graph: of the stage, cut, its nodes marked with what they are; it is left as it is.
         model: the captured model.
         halving: of the stage, without faults.
         outputs: names of what the graph returns.
-        num_dims: dimensions of every value, by name.
 
     Returns:
-        The graph, with the same placeholders and results, and the dimensions of its values.
+        The graph, with the same placeholders and results, its nodes marked with their half.
     """
-    writer = _Writer(graph, halving, num_dims)
+    writer = _Writer(graph, halving)
     chunks = _chunks(_steps(graph, model, writer.rows))
     for half, step in _in_turns(chunks):
         writer.write(half, step)
     (results,) = next(node for node in graph.nodes if node.op == "output").args
     writer.hand_on(outputs, cast("Sequence[fx.Node]", results))
     writer.graph.lint()
-    return writer.graph, writer.num_dims
+    return writer.graph
 
 
 def _steps(graph: fx.Graph, model: ModelGraph, rows: Collection[fx.Node]) -> list[_Step]:
     """What each half does, in order: what was started is finished where it is used, or before anything is written in place."""
     steps: list[_Step] = []
     started: list[fx.Node] = []
+    work = _works(graph, model)
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
@@ -91,7 +90,7 @@ def _steps(graph: fx.Graph, model: ModelGraph, rows: Collection[fx.Node]) -> lis
             steps.append(_Step("start", node, 0))
             started.append(node)
         else:
-            steps.append(_Step("compute", node, _work(model.by_name.get(node.name)) if node in rows else 0))
+            steps.append(_Step("compute", node, work.get(node, 0) if node in rows else 0))
     return steps
 
 
@@ -99,10 +98,15 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _work(op: Op | None) -> float:
-    if op is None or "view" in op.tags:
-        return 0
-    return op.forward_flops + FLOPS_PER_BYTE * op.num_bytes
+def _works(graph: fx.Graph, model: ModelGraph) -> dict[fx.Node, float]:
+    """The work of each op, laid on the first of the nodes that compute it."""
+    first: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        name = op_of(node)
+        if name is not None and node.target not in OPERATIONS:
+            first.setdefault(name, node)
+    ops = {node: model.by_name[name] for name, node in first.items()}
+    return {node: 0 if "view" in op.tags else op.forward_flops + FLOPS_PER_BYTE * op.num_bytes for node, op in ops.items()}
 
 
 def _chunks(steps: Sequence[_Step]) -> list[list[_Step]]:
@@ -158,15 +162,13 @@ class _Writer:
     Args:
         graph: the old one.
         halving: of the stage.
-        num_dims: dimensions of the old values.
 
     Attributes:
         rows: old nodes that each half has its own of.
     """
 
-    def __init__(self, graph: fx.Graph, halving: Halving, num_dims: Mapping[str, int]) -> None:
+    def __init__(self, graph: fx.Graph, halving: Halving) -> None:
         self.graph = fx.Graph()
-        self.num_dims = dict(num_dims)
         self.rows: set[fx.Node] = set()
         self._halving = halving
         self._copies: tuple[dict[fx.Node, fx.Node], ...] = ({}, {})
@@ -176,16 +178,17 @@ class _Writer:
         for node in given:
             self._copies[0][node], self._copies[1][node] = self._divided(node, whole[node])
         for node in graph.nodes:
-            if (node in whole and node.name in halving.rows) or not self.rows.isdisjoint(node.all_input_nodes):
+            if (node in whole and node.target in halving.rows) or not self.rows.isdisjoint(node.all_input_nodes):
                 self.rows.add(node)
 
     def _divided(self, node: fx.Node, whole: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The halves of something given."""
-        if node.name not in self._halving.rows:
+        name = str(node.target)
+        if name not in self._halving.rows:
             return whole, whole
-        if node.name not in self._halving.read:  # the number of rows
+        if name not in self._halving.read:  # the number of rows
             return self._half(node, 0, first_rows, (whole,)), self._half(node, 1, last_rows, (whole,))
-        both = self.graph.create_node("call_function", halves, (whole, _place(self._halving.read[node.name])), name=f"{node.name}_halves")
+        both = self.graph.create_node("call_function", halves, (whole, _place(self._halving.read[name])), name=f"{name}_halves")
         return self._half(node, 0, operator.getitem, (both, 0)), self._half(node, 1, operator.getitem, (both, 1))
 
     def write(self, half: int, step: _Step) -> None:
@@ -210,9 +213,7 @@ class _Writer:
     ) -> fx.Node:
         """A call that stands for an old node in one half."""
         made = self.graph.create_node("call_function", target, arguments, keywords or {}, name=f"{node.name}_{HALVES[half]}{end}")
-        made.meta = dict(node.meta)
-        if node.name in self.num_dims:
-            self.num_dims[made.name] = self.num_dims[node.name]
+        made.meta = {**node.meta, HALF: half}
         return made
 
     def hand_on(self, names: Sequence[str], nodes: Sequence[fx.Node]) -> None:

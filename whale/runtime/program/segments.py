@@ -17,6 +17,8 @@ from typing import Any
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from whale.runtime.program.marks import op_of
+
 
 class Recomputed(nn.Module):
     """A run of ops that is computed again in the backward pass.
@@ -46,16 +48,12 @@ def with_segments(graph: fx.Graph, segments: Sequence[Collection[str]], random: 
     for number, segment in enumerate(segments):
         names = set(segment)
         order = list(graph.nodes)
-        marked = [index for index, node in enumerate(order) if node.meta.get(OP) in names]
+        marked = [index for index, node in enumerate(order) if op_of(node) in names]
         if marked:
             nodes = order[marked[0] : marked[-1] + 1]  # with what lowering put in between
             name = f"segment{number}"
             root.add_module(name, Recomputed(_take_out(graph, nodes, name), is_random=not names.isdisjoint(random)))
     return fx.GraphModule(root, graph)
-
-
-OP = "whale_op"
-"""Where a node says which op it runs, whatever it is replaced by."""
 
 
 def _take_out(graph: fx.Graph, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:

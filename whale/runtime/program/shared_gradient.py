@@ -36,7 +36,7 @@ def divided(value: torch.Tensor, count: int) -> torch.Tensor:
 def divide_gradients(graph: fx.Graph, model: ModelGraph, names: Collection[str], count: int) -> None:
     """Puts `divided` behind the placeholders of some parameters, in place."""
     for node in graph.find_nodes(op="placeholder"):
-        op = model.by_name.get(node.name)
+        op = model.by_name.get(str(node.target))
         if op is None or op.kind != "parameter" or model.parameter_by_name[op.target].name not in names:
             continue
         with graph.inserting_after(node):

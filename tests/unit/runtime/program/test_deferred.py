@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 
 from whale.runtime.program.deferred import RULES, WeightQueue, defer_weights, deferred
+from whale.runtime.program.marks import NUM_DIMS
 
 aten = torch.ops.aten
 
@@ -81,6 +82,8 @@ def test_only_direct_uses_of_parameters_are_replaced() -> None:
 
     graph = fx.symbolic_trace(Two()).graph
     queue, *_ = graph.nodes
-    defer_weights(graph, {"w"}, {node.name: 2 for node in graph.nodes}, queue)
+    for node in graph.nodes:
+        node.meta[NUM_DIMS] = 2
+    defer_weights(graph, {"w"}, queue)
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     assert targets.count(deferred) == 1 and targets.count(aten.linear.default) == 1

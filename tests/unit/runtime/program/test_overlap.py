@@ -20,6 +20,7 @@ from whale.capture import Program, capture
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Shard
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
+from whale.runtime.program.marks import HALF, op_of
 from whale.runtime.program.shard import cut_out
 from whale.runtime.program.shard.communication import finish, start
 
@@ -76,19 +77,19 @@ def test_between_the_ends_of_every_message_the_other_half_computes() -> None:
     for index, node in enumerate(nodes):
         if node.target is finish:
             (source,) = node.all_input_nodes
-            own, other = ("first", "last") if node.name.endswith("_first") else ("last", "first")
-            names = [found.name for found in nodes[begun[source] + 1 : index]]
-            assert not any(name.endswith(f"_{own}") for name in names)
-            between += any(name.endswith(f"_{other}") for name in names)
+            halves = {found.meta.get(HALF) for found in nodes[begun[source] + 1 : index]}
+            assert node.meta[HALF] not in halves
+            between += 1 - node.meta[HALF] in halves
     assert between >= 2 * 6 - 2  # but for the last ones
 
 
 def test_what_has_no_rows_is_computed_once() -> None:
     program = lowered(0, halved=True)
     assert program.inputs == lowered(0).inputs
-    names = Counter(node.name.removesuffix("_first").removesuffix("_last") for node in program.module.graph.nodes)
-    assert names["linear"] == 2
-    assert names["p_blocks_0_up_weight"] == 1
+    computed = Counter(op_of(node) for node in program.module.graph.nodes)
+    assert computed["linear"] == 2
+    given = Counter(node.target for node in program.module.graph.find_nodes(op="placeholder"))
+    assert given["p_blocks_0_up_weight"] == 1
 
 
 class Logged(Device):

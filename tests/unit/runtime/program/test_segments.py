@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale.runtime.program.deferred import WeightQueue, defer_weights
-from whale.runtime.program.segments import OP, with_segments
+from whale.runtime.program.marks import NUM_DIMS, OP
+from whale.runtime.program.segments import with_segments
 
 aten = torch.ops.aten
 
@@ -26,9 +27,9 @@ def graph_of(queue: bool = False, count: Callable[[Tensor], Tensor] | None = Non
     second = graph.call_function(aten.linear.default, (dropped, w), name="second")
     graph.output((graph.call_function(aten.add.Tensor, (second, changed), name="end"),))
     for node in graph.nodes:
-        node.meta[OP] = node.name
+        node.meta = {OP: node.name, NUM_DIMS: 2}
     if waiting is not None:
-        defer_weights(graph, {"w"}, {node.name: 2 for node in graph.nodes}, waiting)
+        defer_weights(graph, {"w"}, waiting)
     return graph
 
 

@@ -36,13 +36,11 @@ class ShardProgram:
         parameters: per parameter and buffer that the device holds a part of, the dimensions of the whole one.
         partial: parameters that are whole, but whose gradients are partial: they must be summed over the split group.
             Gradients of all other whole parameters are complete, and equal on all devices of the group.
-        num_dims: dimensions of the values that the pass added, by name.
     """
 
     graph: fx.Graph
     parameters: Mapping[str, tuple[Dimension, ...]]
     partial: frozenset[str]
-    num_dims: Mapping[str, int]
 
 
 def lower_shards(
@@ -84,7 +82,7 @@ def lower_shards(
     shard = [node.name for node in known if _parameter(model, node.name) and layout.labels.held(node.name)]
     parameters = {_parameter(model, name): layout.dimensions(name) for name in shard}
     writer.graph.lint()
-    return ShardProgram(writer.graph, parameters, partial, writer.added)
+    return ShardProgram(writer.graph, parameters, partial)
 
 
 def _write(node: fx.Node, writer: Writer) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from whale.axes.labels import Use
+from whale.runtime.program.marks import OP
 from whale.runtime.program.shard.communication import collect, enter, exchange, gather, part
 from whale.runtime.program.shard.layout import ShardLayout
 from whale.runtime.program.shard.slots import own_part
@@ -37,7 +38,6 @@ class Writer:
         self.layout = layout
         self.graph = fx.Graph()
         self.group = self.graph.placeholder(GROUP)
-        self.added: dict[str, int] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
         self._roots, self._written = roots, written
         self._synchronized = synchronized
@@ -59,11 +59,10 @@ class Writer:
         return fx.node.map_arg(argument, self.copies.__getitem__)
 
     def emit(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str = "") -> fx.Node:
-        """A new call; it is named after an old node and, if it computes that op, carries its marks."""
+        """A new call; it is named after an old node and carries its marks; that of the op only if it takes part in computing it."""
         made = self.graph.create_node("call_function", target, args, kwargs, name=f"{node.name}__{what}" if what else node.name)
-        made.meta = {} if what in _BETWEEN else {key: value for key, value in node.meta.items() if key != "val"}
-        if made.name != node.name and node.name in self.layout.axes.ops:
-            self.added[made.name] = len(self.layout.dimensions(node.name))
+        dropped = ("val", OP) if what in _BETWEEN else ("val",)
+        made.meta = {key: value for key, value in node.meta.items() if key not in dropped}
         return made
 
     def is_written(self, node: fx.Node) -> bool:
