@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 
@@ -117,6 +119,7 @@ class LossAccount:
         self._num_rows = num_rows
         self._sums: list[torch.Tensor | None] = [None] * len(terms)
         self._weights: list[torch.Tensor | float] = [0.0] * len(terms)
+        self._seeds: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
         self._device = device
         self.dtype: torch.dtype = torch.float32
 
@@ -139,9 +142,14 @@ class LossAccount:
         return self._known.get(index, float(self._num_rows))
 
     def seed(self, index: int, total: torch.Tensor) -> torch.Tensor:
-        """The gradient of the loss with respect to a piece's sum."""
-        divisor = self.divisor(index)
-        coefficient = self.terms[index].coefficient
+        """The gradient of the loss with respect to a piece's sum: one tensor for all micro-batches."""
+        key = index, total.dtype, total.device
+        if key not in self._seeds:
+            self._seeds[key] = self._seed(index, total)
+        return self._seeds[key]
+
+    def _seed(self, index: int, total: torch.Tensor) -> torch.Tensor:
+        divisor, coefficient = self.divisor(index), self.terms[index].coefficient
         if isinstance(divisor, torch.Tensor):
             return (coefficient / divisor).to(device=total.device, dtype=total.dtype)
         return torch.full((), coefficient / divisor, dtype=total.dtype, device=total.device)
@@ -165,10 +173,10 @@ class LossAccount:
 
     def loss(self, vector: torch.Tensor) -> torch.Tensor:
         """The global loss from the sum of all ranks' vectors."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for index, term in enumerate(self.terms):
-            total = total + term.coefficient * vector[index] / self._weight(index, vector)
-        return total
+        if not self.terms:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        shares = [vector[index] * term.coefficient / self._weight(index, vector) for index, term in enumerate(self.terms)]
+        return reduce(add, shares)
 
     @property
     def needs_correction(self) -> bool:
