@@ -108,16 +108,3 @@ class Stage:
         return next(
             (shard for shard in self.shards if shard.axis != BATCH and (tensor in shard.arriving or tensor in shard.handed_on)), None
         )
-
-    def tensor_intervals(self, tensor: str, num_rows: int) -> tuple[tuple[int, int], ...]:
-        """Per device, the rows of a micro-batch that it has of a tensor which crosses its border.
-
-        Raises:
-            ValueError: there is less than one row per device that takes rows of its own.
-        """
-        whole, shard = self.row_intervals(num_rows), self.row_shard
-        if shard is None or (tensor not in shard.arriving and tensor not in shard.handed_on):
-            return whole
-        return tuple(
-            part for start, stop in whole[:: self.split] for part in intervals(divide(stop - start, shard.sizes, minimum=1), start)
-        )

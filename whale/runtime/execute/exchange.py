@@ -1,7 +1,7 @@
 """Tensors between stages, forward and backward: parcels posted early, waited for in their place, put together once.
 
-A parcel is the part of a tensor that one rank hands to another for one micro-batch. Where one parcel is the whole of
-what is needed its buffer is the value; otherwise parcels are written side by side (activations, gradients of rows) or
+A parcel is the region of a tensor that one rank hands to another for one micro-batch. Where one parcel is the whole of
+what is needed its buffer is the value; otherwise parcels are written side by side (activations, gradients of regions) or
 added (gradients from several readers).
 """
 
@@ -16,11 +16,27 @@ import torch.distributed as dist
 
 from whale.comm import Channels, wait
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import BatchAxis, Edge
-from whale.runtime.execute.boundary import Boundary, Copy, Direction, piece_shape, rows_slice, write_rows
+from whale.ir.plan import Edge
+from whale.runtime.execute.boundary import Boundary, Copy, Direction
+from whale.runtime.program.shard.pieces import Index, as_index, part, write_part
 
 Place = tuple[Direction, int, int]
 """Direction, stage and micro-batch."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Where a copy lies in what a rank has of its tensor.
+
+    Attributes:
+        shape: of the copy.
+        whole: of what the rank has.
+        index: the copy's place; None for all of it.
+    """
+
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    index: tuple[Index, ...] | None
 
 
 @dataclass(frozen=True)
@@ -28,13 +44,15 @@ class Parcel:
     """One copy on its way to this rank, or here already.
 
     Attributes:
-        copy: which rows of which tensor.
+        copy: which region of which tensor.
+        form: where it lies in what this rank has of the tensor.
         wire: what it arrives in.
         work: what to wait for; None where this rank handed it to itself.
         peer: the rank it comes from.
     """
 
     copy: Copy
+    form: _Form
     wire: torch.Tensor
     work: dist.Work | None
     peer: int
@@ -66,12 +84,11 @@ class Exchange:
         self._rank, self._position = rank, position
         self._boundary, self._model, self._channels = boundary, model, channels
         self._device, self._timeout = device, timeout
-        self._axes: dict[str, BatchAxis] = dict(boundary.plan.batch_axes)
         self._parcels: dict[Place, list[Parcel]] = {}
         self._sends: list[tuple[dist.Work, torch.Tensor, int, str]] = []
         self._micro_batches: Sequence[tuple[int, int]] = ()
         self._local_rows: dict[tuple[int, int], tuple[int, int]] = {}
-        self._tensor_rows: dict[tuple[int, int, str], tuple[int, int]] = {}
+        self._forms: dict[tuple[int, int, Copy], _Form] = {}
 
     @property
     def hands_over_at_once(self) -> bool:
@@ -91,24 +108,18 @@ class Exchange:
             self._local_rows[key] = self._boundary.local_rows(stage, self._position, stop - start)
         return self._local_rows[key]
 
-    def _rows_of(self, tensor: str, place: Place) -> tuple[int, int]:
-        """Rows of a micro-batch that this rank has of a tensor in a stage."""
-        start, stop = self._micro_batches[place[2]]
-        key = (place[1], stop - start, tensor)
-        if key not in self._tensor_rows:
-            self._tensor_rows[key] = self._boundary.tensor_rows(place[1], tensor, self._position, stop - start)
-        return self._tensor_rows[key]
-
     def post(self, sender: Place) -> None:
         """Starts to receive what a stage on another virtual device hands to the stages of this rank."""
         for edge, copy in self._copies(sender, local=False):
             if copy.lane.target == self._rank:
-                self._post(_receiving(sender, edge), copy)
+                self._post(_receiving(sender, edge), edge, copy)
 
-    def _post(self, place: Place, copy: Copy) -> None:
-        wire = self._buffer(place, copy)
+    def _post(self, place: Place, edge: Edge, copy: Copy) -> None:
+        form = self._form(place, edge, copy)
+        dtype = getattr(torch, self._model.by_name[copy.tensor].outputs[0].dtype)
+        wire = torch.empty(form.shape, dtype=dtype, device=self._channels.wire_device)
         work = self._channels.receive(_bytes(wire), copy.lane)
-        self._parcels.setdefault(place, []).append(Parcel(copy, wire, work, copy.lane.source))
+        self._parcels.setdefault(place, []).append(Parcel(copy, form, wire, work, copy.lane.source))
 
     def peers(self, place: Place) -> tuple[int, ...]:
         """Ranks that parcels of a place are still to come from."""
@@ -127,7 +138,7 @@ class Exchange:
         by_tensor: dict[str, list[Parcel]] = {}
         for parcel in self._parcels.pop(place, ()):
             by_tensor.setdefault(parcel.copy.tensor, []).append(parcel)
-        return {tensor: self._assemble(place, tensor, parcels) for tensor, parcels in by_tensor.items()}
+        return {tensor: self._assemble(place, parcels) for tensor, parcels in by_tensor.items()}
 
     def send(self, place: Place, values: Mapping[str, torch.Tensor]) -> None:
         """Starts to send what a stage hands to other virtual devices.
@@ -136,9 +147,9 @@ class Exchange:
             place: the stage that hands on (forward) or back (backward).
             values: this rank's part of each tensor, or of its gradient.
         """
-        for _, copy in self._copies(place, local=False):
+        for edge, copy in self._copies(place, local=False):
             if copy.lane.source == self._rank:
-                self._send(place, copy, self._piece(place, values, copy))
+                self._send(place, copy, self._piece(place, edge, values, copy))
 
     def hand_over(self, place: Place, values: Mapping[str, torch.Tensor]) -> None:
         """Passes a stage's values on within its virtual device: to other stages of this rank, and between its ranks.
@@ -148,12 +159,13 @@ class Exchange:
         for edge, copy in self._copies(place, local=True):
             source, target = copy.lane.source, copy.lane.target
             if source == target == self._rank:
-                parcel = Parcel(copy, self._piece(place, values, copy), None, self._rank)
-                self._parcels.setdefault(_receiving(place, edge), []).append(parcel)
+                there = _receiving(place, edge)
+                piece = self._piece(place, edge, values, copy)
+                self._parcels.setdefault(there, []).append(Parcel(copy, self._form(there, edge, copy), piece, None, self._rank))
             elif source == self._rank:
-                self._send(place, copy, self._piece(place, values, copy))
+                self._send(place, copy, self._piece(place, edge, values, copy))
             elif target == self._rank:
-                self._post(_receiving(place, edge), copy)
+                self._post(_receiving(place, edge), edge, copy)
 
     def _send(self, place: Place, copy: Copy, piece: torch.Tensor) -> None:
         wire = piece.contiguous().to(self._channels.wire_device)
@@ -170,49 +182,40 @@ class Exchange:
         """What a stage hands over for a micro-batch, in the order in which both ends start it."""
         direction, stage, micro_batch = sender
         start, stop = self._micro_batches[micro_batch]
-        for edge, copies in self._boundary.copies(stop - start, direction):
+        for number, edge in enumerate(self._boundary.replica.edges):
             if (edge.source if direction == "forward" else edge.target) == stage and self._boundary.replica.is_local(edge) == local:
-                for copy in copies:
+                for copy in self._boundary.copies(number, stop - start, direction):
                     yield edge, copy
 
-    def _piece(self, place: Place, values: Mapping[str, torch.Tensor], copy: Copy) -> torch.Tensor:
-        value = values[copy.tensor].detach()
-        if copy.start is None or copy.stop is None:
-            return value
-        low = self._rows_of(copy.tensor, place)[0]
-        return rows_slice(value, self._axes[copy.tensor], copy.start - low, copy.stop - low)
+    def _piece(self, place: Place, edge: Edge, values: Mapping[str, torch.Tensor], copy: Copy) -> torch.Tensor:
+        value, index = values[copy.tensor].detach(), self._form(place, edge, copy).index
+        return value if index is None else part(value, index)
 
-    def _shape(self, place: Place, copy: Copy) -> tuple[int, ...]:
-        spec = self._model.by_name[copy.tensor].outputs[0]
-        if copy.start is None or copy.stop is None:
-            low, high = self._rows_of(copy.tensor, place)
-            return self._narrowed(spec.shape_at(high - low), place, copy.tensor)
-        return self._narrowed(piece_shape(spec, self._axes[copy.tensor], copy.stop - copy.start), place, copy.tensor)
+    def _form(self, place: Place, edge: Edge, copy: Copy) -> _Form:
+        """Where a copy lies in what this rank has of its tensor in a stage; worked out once per number of rows."""
+        start, stop = self._micro_batches[place[2]]
+        key = place[1], stop - start, copy
+        known = self._forms.get(key)
+        if known is None:
+            space = self._boundary.space(copy.tensor, stop - start)
+            held = self._boundary.held(edge, place[1], copy.tensor, self._rank, stop - start)
+            shape, whole = space.shape(copy.region), space.shape(held)
+            places = [as_index(runs) for runs in space.positions(copy.region, held)]
+            index = tuple(place.to(self._device) if isinstance(place, torch.Tensor) else place for place in places)
+            known = self._forms[key] = _Form(shape, whole, None if shape == whole else index)
+        return known
 
-    def _narrowed(self, shape: tuple[int, ...], place: Place, tensor: str) -> tuple[int, ...]:
-        return self._boundary.narrowed(shape, place[1], tensor, self._position)
-
-    def _buffer(self, place: Place, copy: Copy) -> torch.Tensor:
-        dtype = getattr(torch, self._model.by_name[copy.tensor].outputs[0].dtype)
-        return torch.empty(self._shape(place, copy), dtype=dtype, device=self._channels.wire_device)
-
-    def _assemble(self, place: Place, tensor: str, parcels: Sequence[Parcel]) -> torch.Tensor:
-        low, high = self._rows_of(tensor, place)
-        first = parcels[0].copy
-        if len(parcels) == 1 and (first.start is None or (first.start, first.stop) == (low, high)):
-            return parcels[0].wire.to(self._device)
+    def _assemble(self, place: Place, parcels: Sequence[Parcel]) -> torch.Tensor:
+        """The tensor that parcels make up: regions side by side, gradients of what several readers had added."""
+        first = parcels[0]
+        if len(parcels) == 1 and first.form.index is None:
+            return first.wire.to(self._device)
         adds = place[0] == "backward"
-        spec = self._model.by_name[tensor].outputs[0]
-        axis = self._axes.get(tensor) if first.start is not None else None
-        shape = self._narrowed(piece_shape(spec, axis, high - low), place, tensor)
         make = torch.zeros if adds else torch.empty
-        value = make(shape, dtype=parcels[0].wire.dtype, device=self._device)
+        value = make(first.form.whole, dtype=first.wire.dtype, device=self._device)
         for parcel in parcels:
-            piece = parcel.wire.to(self._device)
-            if axis is None or parcel.copy.start is None:
-                value.add_(piece)
-            else:
-                write_rows(value, axis, parcel.copy.start - low, piece, add=adds)
+            everything = (slice(0, size) for size in first.form.whole)
+            write_part(value, parcel.form.index or tuple(everything), parcel.wire.to(self._device), add=adds)
         return value
 
 

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from whale.axes import batch_axes, discover
 from whale.comm import World
 from whale.errors import PlanError
-from whale.ir.graph import ModelGraph, TensorSpec
-from whale.ir.plan import BatchAxis, Plan
-from whale.runtime.execute.boundary import piece_shape, write_rows
-from whale.runtime.program.shard.pieces import Index, part, write_part
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import BATCH, Plan
+from whale.runtime.program.shard.pieces import Index, as_index, part, write_part
 from whale.runtime.state.holdings import Holdings
 from whale.sharding import Piece as HeldPiece
+from whale.sharding import Region
+from whale.sharding.borders import row_space
+from whale.sharding.index_sets import count
 
 
 def gather_tensors(
@@ -122,13 +124,13 @@ def gather_outputs(
         if axis is None:
             _check_whole(model, name, len(owners))
             owners = owners[:1]
-        whole = torch.empty(piece_shape(spec, axis, num_rows), dtype=getattr(torch, spec.dtype), device=world.device)
+        space = row_space(spec, axis, num_rows)
+        whole = torch.empty(space.shape(Region()), dtype=getattr(torch, spec.dtype), device=world.device)
         for rank, start, stop in owners:
-            piece = _exchange(spec, axis, mine.get((name, start)), rank, stop - start, world)
-            if axis is None:
-                whole = piece.reshape(piece.shape)
-            else:
-                write_rows(whole, axis, start, piece)
+            places = space.positions(Region(((BATCH, start, stop),)))
+            piece = whole.new_empty(tuple(map(count, places)))
+            _share(piece, mine.get((name, start)), rank, world)
+            write_part(whole, tuple(map(as_index, places)), piece)
         results.append(whole)
     return results
 
@@ -155,14 +157,10 @@ def _owners(plan: Plan, world_ranks: Sequence[int], name: str, num_rows: int) ->
     return found
 
 
-def _exchange(
-    spec: TensorSpec, axis: BatchAxis | None, mine: torch.Tensor | None, holder: int, num_rows: int, world: World
-) -> torch.Tensor:
+def _share(piece: torch.Tensor, mine: torch.Tensor | None, holder: int, world: World) -> None:
+    """Fills a piece with what its holder has, on all ranks."""
     if holder == world.rank:
         assert mine is not None
-        value = mine.clone(memory_format=torch.contiguous_format)
-    else:
-        value = torch.empty(piece_shape(spec, axis, num_rows), dtype=getattr(torch, spec.dtype), device=world.device)
+        piece.copy_(mine)
     if not world.is_alone:
-        dist.broadcast(_wire(value), src=holder)
-    return value
+        dist.broadcast(_wire(piece), src=holder)

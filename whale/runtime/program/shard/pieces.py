@@ -78,18 +78,28 @@ def part(whole: Tensor, index: Sequence[Index]) -> Tensor:
     return held
 
 
-def write_part(whole: Tensor, index: Sequence[Index], held: Tensor) -> None:
-    """The inverse of `part`: writes into the whole, without gradient."""
+def write_part(whole: Tensor, index: Sequence[Index], held: Tensor, *, add: bool = False) -> None:
+    """The inverse of `part`: writes into the whole, or adds to what is there, without gradient."""
     target = whole
     for dim, place in enumerate(index):
         if isinstance(place, slice):
             target = target.narrow(dim, place.start, place.stop - place.start)
-    if all(isinstance(place, slice) for place in index):
-        target.copy_(held)
-        return
-    grids = torch.meshgrid(*(_positions(place, target.shape[dim]) for dim, place in enumerate(index)), indexing="ij")
-    target.index_put_(tuple(grid.to(whole.device) for grid in grids), held.to(whole))
+    combs = [(dim, place.to(target.device)) for dim, place in enumerate(index) if isinstance(place, Tensor)]
+    if not combs:
+        if add:
+            target.add_(held)
+        else:
+            target.copy_(held)
+    elif len(combs) == 1:
+        (dim, place), own = combs[0], held.to(target)
+        if add:
+            target.index_add_(dim, place, own)
+        else:
+            target.index_copy_(dim, place, own)
+    else:
+        grids = torch.meshgrid(*(_positions(place, target, dim) for dim, place in enumerate(index)), indexing="ij")
+        target.index_put_(grids, held.to(target), accumulate=add)
 
 
-def _positions(place: Index, size: int) -> Tensor:
-    return place if isinstance(place, Tensor) else torch.arange(size)
+def _positions(place: Index, target: Tensor, dim: int) -> Tensor:
+    return place.to(target.device) if isinstance(place, Tensor) else torch.arange(target.shape[dim], device=target.device)
