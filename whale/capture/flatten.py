@@ -95,7 +95,6 @@ def _symbolic_rows(traced: Traced, structure: BatchStructure) -> int | torch.Sym
 class _Flattening:
     def __init__(self, traced: Traced, structure: BatchStructure, held: Holdings, flat: Flat) -> None:
         self._exported = traced.exported
-        self._dynamic = traced.dynamic
         self._structure = structure
         self._held = held
         self._flat = flat

@@ -238,7 +238,6 @@ class _Rows:
         self.labels = [[self._new(1.0, integral=len(node) > 1) for _ in node] for node in self.program.nodes]
         self._held: list[Expression] = [{} for _ in self.program.capacity]
         self.overflow = self._new(np.inf)
-        self._used: dict[int, int] = {}
         self._add_nodes()
         self._add_lanes()
         for tensor in self.program.tensors:

@@ -43,11 +43,6 @@ class Slots(_Fields):
         return _counts(self.parts)
 
     @property
-    def is_even(self) -> bool:
-        """Whether all devices have equally many."""
-        return len(set(self.counts)) == 1
-
-    @property
     def _places(self) -> tuple[Index, ...]:
         return _places(self.parts)
 
