@@ -24,7 +24,7 @@ def from_json(kind: type[T], text: str) -> T:
     """The inverse of `to_json`.
 
     Raises:
-        ValueError: the text is not JSON, or a field is missing or unknown.
+        ValueError: the text is not JSON, a field is missing or unknown, or a value is of another kind; says where.
     """
     decoded = decode(kind, json.loads(text))
     assert isinstance(decoded, kind)
@@ -49,8 +49,29 @@ def encode(value: object) -> Any:
     return value
 
 
+class Misfit(ValueError):
+    """Data that is no value of a type, and where in the whole it lies: ``replicas[0].stages[1].split: 'x' is no int``."""
+
+    def __init__(self, reason: str, place: str = "") -> None:
+        super().__init__(f"{place.removeprefix('.')}: {reason}" if place else reason)
+        self.reason, self.place = reason, place
+
+
+def _decode_at(place: str, hint: Any, data: Any) -> Any:
+    try:
+        return decode(hint, data)
+    except Misfit as misfit:
+        raise Misfit(misfit.reason, place + misfit.place) from None
+    except ValueError as error:
+        raise Misfit(str(error), place) from None
+
+
 def decode(hint: Any, data: Any) -> Any:
-    """Plain data as a value of the hinted type."""
+    """Plain data as a value of the hinted type.
+
+    Raises:
+        ValueError: it is none; says where.
+    """
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _decode_union(get_args(hint), data)
@@ -59,8 +80,8 @@ def decode(hint: Any, data: Any) -> Any:
             raise ValueError(f"{data!r} is no list")
         inner = get_args(hint)
         if len(inner) == 2 and inner[1] is Ellipsis:
-            return tuple(decode(inner[0], item) for item in data)
-        return tuple(decode(kind, item) for kind, item in zip(inner, data, strict=True))
+            return tuple(_decode_at(f"[{index}]", inner[0], item) for index, item in enumerate(data))
+        return tuple(_decode_at(f"[{index}]", kind, item) for index, (kind, item) in enumerate(zip(inner, data, strict=True)))
     if origin is frozenset:
         return frozenset(data)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -96,13 +117,15 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _decode_dataclass(kind: type, data: Mapping[str, Any]) -> Any:
+def _decode_dataclass(kind: type, data: Any) -> Any:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{data!r} is no {kind.__name__}")
     names = {f.name for f in dataclasses.fields(kind) if f.init}
     unknown = sorted(set(data) - names)
     if unknown:
         raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
     hints = _hints(kind)
     try:
-        return kind(**{name: decode(hints[name], value) for name, value in data.items()})
+        return kind(**{name: _decode_at(f".{name}", hints[name], value) for name, value in data.items()})
     except TypeError as error:
         raise ValueError(f"{kind.__name__}: {error}") from None

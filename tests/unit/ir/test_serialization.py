@@ -124,6 +124,25 @@ def test_is_plain_json() -> None:
     assert json.loads(to_json(value)) == {"mesh": [0, 1], "regions": regions, "terms": []}
 
 
+def test_a_fault_says_where_it_lies() -> None:
+    stage = Stage(0, ("t",), (), VirtualDevice(("d",)), (1,), (), shards=(Shard("heads", (2, 2)),))
+    plan = Plan("m", "c", ("d",), (), (), (Replica(0, 1, Pipeline("1f1b", 1, (0,)), (stage,), ()),), (), 8)
+    for old, new, said in (
+        ('"sizes": [2, 2]', '"sizes": [2, "2"]', r"^replicas\[0\]\.stages\[0\]\.shards\[0\]\.sizes\[1\]: '2' is no int$"),
+        (
+            '"virtual_device": {"devices": ["d"]}',
+            '"virtual_device": 3',
+            r"stages\[0\]\.virtual_device: 3 is no VirtualDevice$",
+        ),
+        ('"planned_rows": 8', '"planned_rows": 8.5', r"^planned_rows: 8\.5 is no int$"),
+        ('"pipeline": {', '"pipeline": {"colour": 1, ', r"^replicas\[0\]\.pipeline: Pipeline has no field 'colour'$"),
+    ):
+        text = to_json(plan)
+        assert old in text
+        with pytest.raises(ValueError, match=said):
+            from_json(Plan, text.replace(old, new))
+
+
 @pytest.mark.parametrize(("field", "value"), [("sizes", "32:32"), ("sizes", [32.0, 32.0]), ("axis", 3), ("whole_in", "up")])
 def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
     text = json.dumps({"axis": "heads", "sizes": [2, 2], field: value})
