@@ -1,7 +1,13 @@
-"""Point-to-point channels: one per (pair of ranks, lane), so that messages of one lane keep their order.
+"""Point-to-point channels: one per ordered pair of ranks, whose messages are started in one order at both ends.
 
-On Gloo a lane is a tag of the world's group. NCCL has no tags and makes two-rank communicators lazily, which can
-deadlock: there every lane gets its own group, made in sorted order on all ranks.
+The schedule puts all launches in one order on all ranks, so a channel needs no tags and no more than its order: sends
+and receives between two ranks meet in turn. What is left to choose is what waits behind what.
+
+On Gloo nothing does, and all channels are the world's group. On NCCL the operations of one communicator run one after
+the other. There each ordered pair between which something travels has a communicator of its own: a receive that waits for
+a gradient holds up no activation that goes the other way, nor messages of other ranks. (One for both ways would be free of
+deadlock too, by the same order.) A pair that the plan's own batch does not use, such as at the seam of uneven rows for a
+batch of another size, goes through the world's communicator: right, only not side by side with others.
 """
 
 from __future__ import annotations
@@ -13,57 +19,65 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from whale.comm.backend import backend_of
 from whale.comm.world import World
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Lane:
-    """One direction of one edge between two ranks.
+    """An ordered pair of ranks.
 
     Attributes:
         source, target: ranks.
-        number: tells lanes of one pair apart.
     """
 
     source: int
     target: int
-    number: int
 
 
 class Channels:
-    """The lanes of one engine.
+    """The channels of one engine, shared by all its modes.
 
     Args:
         world: this process among its peers.
-        lanes: all lanes of the plan, the same on every rank.
+        lanes: those that the plan's batch uses, the same on every rank; not asked for where channels need no group.
+        own_groups: whether each lane gets a group of its own; by default where NCCL carries the messages.
 
     Attributes:
         wire_device: where tensors must lie to travel; Gloo sends from host memory only.
     """
 
-    def __init__(self, world: World, lanes: Iterable[Lane]) -> None:
+    def __init__(self, world: World, lanes: Iterable[Lane], *, own_groups: bool | None = None) -> None:
         self._groups: dict[Lane, dist.ProcessGroup] = {}
-        has_nccl = world.device.type == "cuda" and not world.is_alone and "nccl" in dist.get_backend_config()
+        has_nccl = not world.is_alone and backend_of(world.device) == "nccl"
         self.wire_device = world.device if has_nccl else torch.device("cpu")
-        if not has_nccl:
-            return
-        for lane in sorted(set(lanes)):
-            if lane.source == lane.target:
-                continue
+        if has_nccl if own_groups is None else own_groups:
             # All ranks take part, as in `Groups`: else members with unlike numbers of groups name this one differently.
-            group = dist.new_group(sorted((lane.source, lane.target)), timeout=world.timeout)
-            if world.rank in (lane.source, lane.target):
-                self._groups[lane] = group
+            for lane in sorted({lane for lane in lanes if lane.source != lane.target}):
+                group = dist.new_group(sorted((lane.source, lane.target)), timeout=world.timeout)
+                if world.rank in (lane.source, lane.target):
+                    self._groups[lane] = group
+            self._warm_up(world)
+
+    def _warm_up(self, world: World) -> None:
+        """Sends a byte down each lane, in one order on all ranks: the first use of a communicator blocks until both ends are there."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.wire_device)
+        for lane in sorted(self._groups):
+            (self.send if lane.source == world.rank else self.receive)(byte, lane).wait()
+
+    def __len__(self) -> int:
+        """Groups of this rank."""
+        return len(self._groups)
 
     def send(self, tensor: torch.Tensor, lane: Lane) -> dist.Work:
         """Starts a send; the tensor must stay untouched until the work is done."""
-        work = dist.isend(tensor, lane.target, group=self._groups.get(lane), tag=lane.number)
+        work = dist.isend(tensor, lane.target, group=self._groups.get(lane))
         assert work is not None
         return work
 
     def receive(self, tensor: torch.Tensor, lane: Lane) -> dist.Work:
         """Starts a receive into a contiguous tensor."""
-        work = dist.irecv(tensor, lane.source, group=self._groups.get(lane), tag=lane.number)
+        work = dist.irecv(tensor, lane.source, group=self._groups.get(lane))
         assert work is not None
         return work
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
+from whale.comm.backend import backend_of
 from whale.comm.world import World
 
 RankSet = tuple[int, ...]
@@ -39,6 +40,14 @@ class Groups:
             group = dist.new_group(list(ranks), timeout=world.timeout)
             if world.rank in ranks:
                 self._groups[ranks] = group
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Uses each group once where the first use blocks until all are there: in one order on all ranks."""
+        if not self._world.is_alone and backend_of(self._world.device) == "nccl":
+            nothing = torch.zeros(1, device=self._world.device)
+            for ranks in sorted(self._groups):
+                dist.all_reduce(nothing, group=self._groups[ranks])
 
     def __getitem__(self, ranks: RankSet) -> dist.ProcessGroup:
         return self._groups[ranks]

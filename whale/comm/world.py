@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def connect(timeout_seconds: float) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(local_rank)
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(_backend(), timeout=timeout)
+        _join(device, timeout)
         atexit.register(_leave)
     if not dist.is_initialized():
         return World(0, 1, 0, 1, device, timeout)
@@ -118,9 +121,43 @@ def _device(local_rank: int) -> torch.device:
     return device
 
 
-def _backend() -> str:
-    """NCCL where every rank of this host has a GPU of its own, Gloo otherwise (``cpu:gloo,cuda:nccl`` fails on a CPU build)."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= num_ranks:
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+def _join(device: torch.device, timeout: timedelta) -> None:
+    """Makes the process group, over NCCL where that can be.
+
+    The GPU is named to torch: NCCL then makes communicators when a group is made, in one order on all ranks, and not in
+    the midst of the first messages.
+    """
+    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    store.set(f"gpu of rank {rank}", _gpu(device))
+    gpus = [bytes(gpu).decode() for gpu in store.multi_get([f"gpu of rank {other}" for other in range(size)])]
+    backend = choose_backend(gpus)
+    named = device if "nccl" in backend else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=named)
+    if backend == "gloo" and rank == 0 and any(gpus):
+        warnings.warn(
+            f"messages between GPUs go through host memory, by Gloo: {_reason(gpus)}; NCCL wants a GPU for each rank", stacklevel=3
+        )
+
+
+def _gpu(device: torch.device) -> str:
+    """What tells this rank's GPU from all others, wherever they are and however many are visible; empty for a CPU."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def choose_backend(gpus: Sequence[str]) -> str:
+    """NCCL where every rank has a GPU of its own, Gloo otherwise (``cpu:gloo,cuda:nccl`` fails on a CPU build).
+
+    Args:
+        gpus: per rank, the identity of its GPU; empty without one that NCCL can use.
+    """
+    return "cpu:gloo,cuda:nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+
+
+def _reason(gpus: Sequence[str]) -> str:
+    without = [rank for rank, gpu in enumerate(gpus) if not gpu]
+    if without:
+        return f"rank {without[0]} has none that NCCL can use"
+    second = next(rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank])
+    return f"ranks {gpus.index(gpus[second])} and {second} share one"

@@ -11,13 +11,14 @@ from typing import Protocol
 import torch
 from torch import fx
 
-from whale.comm import Groups, close_at_exit
+from whale.comm import Channels, Groups, close_at_exit
 from whale.config import Config
 from whale.errors import BatchError, RuntimeFault
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.execute.boundary import planned_lanes
 from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.executor import StepState
 from whale.runtime.execute.roster import Roster
@@ -80,6 +81,7 @@ class Runtime:
         self.status = StatusBoard.open(world.rank)
         buckets = plan_buckets(holdings, graph, reached_parameters(graph), config.communication.bucket_bytes)
         self._groups = Groups(world, [roster.everyone, *_rank_sets(roster, buckets)])
+        self._channels = Channels(world, planned_lanes(roster.plan, graph, roster.world_ranks, holdings.shardings.axes))
         self._everyone = Everyone(world, self._groups, self.status)
         self._sync = self._make_sync(buckets, state)
         self._workers: dict[str, Worker] = {}
@@ -115,6 +117,7 @@ class Runtime:
             world=self.roster.world,
             groups=self._groups,
             everyone=self._everyone,
+            channels=self._channels,
             axes=self.holdings.shardings.axes if trains else discover_if_sharded(plan, captured.graph),
             sync=self._sync if trains else None,
             status=self.status,
@@ -200,6 +203,7 @@ class Runtime:
         self._workers.clear()
         if self._sync is not None:
             self._sync.close()
+        self._channels.close()
         self._groups.close()
         self.status.finish()
 

@@ -19,11 +19,11 @@ from whale.schedules.launch_order import insert_launches
 def insert_communication(schedule: Schedule, edges: Iterable[tuple[int, int]]) -> Schedule:
     """Adds SEND, POST and RECV wherever an edge joins stages on different ranks, and the LOSS.
 
-    RECV_F stands right before F, SEND_F right after it, SEND_B right after B or I (after the SYNC that follows it). RECV_B
-    stands right before B or I; where R comes directly before B it stands before R (plain order), unless the builder put a RECV_B
-    between the two, which stays there (early recompute). A SEND_F hands over all that its stage sends to other
-    ranks, a RECV_F takes all that its stage needs from other ranks; SEND_B and RECV_B likewise, backwards. A POST
-    starts to receive what one SEND hands over to the rank; `insert_launches` says where it stands.
+    RECV_F stands right before F, SEND_F right after it, SEND_B right after B or I (after the SYNC that follows it).
+    RECV_B stands right before B or I; where R comes directly before B it stands before R (plain order), unless the
+    builder put a RECV_B between the two, which stays there (early recompute). A SEND_F hands over all that its stage
+    sends to other ranks, a RECV_F takes all that its stage needs from other ranks; SEND_B and RECV_B likewise,
+    backwards. A POST starts to receive what one SEND hands over to the rank; `insert_launches` says where it stands.
 
     Args:
         schedule: with or without communication; what is there is replaced, so the pass may be repeated.

@@ -22,6 +22,7 @@ from whale.sharding import IndexSpace, Move, Region, Sharding, moves
 from whale.sharding.borders import border_gradient, border_sharding, row_space, shard_space
 
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 _Lies = Callable[[Stage, Sequence[int], str, int | None], Sharding]
 
@@ -59,14 +60,11 @@ class Boundary:
     world_ranks: tuple[int, ...]
     axes: Axes | None = None
 
-    def lanes(self) -> Iterator[Lane]:
-        """Every lane between two ranks that an edge of this replica can use."""
-        for number, edge in enumerate(self.replica.edges):
-            for source in self._ranks(edge.source):
-                for target in self._ranks(edge.target):
-                    if source != target:
-                        yield Lane(source, target, 2 * number)
-                        yield Lane(target, source, 2 * number + 1)
+    def lanes(self, num_rows: int) -> Iterator[Lane]:
+        """What the copies of a micro-batch of this many rows travel on."""
+        for number in range(len(self.replica.edges)):
+            for direction in DIRECTIONS:
+                yield from (copy.lane for copy in self.copies(number, num_rows, direction))
 
     def _ranks(self, stage: int) -> tuple[int, ...]:
         devices = self.replica.stages[stage].virtual_device.devices
@@ -98,7 +96,7 @@ class Boundary:
             if ends not in known:
                 known[ends] = moves(*ends)
             for move in known[ends]:
-                yield Copy(tensor, Lane(move.source, move.target, 2 * number + (direction == "backward")), move.region)
+                yield Copy(tensor, Lane(move.source, move.target), move.region)
 
     def _ends(self, edge: Edge, tensor: str, num_rows: int, direction: Direction) -> tuple[Sharding, Sharding]:
         if direction == "forward":
@@ -137,3 +135,11 @@ class Boundary:
     def local_rows(self, stage: int, position: int, num_rows: int) -> tuple[int, int]:
         """Rows of a micro-batch that one device of a stage holds."""
         return self.replica.stages[stage].row_intervals(num_rows)[position]
+
+
+def planned_lanes(plan: Plan, model: ModelGraph, world_ranks: tuple[int, ...], axes: Axes | None) -> Iterator[Lane]:
+    """What the plan's own batch travels on in training, over all replicas."""
+    for replica in plan.replicas:
+        boundary = Boundary(plan, replica, model, world_ranks, axes)
+        for num_rows in {stop - start for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows)}:
+            yield from boundary.lanes(num_rows)

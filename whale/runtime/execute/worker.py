@@ -42,6 +42,7 @@ class Worker:
         world: this process among its peers.
         groups: process groups.
         everyone: sums over all ranks.
+        channels: between ranks.
         axes: of the model; None where no stage is cut.
         sync: gradient synchronisation; None where nothing is trained.
         status: where the current action is kept.
@@ -60,6 +61,7 @@ class Worker:
         world: World,
         groups: Groups,
         everyone: Everyone,
+        channels: Channels,
         axes: Axes | None,
         sync: GradientSync | None,
         status: StatusBoard,
@@ -68,8 +70,6 @@ class Worker:
         self._groups, self._everyone = groups, everyone
         self._tensors = tensors
         self._weights = weight_program(model, graphs(model.num_rows), world.device)
-        boundaries = [Boundary(plan, replica, model, world_ranks, axes) for replica in plan.replicas]
-        self.channels = Channels(world, [lane for boundary in boundaries for lane in boundary.lanes()])
         self.executor: Executor | None = None
         self._actions: tuple[Action, ...] = ()
         self.stages: dict[int, StageSource] = {}
@@ -94,7 +94,8 @@ class Worker:
                 )
                 for index, source in self.stages.items()
             }
-            exchange = Exchange(world.rank, seat.position, boundaries[seat.replica], model, self.channels, world.device, world.timeout)
+            boundary = Boundary(plan, replica, model, world_ranks, axes)
+            exchange = Exchange(world.rank, seat.position, boundary, model, channels, world.device, world.timeout)
             self.executor = Executor(runners, exchange, model, self._counted, sync, status, world.device)
 
         self._agreement = Agreement(plan, model, self._weights, seat, self._loss_stages(), self._held_terms(), tensors, world, everyone)
@@ -104,7 +105,7 @@ class Worker:
             return None
         devices = stage.groups[position // stage.split]
         ranks = tuple(world_ranks[self.plan.rank_of[device]] for device in devices)
-        return Group(self._groups[tuple(sorted(ranks))], ranks, self.world.timeout)
+        return Group(self._groups[tuple(sorted(ranks))], ranks, self.world.device, self.world.timeout)
 
     def _held_terms(self) -> frozenset[int]:
         outputs = {name for source in self.stages.values() for name in source.outputs}
@@ -163,8 +164,7 @@ class Worker:
             account.know(index, weight, tells=self._agreement.answers_for(index))
 
     def close(self) -> None:
-        """Gives back the channels, and lets go of the groups of split stages; no step can follow."""
-        self.channels.close()
+        """Lets go of the groups of split stages; no step can follow."""
         self.executor = None
         self.stages.clear()
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.comm import wait
+from whale.comm import backend_of, wait
+
+CPU = torch.device("cpu")
 
 Arrival = Callable[[], None]
 """Waits for what was begun; fails with a `RuntimeFault` if a peer died or the limit passed, and names what it was for."""
@@ -40,12 +43,14 @@ class Group:
     Attributes:
         process_group: torch's.
         ranks: world ranks of its devices, by position; as in the process group where not given.
+        device: where its tensors lie, which decides what carries them.
         timeout: the longest wait for one of its collectives.
         gate: what its next message waits for.
     """
 
     process_group: dist.ProcessGroup
     ranks: tuple[int, ...] = ()
+    device: torch.device = CPU
     timeout: timedelta = timedelta(seconds=300)
     gate: Gate = field(default_factory=Gate, compare=False)
 
@@ -73,7 +78,7 @@ class Group:
     @cached_property
     def is_gloo(self) -> bool:
         """Whether it speaks Gloo, which has no uneven all-gather and no native reduce-scatter."""
-        return "gloo" in str(dist.get_backend(self.process_group))
+        return backend_of(self.device, self.process_group) == "gloo"
 
     def all_reduce(self, value: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> Arrival:
         """Combines the devices' values, in place."""

@@ -1,0 +1,17 @@
+"""Which backend serves tensors of which device: asked of the group, per kind of device."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
+    """The backend (``gloo``, ``nccl``) that a group uses for tensors of a device; None where it has none for them.
+
+    Args:
+        device: where the tensors lie.
+        group: torch's; the world's own by default.
+    """
+    served = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl": torch tells the whole, whatever the device
+    return dict(pair.split(":") for pair in served.split(",")).get(device.type)
