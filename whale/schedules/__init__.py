@@ -9,6 +9,7 @@ from whale.schedules.forward_only import forward_only
 from whale.schedules.in_flight import count_in_flight, count_recomputed
 from whale.schedules.of_plan import edge_pairs, forward_schedules_of, schedules_of
 from whale.schedules.recompute import insert_recompute
+from whale.schedules.releases import Releases, releases
 from whale.schedules.rendezvous import Blocked, replay
 from whale.schedules.shape import Shape
 from whale.schedules.table import BUILDERS, build, peak_in_flight, placement
@@ -20,6 +21,7 @@ __all__ = [
     "Builder",
     "Edges",
     "Execution",
+    "Releases",
     "Shape",
     "Stuck",
     "build",
@@ -35,6 +37,7 @@ __all__ = [
     "peak_in_flight",
     "placement",
     "places",
+    "releases",
     "replay",
     "schedules_of",
     "verify",

@@ -17,11 +17,21 @@ import torch.distributed as dist
 from whale.comm import Channels, wait
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Edge
+from whale.ir.schedule import Action, Kind
 from whale.runtime.execute.boundary import Boundary, Copy, Direction
 from whale.runtime.program.shard.pieces import Index, as_index, part, write_part
+from whale.schedules import Releases
 
 Place = tuple[Direction, int, int]
 """Direction, stage and micro-batch."""
+
+_BACKWARD = frozenset({Kind.SEND_BACKWARD, Kind.POST_BACKWARD, Kind.RECV_BACKWARD})
+
+
+def place_of(action: Action) -> Place:
+    """Where a SEND, POST or RECV belongs."""
+    assert action.stage is not None and action.micro_batch is not None
+    return ("backward" if action.kind in _BACKWARD else "forward"), action.stage, action.micro_batch
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class Parcel:
         wire: what it arrives in.
         work: what to wait for; None where this rank handed it to itself.
         peer: the rank it comes from.
+        sender: where it was made.
     """
 
     copy: Copy
@@ -56,6 +67,7 @@ class Parcel:
     wire: torch.Tensor
     work: dist.Work | None
     peer: int
+    sender: Place
 
 
 class Exchange:
@@ -69,6 +81,7 @@ class Exchange:
         channels: between ranks.
         device: where tensors are used.
         timeout: the longest wait.
+        releases: which sends are known to be done when a receive is.
     """
 
     def __init__(
@@ -80,12 +93,14 @@ class Exchange:
         channels: Channels,
         device: torch.device,
         timeout: timedelta,
+        releases: Releases,
     ) -> None:
         self._rank, self._position = rank, position
         self._boundary, self._model, self._channels = boundary, model, channels
         self._device, self._timeout = device, timeout
         self._parcels: dict[Place, list[Parcel]] = {}
-        self._sends: list[tuple[dist.Work, torch.Tensor, int, str]] = []
+        self._sends: dict[tuple[Place, int], list[tuple[dist.Work, torch.Tensor]]] = {}
+        self._done_at = {(place_of(receive), sender): [place_of(send) for send in sends] for (receive, sender), sends in releases.items()}
         self._micro_batches: Sequence[tuple[int, int]] = ()
         self._local_rows: dict[tuple[int, int], tuple[int, int]] = {}
         self._forms: dict[tuple[int, int, Copy], _Form] = {}
@@ -112,14 +127,14 @@ class Exchange:
         """Starts to receive what a stage on another virtual device hands to the stages of this rank."""
         for edge, copy in self._copies(sender, local=False):
             if copy.lane.target == self._rank:
-                self._post(_receiving(sender, edge), edge, copy)
+                self._post(sender, _receiving(sender, edge), edge, copy)
 
-    def _post(self, place: Place, edge: Edge, copy: Copy) -> None:
+    def _post(self, sender: Place, place: Place, edge: Edge, copy: Copy) -> None:
         form = self._form(place, edge, copy)
         dtype = getattr(torch, self._model.by_name[copy.tensor].outputs[0].dtype)
         wire = torch.empty(form.shape, dtype=dtype, device=self._channels.wire_device)
         work = self._channels.receive(_bytes(wire), copy.lane)
-        self._parcels.setdefault(place, []).append(Parcel(copy, form, wire, work, copy.lane.source))
+        self._parcels.setdefault(place, []).append(Parcel(copy, form, wire, work, copy.lane.source, sender))
 
     def peers(self, place: Place) -> tuple[int, ...]:
         """Ranks that parcels of a place are still to come from."""
@@ -130,6 +145,8 @@ class Exchange:
         parcels = self._parcels.get(place, [])
         for parcel in parcels:
             wait(parcel.work, _name(place, "RECV"), (parcel.peer,), self._timeout)
+            for done in self._done_at.get((place, self._boundary.replica.pipeline.stage_rank[parcel.sender[1]]), ()):
+                self._let_go(done, parcel.peer)
         parcels[:] = [replace(parcel, work=None) for parcel in parcels]
 
     def take(self, place: Place) -> dict[str, torch.Tensor]:
@@ -160,22 +177,27 @@ class Exchange:
             source, target = copy.lane.source, copy.lane.target
             if source == target == self._rank:
                 there = _receiving(place, edge)
-                piece = self._piece(place, edge, values, copy)
-                self._parcels.setdefault(there, []).append(Parcel(copy, self._form(there, edge, copy), piece, None, self._rank))
+                parcel = Parcel(copy, self._form(there, edge, copy), self._piece(place, edge, values, copy), None, self._rank, place)
+                self._parcels.setdefault(there, []).append(parcel)
             elif source == self._rank:
                 self._send(place, copy, self._piece(place, edge, values, copy))
             elif target == self._rank:
-                self._post(_receiving(place, edge), edge, copy)
+                self._post(place, _receiving(place, edge), edge, copy)
 
     def _send(self, place: Place, copy: Copy, piece: torch.Tensor) -> None:
         wire = piece.contiguous().to(self._channels.wire_device)
-        self._sends.append((self._channels.send(_bytes(wire), copy.lane), wire, copy.lane.target, _name(place, "SEND")))
+        work = self._channels.send(_bytes(wire), copy.lane)
+        self._sends.setdefault((place, copy.lane.target), []).append((work, wire))
+
+    def _let_go(self, place: Place, peer: int) -> None:
+        """Waits for what a stage sent to a rank, and forgets it."""
+        for work, _ in self._sends.pop((place, peer), ()):
+            wait(work, _name(place, "SEND"), (peer,), self._timeout)
 
     def finish(self) -> None:
         """Waits until everything sent in the step has left."""
-        for work, _, peer, name in self._sends:
-            wait(work, name, (peer,), self._timeout)
-        self._sends.clear()
+        for place, peer in list(self._sends):
+            self._let_go(place, peer)
         assert not self._parcels, f"parcels that nobody took: {list(self._parcels)}"
 
     def _copies(self, sender: Place, *, local: bool) -> Iterator[tuple[Edge, Copy]]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from whale.ir.graph import ModelGraph
 from whale.ir.schedule import COMMUNICATION, POSTS, RECEIVES, Action, Kind
 from whale.runtime.execute.batch_view import BatchView
-from whale.runtime.execute.exchange import Exchange, Place
+from whale.runtime.execute.exchange import Exchange, Place, place_of
 from whale.runtime.execute.loss import LossAccount
 from whale.runtime.execute.randomness import seed_of
 from whale.runtime.execute.stage import Flight, StageRunner
@@ -91,6 +91,7 @@ class Executor:
         self._gates = [stage.gate for stage in stages.values() if stage.gate is not None]
         self._sync, self._status, self._device = sync, status, device
         self._flights: dict[tuple[int, int], Flight] = {}
+        self._last_backward: dict[int | None, Action] = {}
         self._recomputed: frozenset[tuple[int | None, int | None]] = frozenset()
         self._remaining: dict[int, frozenset[Kind]] = {}
         self._num_in_flight = 0
@@ -124,29 +125,28 @@ class Executor:
         self.peak_in_flight = self._num_in_flight = 0
         self._remaining = {stage: _after_forward(actions, stage) for stage in self._stages}
         self._recomputed = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.RECOMPUTE)
-        last = _last_backward(actions)
+        self._last_backward = {action.stage: action for action in actions if action.kind in _BACKWARD_KINDS}
         agreed = _Once(agree)
         for gate in self._gates:
             gate.close(agreed)
         if self._exchange.hands_over_at_once:
             agreed()
-        for index, action in enumerate(actions):
+        for action in actions:
             needs_weights = state.awaits_weights and action.kind is not Kind.FORWARD
             if needs_weights or action.kind in COMMUNICATION:
                 agreed()
-            self._status.set(str(action), self._exchange.peers(_place(action)) if action.kind in RECEIVES else ())
+            self._status.set(str(action), self._exchange.peers(place_of(action)) if action.kind in RECEIVES else ())
             if action.kind is Kind.SYNC and self._sync is not None:
                 self._sync.finish_stage(_stage(action))
             elif action.kind is Kind.LOSS:  # agreed on all ranks before the sum: one that refuses the batch starts none
                 reduce()
             elif action.kind in POSTS:
-                self._exchange.post(_place(action))
+                self._exchange.post(place_of(action))
             elif action.kind in RECEIVES:
-                self._exchange.wait(_place(action))
+                self._exchange.wait(place_of(action))
             elif action.kind in self._handlers:
-                if self._sync is not None and last.get(action.stage) == index:
-                    self._sync.arm(_stage(action))
-                self._handlers[action.kind](state, *_place(action)[1:])
+                assert action.stage is not None and action.micro_batch is not None
+                self._handlers[action.kind](state, action.stage, action.micro_batch)
         if self._sync is not None:
             self._sync.finish()
         self._exchange.finish()
@@ -192,6 +192,9 @@ class Executor:
         self._stages[stage].recompute(self._flights[stage, micro_batch])
 
     def _backward(self, state: StepState, stage: int, micro_batch: int) -> None:
+        weights_wait = Kind.BACKWARD_WEIGHT in self._remaining[stage]
+        if self._sync is not None and not weights_wait and self._last_backward[stage] == Action(Kind.BACKWARD, stage, micro_batch):
+            self._sync.arm(stage)
         self._differentiate(state, stage, micro_batch)
         self._flights[stage, micro_batch].weights.run()
         self._num_in_flight -= 1
@@ -202,7 +205,11 @@ class Executor:
         self._done(stage, micro_batch, Kind.BACKWARD_INPUT)
 
     def _backward_weight(self, state: StepState, stage: int, micro_batch: int) -> None:
-        self._flights[stage, micro_batch].weights.run()
+        queue, is_final = self._flights[stage, micro_batch].weights, None
+        if self._sync is not None and self._last_backward[stage] == Action(Kind.BACKWARD_WEIGHT, stage, micro_batch):
+            self._sync.settle(stage, queue.parameters())
+            is_final = self._sync.is_final
+        queue.run(is_final)
         self._num_in_flight -= 1
         self._done(stage, micro_batch, Kind.BACKWARD_WEIGHT)
 
@@ -231,22 +238,11 @@ class Executor:
 
 
 _BACKWARD_KINDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-_BACKWARD_PLACES = _BACKWARD_KINDS | {Kind.SEND_BACKWARD, Kind.POST_BACKWARD, Kind.RECV_BACKWARD}
 
 
 def _stage(action: Action) -> int:
     assert action.stage is not None
     return action.stage
-
-
-def _place(action: Action) -> Place:
-    assert action.stage is not None and action.micro_batch is not None
-    return ("backward" if action.kind in _BACKWARD_PLACES else "forward"), action.stage, action.micro_batch
-
-
-def _last_backward(actions: Sequence[Action]) -> dict[int | None, int]:
-    """Per stage, where its last backward stands: after it every gradient of the stage is final."""
-    return {action.stage: index for index, action in enumerate(actions) if action.kind in _BACKWARD_KINDS}
 
 
 def _after_forward(actions: Sequence[Action], stage: int) -> frozenset[Kind]:

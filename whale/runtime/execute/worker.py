@@ -25,6 +25,7 @@ from whale.runtime.program.lowering import StageShards
 from whale.runtime.program.shard import Group
 from whale.runtime.program.stage_source import GraphSource, StageSource
 from whale.runtime.state.gradient_sync import GradientSync
+from whale.schedules import Edges, edge_pairs, releases
 from whale.sharding.parameters import shared_parameters
 
 
@@ -94,8 +95,10 @@ class Worker:
                 )
                 for index, source in self.stages.items()
             }
+            edges = Edges.of(schedule, edge_pairs(replica))
+            done = releases(schedule, edges, seat.pipeline_rank)
             boundary = Boundary(plan, replica, model, world_ranks, axes)
-            exchange = Exchange(world.rank, seat.position, boundary, model, channels, world.device, world.timeout)
+            exchange = Exchange(world.rank, seat.position, boundary, model, channels, world.device, world.timeout, done)
             self.executor = Executor(runners, exchange, model, self._counted, sync, status, world.device)
 
         self._agreement = Agreement(plan, model, self._weights, seat, self._loss_stages(), self._held_terms(), tensors, world, everyone)

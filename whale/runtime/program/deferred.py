@@ -13,6 +13,7 @@ gradients in I, which is exact as well, only not delayed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -108,15 +109,34 @@ class WeightQueue:
         """Keeps what one op's weight gradients need."""
         self._pending.append((rule, args, gradient))
 
-    def run(self) -> None:
-        """Adds every pending weight gradient to its parameter and forgets it."""
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that a gradient waits for, once for each use, in the order in which `run` adds them."""
+        return [parameter for rule, args, _ in self._pending for _, parameter in _weights(rule, args)]
+
+    def run(self, is_final: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Adds every pending weight gradient to its parameter and forgets it.
+
+        Args:
+            is_final: told of each parameter when the last one is added to it.
+        """
+        num_uses = Counter(self.parameters())
         with torch.no_grad():
             for rule, args, gradient in self._pending:
-                for position, value in zip(rule.weights, rule.weight_gradients(args, gradient), strict=False):
-                    parameter = args[position] if position < len(args) else None
-                    if parameter is not None and parameter.requires_grad and value is not None:
+                values = rule.weight_gradients(args, gradient)
+                for number, parameter in _weights(rule, args):
+                    value = values[number]
+                    if value is not None:
                         parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
+                    num_uses[parameter] -= 1
+                    if is_final is not None and num_uses[parameter] == 0:
+                        is_final(parameter)
         self._pending.clear()
+
+
+def _weights(rule: Rule, args: tuple[Any, ...]) -> list[tuple[int, torch.Tensor]]:
+    """The trainable parameters among an op's arguments, with their place in the rule's list of gradients."""
+    found = [(number, args[position]) for number, position in enumerate(rule.weights) if position < len(args)]
+    return [(number, parameter) for number, parameter in found if parameter is not None and parameter.requires_grad]
 
 
 class _Deferred(torch.autograd.Function):

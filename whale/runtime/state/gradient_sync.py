@@ -7,6 +7,9 @@ buckets, in reverse order of use, and a bucket is sent once each of its gradient
     bucket 0           |--- layers 3, 2 ---|
     bucket 1                           |-- layer 1 --|
 
+Gradients are accumulated in the buckets themselves: `p.grad` is a view of its place from the start of the step. Only a part
+of a parameter, or a gradient that another rank answers for, is kept apart and copied when its bucket starts.
+
 All buckets of a rank start in one order, the same on every rank, whatever order the gradients come in. Buckets of one
 stage start during its last backward, up to its SYNC, on all replicas at the same place of the same schedule. Those of
 weights that several stages share, or that unlike replicas hold, are final at unlike places: they start when all else is
@@ -15,9 +18,10 @@ done, so that no rank that waits in one is missed elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -131,10 +135,19 @@ class _Slot:
     adds: bool
 
     @property
-    def gradient(self) -> torch.Tensor | None:
-        """What this rank adds."""
-        gradient = self.parameter.grad if self.adds else None
-        return gradient if gradient is None or self.index is None else part(gradient, self.index)
+    def accumulates(self) -> bool:
+        """Whether the parameter's gradient is accumulated in place."""
+        return self.adds and self.index is None
+
+    def fill(self) -> None:
+        """Copies what this rank adds, where it was not accumulated in place, and shows where the sum will be."""
+        gradient = self.parameter.grad
+        if self.index is None:
+            self.parameter.grad = self.view
+        elif gradient is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        elif self.adds:
+            self.view.copy_(part(gradient, self.index))
 
 
 @dataclass
@@ -151,10 +164,10 @@ class _Bucket:
     is_started: bool = False
     work: dist.Work | None = None
 
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
+    @cached_property
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         """Those with a place in it, each once."""
-        return list({id(slot.parameter): slot.parameter for slot in self.slots}.values())
+        return tuple({slot.parameter: None for slot in self.slots})
 
 
 class GradientSync:
@@ -185,6 +198,7 @@ class GradientSync:
         self._groups = groups
         self._timeout = timeout
         self._buckets: list[_Bucket] = []
+        self._buckets_of: dict[torch.Tensor, list[_Bucket]] = {}  # tensors are keys by identity
         self._armed: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         for plan in buckets:
@@ -194,7 +208,9 @@ class GradientSync:
             bucket = _make_bucket(plan, holdings, rank, stages, ranks, parameters)
             self._buckets.append(bucket)
             for parameter in bucket.parameters if plan.is_at_one_place else ():
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))  # type: ignore[no-untyped-call]
+                self._buckets_of.setdefault(parameter, []).append(bucket)
+        for owned in self._buckets_of:
+            self._hooks.append(owned.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -202,14 +218,32 @@ class GradientSync:
         return tuple(sorted({rank for bucket in self._buckets for rank in bucket.ranks}))
 
     def begin(self) -> None:
-        """Forgets the last step."""
+        """Forgets the last step, and makes zeros in the buckets the gradients of their parameters."""
         self._armed.clear()
         for bucket in self._buckets:
             bucket.num_final, bucket.is_ready, bucket.is_started, bucket.work = 0, False, False, None
+            bucket.flat.zero_()
+            for slot in bucket.slots:
+                if slot.accumulates:
+                    slot.parameter.grad = slot.view
 
     def arm(self, stage: int) -> None:
-        """States that the backward about to run is this stage's last of the step."""
+        """States that the backward about to run is this stage's last of the step: what it accumulates is final."""
         self._armed.add(stage)
+
+    def settle(self, stage: int, waiting: Collection[torch.Tensor]) -> None:
+        """States that the gradients of a stage are final but for parameters that wait for the weight part that comes now."""
+        apart = set(waiting)
+        for parameter, buckets in self._buckets_of.items():
+            if parameter not in apart and stage in buckets[0].stages:
+                self.is_final(parameter)
+
+    def is_final(self, parameter: torch.Tensor) -> None:
+        """States that the gradient of one parameter is final, and starts what can start."""
+        for bucket in self._buckets_of.get(parameter, ()):
+            bucket.num_final += 1
+            bucket.is_ready = bucket.is_ready or bucket.num_final == len(bucket.parameters)
+        self._start_ready()
 
     def finish_stage(self, stage: int) -> None:
         """States that every gradient of a stage is final, and starts what can start."""
@@ -246,17 +280,9 @@ class GradientSync:
             hook.remove()
         self._hooks.clear()
 
-    def _hook(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
-        num_parameters = len(bucket.parameters)
-
-        def on_gradient(_: torch.Tensor) -> None:
-            if bucket.stages <= self._armed:
-                bucket.num_final += 1
-                if bucket.num_final == num_parameters:
-                    bucket.is_ready = True
-                    self._start_ready()
-
-        return on_gradient
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._buckets_of[parameter][0].stages <= self._armed:  # all its buckets are of one stage, and that is the same
+            self.is_final(parameter)
 
     def _start_ready(self) -> None:
         for bucket in self._buckets:
@@ -268,16 +294,8 @@ class GradientSync:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.is_started = True
-        filled = [(slot.view, gradient) for slot in bucket.slots if (gradient := slot.gradient) is not None]
-        if len(filled) < len(bucket.slots):
-            bucket.flat.zero_()
-        if filled:
-            torch._foreach_copy_([view for view, _ in filled], [gradient for _, gradient in filled])
         for slot in bucket.slots:
-            if slot.index is None:
-                slot.parameter.grad = slot.view
-            elif slot.parameter.grad is None:
-                slot.parameter.grad = torch.zeros_like(slot.parameter)
+            slot.fill()
         bucket.work = self._groups.all_reduce(bucket.flat, bucket.ranks)
 
 

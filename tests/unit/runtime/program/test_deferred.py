@@ -61,8 +61,15 @@ def test_shared_and_frozen_weights() -> None:
     queue = WeightQueue()
     hidden = deferred(queue, aten.linear.default, x, weight, bias)
     deferred(queue, aten.linear.default, hidden, weight).backward(seed)
-    queue.run()
-    torch.testing.assert_close(weight.grad, expected)
+    told: list[torch.Tensor] = []
+
+    def is_final(parameter: torch.Tensor) -> None:
+        told.append(parameter)
+        torch.testing.assert_close(parameter.grad, expected)
+
+    assert [id(parameter) for parameter in queue.parameters()] == [id(weight), id(weight)]
+    queue.run(is_final)
+    assert len(told) == 1 and told[0] is weight, "told once, after its last use"
     assert bias.grad is None
 
 

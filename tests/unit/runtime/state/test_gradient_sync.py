@@ -1,0 +1,107 @@
+"""Buckets: gradients are accumulated in them, start in one order, and as soon as they are final."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from whale.ir.layout import Region
+from whale.runtime.state.gradient_sync import BucketPlan, GradientSync
+from whale.runtime.state.holdings import Piece
+
+
+@dataclass
+class Owners:
+    """Stands for the groups: notes what is reduced, in order, and adds nothing."""
+
+    started: list[torch.Tensor] = field(default_factory=list)
+
+    def all_reduce(self, flat: torch.Tensor, ranks: Sequence[int]) -> None:
+        self.started.append(flat.clone())
+
+
+class Whole:
+    """Stands for holdings of ranks that hold all of everything."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.regions = {name: (Region(), Region()) for name in names}
+
+    def index(self, name: str, region: Region, held: Region) -> None:
+        return None
+
+
+def make(names: Sequence[str], stages: Sequence[int], contributors: tuple[int, ...] = (0, 1)) -> tuple[Any, Any, dict[str, Any]]:
+    """One bucket for each parameter of three elements; its stages on two replicas."""
+    owners = Owners()
+    parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in names}
+    buckets = [
+        BucketPlan((Piece(name, Region(), (0, 1), frozenset(contributors), False),), (0, 1), ((0, stage), (1, stage)), True)
+        for name, stage in zip(names, stages, strict=True)
+    ]
+    held = {(0, stage) for stage in stages}
+    sync = GradientSync(buckets, Whole(names), 0, held, (0, 1), parameters, owners, timedelta(seconds=1))  # type: ignore[arg-type]
+    sync.begin()
+    return sync, owners, parameters
+
+
+def test_gradients_are_accumulated_in_their_bucket() -> None:
+    sync, owners, parameters = make(["a"], [0])
+    place = parameters["a"].grad
+    assert place is not None and not place.any()
+    (parameters["a"] * 2).sum().backward()
+    sync.arm(0)
+    (parameters["a"] * 3).sum().backward()
+    assert parameters["a"].grad is place and owners.started[0].tolist() == [5.0] * 3
+    sync.begin()
+    assert parameters["a"].grad.tolist() == [0.0] * 3
+
+
+def test_a_bucket_waits_for_those_before_it_and_starts_once() -> None:
+    sync, owners, parameters = make(["a", "b"], [0, 0])
+    sync.arm(0)
+    (parameters["b"] * 2).sum().backward()
+    assert not owners.started, "the first bucket is not final"
+    parameters["a"].sum().backward()
+    assert [flat[0].item() for flat in owners.started] == [1.0, 2.0]
+    sync.finish_stage(0)
+    sync.finish()
+    assert len(owners.started) == 2
+
+
+def test_weight_parts_start_their_buckets_when_their_last_use_is_added() -> None:
+    sync, owners, parameters = make(["a", "b"], [0, 0])
+    parameters["a"].sum().backward()  # with the input part
+    sync.settle(0, [parameters["b"]])
+    assert len(owners.started) == 1, "what waits for no weight part is final"
+    parameters["b"].grad.add_(2.0)
+    sync.is_final(parameters["b"])
+    assert [flat[0].item() for flat in owners.started] == [1.0, 2.0]
+
+
+def test_parameters_of_several_stages_start_last() -> None:
+    owners = Owners()
+    parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("tied", "own")}
+    buckets = [
+        BucketPlan((Piece("tied", Region(), (0, 1), frozenset((0, 1)), False),), (0, 1), ((0, 0), (0, 1)), False),
+        BucketPlan((Piece("own", Region(), (0, 1), frozenset((0, 1)), False),), (0, 1), ((0, 0), (1, 0)), True),
+    ]
+    sync = GradientSync(buckets, Whole(["tied", "own"]), 0, {(0, 0)}, (0, 1), parameters, owners, timedelta(seconds=1))  # type: ignore[arg-type]
+    sync.begin()
+    sync.arm(0)
+    (parameters["tied"] * 7 + parameters["own"]).sum().backward()
+    sync.finish_stage(0)
+    assert [flat[0].item() for flat in owners.started] == [1.0]
+    sync.finish()
+    assert [flat[0].item() for flat in owners.started] == [1.0, 7.0]
+
+
+def test_what_another_rank_answers_for_adds_nothing() -> None:
+    sync, owners, parameters = make(["a"], [0], contributors=(1,))
+    assert parameters["a"].grad is None
+    sync.arm(0)
+    (parameters["a"] * 2).sum().backward()
+    assert not owners.started[0].any() and not parameters["a"].grad.any()

@@ -1,0 +1,72 @@
+"""When a rank knows that what it sent has been taken, so that it may let it go without asking.
+
+    rank 0   0SEND_F0 ...................... 0RECV_B0       B0 has come, so rank 1 has sent it, and had taken F0 before:
+    rank 1             1RECV_F0 ... 1SEND_B0                0SEND_F0 is done
+
+Not every network tells whether a send is done before one waits for it. Where an answer comes later that the peer sent
+after it took the message, a wait is none any more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
+
+from whale.ir.schedule import Action, Kind, Schedule
+from whale.schedules.edges import Edges
+
+Releases = dict[tuple[Action, int], tuple[Action, ...]]
+"""Per RECV of a rank, and per rank that it hears from in it: the SENDs to that rank which are done then."""
+
+_SEND_AND_RECEIVE = {
+    Kind.POST_FORWARD: (Kind.SEND_FORWARD, Kind.RECV_FORWARD),
+    Kind.POST_BACKWARD: (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD),
+}
+
+
+def releases(schedule: Schedule, edges: Edges, rank: int) -> Releases:
+    """The SENDs of a rank that are known to be done at each of its RECVs, each at the first; those never known are left out.
+
+    Args:
+        schedule: with communication.
+        edges: between its stages.
+        rank: whose sends.
+    """
+    found: Releases = {}
+    for peer in range(schedule.num_ranks):
+        for receive, done in _by_answer(_messages(schedule, edges, rank, peer), _messages(schedule, edges, peer, rank)):
+            found[receive, peer] = (*found.get((receive, peer), ()), done)
+    return found
+
+
+Message = tuple[int, int, int, Action, Action]
+"""Position of its SEND, position of the last RECV and of the first RECV that wait for it; its SEND, and its first RECV."""
+
+
+def _messages(schedule: Schedule, edges: Edges, source: int, target: int) -> Iterator[Message]:
+    """What goes from one rank to another."""
+    position = [{action: place for place, action in enumerate(schedule.ranks[rank])} for rank in (source, target)]
+    readers: dict[Action, list[Action]] = {}
+    for post, sender, receiver in edges.messages():
+        if (schedule.stage_rank[sender], schedule.stage_rank[receiver]) == (source, target):
+            send, receive = _SEND_AND_RECEIVE[post]
+            for micro_batch in range(schedule.num_micro_batch):
+                readers.setdefault(Action(send, sender, micro_batch), []).append(Action(receive, receiver, micro_batch))
+    for send_action, receives in readers.items():
+        if send_action in position[0]:
+            places = sorted((position[1][receive], receive) for receive in receives)
+            yield position[0][send_action], places[-1][0], places[0][0], send_action, places[0][1]
+
+
+def _by_answer(sent: Iterable[Message], heard: Iterable[Message]) -> Iterator[tuple[Action, Action]]:
+    """Each message with the first RECV of an answer that its taker sent after it took it."""
+    sent_at: list[int] = []  # of answers, last first; with the first RECV of any sent at this place or later
+    earliest: list[tuple[int, Action]] = []
+    for at, _, first, _, receive in sorted(heard, key=itemgetter(0), reverse=True):
+        sent_at.append(-at)
+        earliest.append(min((first, receive), earliest[-1], key=itemgetter(0)) if earliest else (first, receive))
+    for _, taken, _, send, _ in sent:
+        number = bisect_left(sent_at, -taken)
+        if number:
+            yield earliest[number - 1][1], send
