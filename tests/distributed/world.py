@@ -54,6 +54,7 @@ class Job:
     timeout: float
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
+    rendezvous: bool
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,12 @@ class World:
     Args:
         num_ranks: processes in the pool.
         timeout: seconds that one run may take; then all ranks are killed and replaced.
+        rendezvous: whether every launch waits for its other end (`tests.distributed.rendezvous`).
     """
 
     num_ranks: int
     timeout: float = 60.0
+    rendezvous: bool = field(default_factory=lambda: os.environ.get("WHALE_TEST_RENDEZVOUS") == "1")
     _workers: list[Worker] = field(default_factory=list)
     _number: int = 0
 
@@ -126,7 +129,7 @@ class World:
         limit = self.timeout if timeout is None else timeout
         self._number += 1
         store = str(Path(self._directory.name) / f"store{self._number}")
-        payload = pickle.dumps(Job(size, store, limit, function, arguments))
+        payload = pickle.dumps(Job(size, store, limit, function, arguments, self.rendezvous))
         workers = self._workers[:size]
         for worker in workers:
             worker.pipe.send_bytes(payload)
@@ -230,6 +233,8 @@ def _serve(rank: int, pipe: Connection, stacks: str) -> None:
 def _perform(rank: int, job: Job) -> Outcome:
     import torch.distributed as dist
 
+    from tests.distributed.rendezvous import launches_wait
+
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.num_ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.num_ranks))
     try:
         store = dist.FileStore(job.store, job.num_ranks)
@@ -238,7 +243,8 @@ def _perform(rank: int, job: Job) -> Outcome:
     except BaseException as error:
         return Outcome(error=error, text=traceback.format_exc(), is_broken=True)
     try:
-        return Outcome(job.function(rank, job.num_ranks, *job.arguments))
+        with launches_wait() if job.rendezvous else contextlib.nullcontext():
+            return Outcome(job.function(rank, job.num_ranks, *job.arguments))
     except BaseException as error:
         return Outcome(error=error, text=traceback.format_exc())
     finally:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from whale.ir.layout import Region
 from whale.runtime.state.gradient_sync import BucketPlan, GradientSync
-from whale.runtime.state.holdings import Piece
+from whale.sharding import Piece, Region
+
+PIECE = Piece(Region(), (0, 1), frozenset((0, 1)))
 
 
 @dataclass
@@ -27,8 +28,8 @@ class Owners:
 class Whole:
     """Stands for holdings of ranks that hold all of everything."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.regions = {name: (Region(), Region()) for name in names}
+    def held(self, name: str, rank: int) -> Region:
+        return Region()
 
     def index(self, name: str, region: Region, held: Region) -> None:
         return None
@@ -39,11 +40,11 @@ def make(names: Sequence[str], stages: Sequence[int], contributors: tuple[int, .
     owners = Owners()
     parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in names}
     buckets = [
-        BucketPlan((Piece(name, Region(), (0, 1), frozenset(contributors), False),), (0, 1), ((0, stage), (1, stage)), True)
+        BucketPlan(((name, Piece(Region(), (0, 1), frozenset(contributors))),), (0, 1), ((0, stage), (1, stage)), True)
         for name, stage in zip(names, stages, strict=True)
     ]
     held = {(0, stage) for stage in stages}
-    sync = GradientSync(buckets, Whole(names), 0, held, (0, 1), parameters, owners, timedelta(seconds=1))  # type: ignore[arg-type]
+    sync = GradientSync(buckets, Whole(), 0, held, (0, 1), parameters, owners, timedelta(seconds=1))  # type: ignore[arg-type]
     sync.begin()
     return sync, owners, parameters
 
@@ -86,10 +87,10 @@ def test_parameters_of_several_stages_start_last() -> None:
     owners = Owners()
     parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("tied", "own")}
     buckets = [
-        BucketPlan((Piece("tied", Region(), (0, 1), frozenset((0, 1)), False),), (0, 1), ((0, 0), (0, 1)), False),
-        BucketPlan((Piece("own", Region(), (0, 1), frozenset((0, 1)), False),), (0, 1), ((0, 0), (1, 0)), True),
+        BucketPlan((("tied", PIECE),), (0, 1), ((0, 0), (0, 1)), False),
+        BucketPlan((("own", PIECE),), (0, 1), ((0, 0), (1, 0)), True),
     ]
-    sync = GradientSync(buckets, Whole(["tied", "own"]), 0, {(0, 0)}, (0, 1), parameters, owners, timedelta(seconds=1))  # type: ignore[arg-type]
+    sync = GradientSync(buckets, Whole(), 0, {(0, 0)}, (0, 1), parameters, owners, timedelta(seconds=1))  # type: ignore[arg-type]
     sync.begin()
     sync.arm(0)
     (parameters["tied"] * 7 + parameters["own"]).sum().backward()

@@ -1,0 +1,60 @@
+"""A stand-in for a network on which every launch waits until its other end has come to its own, as NCCL's first uses do.
+
+    send     says "here", waits for "here", sends
+    receive  posts, says "here", waits for "here"
+    sum      waits for the result
+
+``WHALE_TEST_RENDEZVOUS=1`` runs all distributed tests on it. A program that runs on it relies on no buffer, and starts
+what it sends and receives in one order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from whale.comm import Channels, Groups, Lane
+
+_FROM_SENDER, _FROM_RECEIVER = 1, 2
+
+
+@contextmanager
+def launches_wait() -> Iterator[None]:
+    """Within it, channels and groups of this process wait at every launch."""
+    send, receive, all_reduce = Channels.send, Channels.receive, Groups.all_reduce
+
+    def meeting_send(self: Channels, tensor: torch.Tensor, lane: Lane) -> dist.Work:
+        _meet(lane.target, _FROM_SENDER, _FROM_RECEIVER)
+        return send(self, tensor, lane)
+
+    def meeting_receive(self: Channels, tensor: torch.Tensor, lane: Lane) -> dist.Work:
+        work = receive(self, tensor, lane)
+        _meet(lane.source, _FROM_RECEIVER, _FROM_SENDER)
+        return work
+
+    def meeting_sum(self: Groups, *arguments: Any) -> dist.Work | None:
+        work = all_reduce(self, *arguments)
+        if work is not None:
+            work.wait()
+        return None
+
+    replaced: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+        (Channels, "send", meeting_send),
+        (Channels, "receive", meeting_receive),
+        (Groups, "all_reduce", meeting_sum),
+    )
+    with patch.object(*replaced[0]), patch.object(*replaced[1]), patch.object(*replaced[2]):
+        yield
+
+
+def _meet(peer: int, own: int, other: int) -> None:
+    """Tells a peer that this rank is here, and waits until it says so too."""
+    here = dist.isend(torch.zeros(1, dtype=torch.uint8), peer, tag=own)
+    dist.recv(torch.empty(1, dtype=torch.uint8), peer, tag=other)
+    assert here is not None
+    here.wait()
