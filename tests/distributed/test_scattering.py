@@ -17,21 +17,21 @@ TWO_HOSTS = """
 name: two-hosts
 hosts:
   - {name: a, devices: [V100-32GB, V100-32GB], link: {bandwidth: 300 GB/s, latency: 1 us}}
-  - {name: b, devices: [%s, %s], link: {bandwidth: 300 GB/s, latency: 1 us}}
+  - {name: b, devices: [%s], link: {bandwidth: 300 GB/s, latency: 1 us}}
 network: {bandwidth: 1 Mbit/s, latency: 1 us}
 """
 
 
 def train(rank: int, size: int, second: str, schedule: str) -> tuple[float, list[str]]:
-    """The largest difference from the plain model, and which tensors cross in parts."""
-    model, batch = make("both stages")
+    """The largest difference from the plain model, and which tensors cross in parts to a second stage on `size` - 2 devices."""
+    model, batch = make("both stages" if size == 4 else "unlike groups")
     engine = whale.parallelize(
         model,
         loss=loss_fn,
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
         batch=batch,
         config={"pipeline.num_micro_batch": 2, "gradient.clip_norm": 0.5, "pipeline.schedule": schedule},
-        cluster=parse_cluster(TWO_HOSTS % (second, second), "hosts.yaml"),
+        cluster=parse_cluster(TWO_HOSTS % ", ".join([second] * (size - 2)), "hosts.yaml"),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     worst = 0.0
@@ -53,3 +53,10 @@ def test_a_model_whose_tensors_cross_in_parts_trains_as_the_plain_one(world: Wor
     for worst, crossing in world.run(train, second, schedule, num_ranks=4):
         assert worst < 1e-12
         assert len(crossing) == 1
+
+
+def test_groups_of_unlike_sizes_exchange_parts_exactly() -> None:
+    with World(5) as five:  # groups of two and of three
+        for worst, crossing in five.run(train, "V100-32GB", "1f1b"):
+            assert worst < 1e-12
+            assert len(crossing) == 1

@@ -44,10 +44,10 @@ class Model(nn.Module):
         elif case == "replicated":
             with whale.replicate(2), whale.split(2):
                 self.embed, self.first, self.second, self.head = nn.Embedding(CLASSES, WIDTH), Block(), Block(), nn.Linear(WIDTH, CLASSES)
-        elif case in ("last stage", "both stages"):
+        elif case in ("last stage", "both stages", "unlike groups"):
             with whale.replicate(1) if case == "last stage" else whale.split(2):
                 self.embed, self.first = nn.Embedding(CLASSES, WIDTH), Block()
-            with whale.split(2):
+            with whale.split(3 if case == "unlike groups" else 2):
                 self.second, self.head = Block(), nn.Linear(WIDTH, CLASSES)
         else:
             whale.set_default_strategy(whale.replicate(2))

@@ -23,8 +23,7 @@ class Shard:
         whole_parameters: parameters and buffers that have the axis, but are not held in parts of it.
         scattered: ops that sum over another axis that is cut: each device keeps its part of this axis of the sum.
         arriving: values from other stages of which each device is handed its part only.
-        handed_on: values for other stages that stay in parts; of another axis than the batch only where all of those let them
-            arrive in the same parts.
+        handed_on: values for other stages that stay in parts, whatever parts they arrive in.
     """
 
     axis: str

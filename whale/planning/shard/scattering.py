@@ -5,7 +5,7 @@
     a1 --- all of it ---> b1                a1 --- its part ---> b1     then an all-gather inside b, on the fast link
                                             gradients return as parts, then an all-gather inside a
 
-It needs an axis beside the batch and groups of one size on both ends, and pays where the link between the stages is much
+It needs an axis beside the batch and split groups, of any sizes, on both ends, and pays where the link between the stages is much
 slower than those inside them.
 """
 
@@ -33,13 +33,13 @@ class Scattered:
     Attributes:
         tensor: its op.
         axis: along which.
-        sizes: per position of a group.
+        sizes: per end, the source first, per position of a group.
         whole, parts: seconds of crossing, both ways, with the gathers.
     """
 
     tensor: str
     axis: str
-    sizes: tuple[int, ...]
+    sizes: tuple[tuple[int, ...], ...]
     whole: float
     parts: float
 
@@ -65,9 +65,9 @@ def scatter_borders(replica: Replica, pricing: Pricing, num_rows: int) -> tuple[
             found = _scattered(tensor, ends, pricing, num_rows)
             if found is None or found.parts >= found.whole:
                 continue
-            for end in ends:
-                is_source = end.index == source.index
-                stages[end.index] = _with_border(stages[end.index], found, pricing.graph, pricing.axes, is_source=is_source)
+            for end, sizes in zip(ends, found.sizes, strict=True):
+                known = _shard_of(stages[end.index], Shard(found.axis, sizes), pricing.graph, pricing.axes)
+                stages[end.index] = _with_border(stages[end.index], known, tensor, is_source=end.index == source.index)
             choices.append(_explain(found, source, targets))
     return replace(replica, stages=tuple(stages)), tuple(choices)
 
@@ -85,13 +85,14 @@ def _scattered(tensor: str, ends: Sequence[Stage], pricing: Pricing, num_rows: i
     """How a tensor could cross in parts; None where it cannot."""
     source, *targets = ends
     devices = set(source.virtual_device.devices)
-    if source.split < 2 or any(end.split != source.split for end in targets) or len(pricing.graph.by_name[tensor].outputs) != 1:
+    if any(end.split < 2 for end in ends) or len(pricing.graph.by_name[tensor].outputs) != 1:
         return None
     if any(devices & set(end.virtual_device.devices) for end in targets) or _is_bound(tensor, ends, pricing.graph):
         return None
     for axis in _axes_beside_the_batch(pricing.axes.ops[tensor].outputs[0]):
-        sizes = _sizes(axis, ends, pricing.axes)
-        if sizes is not None:
+        size = pricing.axes.by_name[axis].size
+        if size >= max(end.split for end in ends):
+            sizes = tuple(_sizes(axis, size, end) for end in ends)
             return Scattered(tensor, axis, sizes, *_seconds(tensor, sizes, source, targets, pricing, num_rows))
     return None
 
@@ -113,25 +114,22 @@ def _axes_beside_the_batch(dimensions: tuple[Dimension, ...]) -> Iterator[str]:
             yield from (axis for axis in dict.fromkeys(axes_of(dimension)) if may_lie_in_parts(dimensions, axis))
 
 
-def _sizes(axis: str, ends: Sequence[Stage], axes: Axes) -> tuple[int, ...] | None:
-    """The sizes in which all ends cut an axis, even ones where none does; None where they differ or it is too short."""
-    shard = {own.sizes for end in ends for own in end.shards if own.axis == axis}
-    if len(shard) > 1 or axes.by_name[axis].size < ends[0].split:
-        return None
-    return next(iter(shard), divide_evenly(axes.by_name[axis].size, ends[0].split))
+def _sizes(axis: str, size: int, end: Stage) -> tuple[int, ...]:
+    """The sizes in which a stage divides an axis; even ones where it does not."""
+    return next((own.sizes for own in end.shards if own.axis == axis), divide_evenly(size, end.split))
 
 
 def _seconds(
-    tensor: str, sizes: tuple[int, ...], source: Stage, targets: Sequence[Stage], pricing: Pricing, num_rows: int
+    tensor: str, sizes: Sequence[tuple[int, ...]], source: Stage, targets: Sequence[Stage], pricing: Pricing, num_rows: int
 ) -> tuple[float, float]:
     """Seconds of crossing whole and in parts."""
     op = pricing.graph.by_name[tensor]
     payload = Line.sum(spec_line(spec, pricing.graph.num_rows) for spec in op.outputs)
     num_bytes = payload.at(num_rows / min(len(source.groups), *(len(end.groups) for end in targets)))
-    largest = max(sizes) / sum(sizes)
     ways = 2 if op.requires_grad and pricing.training else 1
     whole = parts = 0.0
-    for end in targets:
+    for end, own in zip(targets, sizes[1:], strict=True):
+        largest = max(*sizes[0], *own) / sum(own)
         link = max(
             (pricing.link(a, b) for a in source.virtual_device.devices for b in end.virtual_device.devices),
             key=lambda each: each.seconds(num_bytes),
@@ -145,30 +143,30 @@ def _gather(stage: Stage, num_bytes: float, pricing: Pricing) -> float:
     return max(all_gather_line(pricing.cluster, group, Line(num_bytes), 1).at(0) for group in stage.groups)
 
 
-def _with_border(stage: Stage, found: Scattered, graph: ModelGraph, axes: Axes, *, is_source: bool) -> Stage:
+def _shard_of(stage: Stage, wanted: Shard, graph: ModelGraph, axes: Axes) -> Shard:
+    """The stage's own shard of an axis; where it has none, one along which nothing works and nothing is held."""
+    known = next((shard for shard in stage.shards if shard.axis == wanted.axis), None)
+    if known is not None:
+        return known
+    holders = dict.fromkeys(holder.rpartition(":")[0] for holder in axes.held_by[wanted.axis])
+    met = label(graph, axes, stage.ops, [wanted]).meeting[wanted.axis]
+    return replace(wanted, whole_in=met, whole_parameters=tuple(name for name in holders if name in stage.parameters))
+
+
+def _with_border(stage: Stage, known: Shard, tensor: str, *, is_source: bool) -> Stage:
     """A stage that hands on, or is handed, a tensor in parts."""
-    known = next((shard for shard in stage.shards if shard.axis == found.axis), None) or _unused(stage, found, graph, axes)
-    if is_source:
-        changed = replace(known, handed_on=(*known.handed_on, found.tensor))
-    else:
-        changed = replace(known, arriving=(*known.arriving, found.tensor))
-    shards = [changed if shard.axis == found.axis else shard for shard in stage.shards]
+    handed_on = (*known.handed_on, tensor) if is_source else known.handed_on
+    changed = replace(known, handed_on=handed_on, arriving=known.arriving if is_source else (*known.arriving, tensor))
+    shards = [changed if shard.axis == known.axis else shard for shard in stage.shards]
     return replace(stage, shards=tuple(shards) if changed in shards else (*shards, changed))
 
 
-def _unused(stage: Stage, found: Scattered, graph: ModelGraph, axes: Axes) -> Shard:
-    """A cut of an axis along which nothing works and nothing is held."""
-    shard = Shard(found.axis, found.sizes)
-    holders = dict.fromkeys(holder.rpartition(":")[0] for holder in axes.held_by[found.axis])
-    met = label(graph, axes, stage.ops, [shard]).meeting[found.axis]
-    return replace(shard, whole_in=met, whole_parameters=tuple(name for name in holders if name in stage.parameters))
-
-
 def _explain(found: Scattered, source: Stage, targets: Sequence[int]) -> Choice:
+    sizes = " to ".join(dict.fromkeys(":".join(map(str, own)) for own in found.sizes))
     return Choice(
         "bridging",
         f"%{found.tensor} from stage {source.index} to {', '.join(map(str, targets))}",
-        f"in parts of {found.axis} {':'.join(map(str, found.sizes))}, gathered on arrival",
+        f"in parts of {found.axis} {sizes}, gathered on arrival",
         cost=f"{format_seconds(found.parts)} per micro-batch, both ways",
         bound="the link between the stages",
         runner_up=f"whole to every device: {format_seconds(found.whole)}",

@@ -25,29 +25,6 @@ def shard_faults(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> Ite
                 seen[key] = None
                 yield from _stage(stage, graph, axes, f"replica {replica.index}, stage {stage.index}")
         yield from _held_twice(replica, axes)
-        yield from _borders(replica)
-
-
-def _borders(replica: Replica) -> Iterator[PlanError]:
-    """What is handed on in parts of another axis than the batch arrives so, part by part."""
-    for edge in replica.edges:
-        source, target = replica.stages[edge.source], replica.stages[edge.target]
-        for tensor in edge.tensors:
-            there, here = (_parts_at_border(stage, tensor) for stage in (source, target))
-            if there != here:
-                yield PlanError(
-                    f"a tensor arrives in the parts in which it is handed on (replica {replica.index}: {tensor}, from stage {source.index} "
-                    f"{_show_parts(there)}, at stage {target.index} {_show_parts(here)})"
-                )
-
-
-def _parts_at_border(stage: Stage, tensor: str) -> tuple[str, tuple[int, ...]] | None:
-    shard = stage.border_shard(tensor)
-    return None if shard is None else (shard.axis, shard.sizes)
-
-
-def _show_parts(parts: tuple[str, tuple[int, ...]] | None) -> str:
-    return f"cut along {parts[0]} {':'.join(map(str, parts[1]))}" if parts else "whole"
 
 
 def _stage(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[PlanError]:

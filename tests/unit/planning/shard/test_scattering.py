@@ -9,7 +9,6 @@ import pytest
 from tests.unit.planning.graphs import device
 from tests.unit.planning.shard.test_sharding_scopes import mlp, split
 from whale.config import Config
-from whale.errors import PlanError
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -40,13 +39,23 @@ def test_tensors_cross_in_parts_where_the_link_is_slow(between: float, crosses_i
     assert len(told) == crosses_in_parts
 
 
-def test_what_is_handed_on_in_parts_arrives_so() -> None:
+def test_what_is_handed_on_in_parts_may_arrive_whole() -> None:
     graph, cluster = two_stages(), hosts(1e6)
     plan = make_plan(graph, cluster, Config())
     replica = plan.replicas[0]
     whole = dataclasses.replace(
         replica.stages[1], shards=tuple(dataclasses.replace(shard, arriving=()) for shard in replica.stages[1].shards)
     )
-    spoiled = dataclasses.replace(plan, replicas=(dataclasses.replace(replica, stages=(replica.stages[0], whole)),))
-    with pytest.raises(PlanError, match="arrives in the parts in which it is handed on"):
-        verify(spoiled, graph, cluster)
+    verify(dataclasses.replace(plan, replicas=(dataclasses.replace(replica, stages=(replica.stages[0], whole)),)), graph, cluster)
+
+
+def test_groups_may_be_of_unlike_sizes() -> None:
+    graph = mlp((split(0, name="front"),), (split(1, count=3, name="back"),))
+    made = [
+        Host(host, tuple(device(f"{host}/{index}", host) for index in range(count)), Link(1e11, 1e-9))
+        for host, count in (("a", 2), ("b", 3))
+    ]
+    plan = make_plan(graph, Cluster("hosts", tuple(made), Link(1e6, 1e-9)), Config())
+    (told,) = [choice.decision for choice in plan.choices if "gathered on arrival" in choice.decision]
+    sizes = [[len(shard.sizes) for shard in stage.shards if shard.arriving or shard.handed_on] for stage in plan.replicas[0].stages]
+    assert " to " in told and sizes == [[2], [3]]
