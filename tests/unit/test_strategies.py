@@ -69,7 +69,7 @@ EXAMPLES = {"experts": graph_of_experts, "gpt": graph_of_gpt}
 
 @dataclass(frozen=True)
 class Expected:
-    """What a recipe gives on so many devices: devices per stage of each replica.
+    """What a recipe gives on so many devices: devices per stage of each replica, and of those in `unlike`.
 
     The model is a chain in `scopes`, or one of the examples: `experts` or `gpt`.
     """
@@ -81,6 +81,7 @@ class Expected:
     num_micro_batch: int = 1
     scopes: tuple[int, int] | None = None
     example: str = ""
+    unlike: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 EXPECTED = {
@@ -100,6 +101,7 @@ EXPECTED = {
     "recompute_early": Expected("cpu_2", 1, (1, 1), "recompute_early", num_micro_batch=8),
     "shifted_critical_path": Expected("cpu_4", 1, (1,) * 4, "shifted_critical_path", num_micro_batch=8),
     "uneven_data_parallel": Expected("v100_t4", 4, (1,)),
+    "unlike_replicas": Expected("v100_t4", 2, (1, 1), num_micro_batch=8, unlike=((1, (2,)),)),
     "zero_bubble": Expected("cpu_2", 1, (1, 1), "zb_h1", num_micro_batch=8),
     "zero_bubble_v": Expected("cpu_2", 1, (1,) * 4, "zb_v", num_micro_batch=8),
 }
@@ -127,7 +129,8 @@ def test_recipes_give_what_they_promise(recipe: Path) -> None:
         expected.replicas,
     )
     for replica in plan.replicas:
-        assert tuple(len(stage.virtual_device.devices) for stage in replica.stages) == expected.devices_per_stage
+        wanted = dict(expected.unlike).get(replica.index, expected.devices_per_stage)
+        assert tuple(len(stage.virtual_device.devices) for stage in replica.stages) == wanted
     assert not plan.idle_devices
 
 

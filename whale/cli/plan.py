@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph, write_text
@@ -51,10 +51,8 @@ def print_plan(plan: Plan) -> None:
     console.print(make_table(title, columns, rows, ("rank", "replica", "stage", "rows", "tensors", "forward", "backward")))
     for line in _shards(plan):
         console.print(line, markup=False, soft_wrap=True)
-    for edge in plan.replicas[0].edges:
-        console.print(
-            f"stage {edge.source} -> stage {edge.target}: {', '.join(edge.tensors)} ({format_bytes(edge.num_bytes)})", markup=False
-        )
+    for line in _edges(plan):
+        console.print(line, markup=False)
     console.print(f"predicted: {format_seconds(plan.step_seconds)} per step")
     if plan.idle_devices:
         console.print(f"idle: {', '.join(plan.idle_devices)}", markup=False)
@@ -70,8 +68,25 @@ def _shards(plan: Plan) -> Iterable[str]:
                 text = f"groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
                 found.setdefault((stage.index, text), []).append(replica.index)
     for (index, text), members in sorted(found.items()):
-        copies = f" of replica {', '.join(map(str, members))}" if len(members) < len(plan.replicas) else ""
-        yield f"stage {index}{copies}: {text}"
+        yield f"stage {index}{_copies(plan, members)}: {text}"
+
+
+def _edges(plan: Plan) -> Iterable[str]:
+    """What crosses stages, replicas that hand on the same tensors together, with the bytes of the first of them."""
+    found: dict[tuple[int, int, tuple[str, ...]], list[int]] = {}
+    first: dict[tuple[int, int, tuple[str, ...]], int] = {}
+    for replica in plan.replicas:
+        for edge in replica.edges:
+            key = edge.source, edge.target, edge.tensors
+            first.setdefault(key, edge.num_bytes)
+            found.setdefault(key, []).append(replica.index)
+    for (source, target, tensors), members in found.items():
+        num_bytes = format_bytes(first[source, target, tensors])
+        yield f"stage {source} -> stage {target}{_copies(plan, members)}: {', '.join(tensors)} ({num_bytes})"
+
+
+def _copies(plan: Plan, members: Sequence[int]) -> str:
+    return f" of replica {', '.join(map(str, members))}" if len(members) < len(plan.replicas) else ""
 
 
 def _stage_rows(plan: Plan, replica: Replica, stage: Stage) -> Iterable[tuple[str, ...]]:

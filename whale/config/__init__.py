@@ -3,10 +3,11 @@
 from whale.config.config import Config
 from whale.config.loading import RECIPE_VARIABLE, Source, load_config
 from whale.config.nearest import did_you_mean, nearest
+from whale.config.replicas import ReplicaBlock
 from whale.config.sections import SCHEDULES
 from whale.config.strict_yaml import Document, parse_yaml, read_yaml
 
 __all__ = [
-    "RECIPE_VARIABLE", "SCHEDULES", "Config", "Document", "Source",
+    "RECIPE_VARIABLE", "SCHEDULES", "Config", "Document", "ReplicaBlock", "Source",
     "did_you_mean", "load_config", "nearest", "parse_yaml", "read_yaml",
 ]  # fmt: skip

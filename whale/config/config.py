@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from whale.config.replicas import REPLICAS, ReplicaBlock
 from whale.config.sections import Cluster, Communication, Gradient, Memory, Pipeline, Recompute, Runtime
 from whale.config.settings import KEYS, SECTIONS, Setting, check
 from whale.errors import raise_faults
@@ -16,6 +17,8 @@ from whale.errors import raise_faults
 @dataclass(frozen=True, init=False)
 class Config:
     """All configuration values; ``Config({"pipeline.num_micro_batch": 4})`` sets one and leaves the rest at their defaults.
+
+    ``replicas`` stands beside the sections: a list of blocks, one per replica.
 
     Two configurations are equal when all their values are.
 
@@ -33,6 +36,7 @@ class Config:
     communication: Communication
     runtime: Runtime
     recompute: Recompute
+    replicas: tuple[ReplicaBlock, ...]
     explicit: frozenset[str] = field(compare=False, repr=False)
 
     def __init__(self, mapping: Mapping[str, object] | None = None) -> None:
@@ -41,6 +45,7 @@ class Config:
         for section, kind in SECTIONS.items():
             own = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
             object.__setattr__(self, section, kind(**own))
+        object.__setattr__(self, "replicas", values.get(REPLICAS, ()))
         object.__setattr__(self, "explicit", frozenset(values))
 
     def with_values(self, mapping: Mapping[str, object]) -> Config:
@@ -54,10 +59,12 @@ class Config:
         return Config({**own, **dict(changed.explicit_items())})
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """Every ``section.key`` with its value."""
+        """Every ``section.key`` with its value, and ``replicas`` where there are blocks."""
         for name in KEYS:
             section, _, attribute = name.partition(".")
             yield name, getattr(getattr(self, section), attribute)
+        if self.replicas:
+            yield REPLICAS, self.replicas
 
     def explicit_items(self) -> Iterator[tuple[str, Any]]:
         """The keys that were set, with their values, in the order of `items`."""
@@ -65,8 +72,11 @@ class Config:
 
     def __str__(self) -> str:
         """YAML, in the form of a recipe."""
-        nested: dict[str, dict[str, Any]] = {}
+        nested: dict[str, Any] = {}
         for name, value in self.items():
+            if name == REPLICAS:
+                nested[name] = [block.as_data() for block in value]
+                continue
             section, _, attribute = name.partition(".")
             nested.setdefault(section, {})[attribute] = dict(value) if isinstance(value, tuple) else value
         return yaml.safe_dump(nested, sort_keys=False).rstrip()

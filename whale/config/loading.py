@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from whale.config.config import Config
 from whale.config.epl import EPL_KEYS
 from whale.config.nearest import did_you_mean, nearest
+from whale.config.replicas import REPLICAS
 from whale.config.settings import KEYS, SECTIONS, Setting, check, from_text, hint_for_key
-from whale.config.strict_yaml import Document, read_yaml
+from whale.config.strict_yaml import Document, parse_yaml, read_yaml
 from whale.errors import ConfigError, WhaleError, raise_faults
 
 PREFIX = "WHALE_"
@@ -77,6 +79,10 @@ def from_environment(environment: Mapping[str, str]) -> list[Setting]:
     for variable, text in sorted(environment.items()):
         if not variable.startswith(PREFIX) or variable == RECIPE_VARIABLE:
             continue
+        if variable == variable_of(REPLICAS):
+            where = f"environment variable {variable}"
+            settings.append(Setting(REPLICAS, parse_yaml(text, where).data, where))
+            continue
         name = names.get(variable)
         section, _, attribute = variable.removeprefix(PREFIX).lower().partition("_")
         if name is None and ((section in SECTIONS and attribute) or nearest(variable, names, cutoff=0.92)):
@@ -119,10 +125,12 @@ def _is_by_stage(name: str, content: object) -> bool:
 
 def _section(document: Document, section: str, content: object) -> Iterable[Setting]:
     where = document.place(section)
+    if section == REPLICAS:
+        return [Setting(section, content, where, partial(document.place, section))]
     if section in _SHORT and (isinstance(content, str) or _is_by_stage(_SHORT[section], content)):
         return [Setting(_SHORT[section], content, where)]
     if section not in SECTIONS and not any(entry.name.startswith(f"{section}.") for entry in EPL_KEYS):
-        hint = did_you_mean(section, SECTIONS)
+        hint = did_you_mean(section, (*SECTIONS, REPLICAS))
         if section.partition(".")[0] in SECTIONS:
             head, _, tail = section.partition(".")
             hint = f"write '{head}:' and, indented below it, '{tail}: ...'" if section in KEYS else hint_for_key(section)

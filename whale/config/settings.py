@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from whale.config.epl import REFUSED, STRATEGIES
 from whale.config.keys import Key, Shares, keys_of
 from whale.config.nearest import did_you_mean, nearest
+from whale.config.replicas import REPLICAS, Place, read_blocks
 from whale.config.sections import Cluster, Communication, Gradient, Memory, Pipeline, Recompute, Runtime
 from whale.config.strict_yaml import parse_yaml
 from whale.errors import ConfigError, WhaleError
@@ -29,17 +30,24 @@ SECTIONS: Mapping[str, type[object]] = {
 KEYS: Mapping[str, Key] = {name: found for section, kind in SECTIONS.items() for name, found in keys_of(section, kind).items()}
 """Every key, by ``section.key``."""
 
+_PIPELINE_KEYS = {name.partition(".")[2]: found for name, found in KEYS.items() if name.startswith("pipeline.")}
+
 STRATEGY = "pipeline.strategy"
 SCHEDULE = "pipeline.schedule"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A key and its value as the user wrote them, and where (anything that prints as a place)."""
+    """A key and its value as the user wrote them, and where (anything that prints as a place).
+
+    Attributes:
+        inside: where the values inside of it stand, by the way to them; None where that is not known.
+    """
 
     name: object
     value: object
     where: object = None
+    inside: Place | None = None
 
 
 def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleError]]:
@@ -47,6 +55,10 @@ def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleErr
     values: dict[str, object] = {}
     faults: list[WhaleError] = []
     for setting in settings:
+        if setting.name == REPLICAS:
+            values[REPLICAS], wrong = read_blocks(setting.value, _places_in(setting), _PIPELINE_KEYS, _checked_at)
+            faults += wrong
+            continue
         try:
             name, value = _carried(setting) if setting.name == STRATEGY else _read(setting)
             if values.setdefault(name, value) != value:  # only these two names can meet
@@ -56,6 +68,14 @@ def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleErr
         except ConfigError as fault:
             faults.append(fault)
     return values, faults
+
+
+def _places_in(setting: Setting) -> Place:
+    return setting.inside or (lambda *_: setting.where)
+
+
+def _checked_at(key: Key, value: object, where: object) -> object:
+    return _checked(key, Setting(key.name, value, where))
 
 
 def _carried(setting: Setting) -> tuple[str, object]:
@@ -98,7 +118,7 @@ def hint_for_key(name: str) -> str:
             return f"did you mean {keys[found]!r}?"
     if found := nearest(name, KEYS, cutoff=0.8):
         return f"did you mean {found!r}?"
-    return f"keys of {section}: {', '.join(own)}" if own else f"sections: {', '.join(SECTIONS)}"
+    return f"keys of {section}: {', '.join(own)}" if own else f"sections: {', '.join((*SECTIONS, REPLICAS))}"
 
 
 def _checked(key: Key, setting: Setting) -> object:

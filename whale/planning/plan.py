@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from whale.axes import batch_axes, discover
 from whale.config import Config
@@ -21,9 +21,10 @@ from whale.planning.pipeline.placement import Placement, placements
 from whale.planning.pipeline.recompute import KEEP_ALL, Policy, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing.pricing import Pricing
+from whale.planning.replicas.blocks import read_replicas
 from whale.planning.replicas.group_size import Outcome, choose_group
 from whale.planning.replicas.replica import make_replica
-from whale.planning.replicas.solve import Solution, Solver
+from whale.planning.replicas.solve import Solution, Solver, solve_together
 from whale.planning.shard.scattering import scatter_all
 from whale.planning.structure.crossing import crossing, crossing_faults
 from whale.planning.structure.structure import analyse
@@ -46,12 +47,15 @@ def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int 
         BatchError: fewer rows than devices and micro-batches need.
         PlanError: no plan fits, or a tensor cannot travel between stages.
     """
+    num_rows = graph.num_rows if rows is None else rows
+    pricing = Pricing(graph, cluster, Costs.of(config), config.communication.overlap)
+    if config.replicas:
+        return _state(graph, cluster, *_plan_blocks(pricing, config, num_rows))
     annotations = read_scopes(graph, config, len(cluster.devices))
     pipeline = shape_pipeline(config, annotations, len(cluster.devices))
     if annotations is not None:
         check_enough_devices(annotations, pipeline.num_devices, len(cluster.devices))
-    policy = read_policy(config.recompute.policy, pipeline)
-    solver = _solver(graph, cluster, config, pipeline, annotations, policy, graph.num_rows if rows is None else rows)
+    solver = _solver(pricing, config, pipeline, annotations, num_rows)
     prefers_intra_node = config.cluster.device_place_prefer_intra_node
     found = choose_group(
         pipeline,
@@ -62,25 +66,51 @@ def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int 
             prefers_intra_node=prefers_intra_node,
         ),
     )
-    return _state(graph, cluster, annotations, found)
+    return _state(graph, cluster, [annotations] * len(found.best.replicas), found)
 
 
-def _solver(
-    graph: ModelGraph,
-    cluster: Cluster,
-    config: Config,
-    pipeline: PipelineShape,
-    annotations: Annotations | None,
-    policy: Policy,
-    num_rows: int,
-) -> Solver:
-    pricing = Pricing(graph, cluster, Costs.of(config), config.communication.overlap)
+def _solver(pricing: Pricing, config: Config, pipeline: PipelineShape, annotations: Annotations | None, num_rows: int) -> Solver:
+    graph, policy = pricing.graph, read_policy(config.recompute.policy, pipeline)
     if annotations is None:
         structure = analyse(graph)
         points = find_cut_points(graph, structure, pricing, kept_under(pricing, policy))
         return Solver(graph, structure, pricing, pipeline, num_rows, points=points, policy=policy)
     assignment, structure = assign_by_scopes(graph, annotations)
     return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
+
+
+def _plan_blocks(pricing: Pricing, config: Config, num_rows: int) -> tuple[list[Annotations | None], Outcome]:
+    """Replicas as the blocks of the configuration say; equal blocks share a solver."""
+    blocks, idle = read_replicas(pricing.graph, pricing.cluster, config)
+    made: dict[Hashable, Solver] = {}
+    solvers = []
+    for block in blocks:
+        key = block.config.pipeline, block.pipeline.devices, block.pipeline.splits
+        if key not in made:
+            made[key] = _solver(pricing, block.config, block.pipeline, block.annotations, num_rows)
+        solvers.append(made[key])
+    weights = [block.rows for block in config.replicas if block.rows is not None] or None
+    found = [
+        placements(block.cluster, solver.pipeline, *_demand(solver.pipeline, solver), prefer_intra_node=True)
+        for block, solver in zip(blocks, solvers, strict=True)
+    ]
+    candidates = [_together([own[min(index, len(own) - 1)] for own in found], idle) for index in range(max(map(len, found)))]
+
+    def best(policy: Policy | None) -> Outcome:
+        own = [dataclasses.replace(solver, policy=policy) if policy else solver for solver in solvers]
+        return Outcome(solvers[0], *_best(lambda placement: solve_together(placement, own, num_rows, weights), candidates))
+
+    annotations = [block.annotations for block in blocks]
+    if any(solver.policy.kind == "auto" for solver in solvers):
+        with contextlib.suppress(MemoryShortage):
+            return annotations, best(KEEP_ALL)
+    return annotations, best(None)
+
+
+def _together(placed: Sequence[Placement], idle: tuple[str, ...]) -> Placement:
+    """One placement out of those of each replica."""
+    rule = "; ".join(dict.fromkeys(own.rule for own in placed))
+    return Placement(rule, tuple(replica for own in placed for replica in own.replicas), idle)
 
 
 def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[float] | None]:
@@ -116,10 +146,10 @@ def _choose(solver: Solver, cluster: Cluster, *, prefers_intra_node: bool) -> tu
     preferred = placements(cluster, solver.pipeline, memory, work, prefer_intra_node=prefers_intra_node)
     other = placements(cluster, solver.pipeline, memory, work, prefer_intra_node=not prefers_intra_node)
     try:
-        best, remarks = _best(solver, preferred)
+        best, remarks = _best(solver.solve, preferred)
     except MemoryShortage as error:
         try:
-            best, remarks = _best(solver, other)
+            best, remarks = _best(solver.solve, other)
         except MemoryShortage:
             raise error from None
         return best, remarks | {f"replicas grouped by {_grouping(prefers_intra_node)}": error.message}
@@ -141,14 +171,14 @@ def _price(solver: Solver, placement: Placement) -> str:
         return error.message
 
 
-def _best(solver: Solver, candidates: Sequence[Placement]) -> tuple[Solution, dict[str, str]]:
+def _best(solve: Callable[[Placement], Solution], candidates: Sequence[Placement]) -> tuple[Solution, dict[str, str]]:
     """The placement with the fastest step, and what is to be said of the others."""
     solutions: list[Solution] = []
     remarks: dict[str, str] = {}
     first_error: MemoryShortage | None = None
     for candidate in candidates:
         try:
-            solutions.append(solver.solve(candidate))
+            solutions.append(solve(candidate))
             remarks[candidate.rule] = format_seconds(solutions[-1].step_seconds)
         except MemoryShortage as error:
             first_error = first_error or error
@@ -161,15 +191,16 @@ def _best(solver: Solver, candidates: Sequence[Placement]) -> tuple[Solution, di
     return best, remarks
 
 
-def _state(graph: ModelGraph, cluster: Cluster, annotations: Annotations | None, found: Outcome) -> Plan:
-    solver, best, pipeline = found.solver, found.best, found.solver.pipeline
-    names = _stage_names(pipeline, annotations)
+def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotations | None], found: Outcome) -> Plan:
+    """The plan of an outcome; `annotations` are those of each replica."""
+    solver, best = found.solver, found.best
     replicas = tuple(
-        make_replica(solver.pricing, pipeline, model, names, index, share)
+        make_replica(solver.pricing, model, _stage_names(model.pipeline, annotations[index]), index, share)
         for index, (model, share) in enumerate(zip(best.replicas, best.rows, strict=True))
     )
     borders: tuple[Choice, ...] = ()
-    if any(pipeline.splits):
+    is_split = any(model.pipeline.splits for model in best.replicas)
+    if is_split:
         replicas, borders = scatter_all(replicas, solver.pricing)
     axes, mixing = find_batch_axes(graph, replicas, solver.pricing)
     raise_faults(crossing_faults(graph, replicas, dict(axes)))
@@ -178,14 +209,14 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Annotations | None,
         cluster=cluster.name,
         devices=tuple(device for model in best.replicas for names_of_rank in model.placed for device in names_of_rank),
         idle_devices=best.placement.idle,
-        task_graphs=task_graphs(graph, annotations, best.replicas[0].assignment.stage_of),
+        task_graphs=task_graphs(graph, annotations[0], best.replicas[0].assignment.stage_of),
         replicas=replicas,
         batch_axes=axes,
         planned_rows=solver.num_rows,
         step_seconds=best.step_seconds,
-        choices=(*explain_choices(annotations, found, replicas), *borders, *mixing),
+        choices=(*explain_choices(annotations[0], found, replicas), *borders, *mixing),
     )
-    verify(plan, graph, cluster, solver.pricing.axes if any(pipeline.splits) else None)
+    verify(plan, graph, cluster, solver.pricing.axes if is_split else None)
     return plan
 
 

@@ -7,7 +7,7 @@ from whale.schedules.edges import Edges
 from whale.schedules.execution import Execution, Stuck, execute
 from whale.schedules.forward_only import forward_only
 from whale.schedules.in_flight import count_in_flight, count_recomputed
-from whale.schedules.of_plan import edge_pairs, forward_schedules_of, schedules_of
+from whale.schedules.of_plan import edge_pairs, forward_schedules_of, schedules_of, training_schedule
 from whale.schedules.recompute import insert_recompute
 from whale.schedules.releases import Releases, releases
 from whale.schedules.rendezvous import Blocked, replay
@@ -40,5 +40,6 @@ __all__ = [
     "releases",
     "replay",
     "schedules_of",
+    "training_schedule",
     "verify",
 ]

@@ -30,7 +30,7 @@ def explain_bridges(solver: Solver, best: Solution, replicas: Sequence[Replica])
 
 def _stage(solver: Solver, model: ReplicaModel, stage: Stage) -> Iterator[Choice]:
     pricing = solver.pricing
-    scene = make_scene(pricing, model.assignment, stage.index, solver.pipeline)
+    scene = make_scene(pricing, model.assignment, stage.index, model.pipeline)
     bridges = find_bridges(pricing.labels(stage.ops, stage.shards), scene.returned)
 
     def received(bridge: Bridge) -> Bytes:

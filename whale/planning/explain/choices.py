@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from whale.axes import Mixing
 from whale.ir.division import divide_evenly
-from whale.ir.plan import Choice, Replica
+from whale.ir.plan import Choice, Pipeline, Replica
 from whale.planning.annotations.taskgraphs import Annotations
 from whale.planning.explain.bridges import explain_bridges
 from whale.planning.explain.recompute import explain_recompute
 from whale.planning.explain.sharding import explain_sharding
-from whale.planning.pipeline.scheduling import PipelineShape, explain_schedule
+from whale.planning.pipeline.scheduling import explain_schedule
 from whale.planning.replicas.group_size import Outcome
 from whale.planning.replicas.solve import Solution
 from whale.planning.shard.overlapping import explain_overlap
@@ -21,16 +22,15 @@ from whale.units import format_bytes, format_seconds
 
 def explain_choices(annotations: Annotations | None, found: Outcome, replicas: Sequence[Replica]) -> Iterator[Choice]:
     """The choices of all passes, in order."""
-    pipeline, best = found.solver.pipeline, found.best
-    yield explain_schedule(pipeline)
+    best = found.best
+    yield from _schedules(best)
     if found.group is not None:
         yield found.group
-    yield _placement(pipeline, best, found.others)
+    yield _placement(best, found.others)
     if best.placement.idle:
-        yield _idle(pipeline, best)
-    if best.partitions[0] is not None and pipeline.num_stages > 1:
-        yield from _cuts(best)
-    elif annotations is not None:
+        yield _idle(best)
+    yield from _cuts(best)
+    if annotations is not None:
         yield Choice(
             "task graphs",
             "stages",
@@ -72,33 +72,46 @@ def _names_of(annotations: Annotations, stage: int) -> list[str]:
     return [name for name, own in zip(annotations.names, annotations.stages, strict=True) if own == stage]
 
 
-def _placement(pipeline: PipelineShape, best: Solution, others: Mapping[str, str]) -> Choice:
-    used = len(best.replicas) * pipeline.num_devices
+def _schedules(best: Solution) -> Iterator[Choice]:
+    """One choice per pipeline, with the replicas that have it where they are unlike."""
+    found: dict[Pipeline, list[int]] = {}
+    for index, model in enumerate(best.replicas):
+        found.setdefault(model.pipeline.pipeline, []).append(index)
+    for members in found.values():
+        choice = explain_schedule(best.replicas[members[0]].pipeline)
+        copies = f" of replica {', '.join(map(str, members))}" if len(found) > 1 else ""
+        yield replace(choice, subject=choice.subject + copies)
+
+
+def _placement(best: Solution, others: Mapping[str, str]) -> Choice:
+    counts = [model.pipeline.num_devices for model in best.replicas]
+    used, sizes = sum(counts), ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
     return Choice(
         "placement",
         "devices of the stages",
-        f"{len(best.replicas)} replica(s) of {pipeline.num_devices} device(s), {best.placement.rule}",
+        f"{len(best.replicas)} replica(s) of {sizes} device(s), {best.placement.rule}",
         cost=f"predicted step {format_seconds(best.step_seconds)}",
         bound=f"{used} of {used + len(best.placement.idle)} devices",
         runner_up="; ".join(f"{rule}: {price}" for rule, price in others.items()),
     )
 
 
-def _idle(pipeline: PipelineShape, best: Solution) -> Choice:
+def _idle(best: Solution) -> Choice:
+    counts = {model.pipeline.num_devices for model in best.replicas}
     return Choice(
         "placement",
         "idle devices",
         ", ".join(best.placement.idle),
         cost=f"{len(best.placement.idle)} device(s) do nothing",
-        bound=f"a replica takes {pipeline.num_devices} devices",
+        bound=f"a replica takes {counts.pop()} devices" if len(counts) == 1 else "the blocks of replicas leave them out",
     )
 
 
 def _cuts(best: Solution) -> Iterator[Choice]:
     seen: dict[tuple[int, ...], list[int]] = {}
     for index, partition in enumerate(best.partitions):
-        assert partition is not None
-        seen.setdefault(partition.bounds, []).append(index)
+        if partition is not None and len(partition.bounds) > 2:
+            seen.setdefault(partition.bounds, []).append(index)
     for bounds, members in seen.items():
         partition = best.partitions[members[0]]
         assert partition is not None

@@ -24,7 +24,7 @@ def explain_recompute(solver: Solver, best: Solution, replicas: Sequence[Replica
 
 
 def _stage(solver: Solver, best: Solution, replicas: Sequence[Replica], stage: int, members: list[int]) -> Choice:
-    pipeline, model = solver.pipeline, best.replicas[members[0]]
+    model = best.replicas[members[0]]
     planned, recompute, part = replicas[members[0]].stages[stage], model.recomputes[stage], model.assignment.parts[stage]
     costs, rows = model.costs[stage], planned.shares
     prices = [solver.pricing.local(part.ops, planned.shards, p) if planned.shards else solver.pricing for p in range(planned.split)]
@@ -34,7 +34,7 @@ def _stage(solver: Solver, best: Solution, replicas: Sequence[Replica], stage: i
         for position, name in enumerate(group)
     )
     without, num_rows = prices[0].part(part), max(rows)
-    kept, instead = (_kept(cost, pipeline.in_flight[stage], num_rows) for cost in (costs[0].part, without))
+    kept, instead = (_kept(cost, model.pipeline.in_flight[stage], num_rows) for cost in (costs[0].part, without))
     if recompute.num_alive:
         decision = f"all {len(part.ops)} ops, by R actions"
     else:

@@ -46,7 +46,7 @@ def cut_into_stages(
 
     Args:
         policy: what recomputes inside the stages.
-        devices: per rank its device.
+        devices: per rank its first device.
         num_rows: rows of a micro-batch.
         margin: share of the devices' memory that may be planned for here, where bytes are approximate.
 
@@ -102,7 +102,8 @@ def _stage_table(
     index = np.array([pricing.table.position[op] for op in points.spine], dtype=np.int64)
     forward = seconds.forward_fixed + num_rows * seconds.forward_per_row
     times = 2 if pipeline.recomputed[stage] else 1 + policy.share(stage)
-    per_op = times * forward + seconds.backward_fixed + num_rows * seconds.backward_per_row
+    width = pipeline.width(stage)  # the devices of a split group have equal parts of the work, as far as can be said before it is cut
+    per_op = (times * forward + seconds.backward_fixed + num_rows * seconds.backward_per_row) / width
     done = np.concatenate(([0.0], np.cumsum(per_op[index])))[points.bounds]
     crossing = points.crossing_fixed + points.crossing_per_row * num_rows
     time = done[None, :] - done[:, None]
@@ -114,7 +115,7 @@ def _stage_table(
     received = crossing / 2 if stage else np.zeros_like(crossing)
     inside, entering = kept[None, :] - kept[:, None], float(np.quantile(crossing, 0.25)) / 2
     memory = points.parameters + expected_bytes(pipeline, policy, stage, received[:, None], inside, entering)
-    excess = np.maximum(memory - margin * pricing.capacity(name) / pipeline.num_chunks, 0.0)
+    excess = np.maximum(memory / width - margin * pricing.capacity(name) / pipeline.num_chunks, 0.0)
     pieces = np.triu(np.ones(time.shape, dtype=bool), 1)
     return np.where(pieces, time, np.inf), np.where(pieces, excess, np.inf)
 

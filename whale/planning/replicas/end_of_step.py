@@ -9,7 +9,6 @@ from math import prod
 
 from whale.estimate import exposed_sync, optimizer_seconds, ring_all_reduce_seconds
 from whale.ir.division import intervals
-from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.pricing import Pricing
 from whale.planning.replicas.replica import ReplicaModel
 
@@ -31,8 +30,8 @@ class EndOfStep:
     exposed: float
 
 
-def end_of_step(pricing: Pricing, pipeline: PipelineShape, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> EndOfStep:
-    """Prices the end of a step.
+def end_of_step(pricing: Pricing, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> EndOfStep:
+    """Prices the end of a step. Unlike replicas synchronise when all else is done, so that nothing of it is hidden.
 
     Args:
         rows: of a step, per replica.
@@ -42,7 +41,7 @@ def end_of_step(pricing: Pricing, pipeline: PipelineShape, replicas: Sequence[Re
     reduced: dict[str, float] = {}
     moved: dict[str, int] = {}
     weights: dict[str, int] = {}
-    for owners, num_bytes in _owner_sets(pricing, pipeline, replicas).items():
+    for owners, num_bytes in _owner_sets(pricing, replicas).items():
         seconds = ring_all_reduce_seconds(pricing.cluster, owners, num_bytes)
         for device in owners:
             reduced[device] = reduced.get(device, 0.0) + seconds
@@ -54,15 +53,18 @@ def end_of_step(pricing: Pricing, pipeline: PipelineShape, replicas: Sequence[Re
         default=0.0,
     )
     sync = reduced[slowest] if slowest else 0.0
-    backward = shortest_backward(pipeline, replicas, rows)
-    exposed = exposed_sync(pipeline.schedule, sync, backward, pipeline.num_micro_batch, pipeline.num_chunks, pipeline.group_size)
+    exposed, pipeline = sync, replicas[0].pipeline
+    if all(replica.pipeline is pipeline for replica in replicas):
+        backward = shortest_backward(replicas, rows)
+        exposed = exposed_sync(pipeline.schedule, sync, backward, pipeline.num_micro_batch, pipeline.num_chunks, pipeline.group_size)
     return EndOfStep(sync, optimizer, moved[slowest] if slowest else 0, exposed)
 
 
-def shortest_backward(pipeline: PipelineShape, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> float:
+def shortest_backward(replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> float:
     """Seconds of the backward pass of one micro-batch on the rank where it is shortest, so where it hides least."""
     found = []
     for replica, share in zip(replicas, rows, strict=True):
+        pipeline = replica.pipeline
         taken = share / pipeline.num_micro_batch
         for rank in range(pipeline.num_ranks):
             stages = pipeline.stages_of(rank)
@@ -70,12 +72,12 @@ def shortest_backward(pipeline: PipelineShape, replicas: Sequence[ReplicaModel],
     return min(found)
 
 
-def _owner_sets(pricing: Pricing, pipeline: PipelineShape, replicas: Sequence[ReplicaModel]) -> dict[tuple[str, ...], int]:
+def _owner_sets(pricing: Pricing, replicas: Sequence[ReplicaModel]) -> dict[tuple[str, ...], int]:
     """Trainable bytes by the devices that hold them, in the cluster's order."""
     order = {device.name: index for index, device in enumerate(pricing.cluster.devices)}
     shard = _cut_parameters(pricing, replicas)
-    by_place: dict[tuple[tuple[int, int, int], ...], int] = {}
-    for name, places in _holders(pricing, pipeline, replicas).items():
+    by_place: dict[tuple[Place, ...], int] = {}
+    for name, places in _holders(pricing, replicas).items():
         if name not in shard:
             key_of_set = tuple(dict.fromkeys(places))
             by_place[key_of_set] = by_place.get(key_of_set, 0) + pricing.graph.parameter_by_name[name].spec.num_bytes
@@ -86,23 +88,34 @@ def _owner_sets(pricing: Pricing, pipeline: PipelineShape, replicas: Sequence[Re
             name
             for replica in replicas
             for key, rank, width in wanted
-            if key == id(replica.assignment)
+            if key == _form(replica)
             for name in replica.placed[rank][::width]  # a split group has equal gradients of what it holds whole
         }
         owners = tuple(sorted(devices, key=order.__getitem__))
         sets[owners] = sets.get(owners, 0) + num_bytes
     for name in sorted(shard):
-        for holders, num_bytes in _pieces(pricing, pipeline, replicas, name, shard[name]):
+        for holders, num_bytes in _pieces(pricing, replicas, name, shard[name]):
             owners = tuple(sorted(holders, key=order.__getitem__))
             sets[owners] = sets.get(owners, 0) + num_bytes
     return sets
 
 
-def _holders(pricing: Pricing, pipeline: PipelineShape, replicas: Sequence[ReplicaModel]) -> dict[str, list[tuple[int, int, int]]]:
-    """Per trainable parameter, the assignments and ranks that hold it, with the width of their split groups."""
-    found: dict[str, list[tuple[int, int, int]]] = {}
-    for key, assignment in {id(replica.assignment): replica.assignment for replica in replicas}.items():
-        for stage, part in enumerate(assignment.parts):
+Form = tuple[int, int]
+"""Of a replica: equal where assignment and pipeline are the same."""
+Place = tuple[Form, int, int]
+"""Replicas of one form, a rank of theirs, and the width of its split groups."""
+
+
+def _form(replica: ReplicaModel) -> Form:
+    return id(replica.assignment), id(replica.pipeline)
+
+
+def _holders(pricing: Pricing, replicas: Sequence[ReplicaModel]) -> dict[str, list[Place]]:
+    """Per trainable parameter, the places that hold it."""
+    found: dict[str, list[Place]] = {}
+    for key, replica in {_form(replica): replica for replica in replicas}.items():
+        pipeline = replica.pipeline
+        for stage, part in enumerate(replica.assignment.parts):
             for name in part.parameters:
                 parameter = pricing.graph.parameter_by_name[name]
                 if parameter.kind == "parameter" and parameter.trainable:
@@ -122,11 +135,9 @@ def _cut_parameters(pricing: Pricing, replicas: Sequence[ReplicaModel]) -> dict[
     return found
 
 
-def _pieces(
-    pricing: Pricing, pipeline: PipelineShape, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]
-) -> Iterator[tuple[frozenset[str], int]]:
+def _pieces(pricing: Pricing, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]) -> Iterator[tuple[frozenset[str], int]]:
     """The pieces into which all bounds together cut a parameter: who holds each, and its bytes."""
-    held = dict(_regions(pipeline, replicas, name, axes))
+    held = dict(_regions(replicas, name, axes))
     size = {axis: pricing.axes.by_name[axis].size for axis in axes}
     bounds = {axis: sorted({0, size[axis], *(end for region in held.values() for end in region.get(axis, ()))}) for axis in axes}
     num_bytes = pricing.graph.parameter_by_name[name].spec.num_bytes
@@ -140,11 +151,10 @@ def _pieces(
         yield owners, round(num_bytes * prod((stop - start) / size[axis] for axis, (start, stop) in piece.items()))
 
 
-def _regions(
-    pipeline: PipelineShape, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]
-) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
+def _regions(replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
     """Per device that holds a parameter, its interval of each axis that it does not hold whole."""
     for replica in replicas:
+        pipeline = replica.pipeline
         for stage, part in enumerate(replica.assignment.parts):
             if name not in part.parameters:
                 continue

@@ -69,7 +69,7 @@ def group_sizes(num_ranks: int, num_micro_batch: int) -> list[int]:
 
 
 def _exposed(pipeline: PipelineShape, best: Solution, size: int) -> float:
-    backward = shortest_backward(pipeline, best.replicas, best.rows)
+    backward = shortest_backward(best.replicas, best.rows)
     return exposed_sync(pipeline.schedule, best.end.sync, backward, pipeline.num_micro_batch, pipeline.num_chunks, size)
 
 

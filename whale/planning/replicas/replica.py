@@ -30,6 +30,7 @@ class ReplicaModel:
     """A replica, priced.
 
     Attributes:
+        pipeline: its shape.
         placed: the devices of each rank.
         assignment: the ops of each stage.
         costs: per stage, per device.
@@ -40,6 +41,7 @@ class ReplicaModel:
         overlappings: per stage that is split, whether it computes its rows in two halves.
     """
 
+    pipeline: PipelineShape
     placed: Placed
     assignment: Assignment
     costs: tuple[tuple[DeviceCost, ...], ...]
@@ -73,9 +75,8 @@ def model_replica(
     most = -(-num_rows // pipeline.num_micro_batch)
     lanes = {lane: _lane_curves(pipeline, placed, costs, stages, most, rows_about) for lane, stages in enumerate(pipeline.lanes)}
     curve = _replica_curve(pipeline, lanes, num_rows, most)
-    return ReplicaModel(
-        placed, assignment, costs, recomputes, lanes, curve, tuple(s.cutting for s in priced), tuple(s.overlapping for s in priced)
-    )
+    cuttings, overlappings = tuple(stage.cutting for stage in priced), tuple(stage.overlapping for stage in priced)
+    return ReplicaModel(pipeline, placed, assignment, costs, recomputes, lanes, curve, cuttings, overlappings)
 
 
 def _lane_curves(
@@ -205,15 +206,14 @@ def _copy_curve(node: Copies, own: Curves, num_rows: int) -> Curve:
     )
 
 
-def make_replica(
-    pricing: Pricing, pipeline: PipelineShape, model: ReplicaModel, names: Sequence[Sequence[str]], index: int, num_rows: int
-) -> Replica:
+def make_replica(pricing: Pricing, model: ReplicaModel, names: Sequence[Sequence[str]], index: int, num_rows: int) -> Replica:
     """The replica as the plan states it.
 
     Args:
         names: per stage, its TaskGraphs.
         num_rows: its rows of a step.
     """
+    pipeline = model.pipeline
     largest = -(-num_rows // pipeline.num_micro_batch)
     rows = device_rows(pipeline, model.lanes, largest)
     stages = []

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from whale.errors import BatchError
+from whale.ir.division import divide
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units, shortage
 from whale.planning.pipeline.cut_points import CutPoints
@@ -80,74 +81,27 @@ class Solver:
     _models: dict[Hashable, ReplicaModel] = field(default_factory=dict, init=False)
 
     def solve(self, placement: Placement) -> Solution:
-        """The best division of the rows, and with it of the ops, for a placement.
+        """`solve_together` with this pipeline shape for every replica."""
+        return solve_together(placement, [self] * len(placement.replicas), self.num_rows)
 
-        Raises:
-            BatchError: there are too few rows.
-            MemoryShortage: nothing fits.
-        """
-        num_replicas = len(placement.replicas)
-        self._check_rows(num_replicas)
-        rows = tuple(int(size) for size in np.full(num_replicas, -(-self.num_rows // num_replicas)))
-        best: Solution | None = None
-        lack: MemoryShortage | None = None
-        margin = 1.0
-        for round_number in range(1, MAX_ROUNDS + 1):
-            is_last_resort = best is None and round_number == MAX_ROUNDS
-            models, partitions = self._models_of(placement, rows, margin, keeping=0.0 if is_last_resort else margin)
-            try:
-                divided = divide_units(self.num_rows, [model.curve for model in models])
-            except MemoryShortage as error:
-                lack = self._name_shortages(models, error) if lack is None or self.policy.kind == "auto" else lack
-                margin *= MARGIN_STEP
-                rows = error.sizes
-                if self.fixed is not None and self.policy.kind != "auto":
-                    break
-                continue
-            found = self._solution(placement, models, divided, partitions, round_number)
-            if best is None or found.step_seconds < best.step_seconds:
-                best = found
-            if divided == rows:
-                break
-            rows = divided
-        if best is None:
-            assert lack is not None
-            raise lack
-        return best
-
-    def _check_rows(self, num_replicas: int) -> None:
-        width, m = max(map(self.pipeline.num_groups, range(self.pipeline.num_stages))), self.pipeline.num_micro_batch
-        if self.num_rows < num_replicas * m * width:
-            per_device = f" x {width} devices of a stage" if width > 1 else ""
-            raise BatchError(
-                f"every device needs a row of every micro-batch: {num_replicas} replica(s) x {m} micro-batch(es){per_device} "
-                f"need {num_replicas * m * width} rows (the batch has {self.num_rows})",
-                hint="a larger batch, fewer micro-batches (pipeline.num_micro_batch), or fewer devices",
-            )
-
-    def _models_of(
-        self, placement: Placement, rows: Sequence[int], margin: float, keeping: float
-    ) -> tuple[tuple[ReplicaModel, ...], tuple[Partition | None, ...]]:
-        """The replicas with these rows of a step each.
+    def model(self, placed: Placed, share: int, margin: float, keeping: float) -> tuple[ReplicaModel, Partition | None]:
+        """A replica with its cut.
 
         Args:
+            placed: the devices of each rank.
+            share: its rows of a step.
             margin: share of the devices' memory that stages are cut for.
             keeping: share of it that recomputation leaves filled; 0 recomputes all that can be.
         """
-        models, partitions = [], []
-        for placed, share in zip(placement.replicas, rows, strict=True):
-            largest = max(1, -(-share // self.pipeline.num_micro_batch))
-            partition = self._cut(placed, largest, margin)
-            assignment = self.fixed if partition is None else self._assignment(partition)
-            assert assignment is not None
-            key = (self._likeness(placed), id(assignment), largest, keeping)
-            if key not in self._models:
-                recomputes = Chooser(self.pricing, self.pipeline, self.policy).choose(placed, assignment, largest, keeping)
-                self._models[key] = model_replica(self.pricing, self.pipeline, placed, assignment, recomputes, self.num_rows, largest)
-            like = self._models[key]
-            models.append(dataclasses.replace(like, placed=placed, assignment=assignment))
-            partitions.append(partition)
-        return tuple(models), tuple(partitions)
+        largest = max(1, -(-share // self.pipeline.num_micro_batch))
+        partition = self._cut(placed, largest, margin)
+        assignment = self.fixed if partition is None else self._assignment(partition)
+        assert assignment is not None
+        key = (self._likeness(placed), id(assignment), largest, keeping)
+        if key not in self._models:
+            recomputes = Chooser(self.pricing, self.pipeline, self.policy).choose(placed, assignment, largest, keeping)
+            self._models[key] = model_replica(self.pricing, self.pipeline, placed, assignment, recomputes, self.num_rows, largest)
+        return dataclasses.replace(self._models[key], placed=placed, assignment=assignment), partition
 
     def _cut(self, placed: Placed, num_rows: int, margin: float) -> Partition | None:
         if self.points is None:
@@ -177,38 +131,116 @@ class Solver:
         one_of = {self.pricing.cluster.by_name[name].host: name for names in placed for name in names}
         return {(a, b): (one_of[a], one_of[b]) for a in one_of for b in one_of}
 
-    def _name_shortages(self, models: Sequence[ReplicaModel], error: MemoryShortage) -> MemoryShortage:
-        """Which devices lack memory, and how much; devices that lack the same are named together."""
-        lacking: dict[tuple[int, int, int], list[str]] = {}
-        for model, share in zip(models, error.sizes, strict=True):
-            largest = -(-share // self.pipeline.num_micro_batch)
-            for lane, curves in model.lanes.items():
-                devices = model.placed[self.pipeline.stage_rank[self.pipeline.lanes[lane][0]]]
-                width = len(devices) // len(curves)
-                for index, (num_rows, curve) in enumerate(zip(_nearest_rows(largest, curves), curves, strict=True)):
-                    short = int(np.ceil(curve.excess[num_rows]))
-                    if short > 0:
-                        name = devices[index] if width == 1 else curve.place.partition(" ")[0]
-                        lacking.setdefault((lane, num_rows, short), []).append(name)
-        lines = []
-        for (lane, num_rows, short), names in lacking.items():
-            has = self.pricing.capacity(names[0])
-            others = f" and {len(names) - 1} like it" if len(names) > 1 else ""
-            stages = ", ".join(str(stage) for stage in self.pipeline.lanes[lane])
-            lines.append(
-                f"stage {stages} on {names[0]}{others} needs {format_bytes(has + short)} for {num_rows} row(s) and may use "
-                f"{format_bytes(has)}: {format_bytes(short)} ({short} bytes) short"
-            )
-        return shortage("a plan fits in memory: " + "; ".join(lines), error.num_bytes, error.sizes) if lines else error
 
-    def _solution(
-        self,
-        placement: Placement,
-        models: tuple[ReplicaModel, ...],
-        rows: tuple[int, ...],
-        partitions: tuple[Partition | None, ...],
-        round_number: int,
-    ) -> Solution:
-        end = end_of_step(self.pricing, self.pipeline, models, rows)
-        slowest = max(float(model.curve.seconds[share]) for model, share in zip(models, rows, strict=True))
-        return Solution(placement, models, rows, end, slowest + end.exposed + end.optimizer, partitions, round_number)
+def solve_together(placement: Placement, solvers: Sequence[Solver], num_rows: int, weights: Sequence[int] | None = None) -> Solution:
+    """The best division of the rows, and with it of the ops, for a placement.
+
+    Args:
+        solvers: of each replica.
+        num_rows: of the batch.
+        weights: per replica its weight in the rows; None: balanced by time and memory.
+
+    Raises:
+        BatchError: there are too few rows.
+        MemoryShortage: nothing fits.
+    """
+    _check_rows(solvers, num_rows)
+    rows = tuple([-(-num_rows // len(solvers))] * len(solvers))
+    best: Solution | None = None
+    lack: MemoryShortage | None = None
+    margin = 1.0
+    for round_number in range(1, MAX_ROUNDS + 1):
+        keeping = 0.0 if best is None and round_number == MAX_ROUNDS else margin
+        found = [
+            solver.model(placed, share, margin, keeping) for solver, placed, share in zip(solvers, placement.replicas, rows, strict=True)
+        ]
+        models = tuple(model for model, _ in found)
+        try:
+            divided = _divide(num_rows, models, weights)
+        except MemoryShortage as error:
+            recomputes = any(solver.policy.kind == "auto" for solver in solvers)
+            lack = _name_shortages(solvers[0].pricing, models, error) if lack is None or recomputes else lack
+            margin *= MARGIN_STEP
+            rows = error.sizes
+            if all(solver.fixed is not None for solver in solvers) and not recomputes:
+                break
+            continue
+        solution = _solution(solvers[0].pricing, placement, models, divided, tuple(partition for _, partition in found), round_number)
+        if best is None or solution.step_seconds < best.step_seconds:
+            best = solution
+        if divided == rows:
+            break
+        rows = divided
+    if best is None:
+        assert lack is not None
+        raise lack
+    return best
+
+
+def _check_rows(solvers: Sequence[Solver], num_rows: int) -> None:
+    kinds: dict[tuple[int, int], int] = {}
+    for solver in solvers:
+        pipeline = solver.pipeline
+        kind = pipeline.num_micro_batch, max(map(pipeline.num_groups, range(pipeline.num_stages)))
+        kinds[kind] = kinds.get(kind, 0) + 1
+    needed = sum(count * m * width for (m, width), count in kinds.items())
+    if num_rows < needed:
+        terms = [
+            f"{count} replica(s) x {m} micro-batch(es)" + (f" x {width} devices of a stage" if width > 1 else "")
+            for (m, width), count in kinds.items()
+        ]
+        raise BatchError(
+            f"every device needs a row of every micro-batch: {' + '.join(terms)} need {needed} rows (the batch has {num_rows})",
+            hint="a larger batch, fewer micro-batches (pipeline.num_micro_batch), or fewer devices",
+        )
+
+
+def _divide(num_rows: int, models: Sequence[ReplicaModel], weights: Sequence[int] | None) -> tuple[int, ...]:
+    """The rows of each replica, by time and memory or by weights."""
+    curves = [model.curve for model in models]
+    if weights is None:
+        return divide_units(num_rows, curves)
+    sizes = divide(num_rows, weights, [curve.minimum for curve in curves])
+    short, place = max((float(curve.excess[size]), curve.place) for curve, size in zip(curves, sizes, strict=True))
+    if short > 0:
+        raise shortage(f"rows by weight fit in memory ({format_bytes(int(np.ceil(short)))} short on {place})", int(np.ceil(short)), sizes)
+    return sizes
+
+
+def _name_shortages(pricing: Pricing, models: Sequence[ReplicaModel], error: MemoryShortage) -> MemoryShortage:
+    """Which devices lack memory, and how much; devices that lack the same are named together."""
+    lacking: dict[tuple[tuple[int, ...], int, int], list[str]] = {}
+    for model, share in zip(models, error.sizes, strict=True):
+        pipeline = model.pipeline
+        largest = -(-share // pipeline.num_micro_batch)
+        for lane, curves in model.lanes.items():
+            stages = pipeline.lanes[lane]
+            devices = model.placed[pipeline.stage_rank[stages[0]]]
+            width = len(devices) // len(curves)
+            for index, (num_rows, curve) in enumerate(zip(_nearest_rows(largest, curves), curves, strict=True)):
+                short = int(np.ceil(curve.excess[num_rows]))
+                if short > 0:
+                    name = devices[index] if width == 1 else curve.place.partition(" ")[0]
+                    lacking.setdefault((stages, num_rows, short), []).append(name)
+    lines = []
+    for (stages, num_rows, short), names in lacking.items():
+        has = pricing.capacity(names[0])
+        place = f"stage {', '.join(map(str, stages))} on {names[0]}" + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
+        lines.append(
+            f"{place} needs {format_bytes(has + short)} for {num_rows} row(s) and may use {format_bytes(has)}: "
+            f"{format_bytes(short)} ({short} bytes) short"
+        )
+    return shortage("a plan fits in memory: " + "; ".join(lines), error.num_bytes, error.sizes) if lines else error
+
+
+def _solution(
+    pricing: Pricing,
+    placement: Placement,
+    models: tuple[ReplicaModel, ...],
+    rows: tuple[int, ...],
+    partitions: tuple[Partition | None, ...],
+    round_number: int,
+) -> Solution:
+    end = end_of_step(pricing, models, rows)
+    slowest = max(float(model.curve.seconds[share]) for model, share in zip(models, rows, strict=True))
+    return Solution(placement, models, rows, end, slowest + end.exposed + end.optimizer, partitions, round_number)

@@ -24,6 +24,11 @@ def with_stage(index: int, **fields: object) -> Plan:
     return replace(PLAN, replicas=(replace(replica, stages=stages),))
 
 
+def with_pipeline(**fields: object) -> Plan:
+    replica = PLAN.replicas[0]
+    return replace(PLAN, replicas=(replace(replica, pipeline=replace(replica.pipeline, **fields)),))  # type: ignore[arg-type]
+
+
 def with_edges(*edges: Edge) -> Plan:
     return replace(PLAN, replicas=(replace(PLAN.replicas[0], edges=edges),))
 
@@ -35,6 +40,22 @@ def with_edges(*edges: Edge) -> Plan:
         (lambda: replace(PLAN, devices=("h0/0", "nowhere")), "nowhere not in test"),
         (lambda: with_edges(), "layer2 lacks layer1"),
         (lambda: with_edges(Edge(1, 0, ("layer2",), 1), *PLAN.replicas[0].edges), "travel to later stages"),
+        (lambda: with_edges(Edge(1, 2, ("layer2",), 1), *PLAN.replicas[0].edges), r"edge 1 -> 2, the last stage: 1"),
+        (lambda: with_pipeline(stage_rank=(0,)), "every stage of its pipeline .replica 0: 2 of 1"),
+        (lambda: with_pipeline(stage_rank=(0, 2)), "numbered from 0 .replica 0: 0 2"),
+        (
+            lambda: with_pipeline(stage_rank=(1, 0)),
+            r"which virtual device runs which stage \(0 1 for 2, the pipeline: 1 0\) \(replica 0: 1f1b",
+        ),
+        (lambda: with_pipeline(schedule="1F1B"), "a schedule is one of .*replica 0: 1F1B, 2 micro-batch"),
+        (lambda: with_pipeline(num_micro_batch=0), "has a micro-batch .replica 0: 0"),
+        (lambda: with_pipeline(num_micro_batch=99), "micro-batches of all replicas: 99, rows: 4"),
+        (lambda: with_pipeline(group_size=2), "a group size is for interleaved"),
+        (lambda: replace(PLAN, replicas=()), "a plan has a replica"),
+        (
+            lambda: replace(PLAN, replicas=(replace(PLAN.replicas[0], index=1, share=0),)),
+            "(?s)numbered in order .1.*has a share of the rows",
+        ),
         (lambda: with_edges(Edge(0, 1, ("layer1", "layer3"), 1)), "carries what its source makes"),
         (lambda: with_stage(1, parameters=()), "holds the parameters it reads"),
         (lambda: with_stage(1, ops=("layer2", "layer3")), "computes every result"),

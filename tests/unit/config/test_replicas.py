@@ -1,0 +1,61 @@
+"""Blocks of replicas: read strictly, all faults at once, and written again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from whale.config import Config, ReplicaBlock, load_config
+from whale.errors import ConfigError
+
+BLOCKS = [{"devices": ["a", "b"], "num_stages": 2, "schedule": "gpipe", "rows": 5}, {"devices": 2, "split": 2, "rows": 3}]
+READ = (ReplicaBlock(("a", "b"), None, 5, (("num_stages", 2), ("schedule", "gpipe"))), ReplicaBlock(2, 2, 3))
+
+
+def test_blocks_are_values() -> None:
+    config = Config({"replicas": BLOCKS, "pipeline.num_micro_batch": 4})
+    assert config.replicas == READ
+    assert Config().replicas == ()
+    assert Config(dict(config.items())) == config
+    assert config.with_values({"pipeline.num_stages": 1}).replicas == READ
+    assert yaml.safe_load(str(config))["replicas"] == BLOCKS
+    assert "replicas" not in yaml.safe_load(str(Config()))
+
+
+def test_blocks_come_from_recipes_and_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"replicas": BLOCKS}))
+    assert load_config(path, environment={}).replicas == READ
+    assert load_config(path, environment={"WHALE_REPLICAS": "[{num_stages: 3}]"}).replicas == (ReplicaBlock(pipeline=(("num_stages", 3),)),)
+
+
+def test_all_faults_of_all_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "replicas:\n  - devices: [a, 3]\n    scheduel: gpipe\n  - split: 0\n    schedule: gpip\n  - 3\nmemory:\n  fraction: 2\n"
+    )
+    with pytest.raises(ConfigError, match="6 faults") as caught:
+        load_config(path, environment={})
+    text = str(caught.value)
+    assert f"replicas.devices takes names of devices, or a whole number at least 1 (['a', 3] is not)\n  at {path}:2" in text
+    assert f"unknown key 'scheduel' in a block of replicas\n  at {path}:3\n  hint: did you mean 'schedule'?" in text
+    assert f"replicas.split must be at least 1 (0 is not)\n  at {path}:4" in text
+    assert f"at {path}:5\n  hint: did you mean 'gpipe'?" in text
+    assert f"is made of 'key: value' lines (3 is not)\n  at {path}:6" in text
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (3, "replicas is a list of blocks, one per replica .3 is not"),
+        ([], "replicas is a list of blocks"),
+        ([{"rows": 2}, {}], r"stated for all replicas or for none \(stated: 0, not: 1\)"),
+        ([{"devices": ["a"]}, {"devices": ["b", "a"]}], r"a device belongs to one replica \(a: to 0 and 1\)"),
+        ([{"color": 1}], "keys of a block: devices, split, rows, num_micro_batch, num_stages"),
+    ],
+)
+def test_faults(blocks: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config({"replicas": blocks})

@@ -1,0 +1,88 @@
+"""Blocks of replicas become replicas of the plan, each on its devices and with its pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.planning.graphs import chain, cluster
+from whale.config import Config
+from whale.errors import BatchError, ConfigError
+from whale.ir.plan import Plan
+from whale.ir.serialization import from_json, to_json
+from whale.planning import make_plan
+
+FOUR = cluster((1e9, 1e9, 1e9, 1e9))
+NAMES = [device.name for device in FOUR.devices]
+
+
+def plan(*blocks: dict[str, Any], rows: int = 32, **config: Any) -> Plan:
+    values = {key.replace("__", "."): value for key, value in config.items()}
+    return make_plan(chain(8, width=64), FOUR, Config({"replicas": list(blocks), **values}), rows=rows)
+
+
+def test_each_block_is_a_replica_on_its_devices() -> None:
+    found = plan({"devices": NAMES[2:], "num_stages": 2, "num_micro_batch": 4}, {"schedule": "gpipe"}, pipeline__num_micro_batch=2)
+    assert [replica.pipeline.num_stages for replica in found.replicas] == [2, 1]
+    assert [pipeline.order for pipeline in found.pipelines] == ["1f1b, 4 micro-batch(es)", "gpipe, 2 micro-batch(es)"]
+    assert set(found.devices[:2]) == set(NAMES[2:]) and found.devices[2] == NAMES[0] and found.idle_devices == (NAMES[1],)
+    assert from_json(Plan, to_json(found)) == found
+
+
+def test_unlike_replicas_print_and_explain_what_they_are() -> None:
+    found = plan({"num_stages": 2, "num_micro_batch": 4}, {"schedule": "gpipe", "num_micro_batch": 2})
+    lines = str(found).splitlines()
+    assert lines[0].startswith(
+        "plan: 2 replica(s) of 2, 1 stage(s) on 3 device(s) of test, 1f1b, 4 micro-batch(es) / gpipe, 2 micro-batch(es)"
+    )
+    assert any(line.endswith(", 1 stage(s), gpipe, 2 micro-batch(es)") for line in lines)
+    subjects = {choice.subject: choice.decision for choice in found.choices}
+    assert subjects["schedule of replica 1"] == "gpipe, 2 micro-batch(es)"
+    assert subjects["devices of the stages"].startswith("2 replica(s) of 2, 1 device(s)")
+    assert "stages of replica 0" in subjects
+
+
+def test_rows_are_balanced_or_as_the_weights_say() -> None:
+    balanced = plan({"num_stages": 2, "num_micro_batch": 8}, {"num_micro_batch": 8}, rows=64)
+    assert balanced.replicas[0].share > 1.5 * balanced.replicas[1].share
+    weighed = plan({"num_stages": 2, "rows": 1}, {"rows": 3}, rows=64)
+    assert [replica.share for replica in weighed.replicas] == [16, 48]
+
+
+def test_equal_blocks_are_what_the_planner_makes_by_itself() -> None:
+    block = {"num_stages": 2, "num_micro_batch": 4}
+    blocks = plan(block, block)
+    alone = make_plan(chain(8, width=64), FOUR, Config({f"pipeline.{key}": value for key, value in block.items()}), rows=32)
+    assert blocks.replicas == alone.replicas and blocks.step_seconds == alone.step_seconds
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4).filter(lambda own: sum(n for n, _ in own) <= 4))
+def test_every_row_is_given_out(shapes: list[tuple[int, int]]) -> None:
+    found = plan(*({"num_stages": stages, "num_micro_batch": count} for stages, count in shapes))
+    assert sum(replica.share for replica in found.replicas) == 32
+    assert [(p.num_stages, p.num_micro_batch) for p in found.pipelines] == shapes
+    assert all(replica.share >= replica.pipeline.num_micro_batch for replica in found.replicas)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([{"devices": ["h0/9"]}], r"h0/9 is not in test\)\n  hint: did you mean 'h0/"),
+        ([{"devices": 3, "num_stages": 2}], r"replica 0, devices: 3, stages: 1 \+ 1"),
+        ([{"devices": 3, "split": 2}], "replica 0, devices: 3, stages: 2"),
+        ([{"num_stages": 3}, {"split": 2}], "replica 1 takes 2, left: 1"),
+        ([{"num_stages": 3, "schedule": "interleaved", "num_chunks": 9}], "needs 27 TaskGraphs"),
+    ],
+)
+def test_blocks_that_do_not_fit(blocks: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(*blocks)
+
+
+def test_too_few_rows_say_what_each_replica_needs() -> None:
+    with pytest.raises(BatchError, match=r"1 replica\(s\) x 4 micro-batch\(es\) \+ 2 replica\(s\) x 3 micro-batch\(es\) need 10 rows"):
+        plan({"num_micro_batch": 4}, {"num_micro_batch": 3}, {"num_micro_batch": 3}, rows=9)
