@@ -1,4 +1,4 @@
-"""The ranks that the tests of one module share."""
+"""The ranks that all tests share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.distributed.world import World
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def world() -> Iterator[World]:
-    """Four Gloo ranks; a run may use the first few of them."""
+    """Four Gloo ranks; a run may ask for another number."""
     with World(4) as ranks:
         yield ranks

@@ -1,34 +1,33 @@
-"""A pool of Gloo ranks that lives as long as a test module: functions are sent to it, results or tracebacks come back.
+"""Gloo ranks on this machine: functions are sent to them, results or tracebacks come back.
 
     world = World(4)
     world.run(function, argument)                  # [function(rank, 4, argument) for each rank]
-    world.run(function, argument, num_ranks=2)     # on the first two, a world of their own
+    world.run(function, argument, num_ranks=2)     # by two ranks
+    world.prepare(function, argument)              # function(argument), in the process that all ranks are forked from
 
-Each run has its own default process group, so hypothesis examples need no new processes.
+The ranks of each run are forks of one process, the source, which has imported what tests need. So a rank starts in
+milliseconds and ends with its run, whatever became of it; and what a prepared function keeps (`functools.cache`), such as
+the capture of a model, all later ranks have.
 """
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import multiprocessing
 import os
 import pickle
 import signal
 import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-START_SECONDS = 60.0
-GRACE_SECONDS = 5.0
-"""How long the other ranks may still take after one of them has failed."""
+from tests.distributed.ranks import GRACE_SECONDS, PRELOADED, Job, Outcome, serve
+
+PATIENCE_SECONDS = 300.0
+"""Of a machine that is busy; only what never ends takes so long."""
 
 
 class RankFailure(Exception):
@@ -45,80 +44,30 @@ class RankFailure(Exception):
         super().__init__("\n".join(f"rank {rank}: {text.strip()}" for rank, text in texts.items()))
 
 
-@dataclass(frozen=True)
-class Job:
-    """One function to run on one rank."""
-
-    num_ranks: int
-    store: str
-    timeout: float
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    rendezvous: bool
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a job on one rank.
-
-    Attributes:
-        value: what its function returned.
-        error: what it raised.
-        text: the traceback; "" for success.
-        is_broken: whether the process cannot serve on (a group half made leaves torch's counters askew).
-    """
-
-    value: Any = None
-    error: BaseException | None = None
-    text: str = ""
-    is_broken: bool = False
-
-
-@dataclass
-class Worker:
-    """A rank's process, and the pipe to it."""
-
-    rank: int
-    process: Any
-    pipe: Connection
-    stacks: Path
-
-    def stack_text(self) -> str:
-        """Where its threads stand now."""
-        if not self.process.is_alive():
-            return ""
-        os.kill(self.process.pid, signal.SIGUSR1)
-        before, text = "", ""
-        for _ in range(int(GRACE_SECONDS / 0.2)):
-            time.sleep(0.2)
-            before, text = text, self.stacks.read_text()
-            if text and text == before:
-                break
-        return text
-
-
 @dataclass
 class World:
-    """Gloo ranks on this machine.
+    """Gloo ranks on this machine's CPUs.
 
     Args:
-        num_ranks: processes in the pool.
-        timeout: seconds that one run may take; then all ranks are killed and replaced.
+        num_ranks: of a run that names no number of its own.
+        timeout: seconds that one run may take; then its ranks are killed.
         rendezvous: whether every launch waits for its other end (`tests.distributed.rendezvous`).
+        grace: seconds that the source may take longer, to say where they stood; then it is killed.
     """
 
     num_ranks: int
-    timeout: float = 60.0
+    timeout: float = PATIENCE_SECONDS
     rendezvous: bool = field(default_factory=lambda: os.environ.get("WHALE_TEST_RENDEZVOUS") == "1")
-    _workers: list[Worker] = field(default_factory=list)
+    grace: float = 4 * GRACE_SECONDS
     _number: int = 0
+    _source: Any = None
+    _pipe: Connection = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="world")
-        self._start()
 
     def run(self, function: Callable[..., Any], *arguments: Any, num_ranks: int | None = None, timeout: float | None = None) -> list[Any]:
-        """Runs ``function(rank, num_ranks, *arguments)`` on the first ranks, inside a process group of theirs.
+        """Runs ``function(rank, num_ranks, *arguments)`` on ranks of its own, inside a process group of theirs.
 
         The function must be importable (a top-level function of a module); arguments and results must pickle.
 
@@ -126,17 +75,21 @@ class World:
             RankFailure: a rank raised, died, or was not done in time.
         """
         size = self.num_ranks if num_ranks is None else num_ranks
-        limit = self.timeout if timeout is None else timeout
-        self._number += 1
-        store = str(Path(self._directory.name) / f"store{self._number}")
-        payload = pickle.dumps(Job(size, store, limit, function, arguments, self.rendezvous))
-        workers = self._workers[:size]
-        for worker in workers:
-            worker.pipe.send_bytes(payload)
-        outcomes, silent = _collect(workers, limit)
-        if silent or any(outcome.text for outcome in outcomes.values()):
-            self._fail(outcomes, silent, limit)
-        return [outcomes[rank].value for rank in range(size)]
+        return [outcome.value for outcome in self._ask(size, function, arguments, timeout)]
+
+    def prepare(self, function: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> Any:
+        """Runs ``function(*arguments)`` in the process that the ranks of later runs are forked from.
+
+        Raises:
+            Exception: what the function raised.
+            RankFailure: it raised what does not pickle, or was not done in time.
+        """
+        try:
+            (outcome,) = self._ask(0, function, arguments, timeout)
+        except RankFailure as failure:
+            error = failure.errors[0]
+            raise failure if error is None else error from failure
+        return outcome.value
 
     def close(self) -> None:
         """Ends all ranks."""
@@ -149,114 +102,47 @@ class World:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _fail(self, outcomes: dict[int, Outcome], silent: list[Worker], limit: float) -> None:
-        texts = {rank: outcome.text for rank, outcome in outcomes.items() if outcome.text}
-        another_failed = bool(texts) or any(worker.process.exitcode is not None for worker in silent)
-        when = f"{GRACE_SECONDS:g} s after another rank failed" if another_failed else f"after {limit:g} s"
-        for worker in silent:
-            code = worker.process.exitcode
-            texts[worker.rank] = f"died with exit code {code}" if code is not None else f"not done {when}, at\n{worker.stack_text()}"
-        if silent or any(outcome.is_broken for outcome in outcomes.values()):
-            self._stop()
+    def _ask(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float | None) -> list[Outcome]:
+        limit = self.timeout if timeout is None else timeout
+        self._number += 1
+        path = str(Path(self._directory.name) / f"run{self._number}")
+        payload = pickle.dumps(Job(size, path, limit, self.rendezvous, function, arguments))
+        if self._source is None:
             self._start()
-        raise RankFailure({rank: outcomes[rank].error if rank in outcomes else None for rank in texts}, texts)
+        self._pipe.send_bytes(payload)
+        outcomes = self._answer(limit)
+        if any(outcome.text for outcome in outcomes):
+            failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.text}
+            raise RankFailure({rank: outcome.error for rank, outcome in failed.items()}, {r: outcome.text for r, outcome in failed.items()})
+        return outcomes
+
+    def _answer(self, limit: float) -> list[Outcome]:
+        """What the source sends; where it hangs or has died, it is ended, and the next run gets another."""
+        text = f"the source of ranks gave no answer within {limit:g} s"
+        try:
+            if self._pipe.poll(limit + self.grace):
+                return [pickle.loads(payload) for payload in self._pipe.recv()]
+        except EOFError:
+            self._source.join(GRACE_SECONDS)
+            text = f"the source of ranks died with exit code {self._source.exitcode}"
+        self._stop()
+        raise RankFailure({0: None}, {0: text})
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # imports are done once, then each rank is a fork
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed", "torch.export", "whale.api", "tests.models", "tests.distributed.world"]
-        )
-        self._workers = []
-        for rank in range(self.num_ranks):
-            here, there = context.Pipe()
-            stacks = Path(self._directory.name) / f"stacks{rank}_{self._number}"
-            process = context.Process(target=_serve, args=(rank, there, str(stacks)), daemon=True)
-            process.start()
-            there.close()
-            self._workers.append(Worker(rank, process, here, stacks))
-        for worker in self._workers:
-            assert worker.pipe.poll(START_SECONDS), f"rank {worker.rank} did not start"
-            worker.pipe.recv_bytes()
+        context = multiprocessing.get_context("forkserver")  # so that another source starts as fast as a rank
+        context.set_forkserver_preload(["tests.distributed.ranks", *PRELOADED])
+        self._pipe, there = context.Pipe()
+        self._source = context.Process(target=serve, args=(there,), daemon=True)
+        self._source.start()
+        there.close()
+        assert self._pipe.poll(PATIENCE_SECONDS), "the source of ranks did not start"
+        self._pipe.recv_bytes()
 
     def _stop(self) -> None:
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.join(GRACE_SECONDS)
-            worker.pipe.close()
-        self._workers = []
-
-
-def _collect(workers: list[Worker], limit: float) -> tuple[dict[int, Outcome], list[Worker]]:
-    """Outcomes by rank in order of arrival, and the workers that gave none in time or died."""
-    outcomes: dict[int, Outcome] = {}
-    waiting = {worker.pipe: worker for worker in workers}
-    dead: list[Worker] = []
-    deadline = time.monotonic() + limit
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for pipe in wait(list(waiting), left):
-            assert isinstance(pipe, Connection)
-            worker = waiting.pop(pipe)
-            try:
-                outcome = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                worker.process.join(GRACE_SECONDS)
-                dead.append(worker)
-            else:
-                outcomes[worker.rank] = outcome
-            if worker in dead or outcomes[worker.rank].text:
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-    return outcomes, [*dead, *waiting.values()]
-
-
-# -- in the ranks' processes ---------------------------------------------------------------------
-
-
-def _serve(rank: int, pipe: Connection, stacks: str) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    with open(stacks, "w") as file:
-        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-        pipe.send_bytes(b"ready")
-        while True:
-            try:
-                job = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                return
-            except Exception:
-                pipe.send_bytes(pickle.dumps(Outcome(text=traceback.format_exc())))
-                continue
-            pipe.send_bytes(_pickled(_perform(rank, job)))
-
-
-def _perform(rank: int, job: Job) -> Outcome:
-    import torch.distributed as dist
-
-    from tests.distributed.rendezvous import launches_wait
-
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.num_ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.num_ranks))
-    try:
-        store = dist.FileStore(job.store, job.num_ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=timedelta(seconds=job.timeout))
-        dist.barrier()  # nobody leaves while another one still connects
-    except BaseException as error:
-        return Outcome(error=error, text=traceback.format_exc(), is_broken=True)
-    try:
-        with launches_wait() if job.rendezvous else contextlib.nullcontext():
-            return Outcome(job.function(rank, job.num_ranks, *job.arguments))
-    except BaseException as error:
-        return Outcome(error=error, text=traceback.format_exc())
-    finally:
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
-
-
-def _pickled(outcome: Outcome) -> bytes:
-    try:
-        payload = pickle.dumps(outcome)
-        pickle.loads(payload)
-        return payload
-    except Exception:
-        text = outcome.text or f"the result does not pickle\n{traceback.format_exc()}"
-        return pickle.dumps(Outcome(text=text, is_broken=outcome.is_broken))
+        if self._source is None:
+            return
+        if self._source.is_alive():
+            os.killpg(self._source.pid, signal.SIGKILL)  # the source, and its ranks where a run was broken off
+        self._source.join(GRACE_SECONDS)
+        self._pipe.close()
+        self._source = None

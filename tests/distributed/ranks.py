@@ -1,0 +1,210 @@
+"""The processes of `tests.distributed.world`: a source that imports once, and the ranks of each run, forked from it.
+
+The source trains nothing and starts no thread, and sees no GPU, so that what is forked from it can do all of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+GRACE_SECONDS = 5.0
+"""How long the other ranks may still take after one of them has failed."""
+PRELOADED = ("torch", "torch.distributed", "torch.export", "whale.api", "tests.models")
+"""Modules that the source has, and so all ranks."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One function to run.
+
+    Attributes:
+        num_ranks: 0 for the source itself.
+        path: where the files of its ranks begin.
+        timeout: seconds.
+        rendezvous: whether every launch waits for its other end.
+        function, arguments: what to run; ranks put their number and how many they are before the arguments.
+    """
+
+    num_ranks: int
+    path: str
+    timeout: float
+    rendezvous: bool
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job on one rank.
+
+    Attributes:
+        value: what its function returned.
+        error: what it raised.
+        text: the traceback, or how it ended; "" for success.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    text: str = ""
+
+
+def serve(pipe: Connection) -> None:
+    """The life of a source: does the jobs that arrive, and answers each with a list of pickled outcomes, by rank."""
+    import torch
+
+    os.setsid()  # ends together with its ranks
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    pipe.send_bytes(b"ready")
+    while True:
+        try:
+            payload = pipe.recv_bytes()
+        except EOFError:
+            return
+        pipe.send(_answer(payload))
+
+
+def _answer(payload: bytes) -> list[bytes]:
+    try:
+        job: Job = pickle.loads(payload)
+    except Exception:
+        return [pickle.dumps(Outcome(text=traceback.format_exc()))]
+    return _run_ranks(job) if job.num_ranks else [_pickled(_outcome_of(job.function, *job.arguments))]
+
+
+def _outcome_of(function: Callable[..., Any], *arguments: Any) -> Outcome:
+    try:
+        return Outcome(function(*arguments))
+    except BaseException as error:
+        return Outcome(error=error, text=traceback.format_exc())
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    with contextlib.suppress(Exception):
+        payload = pickle.dumps(outcome)
+        pickle.loads(payload)
+        return payload
+    return pickle.dumps(Outcome(text=outcome.text or f"the result does not pickle: {outcome.value!r}"))
+
+
+# -- the ranks of one run ------------------------------------------------------------------------
+
+
+@dataclass
+class Rank:
+    """A forked process, and the pipe that its outcome comes through."""
+
+    number: int
+    pid: int
+    pipe: Connection
+    stacks: Path
+
+    def stack_text(self) -> str:
+        """Where its threads stand now."""
+        os.kill(self.pid, signal.SIGUSR1)
+        before, text = "", ""
+        for _ in range(int(GRACE_SECONDS / 0.2)):
+            time.sleep(0.2)
+            before, text = text, self.stacks.read_text()
+            if text and text == before:
+                break
+        return text
+
+    def end(self) -> int:
+        """Sees to it that the process is gone; the exit code that it had, or was given."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.pipe.close()
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def _run_ranks(job: Job) -> list[bytes]:
+    gc.freeze()  # else a rank's first collection would copy all memory
+    ranks = [_fork(job, number) for number in range(job.num_ranks)]
+    gc.unfreeze()
+    replies = _collect(ranks, job.timeout)
+    is_slow = all(reply is None or reply.is_success for reply in replies.values())
+    when = f"after {job.timeout:g} s" if is_slow else f"{GRACE_SECONDS:g} s after another rank failed"
+    texts = {rank.number: f"not done {when}, at\n{rank.stack_text()}" for rank in ranks if rank.number not in replies}
+    codes = {rank.number: rank.end() for rank in ranks}
+    texts |= {number: f"died with exit code {codes[number]}" for number, reply in replies.items() if reply is None}
+    return [reply.payload if (reply := replies.get(number)) else pickle.dumps(Outcome(text=texts[number])) for number in codes]
+
+
+def _fork(job: Job, number: int) -> Rank:
+    here, there = Pipe(duplex=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    stacks = Path(f"{job.path}.stacks{number}")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _be_rank(job, number, there, stacks)
+        finally:
+            os._exit(1)
+    there.close()
+    return Rank(number, pid, here, stacks)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a rank sends: its pickled outcome, and whether that is a success."""
+
+    is_success: bool
+    payload: bytes
+
+
+def _collect(ranks: list[Rank], limit: float) -> dict[int, Reply | None]:
+    """Replies by rank; None of one that died; nothing of one that was not done in time."""
+    replies: dict[int, Reply | None] = {}
+    waiting = {rank.pipe: rank.number for rank in ranks}
+    deadline = time.monotonic() + limit
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(waiting), left):
+            assert isinstance(pipe, Connection)
+            reply: Reply | None = None
+            with contextlib.suppress(EOFError):
+                reply = pipe.recv()
+            replies[waiting.pop(pipe)] = reply
+            if reply is None or not reply.is_success:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return replies
+
+
+def _be_rank(job: Job, number: int, pipe: Connection, stacks: Path) -> None:
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        outcome = _outcome_of(_in_group, number, job)
+        pipe.send(Reply(not outcome.text, _pickled(outcome)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _in_group(number: int, job: Job) -> Any:
+    """Runs the job's function inside the process group of its ranks."""
+    import torch.distributed as dist
+
+    size = str(job.num_ranks)
+    os.environ.update(RANK=str(number), WORLD_SIZE=size, LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=size)
+    store = dist.FileStore(f"{job.path}.store", job.num_ranks)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=job.num_ranks, timeout=timedelta(seconds=job.timeout))
+    dist.barrier()  # nobody leaves while another one still connects
+    try:
+        return job.function(number, job.num_ranks, *job.arguments)
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
