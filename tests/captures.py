@@ -1,8 +1,9 @@
 """Models that are built and captured once, and served to `whale.parallelize` as often as tests need them.
 
-    made = captured_once(build, description, 0)                # where it is called first: the source of ranks
-    with made.at_hand():                                       # in each rank
-        whale.parallelize(made.model, loss=made.loss, batch=made.batch)
+    made = captured_once(builder, argument)      # first where ranks are forked from, then, at once, in each rank
+    whale.parallelize(made.model, loss=made.loss, batch=made.batch)
+
+`at_hand` is around everything that ranks do. A model that a rank builds by itself is captured there, as users do it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,38 +28,46 @@ class Captured:
     """A model and the captures of it that have been made so far.
 
     Attributes:
-        model, batch, loss: what a builder makes.
+        model, batch, loss: what a builder makes; to be left as they are, except in a rank.
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss: Callable[..., Any] | None = None) -> None:
         self.model, self.batch, self.loss = model, batch, loss
         self._made: dict[tuple[Any, ...], tuple[ModelGraph, Program]] = {}
 
-    def capture(self, mode: str = "train", batch: Any = None) -> tuple[ModelGraph, Program]:
-        """The capture in a mode, of the model's own batch or of one like another."""
-        return self._given(self.model, self.batch if batch is None else batch, self.loss, mode=mode)
-
-    @contextmanager
-    def at_hand(self) -> Iterator[None]:
-        """Whoever captures this very model meanwhile is given what has been made already."""
-        with mock.patch.object(whale.api.mode, "capture", self._given):
-            yield
-
-    def _given(self, model: nn.Module, batch: Any, loss: Any, *, mode: Any, static: bool = False) -> tuple[ModelGraph, Program]:
-        if model is not self.model or loss is not self.loss:
-            return capture(model, batch, loss, mode=mode, static=static)
+    def capture(self, mode: str = "train", batch: Any = None, static: bool = False) -> tuple[ModelGraph, Program]:
+        """The capture in a mode, for batches like the model's own or like another."""
+        batch = self.batch if batch is None else batch
         key = mode, static, _form(batch)
         if key not in self._made:
-            self._made[key] = capture(model, batch, loss, mode=mode, static=static)
+            self._made[key] = capture(self.model, batch, self.loss, mode=mode, static=static)  # type: ignore[arg-type]
         return self._made[key]
 
 
-@lru_cache(maxsize=256)
+_FOUND: WeakKeyDictionary[nn.Module, Captured] = WeakKeyDictionary()
+
+
+@lru_cache(maxsize=64)
 def captured_once(builder: Callable[..., tuple[Any, ...]], *arguments: Any) -> Captured:
-    """What a builder makes of these arguments, captured for training: one value per process, and per process forked from it."""
+    """What a builder makes of these arguments, captured for training: once in a process and in those forked from it."""
     made = Captured(*builder(*arguments))
     made.capture()
+    _FOUND[made.model] = made
     return made
+
+
+@contextmanager
+def at_hand() -> Iterator[None]:
+    """Whoever captures one of these models meanwhile is given what has been made already."""
+
+    def given(model: nn.Module, batch: Any, loss: Any, *, mode: Any, static: bool = False) -> tuple[ModelGraph, Program]:
+        made = _FOUND.get(model)
+        if made is None or loss is not made.loss:
+            return capture(model, batch, loss, mode=mode, static=static)
+        return made.capture(mode, batch, static)
+
+    with mock.patch.object(whale.api.mode, "capture", given):
+        yield
 
 
 def _form(batch: Any) -> str:

@@ -86,7 +86,7 @@ class Exchange:
     """
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=60)
+        self._barrier = threading.Barrier(size, timeout=600)
         self._given: list[Any] = [None] * size
 
     def swap(self, rank: int, value: Any) -> list[Any]:

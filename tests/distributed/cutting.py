@@ -156,6 +156,17 @@ def choose_labels(model: ModelGraph, axes: Axes, num_parts: int, seed: int) -> t
     return tuple(shards)
 
 
+def chosen(builder: str, num_parts: int, seed: int, mode: str = "train", in_order: bool = False) -> tuple[Shard, ...]:
+    """`choose` for what a builder makes."""
+    return choose(captured(builder, mode).axes, num_parts, seed, in_order=in_order)
+
+
+def chosen_labels(builder: str, num_parts: int, seed: int) -> tuple[Shard, ...]:
+    """`choose_labels` for what a builder makes."""
+    whole = captured(builder)
+    return choose_labels(whole.model, whole.axes, num_parts, seed)
+
+
 def _written_so(model: ModelGraph, axes: Axes, work: Mapping[str, str | None]) -> dict[str, str | None]:
     """Buffers that an op writes in passing, with the axis of that op: they cannot be bridged."""
     writes = MemoryWrites(model, [op.name for op in model.ops if op.kind == "call"])

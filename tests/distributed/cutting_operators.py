@@ -6,6 +6,7 @@ import operator
 import random
 import traceback
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -78,24 +79,36 @@ def run(module: fx.GraphModule, tensors: list[Tensor], trained: bool, *first: ob
     return [v.detach() for v in values], [leaf.grad for leaf in leaves]
 
 
-def failures(rank: int, num_ranks: int, module: str, names: list[str]) -> list[str]:
-    """What goes wrong for the cases of some lists of a module, cut along every axis in turn."""
+@cache
+def _read(module: str, name: str) -> list[tuple[Case, Single, Axes]]:
+    """The cases of a list in a module, as models."""
+    found = []
+    for case in getattr(import_module(module), name):
+        whole = single(case)
+        found.append((case, whole, discover(whole.model)))
+    return found
+
+
+def prepare_cases(module: str, name: str) -> None:
+    """Reads the cases of a list in a module where it is called, and for processes forked from it."""
+    _read(module, name)
+
+
+def failures(rank: int, num_ranks: int, module: str, name: str) -> list[str]:
+    """What goes wrong for the cases of a list in a module, cut along every axis in turn."""
     found: list[str] = []
     tried = 0
-    for name in names:
-        for case in getattr(import_module(module), name):
-            whole = single(case)
-            axes = discover(whole.model)
-            for axis, role in axes.ops["op"].roles.items():
-                if role.kind == "whole" or axes.by_name[axis].size < num_ranks:
-                    continue
-                draw = random.Random(str(case) + axis)
-                ends = [0, *sorted(draw.sample(range(1, axes.by_name[axis].size), num_ranks - 1)), axes.by_name[axis].size]
-                shard = Shard(axis, tuple(b - a for a, b in pairwise(ends)))
-                tried += 1
-                text = _try(whole, axes, shard, rank)
-                if text:
-                    found.append(f"{case} {role} {shard}: {text}")
+    for case, whole, axes in _read(module, name):
+        for axis, role in axes.ops["op"].roles.items():
+            if role.kind == "whole" or axes.by_name[axis].size < num_ranks:
+                continue
+            draw = random.Random(str(case) + axis)
+            ends = [0, *sorted(draw.sample(range(1, axes.by_name[axis].size), num_ranks - 1)), axes.by_name[axis].size]
+            shard = Shard(axis, tuple(b - a for a, b in pairwise(ends)))
+            tried += 1
+            text = _try(whole, axes, shard, rank)
+            if text:
+                found.append(f"{case} {role} {shard}: {text}")
     return [f"{tried} tried", *found]
 
 

@@ -1,6 +1,6 @@
 """The processes of `tests.distributed.world`: a source that imports once, and the ranks of each run, forked from it.
 
-The source trains nothing and starts no thread, and sees no GPU, so that what is forked from it can do all of that.
+The source starts no thread and sees no GPU: what is forked after either could not train.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+PATIENCE_SECONDS = 300.0
+"""Of a machine that is busy; only what never ends takes so long."""
 GRACE_SECONDS = 5.0
 """How long the other ranks may still take after one of them has failed."""
-PRELOADED = ("torch", "torch.distributed", "torch.export", "whale.api", "tests.models")
+PRELOADED = ("torch", "torch.distributed", "torch.export", "tests.captures", "tests.models")
 """Modules that the source has, and so all ranks."""
 
 
@@ -136,6 +138,7 @@ def _run_ranks(job: Job) -> list[bytes]:
     gc.freeze()  # else a rank's first collection would copy all memory
     ranks = [_fork(job, number) for number in range(job.num_ranks)]
     gc.unfreeze()
+    faulthandler.unregister(signal.SIGUSR1)
     replies = _collect(ranks, job.timeout)
     is_slow = all(reply is None or reply.is_success for reply in replies.values())
     when = f"after {job.timeout:g} s" if is_slow else f"{GRACE_SECONDS:g} s after another rank failed"
@@ -150,12 +153,14 @@ def _fork(job: Job, number: int) -> Rank:
     sys.stdout.flush()
     sys.stderr.flush()
     stacks = Path(f"{job.path}.stacks{number}")
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _be_rank(job, number, there, stacks)
-        finally:
-            os._exit(1)
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)  # of the rank that is to be, from its first moment on
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _be_rank(job, number, there)
+            finally:
+                os._exit(1)
     there.close()
     return Rank(number, pid, here, stacks)
 
@@ -185,26 +190,27 @@ def _collect(ranks: list[Rank], limit: float) -> dict[int, Reply | None]:
     return replies
 
 
-def _be_rank(job: Job, number: int, pipe: Connection, stacks: Path) -> None:
-    with open(stacks, "w") as file:
-        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-        outcome = _outcome_of(_in_group, number, job)
-        pipe.send(Reply(not outcome.text, _pickled(outcome)))
-        sys.stdout.flush()
-        sys.stderr.flush()
+def _be_rank(job: Job, number: int, pipe: Connection) -> None:
+    outcome = _outcome_of(_in_group, number, job)
+    pipe.send(Reply(not outcome.text, _pickled(outcome)))
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _in_group(number: int, job: Job) -> Any:
     """Runs the job's function inside the process group of its ranks."""
     import torch.distributed as dist
 
+    from tests.captures import at_hand
+
     size = str(job.num_ranks)
     os.environ.update(RANK=str(number), WORLD_SIZE=size, LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=size)
     store = dist.FileStore(f"{job.path}.store", job.num_ranks)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=job.num_ranks, timeout=timedelta(seconds=job.timeout))
+    dist.init_process_group("gloo", store=store, rank=number, world_size=job.num_ranks, timeout=timedelta(seconds=PATIENCE_SECONDS))
     dist.barrier()  # nobody leaves while another one still connects
     try:
-        return job.function(number, job.num_ranks, *job.arguments)
+        with at_hand():
+            return job.function(number, job.num_ranks, *job.arguments)
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

@@ -11,13 +11,11 @@ import torch
 
 import whale
 from tests import reference
-from tests.distributed.training import OPTIMIZERS, Case, largest_of, make_cluster, train_reference
+from tests.distributed.training import Case, captured_case, largest_of, make_cluster, make_engine, run_case, train_reference
 from tests.distributed.world import World
-from tests.models import build
 from whale.axes import Axes, discover
 from whale.axes.labels import SCATTERED, label
 from whale.axes.values import axes_of
-from whale.capture import capture
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Plan, Shard, Stage
 from whale.planning import make_plan
@@ -26,8 +24,7 @@ from whale.planning.verify import verify
 
 def plan_case(case: Case) -> tuple[Plan, ModelGraph]:
     """The planner's plan of a case, and what it is for."""
-    model, batch, loss = build(case.description, case.seed, case.rows[0])
-    graph, _ = capture(model, batch, loss)
+    graph, _ = captured_case(case).capture()
     return make_plan(graph, make_cluster(case.speeds), whale.Config(dict(case.config))), graph
 
 
@@ -154,17 +151,7 @@ def whole_gradients(engine: whale.Engine, expected: Mapping[str, torch.Tensor]) 
 
 def train_rank(rank: int, num_ranks: int, case: Case, plan: Plan | None, expected: Mapping[str, torch.Tensor]) -> reference.Run:
     """Trains the case on one rank, by a plan or by its own."""
-    model, _, loss = build(case.description, case.seed)
-    batches = case.batches
-    engine = whale.parallelize(
-        model,
-        loss=loss,
-        optimizer=OPTIMIZERS[case.optimizer],
-        batch=batches[0],
-        config=dict(case.config),
-        cluster=make_cluster(case.speeds),
-        plan=plan,
-    )
+    engine, batches = make_engine(case, plan), case.batches
     try:
         losses: list[float] = []
         gradients: dict[str, torch.Tensor] = {}
@@ -186,5 +173,5 @@ def train_rank(rank: int, num_ranks: int, case: Case, plan: Plan | None, expecte
 def errors(world: World, case: Case, plan: Plan | None) -> tuple[float, str]:
     """The largest error of any rank against the reference, and where it is."""
     expected = train_reference(case)
-    runs = world.run(train_rank, case, plan, expected.gradients, num_ranks=len(case.speeds))
+    runs = run_case(world, train_rank, case, plan, expected.gradients)
     return largest_of(runs, expected)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import whale
+from tests.captures import Captured, captured_once
 from tests.distributed.training import make_cluster
 from tests.distributed.world import World
 from whale.errors import BatchError
@@ -60,6 +61,20 @@ def loss(output: Tensor, batch: Batch) -> Tensor:
     return nn.functional.mse_loss(output, batch["target"])
 
 
+def captured_scopes(scopes: Scopes) -> Captured:
+    made = captured_once(_built, scopes)
+    made.capture("eval")
+    return made
+
+
+def _built(scopes: Scopes) -> tuple[nn.Module, Batch, Any]:
+    return make_model(scopes), make_batch(8), loss
+
+
+def _prepare(scopes: Scopes) -> None:
+    captured_scopes(scopes)
+
+
 def bad_batch(rank: int, case: Case) -> Batch:
     if rank != 1:
         return make_batch(8)
@@ -68,11 +83,12 @@ def bad_batch(rank: int, case: Case) -> Batch:
 
 def refuse_and_go_on(rank: int, num_ranks: int, case: Case) -> tuple[list[str], list[float], bool]:
     """What was said about the bad batches, then the losses of good ones, and whether the bad ones changed anything."""
+    made = captured_scopes(case.scopes)
     engine = whale.parallelize(
-        make_model(case.scopes),
+        made.model,
         loss=loss,
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        batch=make_batch(8),
+        batch=made.batch,
         config={"pipeline.num_micro_batch": case.num_micro_batch},
         cluster=make_cluster((1.0,) * case.num_devices),
     )
@@ -111,6 +127,7 @@ CASES = {
 def test_a_batch_that_is_bad_on_one_rank(world: World, name: str) -> None:
     case = CASES[name]
     expected = train_alone()
+    world.prepare(_prepare, case.scopes)
     for rank, (said, losses, is_kept) in enumerate(world.run(refuse_and_go_on, case, num_ranks=3 if "idle" in name else 2)):
         if case.bad_rows:
             average = r"the batch must have the same rows on every rank"

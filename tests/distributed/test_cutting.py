@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import cutting_models
-from tests.distributed.cutting import captured, choose, choose_labels, composed_errors, errors, staged_errors
-from tests.distributed.cutting_operators import failures
+from tests.distributed.cutting import chosen, chosen_labels, composed_errors, errors, staged_errors
+from tests.distributed.cutting_operators import failures, prepare_cases
 from tests.distributed.world import World
 from tests.hf_models import BUILDERS
 
@@ -21,29 +21,26 @@ def worst(found: list[dict[str, float]]) -> tuple[float, str]:
 @pytest.mark.parametrize("family", BUILDERS)
 def test_a_hugging_face_model_on_parts_is_the_model(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
-    axes = captured(builder).axes
     for seed, num_parts in enumerate((2, 3, 2, 3, 2)):
-        shards = choose(axes, num_parts, seed, in_order=seed == 0)
+        shards = world.prepare(chosen, builder, num_parts, seed, "train", seed == 0)
         assert worst(world.run(errors, builder, shards, num_ranks=num_parts)) < (TOLERANCE, ""), shards
 
 
 @pytest.mark.parametrize("family", BUILDERS)
 def test_a_hugging_face_model_with_random_bridges_is_the_model(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
-    whole = captured(builder)
     for seed in range(4):
         num_parts = 2 + seed % 2
-        shards = choose_labels(whole.model, whole.axes, num_parts, seed)
+        shards = world.prepare(chosen_labels, builder, num_parts, seed)
         assert worst(world.run(errors, builder, shards, num_ranks=num_parts)) < (TOLERANCE, ""), seed
 
 
 @pytest.mark.parametrize("name", cutting_models.BUILDERS)
 def test_a_small_model_on_parts_is_the_model(world: World, name: str) -> None:
     builder = f"tests.distributed.cutting_models:{name}"
-    axes = captured(builder).axes
     for seed in range(6):
         num_parts = 2 + seed % 2
-        shards = choose(axes, num_parts, seed)
+        shards = world.prepare(chosen, builder, num_parts, seed)
         assert shards
         assert worst(world.run(errors, builder, shards, num_ranks=num_parts)) < (TOLERANCE, ""), shards
 
@@ -51,25 +48,23 @@ def test_a_small_model_on_parts_is_the_model(world: World, name: str) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_one_lowering_serves_any_number_of_rows(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
-    shards = choose(captured(builder).axes, 2, 3)
+    shards = world.prepare(chosen, builder, 2, 3)
     assert worst(world.run(errors, builder, shards, "train", False, 3, num_ranks=2)) < (TOLERANCE, "")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "resnet"])
 def test_outputs_are_gathered(world: World, family: str) -> None:
     builder = f"tests.distributed.cutting_models:{family}_predicting"
-    axes = captured(builder, "predict").axes
     for seed in range(2):
-        shards = choose(axes, 2, seed)
+        shards = world.prepare(chosen, builder, 2, seed, "predict")
         assert worst(world.run(errors, builder, shards, "predict", num_ranks=2)) < (TOLERANCE, ""), shards
 
 
 @pytest.mark.parametrize(("family", "share"), [("gpt2", 0.5), ("llama", 0.3), ("llama", 0.62), ("t5", 0.4), ("vit", 0.57)])
 def test_stages_hand_over_whole_tensors(world: World, family: str, share: float) -> None:
     builder = f"tests.hf_models:{family}"
-    axes = captured(builder).axes
     for seed in range(3):
-        shards = choose(axes, 2, seed)
+        shards = world.prepare(chosen, builder, 2, seed)
         assert worst(world.run(staged_errors, builder, shards, share, num_ranks=2)) < (TOLERANCE, ""), shards
 
 
@@ -77,16 +72,17 @@ def test_stages_hand_over_whole_tensors(world: World, family: str, share: float)
 def test_parts_can_be_recomputed_and_their_weight_gradients_can_wait(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
     for seed in range(2):
-        shards = choose(captured(builder).axes, 2, seed)
+        shards = world.prepare(chosen, builder, 2, seed)
         assert worst(world.run(composed_errors, builder, shards, num_ranks=2)) < (TOLERANCE, ""), shards
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])
 @pytest.mark.parametrize(
-    ("module", "names"), [("tests.unit.axes.test_rules_alone", "CASES"), ("tests.distributed.cutting_operators", "MORE")]
+    ("module", "name"), [("tests.unit.axes.test_rules_alone", "CASES"), ("tests.distributed.cutting_operators", "MORE")]
 )
-def test_every_operator_on_parts(world: World, module: str, names: str, num_parts: int) -> None:
-    for tried, *found in world.run(failures, module, [names], num_ranks=num_parts):
+def test_every_operator_on_parts(world: World, module: str, name: str, num_parts: int) -> None:
+    world.prepare(prepare_cases, module, name)
+    for tried, *found in world.run(failures, module, name, num_ranks=num_parts):
         assert not found, "\n".join(found)
         assert int(tried.split()[0]) > 50
 
@@ -95,6 +91,6 @@ def test_without_entering_the_gradients_are_wrong(world: World) -> None:
     """The negative control."""
     builder = "tests.hf_models:gpt2"
     for seed in range(3):
-        found = world.run(errors, builder, choose(captured(builder).axes, 2, seed), "train", True, num_ranks=2)
+        found = world.run(errors, builder, world.prepare(chosen, builder, 2, seed), "train", True, num_ranks=2)
         assert worst(found)[0] > 1e-2
         assert found[0]["loss"] < TOLERANCE

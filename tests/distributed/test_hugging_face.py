@@ -14,6 +14,7 @@ import torch
 
 import whale
 from tests import reference
+from tests.captures import Captured, captured_once
 from tests.distributed.training import largest_of, make_cluster
 from tests.distributed.world import World
 
@@ -96,14 +97,26 @@ def make_batch(family: str, seed: int) -> dict[str, torch.Tensor]:
     return batch
 
 
+def captured_family(family: str) -> Captured:
+    return captured_once(_built, family)
+
+
+def _built(family: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return build(family), make_batch(family, 1)
+
+
+def _prepare(family: str) -> None:
+    captured_family(family)
+
+
 def own_loss(output: Any, batch: Any) -> Any:
     return output.loss
 
 
 def train_rank(rank: int, num_ranks: int, case: Case) -> reference.Run:
-    batches = [make_batch(case.family, seed) for seed in (1, 2)]
+    batches, made = [make_batch(case.family, seed) for seed in (1, 2)], captured_family(case.family)
     engine = whale.parallelize(
-        build(case.family), optimizer=optimizer, batch=batches[0], config=dict(case.config), cluster=make_cluster(case.speeds)
+        made.model, optimizer=optimizer, batch=made.batch, config=dict(case.config), cluster=make_cluster(case.speeds)
     )
     try:
         losses, gradients = [float(engine.step(batches[0]))], reference.copy_of(engine.gradients())
@@ -130,6 +143,7 @@ PLANS: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("family", CONFIGS)
 def test_hugging_face(world: World, family: str, plan: str) -> None:
     speeds, config = PLANS[plan]
-    runs = world.run(train_rank, Case(family, speeds, tuple(config.items())), num_ranks=len(speeds), timeout=120.0)
+    world.prepare(_prepare, family)
+    runs = world.run(train_rank, Case(family, speeds, tuple(config.items())), num_ranks=len(speeds))
     error, where = largest_of(runs, train_reference(family))
     assert error < TOLERANCE, where

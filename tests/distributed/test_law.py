@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from tests import reference
-from tests.distributed.training import OPTIMIZERS, Case, errors, largest_of, train_rank, train_rank_and_plan, train_reference
+from tests.distributed.training import OPTIMIZERS, Case, errors, largest_of, run_case, train_rank, train_rank_and_plan, train_reference
 from tests.distributed.world import World
 from tests.models import Block, Description, Segment, build, descriptions
 from whale.ir.division import intervals
@@ -98,13 +98,13 @@ def train_without_synchronisation(rank: int, num_ranks: int, case: Case) -> refe
 
 def test_the_law_would_notice_gradients_that_are_not_summed(world: World) -> None:
     case = FIXED["uneven data parallel"]
-    runs = world.run(train_without_synchronisation, case, num_ranks=2)
+    runs = run_case(world, train_without_synchronisation, case)
     assert largest_of(runs, train_reference(case))[0] > 1e-3
 
 
 def test_the_law_would_notice_another_seed(world: World) -> None:
     case = FIXED["pipeline"]
-    runs = world.run(train_rank, case, num_ranks=2)
+    runs = run_case(world, train_rank, case)
     assert largest_of(runs, train_reference(replace(case, seed=1)))[0] > 1e-3
 
 
@@ -139,7 +139,7 @@ def pieces_of(plan: Plan, num_rows: int) -> list[list[tuple[int, int]]]:
 def test_batch_normalisation_per_replica(world: World, name: str) -> None:
     """The reference runs the same micro-batches; running statistics are averaged by rows."""
     case = WITH_STATISTICS[name]
-    results = world.run(train_rank_and_plan, case, num_ranks=len(case.speeds))
+    results = run_case(world, train_rank_and_plan, case)
     plan = results[0][1]
     model, _, loss = build(case.description, case.seed)
     pieces = [pieces_of(plan, rows) for rows in case.rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import whale
 from tests import reference
+from tests.captures import Captured, captured_once
 from tests.distributed.training import make_cluster
 from tests.distributed.world import World
 from tests.hf_models import mixtral
@@ -73,6 +75,22 @@ def make(case: Case) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     return model.double(), [{"ids": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()} for rows in text]
 
 
+def _built(scopes: tuple[int, ...] | None, capacity_factor: float) -> tuple[nn.Module, dict[str, Tensor], Any]:
+    model, batches = make(Case((), (), capacity_factor, scopes))
+    return model, batches[0], moe.loss_fn
+
+
+def captured_case(case: Case) -> Captured:
+    """Captured once for all speeds, and for the prediction at the end."""
+    made = captured_once(_built, case.scopes, case.capacity_factor)
+    made.capture("predict", {"ids": made.batch["ids"]})
+    return made
+
+
+def _prepare(case: Case) -> None:
+    captured_case(case)
+
+
 def optimizer(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
 
@@ -98,10 +116,10 @@ class Trained:
 
 
 def train_rank(rank: int, size: int, case: Case) -> Trained:
-    model, batches = make(case)
+    made, (_, batches) = captured_case(case), make(case)
     config = {"pipeline.num_micro_batch": case.num_micro_batch}
     cluster = make_cluster(case.speeds)
-    engine = whale.parallelize(model, loss=moe.loss_fn, optimizer=optimizer, batch=batches[0], config=config, cluster=cluster)
+    engine = whale.parallelize(made.model, loss=moe.loss_fn, optimizer=optimizer, batch=made.batch, config=config, cluster=cluster)
     try:
         losses = [float(engine.step(batches[0]))]
         first = reference.copy_of(engine.state_dict() or {})
@@ -143,7 +161,8 @@ def test_divided_experts_train_as_on_one_device(world: World, layout: str) -> No
     expected = train_plain(case)
     drops = (expected.load > moe.capacity(CONTEXT, EXPERTS, CHOICES, case.capacity_factor)).any()
     assert bool(drops) == (case.capacity_factor > 0), "tokens are dropped where they may be"
-    for rank, run in enumerate(world.run(train_rank, case, num_ranks=len(case.speeds), timeout=120.0)):
+    world.prepare(_prepare, case)
+    for rank, run in enumerate(world.run(train_rank, case, num_ranks=len(case.speeds))):
         assert run.held == (case.held[rank],)
         assert max(abs(a - b) for a, b in zip(run.losses, expected.losses, strict=True)) < TOLERANCE
         assert difference(run.first, expected.first) < TOLERANCE, "the gradients"
@@ -176,7 +195,7 @@ def train_mixtral(rank: int, size: int, implementation: str, axis: str, speeds: 
 def test_experts_of_mixtral_are_cut_as_captured(world: World, implementation: str, axis: str) -> None:
     model, batch = mixtral(rows=8, experts_implementation=implementation)
     expected = reference.train(model, lambda output, _: output.loss, [batch] * 3, optimizer)
-    for run, shard in world.run(train_mixtral, implementation, axis, (3.0, 1.0), num_ranks=2, timeout=120.0):
+    for run, shard in world.run(train_mixtral, implementation, axis, (3.0, 1.0), num_ranks=2):
         assert sum(name.endswith(axis) for name in shard) == 2, "in both layers"
         assert max(abs(a - b) for a, b in zip(run.losses, expected.losses, strict=True)) < 1e-5
         assert difference(run.state, expected.state) < 1e-5

@@ -54,7 +54,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_law(world: World, name: str) -> None:
-    plan, graph = plan_case(CASES[name])
+    plan, graph = world.prepare(plan_case, CASES[name])
     halved = overlapped(plan, graph)
     assert any(stage.overlap for stage in halved.replicas[0].stages)
     error, where = errors(world, CASES[name], halved)

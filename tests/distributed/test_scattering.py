@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import whale
-from tests.distributed.test_split import difference, loss_fn, make
+from tests.distributed.test_split import captured_case, difference, loss_fn, prepare
 from tests.distributed.world import World
 from whale.hardware.cluster_file import parse_cluster
 
@@ -22,9 +22,14 @@ network: {bandwidth: 1 Mbit/s, latency: 1 us}
 """
 
 
+def case_of(num_ranks: int) -> str:
+    return "both stages" if num_ranks == 4 else "unlike groups"
+
+
 def train(rank: int, size: int, second: str, schedule: str) -> tuple[float, list[str]]:
     """The largest difference from the plain model, and which tensors cross in parts to a second stage on `size` - 2 devices."""
-    model, batch = make("both stages" if size == 4 else "unlike groups")
+    made = captured_case(case_of(size))
+    model, batch = made.model, made.batch
     engine = whale.parallelize(
         model,
         loss=loss_fn,
@@ -50,13 +55,14 @@ def train(rank: int, size: int, second: str, schedule: str) -> tuple[float, list
 
 @pytest.mark.parametrize(("second", "schedule"), [("V100-32GB", "1f1b"), ("T4", "1f1b"), ("V100-32GB", "zb_h1")])
 def test_a_model_whose_tensors_cross_in_parts_trains_as_the_plain_one(world: World, second: str, schedule: str) -> None:
+    world.prepare(prepare, case_of(4))
     for worst, crossing in world.run(train, second, schedule, num_ranks=4):
         assert worst < 1e-12
         assert len(crossing) == 1
 
 
-def test_groups_of_unlike_sizes_exchange_parts_exactly() -> None:
-    with World(5) as five:  # groups of two and of three
-        for worst, crossing in five.run(train, "V100-32GB", "1f1b"):
-            assert worst < 1e-12
-            assert len(crossing) == 1
+def test_groups_of_unlike_sizes_exchange_parts_exactly(world: World) -> None:
+    world.prepare(prepare, case_of(5))
+    for worst, crossing in world.run(train, "V100-32GB", "1f1b", num_ranks=5):  # groups of two and of three
+        assert worst < 1e-12
+        assert len(crossing) == 1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import whale
 from tests import reference
-from tests.distributed.training import OPTIMIZERS, Case, largest_of, make_cluster, make_engine, train_reference
+from tests.distributed.training import OPTIMIZERS, Case, largest_of, make_cluster, make_engine, run_case, train_reference
 from tests.distributed.world import World
 from tests.models import Block, Description, Segment, build, descriptions
 from whale.config import SCHEDULES
@@ -80,7 +80,7 @@ def train_and_watch(rank: int, num_ranks: int, case: Case) -> Outcome:
 
 def check(world: World, case: Case) -> list[Outcome]:
     """Checks the law and the promise on all ranks."""
-    outcomes: list[Outcome] = world.run(train_and_watch, case, num_ranks=len(case.speeds))
+    outcomes: list[Outcome] = run_case(world, train_and_watch, case)
     error, where = largest_of([outcome.run for outcome in outcomes], train_reference(case))
     assert error < TOLERANCE, where
     for outcome in outcomes:
@@ -172,7 +172,7 @@ NORMALISED = Description(
 @pytest.mark.parametrize("policy", ["full", {0: 1, 1: 1}])
 def test_running_statistics_move_once(world: World, policy: object) -> None:
     case = Case(NORMALISED, (8, 8), (1.0, 1.0), (("pipeline.num_micro_batch", 2), ("recompute.policy", policy)))
-    outcomes: list[Outcome] = world.run(train_and_watch, case, num_ranks=2)
+    outcomes: list[Outcome] = run_case(world, train_and_watch, case)
     plan = outcomes[0].plan
     model, _, loss = build(case.description, case.seed)
     pieces = [[list(plan.micro_batch_rows(0, rows))] for rows in case.rows]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import whale
+from tests.captures import Captured, captured_once
 from tests.distributed.world import World
 from whale.hardware.cluster_file import parse_cluster
 
@@ -77,9 +78,27 @@ def make(case: str, axis: str | None = None) -> tuple[Model, dict[str, torch.Ten
     return model, {"ids": ids, "labels": labels}
 
 
+def captured_case(case: str, axis: str | None = None) -> Captured:
+    """The model, its batch and loss, captured for training, evaluation and prediction."""
+    made = captured_once(_built, case, axis)
+    made.capture("eval")
+    made.capture("predict", {"ids": made.batch["ids"]})
+    return made
+
+
+def _built(case: str, axis: str | None) -> tuple[Model, dict[str, torch.Tensor], Any]:
+    return *make(case, axis), loss_fn
+
+
+def prepare(case: str, axis: str | None = None) -> None:
+    """Captures where ranks are forked from."""
+    captured_case(case, axis)
+
+
 def train(rank: int, size: int, case: str, axis: str | None, unlike: bool, folder: str | None) -> tuple[float, dict[str, tuple[int, ...]]]:
     """The largest difference from the plain model, in anything; and the shapes of what this rank holds."""
-    model, batch = make(case, axis)
+    made = captured_case(case, axis)
+    model, batch = made.model, made.batch
     engine = parallelize(model, batch, unlike)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     worst = 0.0
@@ -135,6 +154,7 @@ def difference(engine: Any, model: nn.Module, batch: dict[str, torch.Tensor]) ->
     ],
 )
 def test_a_split_model_trains_as_the_plain_one(world: World, case: str, num_ranks: int, unlike: bool, tmp_path: Path) -> None:
+    world.prepare(prepare, case)
     for worst, _ in world.run(train, case, None, unlike, str(tmp_path / "saved"), num_ranks=num_ranks):
         assert worst < 1e-12
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as plain_load
 
 import whale
+from tests.captures import captured_once
 from tests.distributed.world import World
 from tests.memory import PeakBytes
 from whale.hardware.cluster_file import parse_cluster
@@ -28,6 +30,9 @@ hosts:
   - {{name: small, devices: {small}}}
 network: {{bandwidth: 50 Gbit/s, latency: 20 us}}
 """
+
+
+T = TypeVar("T")
 
 
 class Attention(nn.Module):
@@ -76,19 +81,33 @@ def loss_fn(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tenso
 
 
 def make_engine(case: str, cluster: str | None, seed: int, device: str = "cpu") -> tuple[Any, nn.Module, dict[str, torch.Tensor]]:
+    made = captured_once(_built, case, seed, device)
+    engine = whale.parallelize(
+        made.model,
+        loss=loss_fn,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        batch=made.batch,
+        cluster=None if cluster is None else parse_cluster(cluster, "unlike.yaml"),
+    )
+    return engine, made.model, made.batch
+
+
+def _built(case: str, seed: int, device: str) -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 5, WIDTH).double(), "labels": torch.randint(0, CLASSES, (8, 5))}
     torch.manual_seed(seed)
     with torch.device(device):
-        model = Model(case).double()
-    engine = whale.parallelize(
-        model,
-        loss=loss_fn,
-        optimizer=partial(torch.optim.AdamW, lr=1e-2),
-        batch=batch,
-        cluster=None if cluster is None else parse_cluster(cluster, "unlike.yaml"),
-    )
-    return engine, model, batch
+        return Model(case).double(), batch, loss_fn
+
+
+def _prepare(*arguments: Any) -> None:
+    captured_once(_built, *arguments)
+
+
+def run(world: World, function: Callable[..., T], case: str, cluster: str | None, *arguments: Any, seed: int, num_ranks: int) -> list[T]:
+    """Runs a function on ranks that find the model of a case captured already."""
+    world.prepare(_prepare, case, seed, "cpu")
+    return world.run(function, case, cluster, *arguments, num_ranks=num_ranks)
 
 
 def num_bytes(tensors: Any) -> int:
@@ -158,15 +177,15 @@ PLANS = [
 @pytest.mark.parametrize(("case", "cluster", "num_ranks"), PLANS[:1] + PLANS[4:6], ids=["unlike", "replicated", "whole"])
 def test_any_plan_goes_on_from_any_other(world: World, tmp_path: Path, case: str, cluster: str | None, num_ranks: int) -> None:
     folder = str(tmp_path / "saved")
-    written = world.run(save, case, cluster, folder, num_ranks=num_ranks)
+    written = run(world, save, case, cluster, folder, seed=0, num_ranks=num_ranks)
     for other, other_cluster, other_ranks in PLANS:
-        for outcome in world.run(load, other, other_cluster, folder, num_ranks=other_ranks):
+        for outcome in run(world, load, other, other_cluster, folder, seed=1, num_ranks=other_ranks):
             assert all(torch.equal(value, written[0].weights[name]) for name, value in outcome.weights.items())
             assert outcome.losses == pytest.approx(written[0].losses, abs=1e-12)
 
 
 def test_cut_and_combs_are_among_the_plans(world: World, tmp_path: Path) -> None:
-    outcomes = world.run(save, "2", ONE_OF_EACH, str(tmp_path / "saved"), num_ranks=2)
+    outcomes = run(world, save, "2", ONE_OF_EACH, str(tmp_path / "saved"), seed=0, num_ranks=2)
     heads = [outcome.shapes["attention.qkv.weight"][0] * HEADS // (3 * WIDTH) for outcome in outcomes]
     assert sum(heads) == HEADS and heads[0] > heads[1] > 0
     entry = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata["model.attention.qkv.weight"]
@@ -177,7 +196,7 @@ def test_cut_and_combs_are_among_the_plans(world: World, tmp_path: Path) -> None
 def test_every_element_is_written_once_by_a_rank_that_holds_it(
     world: World, tmp_path: Path, case: str, cluster: str | None, num_ranks: int
 ) -> None:
-    outcomes = world.run(save, case, cluster, str(tmp_path / "saved"), num_ranks=num_ranks)
+    outcomes = run(world, save, case, cluster, str(tmp_path / "saved"), seed=0, num_ranks=num_ranks)
     metadata = FileSystemReader(tmp_path / "saved").read_metadata()
     assert metadata.storage_data is not None
     for name, whole in outcomes[0].weights.items():
@@ -196,7 +215,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
 
 
 def test_plain_torch_reads_it(world: World, tmp_path: Path) -> None:
-    outcomes = world.run(save, "2", ONE_OF_EACH, str(tmp_path / "saved"), num_ranks=2)
+    outcomes = run(world, save, "2", ONE_OF_EACH, str(tmp_path / "saved"), seed=0, num_ranks=2)
     found = {f"model.{name}": torch.empty_like(value) for name, value in outcomes[0].weights.items()}
     with warnings.catch_warnings(action="ignore"):
         plain_load(found, checkpoint_id=tmp_path / "saved", no_dist=True)
@@ -206,10 +225,10 @@ def test_plain_torch_reads_it(world: World, tmp_path: Path) -> None:
 def test_no_rank_needs_the_whole_model(world: World, tmp_path: Path) -> None:
     """Saving: copies of what lies in combs. Loading: the optimizer's room, and three stored pieces at a time."""
     folder = str(tmp_path / "saved")
-    for outcome in world.run(save, "2", ONE_OF_EACH, folder, num_ranks=2):
+    for outcome in run(world, save, "2", ONE_OF_EACH, folder, seed=0, num_ranks=2):
         assert outcome.peak <= outcome.held + SLACK
     for case, cluster, num_ranks in PLANS[:3]:
-        for outcome in world.run(load, case, cluster, folder, num_ranks=num_ranks):
+        for outcome in run(world, load, case, cluster, folder, seed=1, num_ranks=num_ranks):
             assert outcome.peak <= 2 * outcome.held + 3 * outcome.largest + SLACK
 
 

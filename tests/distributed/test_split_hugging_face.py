@@ -5,7 +5,7 @@ Parts of these models compute in float32 whatever their weights are, so the boun
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 
 import whale
 from tests import reference
+from tests.captures import Captured, captured_once
 from tests.distributed.split_training import whole_gradients
 from tests.distributed.training import OPTIMIZERS, largest_of
 from tests.distributed.world import World
@@ -91,6 +92,19 @@ def make_batches(family: str) -> list[dict[str, torch.Tensor]]:
     return [{name: value.double() if value.is_floating_point() else value for name, value in batch.items()} for batch in batches]
 
 
+def captured_case(case: Case) -> Captured:
+    """Captured once for all speeds."""
+    return captured_once(_built, replace(case, speeds=()))
+
+
+def _built(case: Case) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return build_in_scopes(case), make_batches(case.family)[0]
+
+
+def _prepare(case: Case) -> None:
+    captured_case(case)
+
+
 def build_in_scopes(case: Case) -> nn.Module:
     if len(case.widths) == 1:
         with whale.split(case.widths[0]):
@@ -105,9 +119,9 @@ def build_in_scopes(case: Case) -> nn.Module:
 
 def train_rank(rank: int, num_ranks: int, case: Case, expected: reference.Run) -> tuple[reference.Run, Plan]:
     """Trains the case; its gradients are put into the expected whole ones."""
-    batches = make_batches(case.family)
+    batches, made = make_batches(case.family), captured_case(case)
     engine = whale.parallelize(
-        build_in_scopes(case), optimizer=OPTIMIZERS["adam"], batch=batches[0], config=dict(case.config), cluster=make_cluster(case)
+        made.model, optimizer=OPTIMIZERS["adam"], batch=made.batch, config=dict(case.config), cluster=make_cluster(case)
     )
     try:
         losses: list[float] = []
@@ -158,6 +172,7 @@ def test_law_of_other_models(world: World, family: str) -> None:
 
 def check(world: World, case: Case, kind: Kind) -> None:
     expected = train_reference(case)
+    world.prepare(_prepare, case)
     results = world.run(train_rank, case, expected, num_ranks=sum(case.widths))
     plan = results[0][1]
     assert [len(stage.virtual_device.devices) for stage in plan.replicas[0].stages] == list(case.widths)

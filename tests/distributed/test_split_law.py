@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import whale
 from tests import reference
 from tests.distributed.split_training import cut_anew, errors, plan_case, train_rank
-from tests.distributed.training import Case, largest_of, train_reference
+from tests.distributed.training import Case, largest_of, run_case, train_reference
 from tests.distributed.world import World
 from tests.models import Block, Description, Segment, descriptions
 from whale.ir.plan import Plan
@@ -90,7 +90,7 @@ def cases(draw: st.DrawFn) -> Case:
 def test_law(world: World, case: Case, shards: str) -> None:
     note(f"{case!r}")
     try:
-        plan, graph = plan_case(case)
+        plan, graph = world.prepare(plan_case, case)
     except (whale.PlanError, whale.AnnotationError) as error:  # nothing in a scope can be cut in so many parts
         note(str(error))
         assume(False)
@@ -145,5 +145,5 @@ def test_the_law_would_notice_an_entrance_without_its_sum(world: World, name: st
     """The negative control."""
     case = FIXED[name]
     expected = train_reference(case)
-    runs = world.run(train_without_entering, case, None, expected.gradients, num_ranks=len(case.speeds))
+    runs = run_case(world, train_without_entering, case, None, expected.gradients)
     assert largest_of(runs, expected)[0] > 1e-3

@@ -26,8 +26,15 @@ def fail_on(rank: int, num_ranks: int, culprit: int) -> None:
 
 
 def hang_on(rank: int, num_ranks: int, culprit: int) -> None:
+    """The others fail, once the culprit is at it."""
+    dist.barrier()
     if rank == culprit:
         time.sleep(1000)
+    raise ValueError("waited enough")
+
+
+def hang() -> None:
+    time.sleep(1000)
 
 
 def die_on(rank: int, num_ranks: int, culprit: int) -> None:
@@ -72,9 +79,14 @@ def test_an_exception_is_told_with_its_rank(world: World) -> None:
 
 
 def test_a_rank_that_hangs_is_named_and_ended(world: World) -> None:
-    with pytest.raises(RankFailure, match=r"rank 1: not done after 1 s[\s\S]*hang_on"):
-        world.run(hang_on, 1, num_ranks=2, timeout=1.0)
+    with pytest.raises(RankFailure, match=r"rank 1: not done 5 s after another rank failed, at[\s\S]*hang_on"):
+        world.run(hang_on, 1, num_ranks=2)
     assert len(world.run(sum_of_ranks, 1.0)) == 4
+
+
+def test_ranks_that_take_too_long_are_named_and_ended(world: World) -> None:
+    with pytest.raises(RankFailure, match="rank 0: not done after 0 s"):
+        world.run(hang_on, 0, num_ranks=1, timeout=0.0)
 
 
 def test_a_rank_that_dies_is_named(world: World) -> None:
@@ -104,7 +116,7 @@ def test_an_exception_in_preparing_is_raised(world: World) -> None:
 def test_a_source_that_hangs_or_dies_is_replaced() -> None:
     with World(2, grace=0.1) as world:
         with pytest.raises(RankFailure, match="no answer within 0 s"):
-            world.prepare(hang_on, 0, 1, 0, timeout=0.0)
+            world.prepare(hang, timeout=0.0)
         with pytest.raises(RankFailure, match="died with exit code 3"):
             world.prepare(die_on, 0, 1, 0)
         assert world.prepare(source_of) != os.getpid()

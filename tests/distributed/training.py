@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import whale
 from tests import reference
+from tests.captures import Captured, captured_once
 from tests.distributed.world import World
 from tests.models import Description, build, make_batch
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.plan import Plan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,24 @@ def make_cluster(speeds: tuple[float, ...], memory: int = 1 << 30) -> Cluster:
     return Cluster("test", (Host("host0", devices, Link(1e9, 1e-6)),), None)
 
 
+def captured_case(case: Case) -> Captured:
+    """The model of a case, its batch and loss, captured in the modes that the case needs."""
+    made = captured_once(build, case.description, case.seed, case.rows[0])
+    for mode in ("eval", "predict") if case.evaluates else ():
+        made.capture(mode)
+    return made
+
+
+def _prepare(case: Case) -> None:
+    captured_case(case)
+
+
+def run_case(world: World, function: Callable[..., T], case: Case, *arguments: Any) -> list[T]:
+    """Runs ``function(rank, num_ranks, case, *arguments)`` on the ranks of a case, where its model is captured already."""
+    world.prepare(_prepare, case)
+    return world.run(function, case, *arguments, num_ranks=len(case.speeds))
+
+
 def train_rank(rank: int, num_ranks: int, case: Case) -> reference.Run:
     """Trains the case on one rank, inside the process group that is there."""
     return train_rank_and_plan(rank, num_ranks, case)[0]
@@ -89,16 +110,17 @@ def train_rank_and_plan(rank: int, num_ranks: int, case: Case) -> tuple[referenc
         engine.close()
 
 
-def make_engine(case: Case) -> whale.Engine:
-    """The engine of a case, inside the process group that is there."""
-    model, _, loss = build(case.description, case.seed)
+def make_engine(case: Case, plan: Plan | None = None) -> whale.Engine:
+    """The engine of a case, by a plan or by its own, inside the process group that is there."""
+    made = captured_case(case)
     return whale.parallelize(
-        model,
-        loss=loss,
+        made.model,
+        loss=made.loss,
         optimizer=OPTIMIZERS[case.optimizer],
-        batch=case.batches[0],
+        batch=made.batch,
         config=dict(case.config),
         cluster=make_cluster(case.speeds),
+        plan=plan,
     )
 
 
@@ -114,7 +136,7 @@ def train_reference(case: Case) -> reference.Run:
 
 def errors(world: World, case: Case) -> tuple[float, str]:
     """The largest error of any rank against the reference, and where it is; all gradients must be there, once or more."""
-    return largest_of(world.run(train_rank, case, num_ranks=len(case.speeds)), train_reference(case))
+    return largest_of(run_case(world, train_rank, case), train_reference(case))
 
 
 def largest_of(runs: Sequence[reference.Run], expected: reference.Run) -> tuple[float, str]:

@@ -24,10 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.distributed.ranks import GRACE_SECONDS, PRELOADED, Job, Outcome, serve
-
-PATIENCE_SECONDS = 300.0
-"""Of a machine that is busy; only what never ends takes so long."""
+from tests.distributed.ranks import GRACE_SECONDS, PATIENCE_SECONDS, PRELOADED, Job, Outcome, serve
 
 
 class RankFailure(Exception):
