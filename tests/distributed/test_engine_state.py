@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import reference
-from tests.distributed.training import Case, make_engine
+from tests.distributed.training import Case, make_engine, run_case
 from tests.distributed.world import World
 from tests.models import Block, Description, Segment
 from whale.api import Engine
@@ -56,7 +56,7 @@ def test_a_rebuilt_runtime_goes_on_exactly(world: World, optimizer: str) -> None
     pipelines = Description(tokens=False, blocks=BLOCKS, segments=(Segment(0), Segment(2)), placement="construction")
     config = (("pipeline.num_micro_batch", 2), ("gradient.clip_norm", 0.1), ("communication.bucket_bytes", 200))
     case = Case(pipelines, (16, 17, 16), (1.0,) * 4, config, optimizer)
-    kept, again = world.run(train, case, False), world.run(train, case, True)
+    kept, again = run_case(world, train, case, False), run_case(world, train, case, True)
     for (losses, state, num_hooks), (other_losses, other_state, other_num_hooks) in zip(kept, again, strict=True):
         assert losses == other_losses
         assert num_hooks == other_num_hooks > 0
