@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 
 import whale
 
@@ -33,8 +32,6 @@ def part(name: str) -> torch.nn.Module:
         return torch.nn.Linear(4, 4)
 
 
-dist.init_process_group("gloo")  # with a patience of its own, for one rank may start long after the other
-dist.barrier()
 torch.manual_seed(0)
 model = torch.nn.Sequential(part("front"), part("back"))
 batch = (torch.randn(8, 4),)

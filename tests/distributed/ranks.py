@@ -202,6 +202,7 @@ def _in_group(number: int, job: Job) -> Any:
     import torch.distributed as dist
 
     from tests.captures import at_hand
+    from tests.distributed.rendezvous import launches_wait
 
     size = str(job.num_ranks)
     os.environ.update(RANK=str(number), WORLD_SIZE=size, LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=size)
@@ -209,7 +210,7 @@ def _in_group(number: int, job: Job) -> Any:
     dist.init_process_group("gloo", store=store, rank=number, world_size=job.num_ranks, timeout=timedelta(seconds=PATIENCE_SECONDS))
     dist.barrier()  # nobody leaves while another one still connects
     try:
-        with at_hand():
+        with at_hand(), launches_wait() if job.rendezvous else contextlib.nullcontext():
             return job.function(number, job.num_ranks, *job.arguments)
     finally:
         with contextlib.suppress(RuntimeError):

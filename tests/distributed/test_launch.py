@@ -62,7 +62,7 @@ def test_a_faulty_recipe_starts_no_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "timeout", "said"), [("dies", NEVER, "was killed by SIGKILL"), ("hangs", "20", "was stopped by SIGTERM")], ids=["dies", "hangs"]
+    ("how", "timeout", "said"), [("dies", NEVER, "was killed by SIGKILL"), ("hangs", "30", "was stopped by SIGTERM")], ids=["dies", "hangs"]
 )
 def test_a_pipeline_that_loses_a_rank_ends_and_says_where(how: str, timeout: str, said: str) -> None:
     """A killed rank is noticed at once, one that hangs after the time that a rank may wait."""
