@@ -51,9 +51,9 @@ from whale.planning.pipeline.placement import placements
 from whale.planning.pipeline.recompute import Chooser
 from whale.planning.replicas.end_of_step import end_of_step
 from whale.planning.replicas.replica import make_replica, model_replica
-from whale.planning.shard.overlapping import choose_overlap
+from whale.planning.shard.overlapping import Overlapper
 from whale.planning.shard.scattering import scatter_all
-from whale.planning.shard.sharding import choose_cuts
+from whale.planning.shard.sharding import Cutter
 from whale.planning.structure.structure import analyse
 from whale.planning.verify import verify
 
@@ -75,8 +75,8 @@ PASSES: dict[str, Callable[..., object]] = {
     "partition": cut_into_stages,
     "recompute": Chooser.choose,
     "models of replicas": model_replica,
-    "cutting": choose_cuts,
-    "overlapping": choose_overlap,
+    "cutting": Cutter.choose,
+    "overlapping": Overlapper.choose,
     "end of step": end_of_step,
     "replicas of the plan": make_replica,
     "scattering": scatter_all,

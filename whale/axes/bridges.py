@@ -120,10 +120,11 @@ def _sums(labels: Labels) -> Iterator[Bridge]:
 
 
 def _between(labels: Labels, users: dict[tuple[str, Use], list[str]]) -> Iterator[Bridge]:
+    synchronized = frozenset(labels.synchronized)
     for (tensor, use), ops in users.items():
         op = labels.graph.by_name[tensor]
         gradient = op.requires_grad and any(labels.graph.by_name[user].requires_grad for user in ops or [tensor])
-        gradient = gradient and not labels.is_synchronized(tensor)
+        gradient = gradient and tensor not in synchronized
         bridge = Bridge(tensor, labels.held(tensor), use.axis, use.entered, False, tuple(ops), gradient)
         if bridge.forward or bridge.backward:
             yield bridge

@@ -161,10 +161,11 @@ class Labels:
                     found[parameter.name] = found.get(parameter.name, True) and is_partial
         return frozenset(name for name, is_partial in found.items() if is_partial)
 
-    def is_synchronized(self, op: str) -> bool:
-        """Whether an op brings a parameter whose gradients are added over the group at the end of the step, not at its bridges."""
-        known = self.graph.by_name[op]
-        return known.kind == "parameter" and self.graph.parameter_by_name[known.target].name in self.partial_parameters
+    @cached_property
+    def synchronized(self) -> tuple[str, ...]:
+        """Ops that bring a parameter whose gradients are added over the group at the end of the step, not at its bridges."""
+        names, partial = self.graph.parameter_by_name, self.partial_parameters
+        return tuple(op.name for op in self.graph.ops if op.kind == "parameter" and names[op.target].name in partial)
 
     def faults(self) -> list[PlanError]:
         """Why the ops cannot work so, as errors at the user's lines: once per axis, or pair of axes, with the first op."""

@@ -16,7 +16,7 @@ from whale.estimate.kept import activations_of, kept_tensors
 from whale.estimate.line import Line
 from whale.estimate.local_graph import local_graph
 from whale.estimate.memory import activation_line, parameter_bytes, recomputed_lines, working_line
-from whale.estimate.op_table import OpTable, op_table, spec_line
+from whale.estimate.op_table import OpTable, op_table, output_line
 from whale.estimate.part import NOTHING, Part, Recompute
 from whale.estimate.traffic import local_table
 from whale.ir.cluster import Cluster, Device, Link
@@ -65,6 +65,11 @@ class Prices:
     def table(self) -> OpTable:
         """Figures of all ops."""
         return op_table(self.graph)
+
+    @cached_property
+    def outputs(self) -> dict[str, Line]:
+        """Per op, the bytes of its results by rows."""
+        return {op.name: output_line(op, self.graph.num_rows) for op in self.graph.ops}
 
     @cached_property
     def kept(self) -> dict[str, tuple[str, ...]]:
@@ -146,11 +151,10 @@ class Prices:
 
     def payload(self, tensors: Sequence[str]) -> tuple[Line, Line]:
         """Bytes of tensors that travel, and of the gradients that return, by rows."""
-        ops = [self.graph.by_name[name] for name in tensors]
-        forward = Line.sum(spec_line(spec, self.graph.num_rows) for op in ops for spec in op.outputs)
+        forward = Line.sum(self.outputs[name] for name in tensors)
         if not self.training:
             return forward, Line()
-        return forward, Line.sum(spec_line(spec, self.graph.num_rows) for op in ops if op.requires_grad for spec in op.outputs)
+        return forward, Line.sum(self.outputs[name] for name in tensors if self.graph.by_name[name].requires_grad)
 
     def _both_ways(self, tensors: Sequence[str]) -> tuple[Line, int]:
         forward, backward = self.payload(tensors)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from whale.axes.bridges import Bridge, Transport
 from whale.axes.labels import Labels
-from whale.estimate import Line, all_gather_line, all_reduce_line, all_to_all_line, spec_line
+from whale.estimate import Line, all_gather_line, all_reduce_line, all_to_all_line
 from whale.estimate.prices import Prices
 from whale.ir.graph import Op
 from whale.sharding.bridge_bytes import GATHERED, sum_share
@@ -19,7 +19,7 @@ class Site:
     """Where a stage runs.
 
     Attributes:
-        groups: the devices of each split group.
+        groups: the devices of each split group; of equal groups one is enough.
         num_rows: rows of a micro-batch that a group takes.
         in_flight: micro-batches whose activations are held.
         num_micro_batch: micro-batches of a step.
@@ -65,7 +65,7 @@ class Tolls:
 
     def payload(self, op: Op) -> Line:
         """Bytes of an op's results by rows."""
-        return Line.sum(spec_line(spec, self.prices.graph.num_rows) for spec in op.outputs)
+        return self.prices.outputs[op.name]
 
     def sum_line(self, bridge: Bridge, op: Op) -> Line:
         """Seconds of combining what an op made for its part of an axis."""
@@ -92,5 +92,5 @@ class Tolls:
             forward.append(there)
             backward.append(back)
         if self.prices.training:
-            backward += [self.synchronized(op) for op in labels.graph.ops if labels.is_synchronized(op.name)]
+            backward += [self.synchronized(self.prices.graph.by_name[name]) for name in labels.synchronized]
         return Line.sum(forward), Line.sum(backward)

@@ -100,7 +100,8 @@ class Cluster:
         return {device.name: device for device in self.devices}
 
     @cached_property
-    def _hosts(self) -> Mapping[str, Host]:
+    def host_by_name(self) -> Mapping[str, Host]:
+        """Hosts by name."""
         return {host.name: host for host in self.hosts}
 
     @cached_property
@@ -111,7 +112,7 @@ class Cluster:
         """The link between two devices, by name."""
         host_a, host_b = self.by_name[a].host, self.by_name[b].host
         if host_a == host_b:
-            return self._hosts[host_a].link
+            return self.host_by_name[host_a].link
         found = self._pairs.get((min(host_a, host_b), max(host_a, host_b)), self.network)
         assert found is not None, "verified when the cluster was read"
         return found

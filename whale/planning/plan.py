@@ -10,6 +10,7 @@ from whale.axes import batch_axes, discover
 from whale.config import Config
 from whale.errors import WhaleError, raise_faults
 from whale.estimate import Costs
+from whale.estimate.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis, Choice, Plan, Replica
@@ -20,12 +21,12 @@ from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.placement import Placement, placements
 from whale.planning.pipeline.recompute import KEEP_ALL, Policy, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
-from whale.planning.pricing.pricing import Pricing
 from whale.planning.replicas.blocks import read_replicas
 from whale.planning.replicas.group_size import Outcome, choose_group
 from whale.planning.replicas.replica import make_replica
 from whale.planning.replicas.solve import Solution, Solver, solve_together
 from whale.planning.shard.scattering import scatter_all
+from whale.planning.shard.stage_price import StagePricing
 from whale.planning.structure.crossing import crossing, crossing_faults
 from whale.planning.structure.structure import analyse
 from whale.planning.verify.verify import verify
@@ -48,7 +49,7 @@ def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int 
         PlanError: no plan fits, or a tensor cannot travel between stages.
     """
     num_rows = graph.num_rows if rows is None else rows
-    pricing = Pricing(graph, cluster, Costs.of(config), config.communication.overlap)
+    pricing = StagePricing.of(Prices(graph, cluster, Costs.of(config)), config.communication.overlap)
     if config.replicas:
         return _state(graph, cluster, *_plan_blocks(pricing, config, num_rows))
     annotations = read_scopes(graph, config, len(cluster.devices))
@@ -69,19 +70,19 @@ def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int 
     return _state(graph, cluster, [annotations] * len(found.best.replicas), found)
 
 
-def _solver(pricing: Pricing, config: Config, pipeline: PipelineShape, annotations: Annotations | None, num_rows: int) -> Solver:
-    graph, policy = pricing.graph, read_policy(config.recompute.policy, pipeline)
+def _solver(pricing: StagePricing, config: Config, pipeline: PipelineShape, annotations: Annotations | None, num_rows: int) -> Solver:
+    prices, graph, policy = pricing.prices, pricing.prices.graph, read_policy(config.recompute.policy, pipeline)
     if annotations is None:
         structure = analyse(graph)
-        points = find_cut_points(graph, structure, pricing, kept_under(pricing, policy))
+        points = find_cut_points(graph, structure, prices, kept_under(prices, policy))
         return Solver(graph, structure, pricing, pipeline, num_rows, points=points, policy=policy)
     assignment, structure = assign_by_scopes(graph, annotations)
     return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
 
 
-def _plan_blocks(pricing: Pricing, config: Config, num_rows: int) -> tuple[list[Annotations | None], Outcome]:
+def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int) -> tuple[list[Annotations | None], Outcome]:
     """Replicas as the blocks of the configuration say; equal blocks share a solver."""
-    blocks, idle = read_replicas(pricing.graph, pricing.cluster, config)
+    blocks, idle = read_replicas(pricing.prices.graph, pricing.prices.cluster, config)
     made: dict[Hashable, Solver] = {}
     solvers = []
     for block in blocks:
@@ -122,7 +123,7 @@ def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[
     memory, work = [], []
     for rank, width in enumerate(pipeline.devices):
         parts = [(stage, solver.fixed.parts[stage]) for stage in pipeline.stages_of(rank)]
-        costs = [(stage, solver.pricing.part(part)) for stage, part in parts]
+        costs = [(stage, solver.prices.part(part)) for stage, part in parts]
         memory.append(sum(cost.parameter_bytes + cost.activation.at(rows / width) * pipeline.in_flight[stage] for stage, cost in costs))
         ops = [solver.graph.by_name[name] for _, part in parts for name in part.ops]
         work.append(sum(op.forward_flops + op.backward_flops for op in ops) / width)
@@ -195,14 +196,14 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotation
     """The plan of an outcome; `annotations` are those of each replica."""
     solver, best = found.solver, found.best
     replicas = tuple(
-        make_replica(solver.pricing, model, _stage_names(model.pipeline, annotations[index]), index, share)
+        make_replica(solver.prices, model, _stage_names(model.pipeline, annotations[index]), index, share)
         for index, (model, share) in enumerate(zip(best.replicas, best.rows, strict=True))
     )
     borders: tuple[Choice, ...] = ()
     is_split = any(model.pipeline.splits for model in best.replicas)
     if is_split:
-        replicas, borders = scatter_all(replicas, solver.pricing)
-    axes, mixing = find_batch_axes(graph, replicas, solver.pricing)
+        replicas, borders = scatter_all(replicas, solver.prices)
+    axes, mixing = find_batch_axes(graph, replicas, solver.prices)
     raise_faults(crossing_faults(graph, replicas, dict(axes)))
     plan = Plan(
         model=graph.fingerprint,
@@ -216,7 +217,7 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotation
         step_seconds=best.step_seconds,
         choices=(*explain_choices(annotations[0], found, replicas), *borders, *mixing),
     )
-    verify(plan, graph, cluster, solver.pricing.axes if is_split else None)
+    verify(plan, graph, cluster, solver.prices.axes if is_split else None)
     return plan
 
 
@@ -230,13 +231,13 @@ def _stage_names(pipeline: PipelineShape, annotations: Annotations | None) -> li
 
 
 def find_batch_axes(
-    graph: ModelGraph, replicas: Sequence[Replica], pricing: Pricing | None = None
+    graph: ModelGraph, replicas: Sequence[Replica], prices: Prices | None = None
 ) -> tuple[tuple[tuple[str, BatchAxis], ...], tuple[Choice, ...]]:
     """Where the batch is in the tensors that travel, and the ops that mix samples where the batch is cut."""
     travelling = crossing(replicas)
     is_sharded = len(replicas) > 1 or any(len(stage.shares) > 1 for replica in replicas for stage in replica.stages)
     if not travelling and not is_sharded:
         return (), ()
-    axes = pricing.axes if pricing else discover(graph)
+    axes = prices.axes if prices else discover(graph)
     found = batch_axes(graph, axes)
     return tuple((name, found[name]) for name in travelling if name in found), tuple(explain_mixing(axes.mixing))

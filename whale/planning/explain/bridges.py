@@ -29,19 +29,19 @@ def explain_bridges(solver: Solver, best: Solution, replicas: Sequence[Replica])
 
 
 def _stage(solver: Solver, model: ReplicaModel, stage: Stage) -> Iterator[Choice]:
-    pricing = solver.pricing
-    scene = make_scene(pricing, model.assignment, stage.index, model.pipeline)
-    bridges = find_bridges(pricing.labels(stage.ops, stage.shards), scene.returned)
+    prices = solver.prices
+    scene = make_scene(prices, model.assignment, stage.index, model.pipeline)
+    bridges = find_bridges(prices.labels(stage.ops, stage.shards), scene.returned)
 
     def received(bridge: Bridge) -> Bytes:
         rows = max(stage.shares)
-        moved = [bridge_bytes(bridge, pricing.graph, pricing.axes, stage.shards, position, rows) for position in range(stage.split)]
+        moved = [bridge_bytes(bridge, prices.graph, prices.axes, stage.shards, position, rows) for position in range(stage.split)]
         return max(moved, key=sum)
 
     found = {bridge: received(bridge) for bridge in bridges}
     alike: dict[tuple[object, ...], list[Bridge]] = {}
     for bridge, moved in found.items():
-        alike.setdefault((_text(bridge), _without_numbers(pricing.graph.by_name[bridge.tensor].target), moved), []).append(bridge)
+        alike.setdefault((_text(bridge), _without_numbers(prices.graph.by_name[bridge.tensor].target), moved), []).append(bridge)
     for (text, target, _), own in alike.items():
         count = f"{len(own)} x " if len(own) > 1 else ""
         forward = "all-gather" if own[0].combine in GATHERED else own[0].forward

@@ -27,9 +27,9 @@ def _stage(solver: Solver, best: Solution, replicas: Sequence[Replica], stage: i
     model = best.replicas[members[0]]
     planned, recompute, part = replicas[members[0]].stages[stage], model.recomputes[stage], model.assignment.parts[stage]
     costs, rows = model.costs[stage], planned.shares
-    prices = [solver.pricing.local(part.ops, planned.shards, p) if planned.shards else solver.pricing for p in range(planned.split)]
+    prices = [solver.prices.local(part.ops, planned.shards, p) if planned.shards else solver.prices for p in range(planned.split)]
     seconds = max(
-        prices[position].again(part, recompute, solver.pricing.cluster.by_name[name], max(1.0, share)).at(share)
+        prices[position].again(part, recompute, solver.prices.cluster.by_name[name], max(1.0, share)).at(share)
         for group, share in zip(planned.groups, rows, strict=True)
         for position, name in enumerate(group)
     )

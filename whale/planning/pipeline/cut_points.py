@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate.op_table import Floats
+from whale.estimate.prices import Prices
 from whale.ir.graph import ModelGraph
-from whale.planning.pricing.pricing import Pricing
 from whale.planning.structure.structure import Structure, floating_ops
 
 MAX_UNITS = 320
@@ -48,7 +48,7 @@ class CutPoints:
 
 
 def find_cut_points(
-    graph: ModelGraph, structure: Structure, pricing: Pricing, kept: Mapping[str, tuple[str, ...]] | None = None
+    graph: ModelGraph, structure: Structure, prices: Prices, kept: Mapping[str, tuple[str, ...]] | None = None
 ) -> CutPoints:
     """Finds the units of a graph.
 
@@ -58,20 +58,20 @@ def find_cut_points(
     spine = tuple(op.name for op in graph.ops if op.name in structure.atom_of)
     position = {name: index for index, name in enumerate(spine)}
     floating = floating_ops(graph, structure)
-    crossing, forbidden = _crossing(graph, structure, pricing, spine, position, floating)
+    crossing, forbidden = _crossing(graph, structure, prices, spine, position, floating)
     for names in structure.atoms:
         if len(names) > 1:
             places = [position[name] for name in names]
             forbidden[min(places) + 1 : max(places) + 1] = True
     bounds = lightest_bounds(crossing[:2].sum(axis=0), forbidden)
-    sums = _kept(pricing, pricing.kept if kept is None else kept, spine, position)
-    parameters = _parameters(graph, structure, pricing, spine, bounds)
+    sums = _kept(prices, prices.kept if kept is None else kept, spine, position)
+    parameters = _parameters(graph, structure, prices, spine, bounds)
     fixed, per_row, messages = crossing[:, bounds]
     return CutPoints(spine, floating, bounds, fixed, per_row, messages, sums[0][bounds], sums[1][bounds], parameters)
 
 
 def _crossing(
-    graph: ModelGraph, structure: Structure, pricing: Pricing, spine: Sequence[str], position: dict[str, int], floating: frozenset[str]
+    graph: ModelGraph, structure: Structure, prices: Prices, spine: Sequence[str], position: dict[str, int], floating: frozenset[str]
 ) -> tuple[Floats, NDArray[np.bool_]]:
     """Per place between two ops, the bytes alive across it (fixed, per row), their messages, and whether no cut is allowed there."""
     steps = np.zeros((3, len(spine) + 1))
@@ -81,8 +81,8 @@ def _crossing(
         last = max(readers, default=index)
         if last == index or name in floating:
             continue
-        forward, backward = pricing.payload((name,))
-        payload = (forward.fixed + backward.fixed, forward.per_row + backward.per_row, 1 + pricing.num_gradients((name,)))
+        forward, backward = prices.payload((name,))
+        payload = (forward.fixed + backward.fixed, forward.per_row + backward.per_row, 1 + prices.num_gradients((name,)))
         steps[:, index + 1] += payload
         steps[:, last + 1] -= payload
         if any(factor < 0 for spec in graph.by_name[name].outputs for factor in spec.row_factors):
@@ -106,17 +106,17 @@ def lightest_bounds(weight: Floats, forbidden: NDArray[np.bool_]) -> NDArray[np.
     return np.concatenate(([0], places, [end])).astype(np.int64)
 
 
-def _kept(pricing: Pricing, kept: Mapping[str, tuple[str, ...]], spine: Sequence[str], position: dict[str, int]) -> Floats:
+def _kept(prices: Prices, kept: Mapping[str, tuple[str, ...]], spine: Sequence[str], position: dict[str, int]) -> Floats:
     sums = np.zeros((2, len(spine) + 1))
     for name in dict.fromkeys(name for names in kept.values() for name in names):
         if name in position:
-            line, _ = pricing.payload((name,))
+            line, _ = prices.payload((name,))
             sums[:, position[name] + 1] += (line.fixed, line.per_row)
     result: Floats = np.cumsum(sums, axis=1)
     return result
 
 
-def _parameters(graph: ModelGraph, structure: Structure, pricing: Pricing, spine: Sequence[str], bounds: NDArray[np.int64]) -> Floats:
+def _parameters(graph: ModelGraph, structure: Structure, prices: Prices, spine: Sequence[str], bounds: NDArray[np.int64]) -> Floats:
     """Bytes of parameters by piece; one that several units read counts once in a piece that holds them all."""
     uses: dict[str, list[int]] = {}
     units = np.searchsorted(bounds, np.arange(len(spine)), side="right") - 1
@@ -128,7 +128,7 @@ def _parameters(graph: ModelGraph, structure: Structure, pricing: Pricing, spine
     per_unit = np.zeros(len(bounds))
     again = np.zeros((len(bounds), len(bounds)))
     for name, where in uses.items():
-        num_bytes = pricing.parameter_bytes(name)
+        num_bytes = prices.parameter_bytes(name)
         distinct = sorted(set(where))
         per_unit[[unit + 1 for unit in distinct]] += num_bytes
         for first, second in pairwise(distinct):

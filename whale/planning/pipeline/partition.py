@@ -17,10 +17,10 @@ import numpy as np
 
 from whale.errors import ConfigError, PlanError
 from whale.estimate.op_table import Floats
+from whale.estimate.prices import Prices
 from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.pipeline.recompute import Policy, expected_bytes
 from whale.planning.pipeline.scheduling import PipelineShape
-from whale.planning.pricing.pricing import Pricing
 from whale.planning.structure.stages import Wish
 
 
@@ -40,7 +40,7 @@ class Partition:
 
 
 def cut_into_stages(
-    points: CutPoints, pricing: Pricing, pipeline: PipelineShape, policy: Policy, devices: Sequence[str], num_rows: int, margin: float
+    points: CutPoints, prices: Prices, pipeline: PipelineShape, policy: Policy, devices: Sequence[str], num_rows: int, margin: float
 ) -> Partition:
     """Finds the stages of one replica.
 
@@ -65,7 +65,7 @@ def cut_into_stages(
             f"the model can be cut at {points.num_units - 1} places and {pipeline.num_stages} stages need {pipeline.num_stages - 1}",
             hint="fewer stages (pipeline.num_stages)",
         )
-    tables = [_stage_table(points, pricing, pipeline, policy, devices, stage, num_rows, margin) for stage in range(pipeline.num_stages)]
+    tables = [_stage_table(points, prices, pipeline, policy, devices, stage, num_rows, margin) for stage in range(pipeline.num_stages)]
     seconds = [np.where(excess > 0, np.inf, time) for time, excess in tables]
     slowest = _least_maximum(seconds)
     if np.isinf(slowest):  # nothing fits: come as near as can be, the check of the whole plan says what is missing
@@ -88,7 +88,7 @@ def wishes_of(points: CutPoints, partition: Partition) -> dict[str, Wish]:
 
 def _stage_table(
     points: CutPoints,
-    pricing: Pricing,
+    prices: Prices,
     pipeline: PipelineShape,
     policy: Policy,
     devices: Sequence[str],
@@ -98,8 +98,8 @@ def _stage_table(
 ) -> tuple[Floats, Floats]:
     """Seconds of every piece as this stage, and the bytes by which it overflows its share of the device's memory."""
     name = devices[pipeline.stage_rank[stage]]
-    seconds = pricing.seconds(pricing.cluster.by_name[name], float(num_rows))
-    index = np.array([pricing.table.position[op] for op in points.spine], dtype=np.int64)
+    seconds = prices.seconds(prices.cluster.by_name[name], float(num_rows))
+    index = np.array([prices.table.position[op] for op in points.spine], dtype=np.int64)
     forward = seconds.forward_fixed + num_rows * seconds.forward_per_row
     times = 2 if pipeline.recomputed[stage] else 1 + policy.share(stage)
     width = pipeline.width(stage)  # the devices of a split group have equal parts of the work, as far as can be said before it is cut
@@ -109,13 +109,13 @@ def _stage_table(
     time = done[None, :] - done[:, None]
     before = devices[pipeline.stage_rank[stage - 1]] if stage else name
     if before != name:
-        link = pricing.link(before, name)
+        link = prices.link(before, name)
         time = time + (points.messages * link.latency + crossing / link.bandwidth)[:, None]
     kept = points.kept_fixed + points.kept_per_row * num_rows
     received = crossing / 2 if stage else np.zeros_like(crossing)
     inside, entering = kept[None, :] - kept[:, None], float(np.quantile(crossing, 0.25)) / 2
     memory = points.parameters + expected_bytes(pipeline, policy, stage, received[:, None], inside, entering)
-    excess = np.maximum(memory / width - margin * pricing.capacity(name) / pipeline.num_chunks, 0.0)
+    excess = np.maximum(memory / width - margin * prices.capacity(name) / pipeline.num_chunks, 0.0)
     pieces = np.triu(np.ones(time.shape, dtype=bool), 1)
     return np.where(pieces, time, np.inf), np.where(pieces, excess, np.inf)
 

@@ -12,11 +12,10 @@ from whale.errors import ConfigError, raise_faults
 from whale.estimate import Line
 from whale.estimate.op_table import Floats
 from whale.estimate.part import NOTHING, Recompute, Segment
-from whale.estimate.prices import PartCost
+from whale.estimate.prices import PartCost, Prices
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pipeline.segments import find_blocks, find_cores
-from whale.planning.pricing.pricing import Pricing
 from whale.planning.structure.stages import Assignment
 
 Recomputes = tuple[Recompute, ...]
@@ -73,13 +72,13 @@ def read_policy(policy: str | tuple[tuple[int, float], ...], pipeline: PipelineS
     return Policy("shares", dict(policy))
 
 
-def kept_under(pricing: Pricing, policy: Policy) -> Mapping[str, tuple[str, ...]]:
+def kept_under(prices: Prices, policy: Policy) -> Mapping[str, tuple[str, ...]]:
     """Per op of the whole graph, what it keeps for backward where the cores of attention recompute; else what it keeps."""
     if policy.kind != "selective":
-        return pricing.kept
-    graph, kept = pricing.graph, dict(pricing.kept)
+        return prices.kept
+    graph, kept = prices.graph, dict(prices.kept)
     calls = [op.name for op in graph.ops if op.kind == "call"]
-    for core in find_cores(graph, calls, pricing.activations):
+    for core in find_cores(graph, calls, prices.activations):
         inside = set(core)
         read = [graph.storage[source] for name in core for source in graph.by_name[name].inputs if source not in inside]
         kept |= dict.fromkeys(core, ())
@@ -92,12 +91,12 @@ class Chooser:
     """Chooses what each stage of a replica recomputes.
 
     Args:
-        pricing: what ops and parts cost.
+        prices: what ops and parts cost.
         pipeline: the shape.
         policy: what is asked for.
     """
 
-    pricing: Pricing
+    prices: Prices
     pipeline: PipelineShape
     policy: Policy
 
@@ -151,12 +150,12 @@ class Chooser:
 
     def _blocks(self, placed: Placed, assignment: Assignment, stage: int, num_rows: int) -> tuple[Segment, ...]:
         rows = self._rows(placed[self.pipeline.stage_rank[stage]], num_rows)
-        pricing = self.pricing
+        prices = self.prices
         ops = assignment.parts[stage].ops
-        return find_blocks(pricing.graph, ops, pricing.kept, self.pipeline.in_flight[stage], rows)
+        return find_blocks(prices.graph, ops, prices.kept, self.pipeline.in_flight[stage], rows)
 
     def _cores(self, assignment: Assignment, stage: int) -> tuple[Segment, ...]:
-        return find_cores(self.pricing.graph, assignment.parts[stage].ops, self.pricing.activations)
+        return find_cores(self.prices.graph, assignment.parts[stage].ops, self.prices.activations)
 
     def _by_worth(
         self, placed: Placed, assignment: Assignment, segments: Mapping[int, Sequence[Segment]], num_rows: int
@@ -175,7 +174,7 @@ class Chooser:
     def _saved(self, assignment: Assignment, stage: int, segment: Segment, num_rows: float) -> float:
         """Bytes that all micro-batches in flight keep less where a segment recomputes."""
         part = assignment.parts[stage]
-        before, after = self.pricing.part(part).activation, self.pricing.part(part, Recompute((segment,))).activation
+        before, after = self.prices.part(part).activation, self.prices.part(part, Recompute((segment,))).activation
         return self.pipeline.in_flight[stage] * (before.at(num_rows) - after.at(num_rows))
 
     def _first(
@@ -194,17 +193,17 @@ class Chooser:
     ) -> bool:
         """Whether the devices of a rank can between them take the rows of a micro-batch."""
         costs = [
-            (self.pricing.part(assignment.parts[stage], recompute), self.pipeline.in_flight[stage])
+            (self.prices.part(assignment.parts[stage], recompute), self.pipeline.in_flight[stage])
             for stage, recompute in recomputes.items()
         ]
         need = rank_memory(costs)
-        rows = [floor((margin * self.pricing.capacity(name) - need.fixed) / max(need.per_row, 1e-9)) for name in names]
+        rows = [floor((margin * self.prices.capacity(name) - need.fixed) / max(need.per_row, 1e-9)) for name in names]
         return min(rows) >= 1 and sum(min(count, num_rows) for count in rows) >= num_rows
 
     def _seconds(self, names: Sequence[str], assignment: Assignment, stage: int, recompute: Recompute, num_rows: int) -> float:
         rows = self._rows(names, num_rows)
-        device = self.pricing.cluster.by_name[names[0]]
-        return self.pricing.again(assignment.parts[stage], recompute, device, rows).at(rows)
+        device = self.prices.cluster.by_name[names[0]]
+        return self.prices.again(assignment.parts[stage], recompute, device, rows).at(rows)
 
     @staticmethod
     def _rows(names: Sequence[str], num_rows: int) -> float:

@@ -8,8 +8,8 @@ from itertools import pairwise, product
 from math import prod
 
 from whale.estimate import exposed_sync, optimizer_seconds, ring_all_reduce_seconds
+from whale.estimate.prices import Prices
 from whale.ir.division import intervals
-from whale.planning.pricing.pricing import Pricing
 from whale.planning.replicas.replica import ReplicaModel
 
 
@@ -30,26 +30,26 @@ class EndOfStep:
     exposed: float
 
 
-def end_of_step(pricing: Pricing, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> EndOfStep:
+def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> EndOfStep:
     """Prices the end of a step. Unlike replicas synchronise when all else is done, so that nothing of it is hidden.
 
     Args:
         rows: of a step, per replica.
     """
-    if not pricing.training:
+    if not prices.training:
         return EndOfStep(0.0, 0.0, 0, 0.0)
     reduced: dict[str, float] = {}
     moved: dict[str, int] = {}
     weights: dict[str, int] = {}
-    for owners, num_bytes in _owner_sets(pricing, replicas).items():
-        seconds = ring_all_reduce_seconds(pricing.cluster, owners, num_bytes)
+    for owners, num_bytes in _owner_sets(prices, replicas).items():
+        seconds = ring_all_reduce_seconds(prices.cluster, owners, num_bytes)
         for device in owners:
             reduced[device] = reduced.get(device, 0.0) + seconds
             moved[device] = moved.get(device, 0) + (num_bytes if len(owners) > 1 else 0)
             weights[device] = weights.get(device, 0) + num_bytes
     slowest = max(reduced, key=lambda device: reduced[device], default=None)
     optimizer = max(
-        (optimizer_seconds(pricing.cluster.by_name[device], held, pricing.costs.optimizer_states) for device, held in weights.items()),
+        (optimizer_seconds(prices.cluster.by_name[device], held, prices.costs.optimizer_states) for device, held in weights.items()),
         default=0.0,
     )
     sync = reduced[slowest] if slowest else 0.0
@@ -72,15 +72,15 @@ def shortest_backward(replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> 
     return min(found)
 
 
-def _owner_sets(pricing: Pricing, replicas: Sequence[ReplicaModel]) -> dict[tuple[str, ...], int]:
+def _owner_sets(prices: Prices, replicas: Sequence[ReplicaModel]) -> dict[tuple[str, ...], int]:
     """Trainable bytes by the devices that hold them, in the cluster's order."""
-    order = {device.name: index for index, device in enumerate(pricing.cluster.devices)}
-    shard = _cut_parameters(pricing, replicas)
+    order = {device.name: index for index, device in enumerate(prices.cluster.devices)}
+    shard = _cut_parameters(prices, replicas)
     by_place: dict[tuple[Place, ...], int] = {}
-    for name, places in _holders(pricing, replicas).items():
+    for name, places in _holders(prices, replicas).items():
         if name not in shard:
             key_of_set = tuple(dict.fromkeys(places))
-            by_place[key_of_set] = by_place.get(key_of_set, 0) + pricing.graph.parameter_by_name[name].spec.num_bytes
+            by_place[key_of_set] = by_place.get(key_of_set, 0) + prices.graph.parameter_by_name[name].spec.num_bytes
     sets: dict[tuple[str, ...], int] = {}
     for places_of_set, num_bytes in by_place.items():
         wanted = set(places_of_set)
@@ -94,7 +94,7 @@ def _owner_sets(pricing: Pricing, replicas: Sequence[ReplicaModel]) -> dict[tupl
         owners = tuple(sorted(devices, key=order.__getitem__))
         sets[owners] = sets.get(owners, 0) + num_bytes
     for name in sorted(shard):
-        for holders, num_bytes in _pieces(pricing, replicas, name, shard[name]):
+        for holders, num_bytes in _pieces(prices, replicas, name, shard[name]):
             owners = tuple(sorted(holders, key=order.__getitem__))
             sets[owners] = sets.get(owners, 0) + num_bytes
     return sets
@@ -110,37 +110,37 @@ def _form(replica: ReplicaModel) -> Form:
     return id(replica.assignment), id(replica.pipeline)
 
 
-def _holders(pricing: Pricing, replicas: Sequence[ReplicaModel]) -> dict[str, list[Place]]:
+def _holders(prices: Prices, replicas: Sequence[ReplicaModel]) -> dict[str, list[Place]]:
     """Per trainable parameter, the places that hold it."""
     found: dict[str, list[Place]] = {}
     for key, replica in {_form(replica): replica for replica in replicas}.items():
         pipeline = replica.pipeline
         for stage, part in enumerate(replica.assignment.parts):
             for name in part.parameters:
-                parameter = pricing.graph.parameter_by_name[name]
+                parameter = prices.graph.parameter_by_name[name]
                 if parameter.kind == "parameter" and parameter.trainable:
                     found.setdefault(name, []).append((key, pipeline.stage_rank[stage], pipeline.width(stage)))
     return found
 
 
-def _cut_parameters(pricing: Pricing, replicas: Sequence[ReplicaModel]) -> dict[str, tuple[str, ...]]:
+def _cut_parameters(prices: Prices, replicas: Sequence[ReplicaModel]) -> dict[str, tuple[str, ...]]:
     """Per trainable parameter that some device holds a part of, the axes that are cut of it."""
     axes = {shard.axis: None for replica in replicas for cutting in replica.cuttings if cutting for shard in cutting.shards}
     found: dict[str, tuple[str, ...]] = {}
     for axis in axes:
-        for name in dict.fromkeys(holder.rpartition(":")[0] for holder in pricing.axes.held_by[axis]):
-            parameter = pricing.graph.parameter_by_name[name]
+        for name in dict.fromkeys(holder.rpartition(":")[0] for holder in prices.axes.held_by[axis]):
+            parameter = prices.graph.parameter_by_name[name]
             if parameter.kind == "parameter" and parameter.trainable:
                 found[name] = (*found.get(name, ()), axis)
     return found
 
 
-def _pieces(pricing: Pricing, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]) -> Iterator[tuple[frozenset[str], int]]:
+def _pieces(prices: Prices, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]) -> Iterator[tuple[frozenset[str], int]]:
     """The pieces into which all bounds together cut a parameter: who holds each, and its bytes."""
     held = dict(_regions(replicas, name, axes))
-    size = {axis: pricing.axes.by_name[axis].size for axis in axes}
+    size = {axis: prices.axes.by_name[axis].size for axis in axes}
     bounds = {axis: sorted({0, size[axis], *(end for region in held.values() for end in region.get(axis, ()))}) for axis in axes}
-    num_bytes = pricing.graph.parameter_by_name[name].spec.num_bytes
+    num_bytes = prices.graph.parameter_by_name[name].spec.num_bytes
     for box in product(*(pairwise(bounds[axis]) for axis in axes)):
         piece = dict(zip(axes, box, strict=True))
         owners = frozenset(

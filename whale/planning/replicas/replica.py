@@ -10,15 +10,16 @@ import numpy as np
 from whale.estimate import Line, pipeline_seconds
 from whale.estimate.op_table import Floats
 from whale.estimate.part import Recompute
+from whale.estimate.prices import Prices
 from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice
 from whale.planning.annotations.scope_tree import Copies
 from whale.planning.pipeline.balance import Curve, MemoryShortage, combine, device_curve, divide_units
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
-from whale.planning.pricing.pricing import DeviceCost, Pricing
+from whale.planning.pricing.stage_costs import DeviceCost
 from whale.planning.shard.overlapping import Overlapping
 from whale.planning.shard.sharding import Cutting
-from whale.planning.shard.stage_price import price_stage
+from whale.planning.shard.stage_price import StagePricing
 from whale.planning.structure.stages import Assignment
 
 Curves = Mapping[int, Sequence[Curve]]
@@ -53,7 +54,7 @@ class ReplicaModel:
 
 
 def model_replica(
-    pricing: Pricing,
+    pricing: StagePricing,
     pipeline: PipelineShape,
     placed: Placed,
     assignment: Assignment,
@@ -68,9 +69,7 @@ def model_replica(
         num_rows: rows of the global batch, the most that it can be given.
         rows_about: rows of a micro-batch that it is expected to get; prices are lines about it.
     """
-    priced = [
-        price_stage(pricing, pipeline, assignment, stage, placed, rows_about, recomputes[stage]) for stage in range(pipeline.num_stages)
-    ]
+    priced = [pricing.price(pipeline, assignment, stage, placed, rows_about, recomputes[stage]) for stage in range(pipeline.num_stages)]
     costs = tuple(stage.costs for stage in priced)
     most = -(-num_rows // pipeline.num_micro_batch)
     lanes = {lane: _lane_curves(pipeline, placed, costs, stages, most, rows_about) for lane, stages in enumerate(pipeline.lanes)}
@@ -206,7 +205,7 @@ def _copy_curve(node: Copies, own: Curves, num_rows: int) -> Curve:
     )
 
 
-def make_replica(pricing: Pricing, model: ReplicaModel, names: Sequence[Sequence[str]], index: int, num_rows: int) -> Replica:
+def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[str]], index: int, num_rows: int) -> Replica:
     """The replica as the plan states it.
 
     Args:
@@ -241,7 +240,7 @@ def make_replica(pricing: Pricing, model: ReplicaModel, names: Sequence[Sequence
             )
         )
     edges = tuple(
-        Edge(source, target, tensors, round(pricing.payload(tensors)[0].at(largest)))
+        Edge(source, target, tensors, round(prices.payload(tensors)[0].at(largest)))
         for (source, target), tensors in model.assignment.edges.items()
     )
     return Replica(index, num_rows, pipeline.pipeline, tuple(stages), edges)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from whale.errors import BatchError
+from whale.estimate.prices import Prices
+from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.division import divide
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units, shortage
@@ -17,9 +19,9 @@ from whale.planning.pipeline.partition import Partition, cut_into_stages, wishes
 from whale.planning.pipeline.placement import Placed, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, Chooser, Policy
 from whale.planning.pipeline.scheduling import PipelineShape
-from whale.planning.pricing.pricing import Pricing
 from whale.planning.replicas.end_of_step import EndOfStep, end_of_step
 from whale.planning.replicas.replica import ReplicaModel, model_replica
+from whale.planning.shard.stage_price import StagePricing
 from whale.planning.structure.stages import Assignment, assign
 from whale.planning.structure.structure import Structure
 from whale.units import format_bytes
@@ -51,6 +53,35 @@ class Solution:
     rounds: int
 
 
+@dataclass(frozen=True)
+class Likeness:
+    """What is equal for replicas on equal devices with equal links between them.
+
+    Attributes:
+        devices: per device its kind, and the number of its host among those of the replica.
+        links: inside the hosts, and between those that have a link of their own: their numbers, and the link.
+        network: the link between all other hosts; None where there is but one.
+    """
+
+    devices: tuple[tuple[Device, int], ...]
+    links: tuple[tuple[int, int, Link], ...]
+    network: Link | None
+
+
+def likeness_of(placed: Placed, cluster: Cluster) -> Likeness:
+    """The likeness of a replica on its devices."""
+    devices = [cluster.by_name[name] for names in placed for name in names]
+    local = {host: number for number, host in enumerate(dict.fromkeys(device.host for device in devices))}
+    inside = ((number, number, cluster.host_by_name[host].link) for host, number in local.items())
+    own = ((sorted((local[a], local[b])), link) for (a, b), link in cluster.pairs if a in local and b in local)
+    between = sorted(((low, high, link) for (low, high), link in own), key=lambda each: each[:2])
+    return Likeness(
+        tuple((device.kind, local[device.host]) for device in devices),
+        (*inside, *between),
+        cluster.network if len(local) > 1 else None,
+    )
+
+
 def _nearest_rows(num_rows: int, curves: Sequence[Curve]) -> tuple[int, ...]:
     """The division of the rows of a micro-batch that fits, or comes nearest to it."""
     try:
@@ -64,21 +95,28 @@ class Solver:
     """Prices placements of one graph in one pipeline shape; equal replicas are solved once.
 
     Args:
+        pricing: of stages, with the passes that decide inside them.
         points: where the graph may be cut; None where `fixed`, the assignment by scopes, says the stages.
         policy: what recomputes inside stages.
     """
 
     graph: ModelGraph
     structure: Structure
-    pricing: Pricing
+    pricing: StagePricing
     pipeline: PipelineShape
     num_rows: int
     points: CutPoints | None = None
     fixed: Assignment | None = None
     policy: Policy = KEEP_ALL
-    _cuts: dict[Hashable, Partition] = field(default_factory=dict, init=False)
+    _looks: dict[Placed, Likeness] = field(default_factory=dict, init=False)
+    _cuts: dict[tuple[Likeness, int, float], Partition] = field(default_factory=dict, init=False)
     _assignments: dict[tuple[int, ...], Assignment] = field(default_factory=dict, init=False)
-    _models: dict[Hashable, ReplicaModel] = field(default_factory=dict, init=False)
+    _models: dict[tuple[Likeness, tuple[int, ...] | None, int, float], ReplicaModel] = field(default_factory=dict, init=False)
+
+    @property
+    def prices(self) -> Prices:
+        """Prices of the graph on the cluster."""
+        return self.pricing.prices
 
     def solve(self, placement: Placement) -> Solution:
         """`solve_together` with this pipeline shape for every replica."""
@@ -97,9 +135,9 @@ class Solver:
         partition = self._cut(placed, largest, margin)
         assignment = self.fixed if partition is None else self._assignment(partition)
         assert assignment is not None
-        key = (self._likeness(placed), id(assignment), largest, keeping)
+        key = (self._likeness(placed), partition.bounds if partition else None, largest, keeping)
         if key not in self._models:
-            recomputes = Chooser(self.pricing, self.pipeline, self.policy).choose(placed, assignment, largest, keeping)
+            recomputes = Chooser(self.prices, self.pipeline, self.policy).choose(placed, assignment, largest, keeping)
             self._models[key] = model_replica(self.pricing, self.pipeline, placed, assignment, recomputes, self.num_rows, largest)
         return dataclasses.replace(self._models[key], placed=placed, assignment=assignment), partition
 
@@ -109,7 +147,7 @@ class Solver:
         key = (self._likeness(placed), num_rows, margin)
         if key not in self._cuts:
             devices = [names[0] for names in placed]
-            self._cuts[key] = cut_into_stages(self.points, self.pricing, self.pipeline, self.policy, devices, num_rows, margin)
+            self._cuts[key] = cut_into_stages(self.points, self.prices, self.pipeline, self.policy, devices, num_rows, margin)
         return self._cuts[key]
 
     def _assignment(self, partition: Partition) -> Assignment:
@@ -119,17 +157,10 @@ class Solver:
             self._assignments[partition.bounds], _ = assign(self.graph, self.structure, wishes, self.pipeline.num_stages)
         return self._assignments[partition.bounds]
 
-    def _likeness(self, placed: Placed) -> Hashable:
-        """Equal for replicas on equal devices with equal links between them."""
-        devices = [self.pricing.cluster.by_name[name] for names in placed for name in names]
-        hosts = {host: self.pricing.cluster.link(a, b) for host, (a, b) in self._host_pairs(placed).items()}
-        local = {host: number for number, host in enumerate(dict.fromkeys(device.host for device in devices))}
-        links = tuple((local[a], local[b], link) for (a, b), link in hosts.items())
-        return tuple((device.kind, local[device.host]) for device in devices), links
-
-    def _host_pairs(self, placed: Placed) -> dict[tuple[str, str], tuple[str, str]]:
-        one_of = {self.pricing.cluster.by_name[name].host: name for names in placed for name in names}
-        return {(a, b): (one_of[a], one_of[b]) for a in one_of for b in one_of}
+    def _likeness(self, placed: Placed) -> Likeness:
+        if placed not in self._looks:
+            self._looks[placed] = likeness_of(placed, self.prices.cluster)
+        return self._looks[placed]
 
 
 def solve_together(placement: Placement, solvers: Sequence[Solver], num_rows: int, weights: Sequence[int] | None = None) -> Solution:
@@ -159,13 +190,13 @@ def solve_together(placement: Placement, solvers: Sequence[Solver], num_rows: in
             divided = _divide(num_rows, models, weights)
         except MemoryShortage as error:
             recomputes = any(solver.policy.kind == "auto" for solver in solvers)
-            lack = _name_shortages(solvers[0].pricing, models, error) if lack is None or recomputes else lack
+            lack = _name_shortages(solvers[0].prices, models, error) if lack is None or recomputes else lack
             margin *= MARGIN_STEP
             rows = error.sizes
             if all(solver.fixed is not None for solver in solvers) and not recomputes:
                 break
             continue
-        solution = _solution(solvers[0].pricing, placement, models, divided, tuple(partition for _, partition in found), round_number)
+        solution = _solution(solvers[0].prices, placement, models, divided, tuple(partition for _, partition in found), round_number)
         if best is None or solution.step_seconds < best.step_seconds:
             best = solution
         if divided == rows:
@@ -207,7 +238,7 @@ def _divide(num_rows: int, models: Sequence[ReplicaModel], weights: Sequence[int
     return sizes
 
 
-def _name_shortages(pricing: Pricing, models: Sequence[ReplicaModel], error: MemoryShortage) -> MemoryShortage:
+def _name_shortages(prices: Prices, models: Sequence[ReplicaModel], error: MemoryShortage) -> MemoryShortage:
     """Which devices lack memory, and how much; devices that lack the same are named together."""
     lacking: dict[tuple[tuple[int, ...], int, int], list[str]] = {}
     for model, share in zip(models, error.sizes, strict=True):
@@ -224,7 +255,7 @@ def _name_shortages(pricing: Pricing, models: Sequence[ReplicaModel], error: Mem
                     lacking.setdefault((stages, num_rows, short), []).append(name)
     lines = []
     for (stages, num_rows, short), names in lacking.items():
-        has = pricing.capacity(names[0])
+        has = prices.capacity(names[0])
         place = f"stage {', '.join(map(str, stages))} on {names[0]}" + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
         lines.append(
             f"{place} needs {format_bytes(has + short)} for {num_rows} row(s) and may use {format_bytes(has)}: "
@@ -234,13 +265,13 @@ def _name_shortages(pricing: Pricing, models: Sequence[ReplicaModel], error: Mem
 
 
 def _solution(
-    pricing: Pricing,
+    prices: Prices,
     placement: Placement,
     models: tuple[ReplicaModel, ...],
     rows: tuple[int, ...],
     partitions: tuple[Partition | None, ...],
     round_number: int,
 ) -> Solution:
-    end = end_of_step(pricing, models, rows)
+    end = end_of_step(prices, models, rows)
     slowest = max(float(model.curve.seconds[share]) for model, share in zip(models, rows, strict=True))
     return Solution(placement, models, rows, end, slowest + end.exposed + end.optimizer, partitions, round_number)

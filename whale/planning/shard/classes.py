@@ -7,7 +7,7 @@ each op and each tensor counts. Coarse classes only leave out choices that treat
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -102,7 +102,7 @@ class Classes:
         kept: per op, the tensors that it keeps for backward, by owner of their memory.
     """
 
-    def __init__(self, scene: Scene, space: CutSpace, kept: dict[str, tuple[str, ...]]) -> None:
+    def __init__(self, scene: Scene, space: CutSpace, kept: Mapping[str, tuple[str, ...]]) -> None:
         self.scene, self.space, self._kept = scene, space, kept
         self._writes = MemoryWrites(scene.graph, scene.ops)
         self._added = {name: added_operand(scene.graph.by_name[name]) for name in scene.ops}

@@ -13,29 +13,45 @@ For n units of an axis on a device, of a micro-batch:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whale.axes.bridges import Bridge
-from whale.estimate import Line, optimizer_seconds
+from whale.estimate import optimizer_seconds
 from whale.estimate.op_table import Floats, is_free
+from whale.estimate.prices import Prices
 from whale.estimate.tolls import Site, Tolls
 from whale.estimate.traffic import CutTraffic, cut_traffic
 from whale.ir.cluster import Device
 from whale.ir.graph import Op
 from whale.ir.plan import BATCH
-from whale.planning.pricing.pricing import Pricing
 from whale.planning.shard.classes import WHOLE, Classes, Label, Tensors, Use
-from whale.planning.shard.program import LabelFigures, Pair, Program, TensorFigures, UserFigures
+from whale.planning.shard.program import LabelFigures, Pair, Program, Selection, TensorFigures, UserFigures, solve
 
 GRID = 33
 """Times by units are computed at this many points and lie on lines between them."""
 
-Sizes = Sequence[tuple[int, ...]]
+BOUNDLESS = 2**62
+"""Bytes that nothing overflows."""
+
+Sizes = tuple[tuple[int, ...], ...]
 """Per kind, the units of each position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a device of a stage holds.
+
+    Attributes:
+        num_bytes: if nothing is cut.
+        in_flight: micro-batches whose activations are held.
+    """
+
+    num_bytes: float
+    in_flight: int
 
 
 @dataclass(frozen=True)
@@ -46,22 +62,35 @@ class Worker:
     device: Device
 
 
+@dataclass(frozen=True, slots=True)
+class Divisible:
+    """Bytes of a node that lie in parts, each with the kind along which.
+
+    Attributes:
+        held: at all times.
+        kept: for each micro-batch in flight.
+    """
+
+    held: tuple[tuple[int, float], ...] = ()
+    kept: tuple[tuple[int, float], ...] = ()
+
+
 class Figures:
     """Prices of one stage at one site.
 
     Args:
         classes: of the stage.
-        pricing: of the graph on the cluster.
+        prices: of the graph on the cluster.
         site: the devices, and the rows they take.
-        num_bytes: what one device holds if nothing is cut, by rows.
     """
 
-    def __init__(self, classes: Classes, pricing: Pricing, site: Site, num_bytes: Line) -> None:
-        self.classes, self.pricing, self.site = classes, pricing, site
-        self.tolls = Tolls(pricing, site)
-        self.workers = tuple(_workers(pricing, site))
-        self.num_bytes = num_bytes.at(site.num_rows)
-        self.capacity = tuple(min(pricing.capacity(group[position]) for group in site.groups) for position in range(site.width))
+    def __init__(self, classes: Classes, prices: Prices, site: Site) -> None:
+        self.classes, self.prices, self.site = classes, prices, site
+        self.tolls = Tolls(prices, site)
+        self.workers = tuple(_workers(prices, site))
+        self._programs: dict[tuple[Sizes, tuple[int, ...]], Program] = {}
+        self._found: dict[tuple[Sizes, tuple[int, ...], frozenset[int] | None], Selection | None] = {}
+        self.capacity = tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
 
     @cached_property
     def whole(self) -> float:
@@ -73,11 +102,11 @@ class Figures:
     def _whole_seconds(self) -> tuple[Floats, ...]:
         """Per node, per worker, seconds of its members run whole."""
         index = [
-            [self.pricing.table.position[name] for op in node.ops for name in self.classes.members[op.name]] for node in self.classes.nodes
+            [self.prices.table.position[name] for op in node.ops for name in self.classes.members[op.name]] for node in self.classes.nodes
         ]
         found = np.zeros((len(index), len(self.workers)))
         for number, worker in enumerate(self.workers):
-            seconds = self.pricing.seconds(worker.device, self.site.num_rows)
+            seconds = self.prices.seconds(worker.device, self.site.num_rows)
             forward = seconds.forward_fixed + self.site.num_rows * seconds.forward_per_row
             both = forward + seconds.backward_fixed + self.site.num_rows * seconds.backward_per_row
             found[:, number] = [both[own].sum() for own in index]
@@ -96,11 +125,11 @@ class Figures:
     def _traffic_of(self, kind: int, nodes: Sequence[int]) -> CutTraffic:
         ops = [self.classes.nodes[number].first for number in nodes]
         work = [(op, self.classes.work(op.name, Label(kind))) for op in ops]
-        return cut_traffic(self.pricing.graph, self.pricing.axes, self.pricing.table, work)
+        return cut_traffic(self.prices.graph, self.prices.axes, self.prices.table, work)
 
     def size(self, kind: int) -> int:
         """Units of the axes of a kind."""
-        return self.pricing.axes.by_name[self.classes.space.kinds[kind][0]].size
+        return self.prices.axes.by_name[self.classes.space.kinds[kind][0]].size
 
     def curves(self, kind: int, nodes: Collection[int] | None = None) -> tuple[Floats, ...]:
         """Per position, seconds of the ops along a kind by units held, 0 to its size.
@@ -115,28 +144,63 @@ class Figures:
         for worker in self.workers:
             key = worker.device.kind
             if key not in known:
-                times = np.array([self._seconds_along(kind, worker.device, float(share), nodes) for share in shares])
+                times = self._seconds_along(kind, worker.device, shares, nodes)
                 known[key] = np.maximum.accumulate(np.interp(np.arange(size + 1) / size, shares, times))
             found[worker.position] = np.maximum(found.get(worker.position, 0.0), known[key])
         return tuple(found[position] for position in range(self.site.width))
 
-    def _seconds_along(self, kind: int, device: Device, share: float, nodes: Collection[int] | None) -> float:
+    def _seconds_along(self, kind: int, device: Device, shares: Floats, nodes: Collection[int] | None) -> Floats:
+        """Per share of the axes, seconds of the ops along a kind."""
         if kind not in self._traffic:
-            return share
+            return shares
         members, traffic = self._traffic[kind]
         seconds = traffic.seconds(
-            device, self.site.num_rows, np.full(len(members), share), self.pricing.costs, training=self.pricing.training
+            device, self.site.num_rows, np.tile(shares[:, None], len(members)), self.prices.costs, training=self.prices.training
         )
-        counts = [len(self.classes.nodes[node].ops) if nodes is None or node in nodes else 0 for node in members]
-        return float(seconds @ np.array(counts, dtype=np.float64))
+        counts = np.array(
+            [len(self.classes.nodes[node].ops) if nodes is None or node in nodes else 0 for node in members], dtype=np.float64
+        )
+        return np.array([own @ counts for own in seconds])
 
-    def program(self, sizes: Sizes, insisted: Collection[int]) -> Program:
-        """The integer program with the sizes of every kind fixed."""
+    def program(self, sizes: Sizes, insisted: tuple[int, ...], load: Load | None = None) -> Program:
+        """The integer program with the sizes of every kind fixed.
+
+        Args:
+            insisted: kinds along which every op works that may.
+            load: what the devices hold; None where memory is no matter.
+        """
+        key = sizes, insisted
+        if key not in self._programs:
+            self._programs[key] = self._program(sizes, insisted)
+        found = self._programs[key]
+        return found if load is None else replace(found, num_bytes=load.num_bytes, in_flight=load.in_flight, capacity=self.capacity)
+
+    def _program(self, sizes: Sizes, insisted: Collection[int]) -> Program:
         shares = np.array([np.array(own) / self.size(kind) for kind, own in enumerate(sizes)]).reshape(len(sizes), self.site.width)
         along = self._times(shares)
         nodes = tuple(tuple(self._labels(number, along, shares)) for number in range(len(self.classes.nodes)))
         tensors = tuple(figures for each in self.classes.tensors if (figures := self._tensor(each, shares)) is not None)
-        return Program(nodes, tensors, len(sizes), self.num_bytes, self.capacity, tuple(self._insisted(insisted)))
+        return Program(nodes, tensors, len(sizes), 0.0, (BOUNDLESS,) * self.site.width, tuple(self._insisted(insisted)))
+
+    def best(
+        self, sizes: Sizes, insisted: tuple[int, ...], load: Load | None = None, other_than: frozenset[int] | None = None
+    ) -> Selection | None:
+        """The best labels at some sizes: the fastest of all where these fit, else the fastest that fit.
+
+        Args:
+            load: what the devices hold; None where memory is no matter.
+            other_than: a set of kinds that is not to be found again.
+        """
+        key = sizes, insisted, other_than
+        if key not in self._found:
+            self._found[key] = solve(self.program(sizes, insisted), other_than)
+        found = self._found[key]
+        if found is None or load is None:
+            return found
+        within = self.program(sizes, insisted, load)
+        placed = within.evaluate(found.labels)
+        assert placed is not None, "memory forbids no labels, it only counts what lies beyond"
+        return replace(placed, gap=found.gap) if placed.excess <= 0 else solve(within, other_than)
 
     def _insisted(self, kinds: Collection[int]) -> Iterator[tuple[int, int]]:
         for number, node in enumerate(self.classes.nodes):
@@ -153,7 +217,7 @@ class Figures:
             for worker in self.workers:
                 own = np.full(len(members), shares[kind, worker.position])
                 rows.append(
-                    counts * traffic.seconds(worker.device, self.site.num_rows, own, self.pricing.costs, training=self.pricing.training)
+                    counts * traffic.seconds(worker.device, self.site.num_rows, own, self.prices.costs, training=self.prices.training)
                 )
             for column, node in enumerate(members):
                 found[kind, node] = np.array([row[column] for row in rows])
@@ -166,25 +230,27 @@ class Figures:
             is_call = node.first.kind == "call"
             lane = label.work if is_call else WHOLE
             seconds = along.get((lane, number), nothing) if lane != WHOLE else self._whole_seconds[number]
+            num_bytes, kept = self._held_bytes(number, label, shares)
             yield LabelFigures(
                 seconds=tuple(seconds),
                 lane=lane,
                 fixed=len(node.ops) * self._sum_seconds(node.first, label) if is_call else self._optimizer_seconds(number, label, shares),
-                num_bytes=tuple(self._held_bytes(number, label, shares)),
+                num_bytes=num_bytes,
                 kinds=frozenset({label.work, label.scattered}) - {WHOLE},
                 divides=is_call and label.work != WHOLE and self._counts(node.first, label),
+                kept=kept,
             )
 
     def _optimizer_seconds(self, number: int, label: Label, shares: NDArray[np.float64] | None) -> float:
         """Seconds of stepping the parameters of a node, per micro-batch of the step, on the slowest device."""
         node = self.classes.nodes[number]
-        if node.first.kind != "parameter" or not node.first.requires_grad or not self.pricing.training:
+        if node.first.kind != "parameter" or not node.first.requires_grad or not self.prices.training:
             return 0.0
         held = sum(op.num_bytes for op in node.ops)
         times = []
         for worker in self.workers:
             share = shares[label.work, worker.position] if shares is not None and label.work != WHOLE else 1.0
-            times.append(optimizer_seconds(worker.device, held * share, self.pricing.costs.optimizer_states))
+            times.append(optimizer_seconds(worker.device, held * share, self.prices.costs.optimizer_states))
         return max(times) / self.site.num_micro_batch
 
     def _counts(self, op: Op, label: Label) -> bool:
@@ -192,7 +258,7 @@ class Figures:
         axis = self.classes.work(op.name, label)
         if axis == BATCH:
             return False
-        graph = self.pricing.graph
+        graph = self.prices.graph
         reads = any(graph.by_name[name].kind == "parameter" and axis in self.classes.scene.axes_in(name) for name in op.inputs)
         return reads or (op.requires_grad and op.backward_flops > 0)
 
@@ -205,38 +271,43 @@ class Figures:
         forward, backward = self.tolls.both_ways(bridge)
         return (forward + backward).at(self.site.num_rows)
 
-    def _held_bytes(self, number: int, label: Label, shares: NDArray[np.float64]) -> Iterator[float]:
-        """Per position, what a label holds more or less than if everything were whole."""
-        saved = self._divisible(number, label)
-        for position in range(self.site.width):
-            yield sum(-num_bytes * (1 - shares[kind, position]) for kind, num_bytes in saved)
+    def _held_bytes(self, number: int, label: Label, shares: NDArray[np.float64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Per position, what a label holds more or less than if everything were whole: at all times, and per micro-batch in flight."""
+        divisible = self._divisible(number, label)
 
-    def _divisible(self, number: int, label: Label) -> tuple[tuple[int, float], ...]:
-        """Bytes that lie in parts at a label, each with the kind along which."""
+        def saved(held: Sequence[tuple[int, float]]) -> tuple[float, ...]:
+            positions = range(self.site.width)
+            return tuple(sum(-num_bytes * (1 - shares[kind, position]) for kind, num_bytes in held) for position in positions)
+
+        return saved(divisible.held), saved(divisible.kept) if divisible.kept else ()
+
+    def _divisible(self, number: int, label: Label) -> Divisible:
+        """What lies in parts at a label."""
         node = self.classes.nodes[number]
         if node.first.kind in ("parameter", "buffer"):
-            held = sum(self.pricing.parameter_bytes(self.pricing.graph.parameter_by_name[op.target].name) for op in node.ops)
-            return ((label.work, float(held)),) if label.work != WHOLE else ()
+            held = sum(self.prices.parameter_bytes(self.prices.graph.parameter_by_name[op.target].name) for op in node.ops)
+            return Divisible(held=((label.work, float(held)),)) if label.work != WHOLE else Divisible()
         found: list[tuple[int, float]] = []
         for member in self.classes.members[node.first.name]:
             kind = self.classes.form(member, label)
             if kind != WHOLE and member in self._kept:
                 found.append((kind, len(node.ops) * self._activation_bytes(member)))
-        return tuple(found)
+        return Divisible(kept=tuple(found))
 
     def _activation_bytes(self, name: str) -> float:
-        return self.site.in_flight * self.tolls.payload(self.pricing.graph.by_name[name]).at(self.site.num_rows)
+        """Of one micro-batch."""
+        return self.tolls.payload(self.prices.graph.by_name[name]).at(self.site.num_rows)
 
     @cached_property
     def _kept(self) -> frozenset[str]:
-        return frozenset(name for op in self.classes.scene.ops for name in self.pricing.kept.get(op, ()))
+        return frozenset(name for op in self.classes.scene.ops for name in self.prices.kept.get(op, ()))
 
-    def divided_bytes(self, labels: Sequence[int]) -> list[float]:
-        """Per kind, bytes that lie in parts along it if the nodes have these labels (indices)."""
-        found = [0.0] * len(self.classes.space.kinds)
+    def divided_bytes(self, labels: Sequence[int], in_flight: int) -> float:
+        """Bytes that lie in parts if the nodes have these labels (indices)."""
+        found = 0.0
         for number, index in enumerate(labels):
-            for kind, num_bytes in self._divisible(number, self.classes.nodes[number].labels[index]):
-                found[kind] += num_bytes
+            divisible = self._divisible(number, self.classes.nodes[number].labels[index])
+            found += sum(num_bytes for _, num_bytes in divisible.held) + in_flight * sum(num_bytes for _, num_bytes in divisible.kept)
         return found
 
     def _tensor(self, tensors: Tensors, shares: NDArray[np.float64]) -> TensorFigures | None:
@@ -251,7 +322,7 @@ class Figures:
             return None
         users = tuple(UserFigures(user.node, user.uses, user.has_gradient, user.keeps, user.is_rigid) for user in tensors.users)
         once = 0.0
-        if tensors.first.kind == "parameter" and tensors.first.requires_grad and self.pricing.training:
+        if tensors.first.kind == "parameter" and tensors.first.requires_grad and self.prices.training:
             once = tensors.count * self.tolls.synchronized(tensors.first).at(self.site.num_rows)
         return TensorFigures(tensors.node, tensors.forms, users, pairs, once)
 
@@ -272,8 +343,8 @@ def _name(kind: int) -> str | None:
     return None if kind == WHOLE else str(kind)
 
 
-def _workers(pricing: Pricing, site: Site) -> Iterator[Worker]:
+def _workers(prices: Prices, site: Site) -> Iterator[Worker]:
     """Per position, its devices in the groups, equal ones once."""
     for position in range(site.width):
-        devices = (pricing.cluster.by_name[group[position]] for group in site.groups)
+        devices = (prices.cluster.by_name[group[position]] for group in site.groups)
         yield from (Worker(position, device) for device in {device.kind: device for device in devices}.values())

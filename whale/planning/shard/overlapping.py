@@ -9,7 +9,7 @@ around it does not hide. Each of `n` messages one way has its share of the work 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from whale.axes import Axes, discover
 from whale.axes.bridges import Bridge, Transport
@@ -17,11 +17,11 @@ from whale.axes.halving import MIN_ROWS, Halving, halve, halve_stage
 from whale.errors import PlanError, WhaleError
 from whale.estimate import Line
 from whale.estimate.part import Recompute
+from whale.estimate.prices import Prices
 from whale.estimate.tolls import Tolls
 from whale.hardware.catalogue import CPU
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Shard
-from whale.planning.pricing.pricing import Pricing
 from whale.planning.shard.space import Scene
 from whale.units import format_seconds
 
@@ -63,50 +63,74 @@ class Messages:
     num_gaps: int
 
 
-def choose_overlap(
-    pricing: Pricing, tolls: Tolls, scene: Scene, shards: tuple[Shard, ...], bridges: Sequence[Bridge], whole: Costs, recompute: Recompute
-) -> tuple[Overlapping, Costs]:
-    """Decides for one stage.
+@dataclass(eq=False)
+class Overlapper:
+    """The pass over split stages; whether rows can be halved at all is found out once per cut stage.
 
     Args:
-        pricing: of the graph on the cluster.
-        tolls: prices of messages.
-        scene: the stage.
-        shards: of it.
-        bridges: in it.
-        whole: what it costs each device with its rows at once, messages included.
-        recompute: what it computes again.
-
-    Returns:
-        The decision, and what the stage costs each device by it.
+        prices: of the graph on the cluster.
+        wanted: whether stages compute their rows in halves; None where that pays.
     """
-    rows = tolls.site.num_rows
-    seconds = _slowest(whole, rows)
-    reason = _obstacle(pricing, scene, shards, recompute, rows)
-    if pricing.overlap is False or reason:
-        return Overlapping(False, seconds, reason=reason or "communication.overlap: false"), whole
-    messages = _messages(tolls, bridges)
-    if recompute.num_alive:  # its backward begins with a forward
-        messages = Messages(
-            messages.forward,
-            messages.backward + messages.forward,
-            messages.num_forward,
-            messages.num_backward + messages.num_forward,
-            messages.num_gaps,
-        )
-    halved = tuple(
+
+    prices: Prices
+    wanted: bool | None = None
+    _halvings: dict[tuple[Scene, tuple[Shard, ...]], Halving] = field(default_factory=dict, init=False)
+
+    def choose(
+        self, tolls: Tolls, scene: Scene, shards: tuple[Shard, ...], bridges: Sequence[Bridge], whole: Costs, recompute: Recompute
+    ) -> tuple[Overlapping, Costs]:
+        """Decides for one stage.
+
+        Args:
+            tolls: prices of messages.
+            scene: the stage.
+            shards: of it.
+            bridges: in it.
+            whole: what it costs each device with its rows at once, messages included.
+            recompute: what it computes again.
+
+        Returns:
+            The decision, and what the stage costs each device by it.
+        """
+        rows = tolls.site.num_rows
+        seconds = _slowest(whole, rows)
+        reason = self._obstacle(scene, shards, recompute, rows)
+        if self.wanted is False or reason:
+            return Overlapping(False, seconds, reason=reason or "communication.overlap: false"), whole
+        messages = _messages(tolls, bridges)
+        if recompute.num_alive:  # its backward begins with a forward
+            messages = replace(
+                messages, backward=messages.backward + messages.forward, num_backward=messages.num_backward + messages.num_forward
+            )
+        halved = _in_halves(whole, messages, rows)
+        found = _slowest(halved, rows)
+        if self.wanted is None and _compute_messages(tolls):
+            return Overlapping(False, seconds, reason="CPUs compute and move messages with the same cores"), whole
+        is_chosen = self.wanted is True or found < seconds
+        reason = "communication.overlap: true" if self.wanted is True else ""
+        return Overlapping(is_chosen, seconds, found, reason), halved if is_chosen else whole
+
+    def _obstacle(self, scene: Scene, shards: tuple[Shard, ...], recompute: Recompute, rows: float) -> str:
+        """Why a stage cannot be computed in halves; "" where it can."""
+        if recompute.segments:
+            return "parts of it are computed again"
+        if rows < MIN_ROWS:
+            return "it takes one row at a time"
+        key = scene, shards
+        if key not in self._halvings:
+            self._halvings[key] = halve(self.prices.graph, self.prices.axes, scene.ops, shards, scene.returned)
+        faults = self._halvings[key].faults
+        return faults[0] if faults else ""
+
+
+def _in_halves(whole: Costs, messages: Messages, rows: float) -> Costs:
+    return tuple(
         (
             _halved(forward, messages.forward, messages.num_forward, messages.num_gaps, rows),
             _halved(backward, messages.backward, messages.num_backward, messages.num_gaps, rows),
         )
         for forward, backward in whole
     )
-    found = _slowest(halved, rows)
-    if pricing.overlap is None and _compute_messages(tolls):
-        return Overlapping(False, seconds, reason="CPUs compute and move messages with the same cores"), whole
-    is_chosen = pricing.overlap is True or found < seconds
-    reason = "communication.overlap: true" if pricing.overlap is True else ""
-    return Overlapping(is_chosen, seconds, found, reason), halved if is_chosen else whole
 
 
 def _compute_messages(tolls: Tolls) -> bool:
@@ -117,19 +141,6 @@ def _compute_messages(tolls: Tolls) -> bool:
 
 def _slowest(costs: Costs, rows: float) -> float:
     return max((forward + backward).at(rows) for forward, backward in costs)
-
-
-def _obstacle(pricing: Pricing, scene: Scene, shards: tuple[Shard, ...], recompute: Recompute, rows: float) -> str:
-    """Why a stage cannot be computed in halves; "" where it can."""
-    if recompute.segments:
-        return "parts of it are computed again"
-    if rows < MIN_ROWS:
-        return "it takes one row at a time"
-    key = "halving", hash(scene.ops), shards, hash(scene.returned)
-    if key not in pricing.cuttings:
-        pricing.cuttings[key] = halve(pricing.graph, pricing.axes, scene.ops, shards, scene.returned)
-    halving: Halving = pricing.cuttings[key]
-    return halving.faults[0] if halving.faults else ""
 
 
 def _messages(tolls: Tolls, bridges: Iterable[Bridge]) -> Messages:

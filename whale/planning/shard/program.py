@@ -47,6 +47,7 @@ class LabelFigures:
         num_bytes: per position, what it holds more than if it were whole; negative where it holds less.
         kinds: the kinds that it makes use of.
         divides: whether it divides arithmetic or parameters.
+        kept: the same as `num_bytes`, for each micro-batch in flight; empty for nothing.
     """
 
     seconds: tuple[float, ...]
@@ -55,6 +56,11 @@ class LabelFigures:
     num_bytes: tuple[float, ...]
     kinds: frozenset[int]
     divides: bool
+    kept: tuple[float, ...] = ()
+
+    def held(self, in_flight: int) -> tuple[float, ...]:
+        """Per position, what it holds more with so many micro-batches in flight."""
+        return tuple(own + in_flight * kept for own, kept in zip(self.num_bytes, self.kept, strict=True)) if self.kept else self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class Pair:
 
     Attributes:
         forward, backward: seconds.
-        copy: per position, bytes of the new form.
+        copy: per position, bytes of the new form, for each micro-batch in flight.
         moves: whether it makes another tensor.
     """
 
@@ -134,6 +140,7 @@ class Program:
         num_bytes: that a device holds if everything is whole.
         capacity: bytes, per position.
         insisted: nodes and kinds: the node works along the kind.
+        in_flight: micro-batches whose activations are held.
     """
 
     nodes: tuple[tuple[LabelFigures, ...], ...]
@@ -142,6 +149,7 @@ class Program:
     num_bytes: float
     capacity: tuple[int, ...]
     insisted: tuple[tuple[int, int], ...] = ()
+    in_flight: int = 1
 
     def evaluate(self, labels: Sequence[int]) -> Selection | None:
         """The value of some labels; None where they are not allowed."""
@@ -151,13 +159,13 @@ class Program:
         seconds = sum(each.fixed for each in chosen)
         for lane in {each.lane for each in chosen}:
             seconds += float(np.sum([each.seconds for each in chosen if each.lane == lane], axis=0).max())
-        held = np.full(len(self.capacity), self.num_bytes) + np.sum([each.num_bytes for each in chosen], axis=0)
+        held: Floats = self.num_bytes + np.sum([each.held(self.in_flight) for each in chosen], axis=0)
         for tensor in self.tensors:
             found = _bridges_of(tensor, labels)
             if found is None:
                 return None
             seconds += found[0]
-            held += found[1]
+            held = held + self.in_flight * found[1]
         kinds = frozenset(kind for each in chosen for kind in each.kinds)
         return Selection(tuple(labels), kinds, seconds, max(0.0, float((held - np.array(self.capacity)).max())))
 
@@ -264,9 +272,9 @@ class _Rows:
                 self._charge(variable, figures.fixed)
                 if figures.divides:
                     dividing[variable] = 1.0
-                for position, num_bytes in enumerate(figures.num_bytes):
+                for entries, num_bytes in zip(self._held, figures.held(self.program.in_flight), strict=True):
                     if num_bytes:
-                        self._held[position][variable] = num_bytes
+                        entries[variable] = num_bytes
         self._add(dividing, 1.0, np.inf)
         for number, kind in self.program.insisted:
             pairs = zip(self.labels[number], self.program.nodes[number], strict=True)
@@ -354,8 +362,8 @@ class _Rows:
     def _keep(self, expressions: Sequence[Expression], copy: Sequence[float]) -> None:
         if expressions and any(copy):
             variable = self._either(expressions)
-            for position, num_bytes in enumerate(copy):
-                self._held[position][variable] = num_bytes
+            for entries, num_bytes in zip(self._held, copy, strict=True):
+                entries[variable] = self.program.in_flight * num_bytes
 
     def _meetings(self, tensor: TensorFigures, user: UserFigures) -> dict[tuple[int, Use], Expression]:
         """Per form and use, the expression that is 1 where they meet."""

@@ -19,10 +19,10 @@ from whale.axes.labels import label
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, all_gather_line, spec_line
 from whale.estimate.memory_writes import MemoryWrites
+from whale.estimate.prices import Prices
 from whale.ir.division import divide_evenly
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Choice, Replica, Shard, Stage
-from whale.planning.pricing.pricing import Pricing
 from whale.units import format_seconds
 
 
@@ -44,29 +44,29 @@ class Scattered:
     parts: float
 
 
-def scatter_all(replicas: Sequence[Replica], pricing: Pricing) -> tuple[tuple[Replica, ...], tuple[Choice, ...]]:
+def scatter_all(replicas: Sequence[Replica], prices: Prices) -> tuple[tuple[Replica, ...], tuple[Choice, ...]]:
     """`scatter_borders` of every replica; what they have in common is told once."""
-    found = [scatter_borders(replica, pricing, -(-replica.share // replica.pipeline.num_micro_batch)) for replica in replicas]
+    found = [scatter_borders(replica, prices, -(-replica.share // replica.pipeline.num_micro_batch)) for replica in replicas]
     return tuple(replica for replica, _ in found), tuple(dict.fromkeys(choice for _, choices in found for choice in choices))
 
 
-def scatter_borders(replica: Replica, pricing: Pricing, num_rows: int) -> tuple[Replica, tuple[Choice, ...]]:
+def scatter_borders(replica: Replica, prices: Prices, num_rows: int) -> tuple[Replica, tuple[Choice, ...]]:
     """A replica whose tensors cross in parts where that is faster.
 
     Args:
         replica: as planned.
-        pricing: of the graph on the cluster.
+        prices: of the graph on the cluster.
         num_rows: of a micro-batch.
     """
     stages, choices = list(replica.stages), []
     for source in replica.stages:
         for tensor, targets in _readers(replica, source).items():
             ends = [stages[index] for index in (source.index, *targets)]
-            found = _scattered(tensor, ends, pricing, num_rows)
+            found = _scattered(tensor, ends, prices, num_rows)
             if found is None or found.parts >= found.whole:
                 continue
             for end, sizes in zip(ends, found.sizes, strict=True):
-                known = _shard_of(stages[end.index], Shard(found.axis, sizes), pricing.graph, pricing.axes)
+                known = _shard_of(stages[end.index], Shard(found.axis, sizes), prices.graph, prices.axes)
                 stages[end.index] = _with_border(stages[end.index], known, tensor, is_source=end.index == source.index)
             choices.append(_explain(found, source, targets))
     return replace(replica, stages=tuple(stages)), tuple(choices)
@@ -81,19 +81,19 @@ def _readers(replica: Replica, source: Stage) -> dict[str, list[int]]:
     return found
 
 
-def _scattered(tensor: str, ends: Sequence[Stage], pricing: Pricing, num_rows: int) -> Scattered | None:
+def _scattered(tensor: str, ends: Sequence[Stage], prices: Prices, num_rows: int) -> Scattered | None:
     """How a tensor could cross in parts; None where it cannot."""
     source, *targets = ends
     devices = set(source.virtual_device.devices)
-    if any(end.split < 2 for end in ends) or len(pricing.graph.by_name[tensor].outputs) != 1:
+    if any(end.split < 2 for end in ends) or len(prices.graph.by_name[tensor].outputs) != 1:
         return None
-    if any(devices & set(end.virtual_device.devices) for end in targets) or _is_bound(tensor, ends, pricing.graph):
+    if any(devices & set(end.virtual_device.devices) for end in targets) or _is_bound(tensor, ends, prices.graph):
         return None
-    for axis in _axes_beside_the_batch(pricing.axes.ops[tensor].outputs[0]):
-        size = pricing.axes.by_name[axis].size
+    for axis in _axes_beside_the_batch(prices.axes.ops[tensor].outputs[0]):
+        size = prices.axes.by_name[axis].size
         if size >= max(end.split for end in ends):
             sizes = tuple(_sizes(axis, size, end) for end in ends)
-            return Scattered(tensor, axis, sizes, *_seconds(tensor, sizes, source, targets, pricing, num_rows))
+            return Scattered(tensor, axis, sizes, *_seconds(tensor, sizes, source, targets, prices, num_rows))
     return None
 
 
@@ -120,27 +120,27 @@ def _sizes(axis: str, size: int, end: Stage) -> tuple[int, ...]:
 
 
 def _seconds(
-    tensor: str, sizes: Sequence[tuple[int, ...]], source: Stage, targets: Sequence[Stage], pricing: Pricing, num_rows: int
+    tensor: str, sizes: Sequence[tuple[int, ...]], source: Stage, targets: Sequence[Stage], prices: Prices, num_rows: int
 ) -> tuple[float, float]:
     """Seconds of crossing whole and in parts."""
-    op = pricing.graph.by_name[tensor]
-    payload = Line.sum(spec_line(spec, pricing.graph.num_rows) for spec in op.outputs)
+    op = prices.graph.by_name[tensor]
+    payload = Line.sum(spec_line(spec, prices.graph.num_rows) for spec in op.outputs)
     num_bytes = payload.at(num_rows / min(len(source.groups), *(len(end.groups) for end in targets)))
-    ways = 2 if op.requires_grad and pricing.training else 1
+    ways = 2 if op.requires_grad and prices.training else 1
     whole = parts = 0.0
     for end, own in zip(targets, sizes[1:], strict=True):
         largest = max(*sizes[0], *own) / sum(own)
         link = max(
-            (pricing.link(a, b) for a in source.virtual_device.devices for b in end.virtual_device.devices),
+            (prices.link(a, b) for a in source.virtual_device.devices for b in end.virtual_device.devices),
             key=lambda each: each.seconds(num_bytes),
         )
         whole += ways * link.seconds(num_bytes)
-        parts += ways * link.seconds(num_bytes * largest) + _gather(end, num_bytes, pricing)
-    return whole, parts + (_gather(source, num_bytes, pricing) if ways == 2 else 0.0)
+        parts += ways * link.seconds(num_bytes * largest) + _gather(end, num_bytes, prices)
+    return whole, parts + (_gather(source, num_bytes, prices) if ways == 2 else 0.0)
 
 
-def _gather(stage: Stage, num_bytes: float, pricing: Pricing) -> float:
-    return max(all_gather_line(pricing.cluster, group, Line(num_bytes), 1).at(0) for group in stage.groups)
+def _gather(stage: Stage, num_bytes: float, prices: Prices) -> float:
+    return max(all_gather_line(prices.cluster, group, Line(num_bytes), 1).at(0) for group in stage.groups)
 
 
 def _shard_of(stage: Stage, wanted: Shard, graph: ModelGraph, axes: Axes) -> Shard:

@@ -12,7 +12,7 @@ devices are unlike or memory is short.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -21,15 +21,17 @@ import numpy as np
 
 from whale.errors import AnnotationError, raise_faults
 from whale.estimate import Line
+from whale.estimate.prices import Prices
 from whale.estimate.tolls import Site
+from whale.ir.cluster import Device, Link
 from whale.ir.plan import Shard
 from whale.ir.scope import Scope
 from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units
-from whale.planning.pricing.pricing import Pricing
 from whale.planning.shard.classes import Classes
-from whale.planning.shard.figures import Figures, Sizes
+from whale.planning.shard.figures import Figures, Load, Sizes
 from whale.planning.shard.insisting import find_insisted, no_axis_fault
-from whale.planning.shard.program import Program, Selection, solve
+from whale.planning.shard.outline import outline_of
+from whale.planning.shard.program import Selection
 from whale.planning.shard.space import Scene, find_cut_space
 from whale.planning.shard.write import names_of, write_shards
 
@@ -57,8 +59,9 @@ class Cutting:
     @cached_property
     def runner_up(self) -> tuple[tuple[str, ...], float]:
         """The next best set of axes, and its seconds; empty where there is no other. Searched for when asked."""
-        other = solve(self.problem.program, self.problem.kinds)
-        return (names_of(self.problem.classes, other.labels), other.seconds) if other else ((), 0.0)
+        problem = self.problem
+        other = problem.figures.best(problem.sizes, problem.insisted, problem.load, problem.kinds)
+        return (names_of(problem.classes, other.labels), other.seconds) if other else ((), 0.0)
 
 
 @dataclass(frozen=True)
@@ -67,20 +70,61 @@ class Problem:
 
     Attributes:
         classes: of its ops.
-        program: the integer program.
+        figures: of a stage of the same outline.
+        sizes: per kind of axes.
+        insisted: kinds that the user asks for.
+        load: what its devices hold.
         kinds: of axes that the solution makes use of.
     """
 
     classes: Classes
-    program: Program
+    figures: Figures
+    sizes: Sizes
+    insisted: tuple[int, ...]
+    load: Load
     kinds: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A split group but for names: of equal groups each is cut alike.
+
+    Attributes:
+        kinds: of its devices.
+        links: between every two of them.
+    """
+
+    kinds: tuple[Device, ...]
+    links: tuple[Link, ...]
+
+
+def group_of(devices: Sequence[str], prices: Prices) -> Group:
+    """A split group of these devices."""
+    kinds = tuple(prices.cluster.by_name[name].kind for name in devices)
+    return Group(kinds, tuple(prices.link(a, b) for a, b in combinations(devices, 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the choice of cuts depends on, memory apart.
+
+    Attributes:
+        outline: of the stage.
+        groups: the unlike ones among its split groups.
+        num_rows: of a micro-batch that a group takes.
+        num_micro_batch: of a step.
+    """
+
+    outline: str
+    groups: tuple[Group, ...]
+    num_rows: float
+    num_micro_batch: int
 
 
 @dataclass(frozen=True)
 class _Choice:
     """Labels, and the sizes they were chosen for."""
 
-    program: Program
     sizes: Sizes
     selection: Selection
 
@@ -89,55 +133,72 @@ class _Choice:
         return self.selection.excess, self.selection.seconds
 
 
-def choose_cuts(scene: Scene, pricing: Pricing, site: Site, num_bytes: Line, scopes: Sequence[Scope] = ()) -> Cutting:
-    """Chooses the axes of one stage, the ops that work along them, and the sizes.
+@dataclass(eq=False)
+class Cutter:
+    """The pass over the stages of one model: equal stages on equal devices are solved once.
 
     Args:
-        scene: the stage.
-        pricing: prices of the graph on the cluster.
-        site: the devices, and the rows they take.
-        num_bytes: what one device of the stage holds if nothing is cut, by rows.
-        scopes: the `split` scopes of the stage; their `axis` must be among the axes.
-
-    Raises:
-        AnnotationError: no axis can be cut, or one that is asked for cannot.
+        prices: of the graph on the cluster.
     """
-    stage = hash(scene.ops), scene.received, scene.handed_on, scene.shared, scene.rows_arriving, scene.rows_leaving, site.width
-    place = tuple(_place(pricing, group) for group in site.groups), site.num_rows, site.in_flight, site.num_micro_batch
-    key = stage, place, num_bytes, tuple(scopes)
-    if key not in pricing.cuttings:
-        if stage not in pricing.cuttings:
-            pricing.cuttings[stage] = Classes(scene, find_cut_space(scene, site.width), pricing.kept)
-        pricing.cuttings[key] = _choose(Figures(pricing.cuttings[stage], pricing, site, num_bytes), scopes)
-    cutting: Cutting = pricing.cuttings[key]
-    return cutting
+
+    prices: Prices
+    _outlines: dict[Scene, str] = field(default_factory=dict, init=False)
+    _classes: dict[tuple[Scene, int], Classes] = field(default_factory=dict, init=False)
+    _figures: dict[Question, Figures] = field(default_factory=dict, init=False)
+    _settled: dict[tuple[Question, tuple[int, ...]], _Choice | None] = field(default_factory=dict, init=False)
+    _cuttings: dict[tuple[Scene, Question, Load, tuple[Scope, ...]], Cutting] = field(default_factory=dict, init=False)
+
+    def choose(self, scene: Scene, site: Site, num_bytes: Line, scopes: tuple[Scope, ...] = ()) -> Cutting:
+        """Chooses the axes of one stage, the ops that work along them, and the sizes.
+
+        Args:
+            scene: the stage.
+            site: the devices, and the rows they take.
+            num_bytes: what one device of the stage holds if nothing is cut, by rows.
+            scopes: the `split` scopes of the stage; their `axis` must be among the axes.
+
+        Raises:
+            AnnotationError: no axis can be cut, or one that is asked for cannot.
+        """
+        if scene not in self._outlines:
+            self._outlines[scene] = outline_of(scene, self.prices)
+        groups = tuple(group_of(group, self.prices) for group in site.groups)
+        question = Question(self._outlines[scene], groups, site.num_rows, site.num_micro_batch)
+        load = Load(num_bytes.at(site.num_rows), site.in_flight)
+        key = scene, question, load, scopes
+        if key not in self._cuttings:
+            self._cuttings[key] = self._cut(scene, site, question, load, scopes)
+        return self._cuttings[key]
+
+    def _cut(self, scene: Scene, site: Site, question: Question, load: Load, scopes: tuple[Scope, ...]) -> Cutting:
+        if (scene, site.width) not in self._classes:
+            self._classes[scene, site.width] = Classes(scene, find_cut_space(scene, site.width), self.prices.kept)
+        classes = self._classes[scene, site.width]
+        insisted, faults = find_insisted(scene, classes.space, scopes, site.width)
+        raise_faults(faults)
+        if question not in self._figures:
+            self._figures[question] = Figures(classes, self.prices, site)
+        figures = self._figures[question]
+        if (question, insisted) not in self._settled:
+            self._settled[question, insisted] = _settle(figures, insisted, classes, scopes)
+        first = self._settled[question, insisted]
+        if first is None:
+            raise no_axis_fault(scene, classes.space, scopes, site.width)
+        at_first = figures.program(first.sizes, insisted, load).evaluate(first.selection.labels)
+        assert at_first is not None
+        first = _Choice(first.sizes, replace(at_first, gap=first.selection.gap))
+        best = _within_memory(figures, first, insisted, load)
+        return Cutting(
+            shards=write_shards(classes, best.selection.labels, best.sizes),
+            seconds=best.selection.seconds,
+            uncut_seconds=figures.whole,
+            bound_by_memory=best.sizes != first.sizes or best.selection != first.selection or best.selection.excess > 0,
+            gap=best.selection.gap,
+            problem=Problem(classes, figures, best.sizes, insisted, load, best.selection.kinds),
+        )
 
 
-def _place(pricing: Pricing, group: Sequence[str]) -> Hashable:
-    """Groups of equal devices on equal links are cut alike."""
-    kinds = tuple(pricing.cluster.by_name[name].kind for name in group)
-    return kinds, tuple(pricing.link(a, b) for a, b in combinations(group, 2))
-
-
-def _choose(figures: Figures, scopes: Sequence[Scope]) -> Cutting:
-    scene, space, site = figures.classes.scene, figures.classes.space, figures.site
-    insisted, faults = find_insisted(scene, space, scopes, site.width)
-    raise_faults(faults)
-    first = _settle(figures, insisted, scopes)
-    if first is None:
-        raise no_axis_fault(scene, space, scopes, site.width)
-    best = _within_memory(figures, first, insisted)
-    return Cutting(
-        shards=write_shards(figures.classes, best.selection.labels, best.sizes),
-        seconds=best.selection.seconds,
-        uncut_seconds=figures.whole,
-        bound_by_memory=best.sizes != first.sizes or best.selection != first.selection or best.selection.excess > 0,
-        gap=best.selection.gap,
-        problem=Problem(figures.classes, best.program, best.selection.kinds),
-    )
-
-
-def _settle(figures: Figures, insisted: Collection[int], scopes: Sequence[Scope]) -> _Choice | None:
+def _settle(figures: Figures, insisted: tuple[int, ...], classes: Classes, scopes: Sequence[Scope]) -> _Choice | None:
     """The best labels as if memory were boundless, at sizes of the ops that work; None where nothing can be cut."""
     kinds = range(len(figures.classes.space.kinds))
     choice: _Choice | None = None
@@ -146,13 +207,10 @@ def _settle(figures: Figures, insisted: Collection[int], scopes: Sequence[Scope]
         program = figures.program(sizes, insisted)
         if not any(label.divides for node in program.nodes for label in node):
             return None
-        found = solve(replace(program, capacity=(2**62,) * len(program.capacity)))
+        found = figures.best(sizes, insisted)
         if found is None:
-            raise _clash(figures, insisted, scopes)
-        selection = program.evaluate(found.labels)
-        assert selection is not None
-        new = _Choice(program, sizes, selection)
-        choice = new if choice is None or new.selection.seconds < choice.selection.seconds else choice
+            raise _clash(classes, insisted, scopes)
+        choice = _Choice(sizes, found) if choice is None or found.seconds < choice.selection.seconds else choice
         again = tuple(_sizes(figures, kind, nodes=_working(figures, choice.selection, kind)) for kind in kinds)
         if again == sizes:
             break
@@ -160,23 +218,20 @@ def _settle(figures: Figures, insisted: Collection[int], scopes: Sequence[Scope]
     return choice
 
 
-def _within_memory(figures: Figures, first: _Choice, insisted: Collection[int]) -> _Choice:
+def _within_memory(figures: Figures, first: _Choice, insisted: tuple[int, ...], load: Load) -> _Choice:
     """The best choice that fits; where none does, the one that overflows least."""
     if first.selection.excess <= 0:
         return first
     best = first
-    found = solve(first.program)
+    found = figures.best(first.sizes, insisted, load)
     if found is not None:
-        best = min(best, _Choice(first.program, first.sizes, found), key=lambda choice: choice.rank)
-    divided = sum(figures.divided_bytes(best.selection.labels))
-    sizes = tuple(
-        _sizes(figures, kind, _working(figures, best.selection, kind), divided) for kind in range(len(figures.classes.space.kinds))
-    )
+        best = min(best, _Choice(first.sizes, found), key=lambda choice: choice.rank)
+    room = Room(load, figures.divided_bytes(best.selection.labels, load.in_flight))
+    sizes = tuple(_sizes(figures, kind, _working(figures, best.selection, kind), room) for kind in range(len(figures.classes.space.kinds)))
     if best.selection.excess > 0 or sizes != first.sizes:
-        program = figures.program(sizes, insisted)
-        found = solve(program)
+        found = figures.best(sizes, insisted, load)
         if found is not None:
-            best = min(best, _Choice(program, sizes, found), key=lambda choice: choice.rank)
+            best = min(best, _Choice(sizes, found), key=lambda choice: choice.rank)
     return best
 
 
@@ -191,15 +246,28 @@ def _working(figures: Figures, selection: Selection, kind: int) -> frozenset[int
     return frozenset(found) or None
 
 
-def _sizes(figures: Figures, kind: int, nodes: frozenset[int] | None = None, divided: float | None = None) -> tuple[int, ...]:
-    """Units of every position: by speed alone, or within the memory that is left if so many bytes are cut in one proportion."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory that sizes must keep to.
+
+    Attributes:
+        load: what the devices hold if nothing is cut.
+        divided: bytes of it that are cut, in one proportion.
+    """
+
+    load: Load
+    divided: float
+
+
+def _sizes(figures: Figures, kind: int, nodes: frozenset[int] | None = None, room: Room | None = None) -> tuple[int, ...]:
+    """Units of every position: by speed alone, or within the memory that is left."""
     size = figures.size(kind)
     excess = np.zeros(size + 1)
     curves = []
     for position, seconds in enumerate(figures.curves(kind, nodes)):
-        if divided is not None:
+        if room is not None:
             share = np.arange(size + 1) / size
-            excess = np.maximum(figures.num_bytes - divided * (1 - share) - figures.capacity[position], 0.0)
+            excess = np.maximum(room.load.num_bytes - room.divided * (1 - share) - figures.capacity[position], 0.0)
         curves.append(Curve(seconds, excess, 1))
     try:
         return divide_units(size, curves)
@@ -207,8 +275,8 @@ def _sizes(figures: Figures, kind: int, nodes: frozenset[int] | None = None, div
         return error.sizes
 
 
-def _clash(figures: Figures, insisted: Collection[int], scopes: Sequence[Scope]) -> AnnotationError:
-    space = figures.classes.space
+def _clash(classes: Classes, insisted: Sequence[int], scopes: Sequence[Scope]) -> AnnotationError:
+    space = classes.space
     chosen = {axis for kind in insisted for axis in space.kinds[kind]}
     return AnnotationError(
         f"axes that are cut together never meet in one op ({', '.join(axis for axis in space.axes if axis in chosen)})",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from whale.axes import Axes, Role, axes_of
@@ -30,7 +30,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Scene:
-    """One stage as the cutting sees it.
+    """One stage as the cutting sees it; of one model, scenes with equal names are equal.
 
     Attributes:
         graph: the whole model; `axes` are its axes.
@@ -42,8 +42,8 @@ class Scene:
         rows_leaving: those of `handed_on` that only such stages read.
     """
 
-    graph: ModelGraph
-    axes: Axes
+    graph: ModelGraph = field(compare=False, repr=False)
+    axes: Axes = field(compare=False, repr=False)
     ops: tuple[str, ...]
     received: frozenset[str] = frozenset()
     handed_on: frozenset[str] = frozenset()
@@ -180,7 +180,8 @@ def _fold(scene: Scene, allowed: Sequence[str], meetings: Collection[frozenset[s
 
     Alike axes that meet one another stay apart: there the best is to cut every other one (layers of equal width in a row).
     """
-    own = {axis: hash(_signature(scene, axis)) for axis in allowed}
+    numbers: dict[Hashable, int] = {}
+    own = {axis: numbers.setdefault(_signature(scene, axis), len(numbers)) for axis in allowed}
     beside: dict[str, set[int]] = {axis: set() for axis in allowed}
     apart: set[int] = set()
     for meeting in meetings:

@@ -10,13 +10,14 @@ from whale.axes.labels import Labels
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line, spec_line
 from whale.estimate.part import Recompute
+from whale.estimate.prices import Prices
 from whale.estimate.tolls import Site, Tolls
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
-from whale.planning.pricing.pricing import DeviceCost, Pricing, stage_costs
-from whale.planning.shard.overlapping import Overlapping, choose_overlap
-from whale.planning.shard.sharding import Cutting, choose_cuts
+from whale.planning.pricing.stage_costs import DeviceCost, stage_costs
+from whale.planning.shard.overlapping import Overlapper, Overlapping
+from whale.planning.shard.sharding import Cutter, Cutting, Group, group_of
 from whale.planning.shard.space import Scene
 from whale.planning.structure.stages import Assignment
 
@@ -40,50 +41,96 @@ class PricedStage:
         return self.cutting.shards if self.cutting else ()
 
 
-def price_stage(
-    pricing: Pricing, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recompute: Recompute
-) -> PricedStage:
-    """Prices a stage; where it is split, its cuts are chosen first.
+@dataclass(frozen=True)
+class StagePricing:
+    """Prices stages: those that are split by their parts, as the passes inside a stage decide them first.
 
-    Args:
-        placed: the devices of each rank.
-        num_rows: of a micro-batch, about which the prices are taken.
-        recompute: what the stage computes again.
+    Attributes:
+        prices: of the graph on the cluster.
+        cutter: decides what is cut.
+        overlapper: decides whether rows are computed in halves.
     """
-    devices = [placed[rank] for rank in pipeline.stage_rank]
-    groups = groups_of(devices[stage], pipeline.width(stage))
-    rows = max(1.0, num_rows / len(groups))
-    if pipeline.width(stage) == 1:
-        return PricedStage(stage_costs(pricing, assignment, stage, devices, rows, recompute))
-    scene = make_scene(pricing, assignment, stage, pipeline)
-    site = Site(groups, rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
-    part = pricing.part(assignment.parts[stage], recompute)
-    num_bytes = Line(float(part.parameter_bytes)) + part.activation * site.in_flight + part.working
-    cutting = choose_cuts(scene, pricing, site, num_bytes, pipeline.splits[stage].scopes)
-    parts = [
-        stage_costs(pricing.local(assignment.parts[stage].ops, cutting.shards, position), assignment, stage, devices, rows, recompute)
-        for position in range(site.width)
-    ]
-    labels = pricing.labels(assignment.parts[stage].ops, cutting.shards)
-    bridges = find_bridges(labels, scene.returned)
-    tolls = Tolls(pricing, site)
-    forward, backward = tolls.of_stage(labels, bridges)
-    again = _share_of(forward, assignment, stage, recompute)
-    copies = [_copies(pricing, labels, bridges, position, recompute) for position in range(site.width)]
-    own_costs = [parts[index % site.width][index] for index in range(len(devices[stage]))]
-    whole = tuple((own.forward + forward, own.backward + backward + again) for own in own_costs)
-    overlapping, seconds = choose_overlap(pricing, tolls, scene, cutting.shards, bridges, whole, recompute)
-    costs = tuple(
-        replace(
-            own,
-            forward=seconds[index][0],
-            backward=seconds[index][1],
-            receive=own.receive + _from_own_devices(pricing, pipeline, assignment, stage, devices, index, scene.rows_arriving),
-            part=replace(own.part, activation=own.part.activation + copies[index % site.width]),
+
+    prices: Prices
+    cutter: Cutter
+    overlapper: Overlapper
+
+    @staticmethod
+    def of(prices: Prices, overlap: bool | None = None) -> StagePricing:
+        """With passes of their own.
+
+        Args:
+            overlap: whether split stages compute their rows in halves; None where that pays.
+        """
+        return StagePricing(prices, Cutter(prices), Overlapper(prices, overlap))
+
+    def price(
+        self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recompute: Recompute
+    ) -> PricedStage:
+        """Prices a stage; where it is split, its cuts are chosen first.
+
+        Args:
+            placed: the devices of each rank.
+            num_rows: of a micro-batch, about which the prices are taken.
+            recompute: what the stage computes again.
+        """
+        devices = [placed[rank] for rank in pipeline.stage_rank]
+        groups = groups_of(devices[stage], pipeline.width(stage))
+        rows = max(1.0, num_rows / len(groups))
+        if pipeline.width(stage) == 1:
+            return PricedStage(stage_costs(self.prices, assignment, stage, devices, rows, recompute))
+        scene = make_scene(self.prices, assignment, stage, pipeline)
+        site = Site(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
+        part = self.prices.part(assignment.parts[stage], recompute)
+        num_bytes = Line(float(part.parameter_bytes)) + part.activation * site.in_flight + part.working
+        cutting = self.cutter.choose(scene, site, num_bytes, pipeline.splits[stage].scopes)
+        return self._of_parts(pipeline, assignment, stage, devices, scene, site, cutting, recompute)
+
+    def _of_parts(
+        self,
+        pipeline: PipelineShape,
+        assignment: Assignment,
+        stage: int,
+        devices: Sequence[Sequence[str]],
+        scene: Scene,
+        site: Site,
+        cutting: Cutting,
+        recompute: Recompute,
+    ) -> PricedStage:
+        """Prices a stage that is cut."""
+        prices, shards = self.prices, cutting.shards
+        parts = [
+            stage_costs(prices.local(scene.ops, shards, position), assignment, stage, devices, site.num_rows, recompute)
+            for position in range(site.width)
+        ]
+        labels = prices.labels(scene.ops, shards)
+        bridges = find_bridges(labels, scene.returned)
+        tolls = Tolls(prices, site)
+        forward, backward = tolls.of_stage(labels, bridges)
+        again = _share_of(forward, assignment, stage, recompute)
+        copies = [_copies(prices, labels, bridges, position, recompute) for position in range(site.width)]
+        own_costs = [parts[index % site.width][index] for index in range(len(devices[stage]))]
+        whole = tuple((own.forward + forward, own.backward + backward + again) for own in own_costs)
+        overlapping, seconds = self.overlapper.choose(tolls, scene, shards, bridges, whole, recompute)
+        costs = tuple(
+            replace(
+                own,
+                forward=seconds[index][0],
+                backward=seconds[index][1],
+                receive=own.receive + _from_own_devices(prices, pipeline, assignment, stage, devices, index, scene.rows_arriving),
+                part=replace(own.part, activation=own.part.activation + copies[index % site.width]),
+            )
+            for index, own in enumerate(own_costs)
         )
-        for index, own in enumerate(own_costs)
-    )
-    return PricedStage(costs, cutting, overlapping)
+        return PricedStage(costs, cutting, overlapping)
+
+
+def unlike_groups(groups: Iterable[tuple[str, ...]], prices: Prices) -> tuple[tuple[str, ...], ...]:
+    """Of every kind of groups the first."""
+    found: dict[Group, tuple[str, ...]] = {}
+    for group in groups:
+        found.setdefault(group_of(group, prices), group)
+    return tuple(found.values())
 
 
 def groups_of(devices: Sequence[str], width: int) -> tuple[tuple[str, ...], ...]:
@@ -91,15 +138,15 @@ def groups_of(devices: Sequence[str], width: int) -> tuple[tuple[str, ...], ...]
     return tuple(tuple(devices[start : start + width]) for start in range(0, len(devices), width))
 
 
-def make_scene(pricing: Pricing, assignment: Assignment, stage: int, pipeline: PipelineShape) -> Scene:
+def make_scene(prices: Prices, assignment: Assignment, stage: int, pipeline: PipelineShape) -> Scene:
     """One stage of an assignment as the cutting sees it."""
     stage_rank = pipeline.stage_rank
     part = assignment.parts[stage]
     beside = [index for index, rank in enumerate(stage_rank) if rank == stage_rank[stage] and index != stage]
-    arriving, leaving = _rows_apart(pricing, assignment, stage, pipeline)
+    arriving, leaving = _rows_apart(prices, assignment, stage, pipeline)
     return Scene(
-        pricing.graph,
-        pricing.axes,
+        prices.graph,
+        prices.axes,
         part.ops,
         received=frozenset(part.arriving),
         handed_on=frozenset(name for other in assignment.parts for name in other.received_from(stage)),
@@ -109,11 +156,11 @@ def make_scene(pricing: Pricing, assignment: Assignment, stage: int, pipeline: P
     )
 
 
-def _rows_apart(pricing: Pricing, assignment: Assignment, stage: int, pipeline: PipelineShape) -> tuple[frozenset[str], frozenset[str]]:
+def _rows_apart(prices: Prices, assignment: Assignment, stage: int, pipeline: PipelineShape) -> tuple[frozenset[str], frozenset[str]]:
     """Values that come from stages on the same devices which divide the rows, and values that only such stages read."""
     rank, width = pipeline.stage_rank, pipeline.width
     narrower = {other for other in range(len(rank)) if rank[other] == rank[stage] and width(other) < width(stage)}
-    batch = pricing.axes.by_name.get(BATCH)
+    batch = prices.axes.by_name.get(BATCH)
     if not narrower or batch is None or batch.size < width(stage):
         return frozenset(), frozenset()
     arriving = {name for source, names in assignment.parts[stage].received if source in narrower for name in names}
@@ -122,16 +169,16 @@ def _rows_apart(pricing: Pricing, assignment: Assignment, stage: int, pipeline: 
         for name in part.received_from(stage):
             readers.setdefault(name, set()).add(target)
     leaving = {name for name, targets in readers.items() if targets <= narrower}
-    leaving -= {*pricing.graph.outputs, *(name for term in pricing.graph.loss for name in (term.sum, term.weight) if name)}
-    return _with_batch(pricing, arriving), _with_batch(pricing, leaving)
+    leaving -= {*prices.graph.outputs, *(name for term in prices.graph.loss for name in (term.sum, term.weight) if name)}
+    return _with_batch(prices, arriving), _with_batch(prices, leaving)
 
 
-def _with_batch(pricing: Pricing, names: Iterable[str]) -> frozenset[str]:
+def _with_batch(prices: Prices, names: Iterable[str]) -> frozenset[str]:
     """Those that can lie in parts of the rows."""
-    return frozenset(name for name in names if may_lie_in_parts(pricing.axes.ops[name].outputs[0], BATCH))
+    return frozenset(name for name in names if may_lie_in_parts(prices.axes.ops[name].outputs[0], BATCH))
 
 
-def _copies(pricing: Pricing, labels: Labels, bridges: Sequence[Bridge], position: int, recompute: Recompute) -> Line:
+def _copies(prices: Prices, labels: Labels, bridges: Sequence[Bridge], position: int, recompute: Recompute) -> Line:
     """Bytes of the forms into which bridges bring tensors and that their users keep for backward, by rows."""
     again = frozenset(name for segment in recompute.segments for name in segment)
     if recompute.num_alive:
@@ -139,11 +186,11 @@ def _copies(pricing: Pricing, labels: Labels, bridges: Sequence[Bridge], positio
     sizes = {shard.axis: shard.sizes[position] for shard in labels.shards}
     found = []
     for bridge in bridges:
-        op = pricing.graph.by_name[bridge.tensor]
-        keepers = (user for user in bridge.users if user not in again and pricing.graph.storage[op.name] in pricing.kept.get(user, ()))
+        op = prices.graph.by_name[bridge.tensor]
+        keepers = (user for user in bridge.users if user not in again and prices.graph.storage[op.name] in prices.kept.get(user, ()))
         if op.kind == "call" and bridge.forward and not bridge.is_sum and any(keepers):
-            share = sizes[bridge.target] / pricing.axes.by_name[bridge.target].size if bridge.target else 1.0
-            found.append(Line.sum(spec_line(spec, pricing.graph.num_rows) for spec in op.outputs) * share)
+            share = sizes[bridge.target] / prices.axes.by_name[bridge.target].size if bridge.target else 1.0
+            found.append(Line.sum(spec_line(spec, prices.graph.num_rows) for spec in op.outputs) * share)
     return Line.sum(found)
 
 
@@ -155,7 +202,7 @@ def _share_of(forward: Line, assignment: Assignment, stage: int, recompute: Reco
 
 
 def _from_own_devices(
-    pricing: Pricing,
+    prices: Prices,
     pipeline: PipelineShape,
     assignment: Assignment,
     stage: int,
@@ -171,7 +218,7 @@ def _from_own_devices(
         narrower = width // pipeline.width(source)
         if pipeline.stage_rank[source] != pipeline.stage_rank[stage] or narrower < 2:
             continue
-        forward, backward = pricing.payload(tensors)
-        num_messages = (narrower - 1) * (len(tensors) + pricing.num_gradients(tensors))
-        found = found + edge_line(pricing.link(own[index], neighbour), (forward + backward) * (1 - 1 / narrower), num_messages)
+        forward, backward = prices.payload(tensors)
+        num_messages = (narrower - 1) * (len(tensors) + prices.num_gradients(tensors))
+        found = found + edge_line(prices.link(own[index], neighbour), (forward + backward) * (1 - 1 / narrower), num_messages)
     return found

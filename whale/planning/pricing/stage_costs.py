@@ -1,10 +1,9 @@
-"""What one stage costs each device of its virtual device, and what the planner keeps in mind while it prices."""
+"""What one stage costs each device of its virtual device."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from whale.estimate import Line, edge_line
 from whale.estimate.part import NOTHING, Recompute
@@ -42,19 +41,6 @@ class DeviceCost:
         """The figures for the plan, at a number of rows."""
         kept = self.part.activation.at(num_rows) * in_flight + self.part.working.at(num_rows)
         return Estimate(self.forward.at(num_rows), self.backward.at(num_rows), self.part.parameter_bytes, round(kept), self.capacity)
-
-
-@dataclass(eq=False)
-class Pricing(Prices):
-    """Prices with what the planner has asked and found out.
-
-    Args:
-        overlap: whether split stages compute their rows in two halves; None where that pays.
-        cuttings: what was found out about split stages, for those that ask it.
-    """
-
-    overlap: bool | None = None
-    cuttings: dict[Hashable, Any] = field(default_factory=dict)
 
 
 def stage_costs(

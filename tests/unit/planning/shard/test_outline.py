@@ -1,0 +1,49 @@
+"""Stages that are alike but for names have one outline, and what is decided for one holds for all."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.planning.graphs import chain, cluster, scope
+from whale.config import Config
+from whale.estimate import Costs
+from whale.estimate.part import NOTHING
+from whale.estimate.prices import Prices
+from whale.planning.annotations.taskgraphs import assign_by_scopes, read_scopes
+from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
+from whale.planning.shard.outline import outline_of
+from whale.planning.shard.stage_price import StagePricing, make_scene
+from whale.planning.structure.stages import Assignment
+
+NUM_STAGES = 4
+CONFIG = Config({"pipeline.num_micro_batch": 4})
+
+
+def split_chain(speeds: list[int]) -> tuple[Prices, PipelineShape, Assignment]:
+    """Four stages of three layers, each split over two devices."""
+    graph = chain(3 * NUM_STAGES, [(scope(layer // 3, 2, kind="split"),) for layer in range(3 * NUM_STAGES)], width=64)
+    devices = cluster([speed * 1e9 for speed in speeds])
+    annotations = read_scopes(graph, CONFIG, len(speeds))
+    assert annotations is not None
+    assignment, _ = assign_by_scopes(graph, annotations)
+    return Prices(graph, devices, Costs.of(CONFIG)), shape_pipeline(CONFIG, annotations, len(speeds)), assignment
+
+
+def test_stages_in_the_middle_have_one_outline_and_those_at_the_ends_their_own() -> None:
+    prices, pipeline, assignment = split_chain([1] * 8)
+    first, second, third, last = (outline_of(make_scene(prices, assignment, stage, pipeline), prices) for stage in range(NUM_STAGES))
+    assert second == third
+    assert len({first, second, last}) == 3
+
+
+@given(speeds=st.lists(st.integers(1, 2), min_size=8, max_size=8), rows=st.integers(1, 64))
+@settings(max_examples=10)
+def test_stages_priced_together_cost_what_each_costs_alone(speeds: list[int], rows: int) -> None:
+    prices, pipeline, assignment = split_chain(speeds)
+    placed = tuple((f"h0/{2 * stage}", f"h0/{2 * stage + 1}") for stage in range(NUM_STAGES))
+    together = StagePricing.of(prices)
+    for stage in range(NUM_STAGES):
+        found = together.price(pipeline, assignment, stage, placed, rows, NOTHING)
+        assert found == StagePricing.of(prices).price(pipeline, assignment, stage, placed, rows, NOTHING)
+        assert found.cutting is not None and found.cutting.shards
