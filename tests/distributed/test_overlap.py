@@ -14,7 +14,7 @@ from tests.models import Block, Description, Segment
 from whale.axes import discover
 from whale.axes.halving import halve_stage
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, program_of
 
 TOLERANCE = 1e-10
 
@@ -25,7 +25,9 @@ def overlapped(plan: Plan, graph: ModelGraph) -> Plan:
     replicas = []
     for replica in plan.replicas:
         stages = tuple(
-            replace(stage, overlap=bool(stage.shards) and not stage.recompute and not halve_stage(graph, axes, replica.edges, stage).faults)
+            replace(stage, program=program_of(stage.ops, in_halves=True))
+            if stage.shards and not stage.recomputed and not halve_stage(graph, axes, replica.edges, stage).faults
+            else stage
             for stage in replica.stages
         )
         replicas.append(replace(replica, stages=stages))

@@ -129,7 +129,7 @@ def test_the_law(world: World, name: str) -> None:
     plan = check(world, CASES[name])[0].plan
     policy = dict(CASES[name].config).get("recompute.policy")
     assert plan.pipelines[0].recomputes_stages == (policy == "full")
-    assert any(stage.recompute for replica in plan.replicas for stage in replica.stages) == (policy not in (None, "full"))
+    assert any(stage.recomputed for replica in plan.replicas for stage in replica.stages) == (policy not in (None, "full"))
 
 
 @st.composite
@@ -179,7 +179,7 @@ def test_running_statistics_move_once(world: World, policy: object) -> None:
     expected = reference.train_in_pieces(model, loss, case.batches, pieces, OPTIMIZERS[case.optimizer])
     error, where = largest_of([outcome.run for outcome in outcomes], expected)
     assert error < TOLERANCE, where
-    assert plan.pipelines[0].recomputes_stages or all(stage.recompute for stage in plan.replicas[0].stages)
+    assert plan.pipelines[0].recomputes_stages or all(stage.recomputed for stage in plan.replicas[0].stages)
 
 
 class Dropping(nn.Module):

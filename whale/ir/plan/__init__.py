@@ -3,6 +3,7 @@
 from whale.ir.plan.choice import Choice
 from whale.ir.plan.plan import BatchAxis, Plan
 from whale.ir.plan.replica import Edge, Pipeline, Replica
+from whale.ir.plan.segment import Segment, program_of
 from whale.ir.plan.shard import BATCH, Shard, describe_shards
 from whale.ir.plan.stage import Estimate, Stage, VirtualDevice
 from whale.ir.plan.task_graph import TaskGraph
@@ -17,6 +18,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Replica",
+    "Segment",
     "Shard",
     "Stage",
     "TaskGraph",
@@ -24,4 +26,5 @@ __all__ = [
     "describe_order",
     "describe_shape",
     "describe_shards",
+    "program_of",
 ]

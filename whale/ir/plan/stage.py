@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whale.ir.division import divide, intervals
+from whale.ir.plan.segment import Segment
 from whale.ir.plan.shard import BATCH, Shard
 
 
@@ -51,10 +52,7 @@ class Stage:
         estimates: per device.
         split: devices of a split group. Groups are consecutive devices; all devices of a group take the same rows.
         shards: what is divided over the devices of each group.
-        recompute: first and last op of each run of `ops` whose activations are not kept but computed again in the backward
-            pass; in order, without overlap.
-        overlap: whether a split stage computes the rows of a micro-batch in two halves, of which one computes while what
-            the other exchanges inside its group is on the way.
+        program: the segments that `ops` fall into, in order.
     """
 
     index: int
@@ -66,14 +64,18 @@ class Stage:
     estimates: tuple[Estimate, ...] = ()
     split: int = 1
     shards: tuple[Shard, ...] = ()
-    recompute: tuple[tuple[str, str], ...] = ()
-    overlap: bool = False
+    program: tuple[Segment, ...] = ()
 
     @property
-    def segments(self) -> tuple[tuple[str, ...], ...]:
-        """The runs of `recompute` with all their ops."""
+    def recomputed(self) -> tuple[tuple[str, ...], ...]:
+        """The ops of each segment that is computed again."""
         position = {name: index for index, name in enumerate(self.ops)}
-        return tuple(self.ops[position[first] : position[last] + 1] for first, last in self.recompute)
+        return tuple(self.ops[position[own.first] : position[own.last] + 1] for own in self.program if own.recompute)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether its rows are computed in two halves that take turns."""
+        return any(segment.in_halves for segment in self.program)
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:

@@ -39,8 +39,8 @@ def _describe_stage(stage: Stage, micro_batch: tuple[int, int]) -> Iterator[str]
     if stage.shards:
         halves = ", in two halves that take turns" if stage.overlap else ""
         yield f"      groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
-    if stage.recompute:
-        yield f"      recomputes {sum(map(len, stage.segments))} ops in {len(stage.recompute)} segment(s)"
+    if stage.recomputed:
+        yield f"      recomputes {sum(map(len, stage.recomputed))} ops in {len(stage.recomputed)} segment(s)"
     rows = stage.rows(micro_batch[1] - micro_batch[0])
     for position, device in enumerate(stage.virtual_device.devices):
         line = f"      {device}: {rows[position]} rows"

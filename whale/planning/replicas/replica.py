@@ -11,7 +11,7 @@ from whale.estimate import Line, pipeline_seconds
 from whale.estimate.op_table import Floats
 from whale.estimate.part import Recompute
 from whale.estimate.prices import Prices
-from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice
+from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice, program_of
 from whale.planning.annotations.scope_tree import Copies
 from whale.planning.pipeline.balance import Curve, MemoryShortage, combine, device_curve, divide_units
 from whale.planning.pipeline.placement import Placed
@@ -223,7 +223,8 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
         )
         cutting = model.cuttings[stage] if model.cuttings else None
         overlapping = model.overlappings[stage] if model.overlappings else None
-        recompute = tuple((segment[0], segment[-1]) for segment in model.recomputes[stage].segments)
+        recomputed = [(segment[0], segment[-1]) for segment in model.recomputes[stage].segments]
+        in_halves = overlapping is not None and overlapping.is_chosen
         stages.append(
             Stage(
                 stage,
@@ -235,8 +236,7 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
                 estimates,
                 split=width,
                 shards=tuple(_with_rows(shard, pipeline, stage, rows) for shard in cutting.shards) if cutting else (),
-                recompute=recompute,
-                overlap=overlapping is not None and overlapping.is_chosen,
+                program=program_of(part.ops, recomputed, in_halves=in_halves),
             )
         )
     edges = tuple(

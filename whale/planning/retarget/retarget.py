@@ -8,7 +8,7 @@ from whale.axes import Axes, discover
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Line, spec_line
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Edge, Plan, Replica, TaskGraph
+from whale.ir.plan import Edge, Plan, Replica, TaskGraph, program_of
 from whale.planning.plan import find_batch_axes
 from whale.planning.retarget.shards import retarget_shards, same_axes
 from whale.planning.structure.crossing import crossing_faults
@@ -124,8 +124,7 @@ def _carry_replica(
             stage,
             ops=part.ops,
             estimates=(),
-            recompute=(),
-            overlap=False,
+            program=program_of(part.ops),
             shards=retarget_shards(stage.shards, names, graph, axes, part.ops) if axes else (),
         )
         for stage, part in zip(replica.stages, assignment.parts, strict=True)

@@ -208,7 +208,13 @@ def overlap_faults(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Iterator
         for stage in replica.stages:
             if not stage.overlap:
                 continue
-            faults = ["it is not cut"] if not stage.shards else ["parts of it are computed again"] if stage.recompute else []
+            faults = (
+                ["it is not cut"]
+                if not stage.shards
+                else ["it is not one segment that is kept"]
+                if len(stage.program) > 1 or stage.recomputed
+                else []
+            )
             if not faults:
                 axes = axes or discover(graph)
                 faults = list(halve_stage(graph, axes, replica.edges, stage).faults)

@@ -38,7 +38,7 @@ def verify(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = 
     seen: dict[tuple[object, ...], None] = {}
     for replica in plan.replicas:
         faults += _shares(graph, replica)
-        key = tuple((stage.ops, stage.parameters, stage.recompute) for stage in replica.stages), replica.edges, replica.pipeline
+        key = tuple((stage.ops, stage.parameters, stage.program) for stage in replica.stages), replica.edges, replica.pipeline
         if key not in seen:  # equal replicas have equal faults
             seen[key] = None
             faults += [fault for check in _CHECKS for fault in check(plan, graph, replica)]
@@ -142,18 +142,18 @@ def _held(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleErro
         yield PlanError(f"some stage holds every parameter (replica {replica.index}: none {', '.join(nowhere)})")
 
 
-def _recomputed(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
-    """What recomputes are runs of the stage's ops, one behind the other, where no whole stage recomputes."""
+def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
+    """Segments cover the ops of a stage; none recomputes where the whole stage does."""
     for stage in replica.stages:
         position = {name: index for index, name in enumerate(stage.ops)}
-        ends = [position.get(name, -1) for run in stage.recompute for name in run]
-        starts = ends[::2]
-        if -1 in ends or ends != sorted(ends) or len(set(starts)) < len(starts) or set(ends[1:-1:2]) & set(starts[1:]):
+        ends = [(position.get(own.first, -1), position.get(own.last, -1)) for own in stage.program]
+        starts = [0, *(last + 1 for _, last in ends)]
+        if [first for first, _ in ends] != starts[:-1] or starts[-1] != len(stage.ops) or any(first > last for first, last in ends):
             yield PlanError(
-                f"what recomputes are runs of the stage's ops, in order and apart ({_name(replica, stage)}: "
-                f"{', '.join(f'{first} .. {last}' for first, last in stage.recompute)})"
+                f"segments cover the ops of a stage, in order and each once ({_name(replica, stage)}, {len(stage.ops)} ops: "
+                f"{', '.join(f'{own.first} .. {own.last}' for own in stage.program) or 'no segment'})"
             )
-        if stage.recompute and replica.pipeline.recomputes_stages:
+        elif stage.recomputed and replica.pipeline.recomputes_stages:
             yield PlanError(f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)})")
 
 
@@ -178,4 +178,4 @@ def _name(replica: Replica, stage: Stage) -> str:
     return f"replica {replica.index}, stage {stage.index}"
 
 
-_CHECKS: tuple[Callable[[Plan, ModelGraph, Replica], Iterator[WhaleError]], ...] = (_values, _computed, _held, _recomputed)
+_CHECKS: tuple[Callable[[Plan, ModelGraph, Replica], Iterator[WhaleError]], ...] = (_values, _computed, _held, _program)

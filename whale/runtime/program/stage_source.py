@@ -77,7 +77,7 @@ class StageSource:
                 self._device,
                 splits_backward=self._splits_backward,
                 shards=self._shards,
-                segments=self._stage.segments,
+                segments=self._stage.recomputed,
                 num_rows=rows,
                 halving=halving,
             )

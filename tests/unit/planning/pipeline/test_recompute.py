@@ -16,7 +16,7 @@ from whale.estimate import kept_tensors
 from whale.estimate.kept import activations_of
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph, TensorSpec
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, Segment, program_of
 from whale.ir.serialization import from_json, to_json
 from whale.planning import MemoryShortage, make_plan
 from whale.planning.explain import explain
@@ -103,7 +103,7 @@ def test_ops_that_write_buffers_are_left_out_and_changed_tensors_stay_whole() ->
 def test_shares_are_those_of_blocks_rounded_up() -> None:
     for share, expected in ((0, 0), (0.1, 1), (0.5, 3), (1, 6)):
         plan = make_plan(thick(), cluster((1e9,)), Config({"recompute.policy": {0: share}}), rows=4)
-        assert sum(any(name.startswith("wide") for name in segment) for segment in plan.replicas[0].stages[0].segments) == expected
+        assert sum(any(name.startswith("wide") for name in segment) for segment in plan.replicas[0].stages[0].recomputed) == expected
 
 
 def test_estimates_follow() -> None:
@@ -115,7 +115,7 @@ def test_estimates_follow() -> None:
         assert after.estimates[0].activation_bytes < before.estimates[0].activation_bytes
         assert after.estimates[0].backward == pytest.approx(before.estimates[0].backward + before.estimates[0].forward, rel=0.02)
     whole = make_plan(thick(), cluster((1e9, 1e9)), config.with_values({"recompute.policy": "full"}), rows=64)
-    assert whole.pipelines[0].recomputes_stages and not whole.replicas[0].stages[0].recompute
+    assert whole.pipelines[0].recomputes_stages and not whole.replicas[0].stages[0].recomputed
     assert whole.replicas[0].stages[0].estimates[0].activation_bytes < keeping.replicas[0].stages[0].estimates[0].activation_bytes
 
 
@@ -145,13 +145,13 @@ def test_auto_fits_where_recomputing_everything_does_and_recomputes_nothing_wher
     if auto is not None:
         for stage in auto.replicas[0].stages:
             assert all(e.parameter_bytes + e.activation_bytes <= 1.01 * e.capacity for e in stage.estimates)
-        assert keeping is not None or any(stage.recompute for stage in auto.replicas[0].stages)
+        assert keeping is not None or any(stage.recomputed for stage in auto.replicas[0].stages)
 
 
 def test_each_device_recomputes_as_its_own_memory_demands(golden: Callable[[str, str], None]) -> None:
     config = Config({"pipeline.num_stages": 3, "pipeline.num_micro_batch": 8, "recompute.policy": "auto"})
     plan = make_plan(thick(9), tight((460_000,) * 3), config, rows=128)
-    counts = [len(stage.recompute) for stage in plan.replicas[0].stages]
+    counts = [len(stage.recomputed) for stage in plan.replicas[0].stages]
     assert counts == sorted(counts, reverse=True) and counts[0] > 0 == counts[-1]
     assert from_json(Plan, to_json(plan)) == plan
     golden("plans/recomputing.txt", "\n".join([str(plan), "", *(" | ".join(row) for row in explain(plan))]))
@@ -192,19 +192,41 @@ def test_stages_hold_what_the_schedule_promises(schedule: str) -> None:
     assert read_policy("full", whole) == read_policy("none", pipeline)
 
 
-def test_verify_names_runs_that_are_none() -> None:
+@given(st.integers(0, 12), st.sets(st.integers(0, 12), max_size=6), st.booleans())
+def test_a_program_covers_the_ops(num_ops: int, bounds: set[int], in_halves: bool) -> None:
+    ops = [f"op{index}" for index in range(num_ops)]
+    ends = sorted(bound for bound in bounds if bound <= num_ops)
+    runs = [(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=False)]
+    program = program_of(ops, [(ops[start], ops[stop - 1]) for start, stop in runs], in_halves=in_halves)
+    covered = [(ops.index(own.first), ops.index(own.last) + 1) for own in program]
+    assert [place for start, stop in covered for place in range(start, stop)] == list(range(num_ops))
+    assert [place for place, own in zip(covered, program, strict=True) if own.recompute] == runs
+    assert all(own.in_halves == in_halves for own in program)
+
+
+def test_verify_names_segments_that_do_not_cover_a_stage() -> None:
     graph, there = thick(), cluster((1e9,))
     plan = make_plan(graph, there, Config({"recompute.policy": {0: 1}}), rows=4)
     verify(plan, graph, there)
 
-    def broken(*runs: tuple[str, str]) -> Plan:
-        replica = plan.replicas[0]
-        return replace(plan, replicas=(replace(replica, stages=(replace(replica.stages[0], recompute=runs),)),))
+    stage = plan.replicas[0].stages[0]
+    ops, first, last = stage.ops, stage.ops[0], stage.ops[-1]
 
-    for runs in ((("up0", "nowhere"),), (("down0", "up0"),), (("up0", "down1"), ("down1", "down2")), (("up2", "down2"), ("up0", "down0"))):
-        with pytest.raises(PlanError, match="runs of the stage's ops, in order and apart"):
-            verify(broken(*runs), graph, there)
-    verify(broken(("up0", "up0"), ("wide0", "down0")), graph, there)
+    def changed(*program: Segment) -> Plan:
+        return replace(plan, replicas=(replace(plan.replicas[0], stages=(replace(stage, program=program),)),))
+
+    for runs in (
+        (),
+        ((first, "nowhere"),),
+        ((last, first),),
+        ((first, ops[3]), (ops[3], last)),
+        ((first, ops[3]), (ops[5], last)),
+        ((ops[4], last), (first, ops[3])),
+        ((first, ops[3]),),
+    ):
+        with pytest.raises(PlanError, match="segments cover the ops of a stage, in order and each once"):
+            verify(changed(*(Segment(*run, recompute=True) for run in runs)), graph, there)
+    verify(changed(*program_of(ops, (("up0", "up0"), ("wide0", "down0")))), graph, there)
     with pytest.raises(PlanError, match="as a whole or in parts, not both"):
         replica = plan.replicas[0]
         verify(replace(plan, replicas=(replace(replica, pipeline=replace(replica.pipeline, recomputes_stages=True)),)), graph, there)

@@ -17,7 +17,7 @@ from whale.config import Config
 from whale.errors import PlanError
 from whale.hardware import load_cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Choice, Plan
+from whale.ir.plan import Choice, Plan, program_of
 from whale.planning import make_plan
 from whale.planning.verify import verify
 
@@ -88,7 +88,8 @@ def test_not_where_it_cannot_be() -> None:
 def test_a_plan_that_cannot_be_is_refused() -> None:
     found = plan(PAIR, CPUS)
     stage = found.replicas[0].stages[0]
-    first, last = stage.ops[0], stage.ops[1]
-    wrong = replace(found, replicas=(replace(found.replicas[0], stages=(replace(stage, overlap=True, recompute=((first, last),)),)),))
-    with pytest.raises(PlanError, match="parts of it are computed again"):
-        verify(wrong, PAIR, CPUS, discover(PAIR))
+    for recomputed in (stage.ops[:2], (stage.ops[0], stage.ops[-1])):
+        program = program_of(stage.ops, [recomputed], in_halves=True)
+        wrong = replace(found, replicas=(replace(found.replicas[0], stages=(replace(stage, program=program),)),))
+        with pytest.raises(PlanError, match="it is not one segment that is kept"):
+            verify(wrong, PAIR, CPUS, discover(PAIR))
