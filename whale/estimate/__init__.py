@@ -9,7 +9,7 @@ from whale.estimate.drawing import draw
 from whale.estimate.figures import bubble, bubble_rate
 from whale.estimate.kept import kept_tensors
 from whale.estimate.line import Line
-from whale.estimate.memory import activation_line, parameter_bytes, recomputed_lines, working_line
+from whale.estimate.memory import StateBytes, activation_line, recomputed_lines, state_bytes, working_line
 from whale.estimate.op_table import OpTable, op_table, spec_line
 from whale.estimate.optimizer import optimizer_seconds
 from whale.estimate.simulate import simulate
@@ -20,6 +20,7 @@ __all__ = [
     "Line",
     "OpSeconds",
     "OpTable",
+    "StateBytes",
     "activation_line",
     "all_gather_line",
     "all_reduce_line",
@@ -35,11 +36,11 @@ __all__ = [
     "op_table",
     "optimizer_seconds",
     "p2p_seconds",
-    "parameter_bytes",
     "pipeline_seconds",
     "recomputed_lines",
     "ring_all_reduce_seconds",
     "simulate",
     "spec_line",
+    "state_bytes",
     "working_line",
 ]

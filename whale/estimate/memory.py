@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from whale.estimate.line import Line
 from whale.estimate.op_table import output_line
-from whale.ir.graph import ModelGraph, Parameter
+from whale.ir.graph import DTYPE_BYTES, ModelGraph, Parameter
+from whale.ir.plan import Form, ParameterState, class_of
 
 
-def parameter_bytes(parameter: Parameter, optimizer_states: int, *, training: bool = True) -> int:
-    """Bytes for a parameter or buffer on each device that holds it.
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes of a parameter on each device that holds it: the weight, its gradient and what the optimizer keeps."""
+
+    compute: int
+    gradient: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.compute + self.gradient + self.optimizer
+
+
+def state_bytes(parameter: Parameter, states: Sequence[ParameterState], *, training: bool = True) -> StateBytes:
+    """Bytes of a parameter or buffer on each device that holds it.
 
     Args:
-        optimizer_states: tensors of its size that the optimizer keeps (Adam 2); a trainable parameter also has
-            a gradient.
+        states: of the plan.
+        training: whether it has a gradient and optimizer state where it is trainable.
     """
-    trains = training and parameter.kind == "parameter" and parameter.trainable
-    return parameter.spec.num_bytes * (2 + optimizer_states if trains else 1)
+    wanted = class_of(parameter, training=training)
+    state = next(state for state in states if state.parameters == wanted)
+    compute, gradient, optimizer = (_form_bytes(parameter, form) for form in (state.compute, state.gradient, state.optimizer))
+    return StateBytes(compute, gradient, state.num_optimizer_tensors * optimizer)
+
+
+def _form_bytes(parameter: Parameter, form: Form | None) -> int:
+    """Bytes that a form takes of a device's memory."""
+    if form is None or form.home != "device":
+        return 0
+    spec = parameter.spec
+    return spec.num_bytes if form.dtype == "own" else spec.num_bytes // DTYPE_BYTES[spec.dtype] * DTYPE_BYTES[form.dtype]
 
 
 def activation_line(graph: ModelGraph, ops: Iterable[str], kept: Mapping[str, tuple[str, ...]]) -> Line:

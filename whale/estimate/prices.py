@@ -15,13 +15,13 @@ from whale.estimate.costs import Costs
 from whale.estimate.kept import activations_of, kept_tensors
 from whale.estimate.line import Line
 from whale.estimate.local_graph import local_graph
-from whale.estimate.memory import activation_line, parameter_bytes, recomputed_lines, working_line
+from whale.estimate.memory import activation_line, recomputed_lines, state_bytes, working_line
 from whale.estimate.op_table import OpTable, op_table, output_line
 from whale.estimate.part import NOTHING, Part, Recompute
 from whale.estimate.traffic import local_table
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Shard
+from whale.ir.plan import ParameterState, Shard, plain_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,14 @@ class Prices:
             self._seconds[key] = found
         return self._seconds[key]
 
+    @cached_property
+    def states(self) -> tuple[ParameterState, ...]:
+        """In which forms parameters live."""
+        return plain_states(self.costs.optimizer_states)
+
     def parameter_bytes(self, name: str) -> int:
         """Bytes of a parameter or buffer with all that training keeps beside it."""
-        return parameter_bytes(self.graph.parameter_by_name[name], self.costs.optimizer_states, training=self.training)
+        return state_bytes(self.graph.parameter_by_name[name], self.states, training=self.training).total
 
     def part(self, part: Part, recompute: Recompute = NOTHING) -> PartCost:
         """What a part needs anywhere."""

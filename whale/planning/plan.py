@@ -215,6 +215,7 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotation
         batch_axes=axes,
         planned_rows=solver.num_rows,
         step_seconds=best.step_seconds,
+        parameter_states=solver.pricing.prices.states,
         choices=(*explain_choices(annotations[0], found, replicas), *borders, *mixing),
     )
     verify(plan, graph, cluster, solver.prices.axes if is_split else None)

@@ -9,6 +9,7 @@ from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device
 from whale.estimate import (
     Costs,
     Line,
+    StateBytes,
     activation_line,
     bubble_share,
     kept_tensors,
@@ -16,12 +17,13 @@ from whale.estimate import (
     op_table,
     optimizer_seconds,
     p2p_seconds,
-    parameter_bytes,
     pipeline_seconds,
     ring_all_reduce_seconds,
+    state_bytes,
 )
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import Parameter, TensorSpec
+from whale.ir.plan import Form, ParameterState, plain_states
 
 
 def test_an_op_takes_the_larger_of_arithmetic_and_traffic() -> None:
@@ -47,12 +49,18 @@ def test_views_and_placeholders_are_free() -> None:
 
 
 def test_training_keeps_gradient_and_optimizer_states() -> None:
+    spec, adam = TensorSpec((10,), "float32", (0,)), plain_states(2)
+    assert state_bytes(Parameter("w", spec), adam) == StateBytes(40, 40, 80)
+    assert state_bytes(Parameter("w", spec), plain_states(0)).total == 80
+    assert state_bytes(Parameter("w", spec, trainable=False), adam).total == 40
+    assert state_bytes(Parameter("w", spec, "buffer"), adam).total == 40
+    assert state_bytes(Parameter("w", spec), adam, training=False).total == 40
+
+
+def test_memory_reads_the_forms_of_parameters() -> None:
     spec = TensorSpec((10,), "float32", (0,))
-    assert parameter_bytes(Parameter("w", spec), 2) == 160
-    assert parameter_bytes(Parameter("w", spec), 0) == 80
-    assert parameter_bytes(Parameter("w", spec, trainable=False), 2) == 40
-    assert parameter_bytes(Parameter("w", spec, "buffer"), 2) == 40
-    assert parameter_bytes(Parameter("w", spec), 2, training=False) == 40
+    masters = ParameterState("trained", Form(dtype="bfloat16"), Form(dtype="bfloat16"), Form(home="host"), 3)
+    assert state_bytes(Parameter("w", spec), (masters,)) == StateBytes(20, 20, 0)
 
 
 def test_kept_activations() -> None:

@@ -12,7 +12,22 @@ from hypothesis import strategies as st
 from tests.unit.sharding.shardings import shardings
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter, Ref, TensorSpec
-from whale.ir.plan import BatchAxis, Choice, Edge, Estimate, Pipeline, Plan, Replica, Shard, Stage, TaskGraph, VirtualDevice
+from whale.ir.plan import (
+    BatchAxis,
+    Choice,
+    Edge,
+    Estimate,
+    Form,
+    ParameterState,
+    Pipeline,
+    Plan,
+    Replica,
+    Segment,
+    Shard,
+    Stage,
+    TaskGraph,
+    VirtualDevice,
+)
 from whale.ir.scope import Scope
 from whale.ir.serialization import from_json, to_json
 from whale.ir.source import SourceLine
@@ -70,13 +85,16 @@ clusters = st.builds(
 stages = st.builds(
     Stage, counts, tuples(names), tuples(names), st.builds(VirtualDevice, tuples(names)), tuples(counts), tuples(names),
     tuples(st.builds(Estimate, seconds, seconds, counts, counts, counts)),
+    program=tuples(st.builds(Segment, names, names, st.booleans(), st.booleans())),
 )  # fmt: skip
+forms = st.builds(Form, names, names, names)
 pipelines = st.builds(Pipeline, names, counts, tuples(counts), counts, optional(counts), st.booleans())
 replicas = st.builds(Replica, counts, counts, pipelines, tuples(stages), tuples(st.builds(Edge, counts, counts, tuples(names), counts)))
 plans = st.builds(
     Plan, names, names, tuples(names), tuples(names), tuples(st.builds(TaskGraph, counts, names, names, tuples(names))),
     tuples(replicas), tuples(st.tuples(names, st.builds(BatchAxis, counts, counts, counts))), counts, seconds,
     tuples(st.builds(Choice, names, names, names, names, names, names)),
+    tuples(st.builds(ParameterState, names, forms, optional(forms), optional(forms), counts)),
 )  # fmt: skip
 
 

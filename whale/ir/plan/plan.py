@@ -7,6 +7,7 @@ from functools import cached_property
 
 from whale.ir.division import divide, divide_evenly, intervals
 from whale.ir.plan.choice import Choice
+from whale.ir.plan.parameter_state import ParameterState, plain_states
 from whale.ir.plan.replica import Pipeline, Replica
 from whale.ir.plan.task_graph import TaskGraph
 from whale.ir.plan.text import describe_order, describe_replica, describe_shape
@@ -37,6 +38,7 @@ class Plan:
         planned_rows: rows of the global batch that shares and estimates were made for.
         step_seconds: predicted.
         choices: why.
+        parameter_states: in which forms the parameters of each class live.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Plan:
     planned_rows: int
     step_seconds: float = 0.0
     choices: tuple[Choice, ...] = ()
+    parameter_states: tuple[ParameterState, ...] = plain_states()
 
     @cached_property
     def rank_of(self) -> dict[str, int]:

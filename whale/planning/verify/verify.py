@@ -13,6 +13,7 @@ from whale.planning.shard.overlapping import overlap_faults
 from whale.planning.structure.crossing import crossing_faults
 from whale.planning.verify.shape import shape_faults
 from whale.planning.verify.shards import shard_faults
+from whale.planning.verify.states import state_faults
 from whale.units import format_bytes
 
 
@@ -35,6 +36,7 @@ def verify(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = 
     faults += shape_faults(plan)
     raise_faults(faults)  # the rest takes the shape for granted
     faults += _devices(plan, cluster)
+    faults += state_faults(plan)
     seen: dict[tuple[object, ...], None] = {}
     for replica in plan.replicas:
         faults += _shares(graph, replica)

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.errors import PlanError
-from whale.ir.plan import Edge, Estimate, Plan, VirtualDevice
+from whale.ir.plan import Edge, Estimate, Form, Plan, VirtualDevice
 from whale.planning import make_plan
 from whale.planning.verify import verify
 
@@ -27,6 +27,11 @@ def with_stage(index: int, **fields: object) -> Plan:
 def with_pipeline(**fields: object) -> Plan:
     replica = PLAN.replicas[0]
     return replace(PLAN, replicas=(replace(replica, pipeline=replace(replica.pipeline, **fields)),))  # type: ignore[arg-type]
+
+
+def with_state(**fields: object) -> Plan:
+    trained, fixed = PLAN.parameter_states
+    return replace(PLAN, parameter_states=(replace(trained, **fields), fixed))  # type: ignore[arg-type]
 
 
 def with_edges(*edges: Edge) -> Plan:
@@ -52,6 +57,15 @@ def with_edges(*edges: Edge) -> Plan:
         (lambda: with_pipeline(num_micro_batch=99), "micro-batches of all replicas: 99, rows: 4"),
         (lambda: with_pipeline(group_size=2), "a group size is for interleaved"),
         (lambda: replace(PLAN, replicas=()), "a plan has a replica"),
+        (
+            lambda: with_state(optimizer=Form(home="host")),
+            "trained, optimizer: .*home host; there is: sharding stage, dtype own",
+        ),
+        (lambda: with_state(gradient=Form(dtype="bfloat16")), r"(?s)gradient: .*dtype bfloat16.*hint: state that is sharded"),
+        (lambda: with_state(compute=Form(sharding="replicas")), "compute: sharding replicas"),
+        (lambda: with_state(gradient=None), r"trained parameters have a gradient \(forms: compute, optimizer\)"),
+        (lambda: with_state(num_optimizer_tensors=0), r"trained: 0 tensors, forms: compute, gradient, optimizer"),
+        (lambda: replace(PLAN, parameter_states=PLAN.parameter_states[:1]), r"for trained and for fixed parameters \(states: trained\)"),
         (
             lambda: replace(PLAN, replicas=(replace(PLAN.replicas[0], index=1, share=0),)),
             "(?s)numbered in order .1.*has a share of the rows",
