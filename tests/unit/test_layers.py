@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,17 +62,29 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> list[tuple[str, int]]:
     """Every module that a file imports, anywhere in it, and the line."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = []
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno
+            found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            yield node.module or "", node.lineno
-            for alias in node.names:  # `from whale import ir` imports whale.ir
-                yield f"{node.module}.{alias.name}", node.lineno
+            found.append((node.module or "", node.lineno))
+            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]  # `from whale import ir` imports whale.ir
+    return found
+
+
+def check_files(faults: Callable[[Path], Iterator[str]]) -> None:
+    """Fails with what is wrong in any file of the package, all at once."""
+    found = [f"{path.relative_to(ROOT)}:{fault}" for path in FILES for fault in faults(path)]
+    assert not found, "\n".join(found)
 
 
 def parts_imported(path: Path) -> Iterator[tuple[str, int]]:
@@ -81,43 +94,59 @@ def parts_imported(path: Path) -> Iterator[tuple[str, int]]:
             yield words[1], line
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_downwards(path: Path) -> None:
+def imports_upwards(path: Path) -> Iterator[str]:
     part = part_of(path)
     if part in OF_THE_PACKAGE:
         return
-    assert part in HEIGHT, f"{part} has no line in the order of imports"
+    if part not in HEIGHT:
+        yield f" {part} has no line in the order of imports"
+        return
     for other, line in parts_imported(path):
-        assert other == part or HEIGHT[other] < HEIGHT[part], f"{path}:{line}: {part} may not import {other}"
+        if other != part and HEIGHT[other] >= HEIGHT[part]:
+            yield f"{line}: {part} may not import {other}"
+
+
+def test_imports_go_downwards() -> None:
+    check_files(imports_upwards)
 
 
 def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[1].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if part_of(path) in ROOMS], ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_rooms_import_downwards(path: Path) -> None:
-    part, room = part_of(path), room_of(path)
-    if room in OF_THE_PACKAGE:
+def imports_of_upper_rooms(path: Path) -> Iterator[str]:
+    part = part_of(path)
+    if part not in ROOMS or room_of(path) in OF_THE_PACKAGE:
         return
+    room = room_of(path)
     height = {name: -number for number, line in enumerate(ROOMS[part]) for name in line}
-    assert room in height, f"{part}/{room} has no line in the order of its rooms"
+    if room not in height:
+        yield f" {part}/{room} has no line in the order of its rooms"
+        return
     for name, line in imports(path):
         words = name.split(".")
-        if words[:2] == ["whale", part] and len(words) > 2 and words[2] in height and words[2] != room:
-            assert height[words[2]] < height[room], f"{path}:{line}: {part}/{room} may not import {part}/{words[2]}"
+        is_room = words[:2] == ["whale", part] and len(words) > 2 and words[2] in height and words[2] != room
+        if is_room and height[words[2]] >= height[room]:
+            yield f"{line}: {part}/{room} may not import {part}/{words[2]}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_torch_stays_where_it_belongs(path: Path) -> None:
+def test_rooms_import_downwards() -> None:
+    check_files(imports_of_upper_rooms)
+
+
+def imports_of_torch(path: Path) -> Iterator[str]:
     part = part_of(path)
     for name, line in imports(path):
-        if part in WITHOUT_TORCH:
-            assert name.split(".")[0] != "torch", f"{path}:{line}: {part} may not import torch"
-        if part not in WITH_DISTRIBUTED:
-            assert not name.startswith("torch.distributed"), f"{path}:{line}: {part} may not know torch.distributed"
-        if part not in ("measure", *OF_THE_PACKAGE):
-            assert name != "pynvml", f"{path}:{line}: only measure knows pynvml"
+        if part in WITHOUT_TORCH and name.split(".")[0] == "torch":
+            yield f"{line}: {part} may not import torch"
+        if part not in WITH_DISTRIBUTED and name.startswith("torch.distributed"):
+            yield f"{line}: {part} may not know torch.distributed"
+        if part not in ("measure", *OF_THE_PACKAGE) and name == "pynvml":
+            yield f"{line}: only measure knows pynvml"
+
+
+def test_torch_stays_where_it_belongs() -> None:
+    check_files(imports_of_torch)
 
 
 def modules() -> dict[str, Path]:
@@ -148,7 +177,7 @@ def test_no_cycles() -> None:
 
 def top_level_imports(path: Path, known: Mapping[str, Path]) -> set[str]:
     found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in tree_of(path).body:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -179,11 +208,15 @@ def test_every_public_name_is_there() -> None:
         _ = whale.nothing_like_it
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_functions_stay_short_and_files_say_what_they_are(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), f"{path} begins with no docstring"
-    for node in ast.walk(tree):
+def long_or_silent(path: Path) -> Iterator[str]:
+    if not ast.get_docstring(tree_of(path)):
+        yield " begins with no docstring"
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= 80, f"{path}:{node.lineno}: {node.name} has {length} lines"
+            if length > 80:
+                yield f"{node.lineno}: {node.name} has {length} lines"
+
+
+def test_functions_stay_short_and_files_say_what_they_are() -> None:
+    check_files(long_or_silent)
