@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import whale
 from tests.distributed.split_training import cut_anew, errors, plan_case
-from tests.distributed.training import OPTIMIZERS, Case, make_cluster, train_reference
+from tests.distributed.training import Case, make_engine, run_case, train_reference
 from tests.distributed.world import World
-from tests.models import Block, Description, build, descriptions
+from tests.models import Block, Description, descriptions
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json, to_json
 
@@ -50,7 +50,7 @@ FIXED: dict[str, Case] = {
 @pytest.mark.parametrize("name", FIXED)
 def test_law_of_fixed_cases(world: World, name: str) -> None:
     case = FIXED[name]
-    plan, _ = plan_case(case)
+    plan, _ = world.prepare(plan_case, case)
     assert len(set(plan.pipelines)) > 1 or len({stage.split for replica in plan.replicas for stage in replica.stages}) > 1
     error, where = errors(world, case, None)
     assert error < TOLERANCE, where
@@ -81,7 +81,7 @@ def test_law_of_plans_by_hand(world: World, replicas: Blocks, description: Descr
     seed = data.draw(st.integers(0, 99))
     case = replace(unlike(*replicas, config=config, seed=seed), description=replace(description, placement="none", copies=None))
     try:
-        plan, graph = plan_case(case)
+        plan, graph = world.prepare(plan_case, case)
     except whale.PlanError as error:  # too few places to cut at, or nothing to split
         note(str(error))
         assume(False)
@@ -115,19 +115,11 @@ def load(rank: int, size: int, case: Case, folder: str) -> Loaded:
     return Loaded(losses, tuple(pipeline.num_stages for pipeline in engine.plan.pipelines))
 
 
-def make_engine(case: Case) -> whale.Engine:
-    model, _, loss = build(case.description, case.seed)
-    cluster = make_cluster(case.speeds)
-    return whale.parallelize(
-        model, loss=loss, optimizer=OPTIMIZERS[case.optimizer], batch=case.batches[0], config=dict(case.config), cluster=cluster
-    )
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_checkpoint_goes_from_one_set_of_replicas_to_another(world: World, tmp_path: Path, order: int) -> None:
     first, then = [unlike(TWO, SPLIT, optimizer="adam"), unlike(ONE, THREE, optimizer="adam")][::order]
-    world.run(save, first, str(tmp_path), num_ranks=4)
+    run_case(world, save, first, str(tmp_path))
     expected = train_reference(then).losses[1:]
-    for found in world.run(load, then, str(tmp_path), num_ranks=4):
+    for found in run_case(world, load, then, str(tmp_path)):
         assert found.num_stages == ((1, 3) if order == 1 else (2, 1))
         assert found.losses == pytest.approx(expected, abs=TOLERANCE)
