@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Without an NVIDIA GPU one known version is enough, and it must not bring the CUDA libraries where a CPU build is to be had.
 TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+# Two at a time, each file by one of them, for its tests share what they capture; the small files are the last.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_RECIPE ?= strategies/recipes/pipeline_data_parallel.yaml
 
 .PHONY: demo test quick lint types bench clean
@@ -12,11 +14,10 @@ demo: $(VENV)/installed
 	$(BIN)/whale run --ranks 4 --recipe $(DEMO_RECIPE) examples/train_gpt.py --steps 60 --evaluate-every 30 --checkpoint checkpoints/demo
 
 test: $(VENV)/installed_tests
-	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest tests/distributed tests/gpu
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests
 
 quick: $(VENV)/installed_tests
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" tests/unit
 
 lint: $(VENV)/installed_tests
 	$(BIN)/python -m ruff check
