@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from whale.comm import World
 from whale.errors import BatchError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -18,7 +17,8 @@ from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.loss import WeightProgram
 from whale.runtime.execute.rank_batch import check_rows
-from whale.runtime.execute.seat import Seat
+from whale.runtime.execute.roster import Roster
+from whale.runtime.execute.seat_stages import SeatStages
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,9 @@ class Agreement:
         plan: how rows are divided.
         model: the captured model.
         weights: the loss terms whose weights the batch decides.
-        seat: of this rank; None if idle.
-        loss_stages: per loss term, the stages in which this rank counts it.
-        held_terms: loss terms that this rank computes, counted here or on another device of its split group.
+        stages: of this rank.
         tensors: what weights may read beside the batch.
-        world: this process among its peers.
+        roster: who is who.
         everyone: sums over all ranks.
     """
 
@@ -55,16 +53,14 @@ class Agreement:
         plan: Plan,
         model: ModelGraph,
         weights: WeightProgram,
-        seat: Seat | None,
-        loss_stages: Mapping[int, tuple[int, ...]],
-        held_terms: frozenset[int],
+        stages: SeatStages,
         tensors: Mapping[str, torch.Tensor],
-        world: World,
+        roster: Roster,
         everyone: Everyone,
     ) -> None:
-        self._plan, self._model, self._weights, self._seat = plan, model, weights, seat
-        self._loss_stages, self._held_terms, self._tensors, self._world = loss_stages, held_terms, tensors, world
-        self._everyone = everyone
+        self._plan, self._weights, self._tensors = plan, weights, tensors
+        self._loss_stages, self._held_terms = stages.loss_stages(model), stages.held_terms(model)
+        self._seat, self._world, self._everyone = roster.seat, roster.world, everyone
         self._divided: dict[int, tuple[tuple[int, int], ...]] = {}
 
     def micro_batches(self, num_rows: int) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""One captured mode of the model (train, eval or predict) on this rank: everything that a step needs, put together."""
+"""One captured mode of the model (train, eval or predict) on this rank: its stages, its order of actions, its loss."""
 
 from __future__ import annotations
 
@@ -7,26 +7,19 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from whale.axes import Axes
-from whale.comm import Channels, Groups, World
-from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan, Replica, Stage
-from whale.ir.schedule import Action, Kind, Schedule
-from whale.runtime.execute.agreement import Agreement
+from whale.ir.plan import Plan
+from whale.ir.schedule import Action, Schedule
+from whale.runtime.execute.agreement import Agreement, Pending
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.boundary import Boundary
-from whale.runtime.execute.everyone import Everyone
+from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.exchange import Exchange
 from whale.runtime.execute.executor import Executor, StepState
 from whale.runtime.execute.loss import LossAccount, weight_program
-from whale.runtime.execute.seat import Seat
-from whale.runtime.execute.stage import StageRunner
-from whale.runtime.execute.status import StatusBoard
-from whale.runtime.program.lowering import StageShards
-from whale.runtime.program.shard import Group
-from whale.runtime.program.stage_source import GraphSource, StageSource
+from whale.runtime.execute.seat_stages import SeatStages, make_stages
+from whale.runtime.program.captured import Captured
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.schedules import Edges, edge_pairs, releases
-from whale.sharding.parameters import shared_parameters
 
 
 class Worker:
@@ -34,92 +27,56 @@ class Worker:
 
     Args:
         plan: the decision, for this mode.
-        schedule: of this rank's replica, with communication; None if idle.
-        model: the captured model, for this mode.
-        graphs: its program.
+        schedules: per replica, with communication.
+        captured: the model in this mode.
         tensors: what this rank owns, and the constants.
-        seat: of this rank; None if idle.
-        world_ranks: per rank of the plan, the rank in the world.
-        world: this process among its peers.
-        groups: process groups.
-        everyone: sums over all ranks.
-        channels: between ranks.
         axes: of the model; None where no stage is cut.
+        connections: to the other ranks.
         sync: gradient synchronisation; None where nothing is trained.
-        status: where the current action is kept.
+
+    Attributes:
+        plan: as given.
+        peak_in_flight: the most micro-batches alive at once in the last run, over the rank's stages.
     """
 
     def __init__(
         self,
         *,
         plan: Plan,
-        schedule: Schedule | None,
-        model: ModelGraph,
-        graphs: GraphSource,
+        schedules: Sequence[Schedule],
+        captured: Captured,
         tensors: Mapping[str, torch.Tensor],
-        seat: Seat | None,
-        world_ranks: tuple[int, ...],
-        world: World,
-        groups: Groups,
-        everyone: Everyone,
-        channels: Channels,
         axes: Axes | None,
+        connections: Connections,
         sync: GradientSync | None,
-        status: StatusBoard,
     ) -> None:
-        self.plan, self.model, self.seat, self.world = plan, model, seat, world
-        self._groups, self._everyone = groups, everyone
-        self._tensors = tensors
-        self._weights = weight_program(model, graphs(model.num_rows), world.device)
-        self.executor: Executor | None = None
+        roster = connections.roster
+        self.plan, self._model, self._seat = plan, captured.graph, roster.seat
+        self._device, self._everyone = roster.world.device, connections.everyone
+        self._weights = weight_program(captured.graph, captured.graph_for(captured.graph.num_rows), self._device)
         self._actions: tuple[Action, ...] = ()
-        self.stages: dict[int, StageSource] = {}
-        self._counted: frozenset[int] = frozenset()
-        if seat is not None and schedule is not None:
-            replica = plan.replicas[seat.replica]
-            self._actions = schedule.ranks[seat.pipeline_rank]
-            mine = schedule.stages_of(seat.pipeline_rank)
-            self._counted = frozenset(index for index in mine if seat.position % replica.stages[index].split == 0)
-            known = set(self._weights.by_rows) | set(self._weights.measured)
-            for index in mine:
-                shards = _shards(replica, replica.stages[index], axes, seat.position)
-                splits = _splits_backward(self._actions, index)
-                self.stages[index] = StageSource(model, graphs, replica, replica.stages[index], known, world.device, splits, shards)
-            runners = {
-                index: StageRunner(
-                    source,
-                    tensors,
-                    world.device,
-                    row_group=seat.position // replica.stages[index].split,
-                    split_group=self._split_group(replica.stages[index], seat.position, world_ranks),
-                )
-                for index, source in self.stages.items()
-            }
-            edges = Edges.of(schedule, edge_pairs(replica))
-            done = releases(schedule, edges, seat.pipeline_rank)
-            boundary = Boundary(plan, replica, model, world_ranks, axes)
-            exchange = Exchange(world.rank, seat.position, boundary, model, channels, world.device, world.timeout, done)
-            self.executor = Executor(runners, exchange, model, self._counted, sync, status, world.device)
+        self._executor: Executor | None = None
+        stages = SeatStages()
+        if self._seat is not None:
+            replica, schedule = plan.replicas[self._seat.replica], schedules[self._seat.replica]
+            self._actions = schedule.ranks[self._seat.pipeline_rank]
+            known = {*self._weights.by_rows, *self._weights.measured}
+            stages = make_stages(replica, self._seat, self._actions, captured, known, tensors, axes, connections)
+            exchange = self._make_exchange(schedule, axes, connections)
+            self._executor = Executor(stages.runners, exchange, self._model, stages.counted, sync, connections.status, self._device)
+        self._agreement = Agreement(plan, self._model, self._weights, stages, tensors, roster, connections.everyone)
 
-        self._agreement = Agreement(plan, model, self._weights, seat, self._loss_stages(), self._held_terms(), tensors, world, everyone)
+    def _make_exchange(self, schedule: Schedule, axes: Axes | None, connections: Connections) -> Exchange:
+        seat, world, ranks = self._seat, connections.roster.world, connections.roster.world_ranks
+        assert seat is not None, "an idle rank exchanges nothing"
+        replica = self.plan.replicas[seat.replica]
+        done = releases(schedule, Edges.of(schedule, edge_pairs(replica)), seat.pipeline_rank)
+        boundary = Boundary(self.plan, replica, self._model, ranks, axes)
+        return Exchange(world.rank, seat.position, boundary, self._model, connections.channels, world.device, world.timeout, done)
 
-    def _split_group(self, stage: Stage, position: int, world_ranks: Sequence[int]) -> Group | None:
-        if stage.split == 1:
-            return None
-        devices = stage.groups[position // stage.split]
-        ranks = tuple(world_ranks[self.plan.rank_of[device]] for device in devices)
-        return Group(self._groups[tuple(sorted(ranks))], ranks, self.world.device, self.world.timeout)
-
-    def _held_terms(self) -> frozenset[int]:
-        outputs = {name for source in self.stages.values() for name in source.outputs}
-        return frozenset(index for index, term in enumerate(self.model.loss) if term.sum in outputs)
-
-    def _loss_stages(self) -> dict[int, tuple[int, ...]]:
-        """Per loss term, the stages in which this rank counts it."""
-        counted = sorted(self._counted)
-        return {
-            index: tuple(stage for stage in counted if term.sum in self.stages[stage].outputs) for index, term in enumerate(self.model.loss)
-        }
+    @property
+    def peak_in_flight(self) -> int:
+        return 0 if self._executor is None else self._executor.peak_in_flight
 
     def run(self, batch: BatchView, seed: tuple[int, ...], *, with_gradients: bool) -> StepState:
         """Runs this rank's actions of one step.
@@ -134,50 +91,43 @@ class Worker:
             RuntimeFault: a peer died or a wait outlasted its limit.
         """
         pending = self._agreement.begin(batch)
-        account = LossAccount(self.model.loss, batch.num_rows, self._weights.at(batch.num_rows), self.world.device)
-        place = (*seed, -1 if self.seat is None else self.seat.replica)
+        account = LossAccount(self._model.loss, batch.num_rows, self._weights.at(batch.num_rows), self._device)
+        place = (*seed, -1 if self._seat is None else self._seat.replica)
         state = StepState(place, batch, self._agreement.micro_batches(batch.num_rows), account, with_gradients, pending.weights is None)
         if pending.weights is not None:
             self._know(account, pending.weights)
 
         def agree() -> None:
-            weights = pending.finish()
-            if pending.weights is None:
-                self._know(account, weights)
+            self._agree(account, pending)
 
         def reduce() -> None:
-            if not self.model.loss:
-                return
-            vector = account.vector()
-            state.reduction = vector, self._everyone.start(vector)
+            self._reduce(state)
 
-        if self.executor is None:
+        if self._executor is None:
             agree()
             reduce()
         else:
-            self.executor.run(self._actions, state, agree, reduce)
+            self._executor.run(self._actions, state, agree, reduce)
         return state
 
     def refuse(self) -> None:
         """Tells the other ranks, which are about to run a step, that this rank's batch is bad."""
         self._agreement.refuse()
 
+    def _agree(self, account: LossAccount, pending: Pending) -> None:
+        weights = pending.finish()
+        if pending.weights is None:
+            self._know(account, weights)
+
     def _know(self, account: LossAccount, weights: Sequence[torch.Tensor]) -> None:
         for index, weight in zip(self._weights.measured, weights, strict=True):
             account.know(index, weight, tells=self._agreement.answers_for(index))
 
+    def _reduce(self, state: StepState) -> None:
+        if self._model.loss:
+            vector = state.account.vector()
+            state.reduction = vector, self._everyone.start(vector)
+
     def close(self) -> None:
         """Lets go of the groups of split stages; no step can follow."""
-        self.executor = None
-        self.stages.clear()
-
-
-def _shards(replica: Replica, stage: Stage, axes: Axes | None, position: int) -> StageShards | None:
-    if not stage.shards:
-        return None
-    assert axes is not None, "a cut stage needs the axes of the model"
-    return StageShards(axes, stage.shards, position % stage.split, shared_parameters(replica, stage))
-
-
-def _splits_backward(actions: tuple[Action, ...], stage: int) -> bool:
-    return any(action.kind is Kind.BACKWARD_WEIGHT and action.stage == stage for action in actions)
+        self._executor = None

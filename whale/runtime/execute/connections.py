@@ -1,0 +1,68 @@
+"""Everything that one rank speaks through: process groups, channels, sums over all ranks, and the board that others read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from whale.comm import Channels, Groups, Lane
+from whale.ir.plan import Stage
+from whale.runtime.execute.everyone import Everyone
+from whale.runtime.execute.roster import Roster
+from whale.runtime.execute.status import StatusBoard
+from whale.runtime.program.shard import Group
+
+
+@dataclass(frozen=True)
+class Connections:
+    """A rank's connections to the others of a plan.
+
+    Attributes:
+        roster: who is who.
+        groups: process groups.
+        channels: between ranks.
+        everyone: sums over all ranks.
+        status: where the current action is kept for others to read.
+    """
+
+    roster: Roster
+    groups: Groups
+    channels: Channels
+    everyone: Everyone
+    status: StatusBoard
+
+    @staticmethod
+    def open(roster: Roster, rank_sets: Iterable[tuple[int, ...]], lanes: Iterable[Lane]) -> Connections:
+        """Makes the connections; all ranks of the world call it with the same arguments.
+
+        Args:
+            roster: who is who.
+            rank_sets: ranks of the plan that sum together, beside split groups and the whole world.
+            lanes: between ranks of the world.
+        """
+        world = roster.world
+        status = StatusBoard.open(world.rank)
+        groups = Groups(world, [roster.everyone, *map(roster.in_world, rank_sets), *_split_groups(roster)])
+        return Connections(roster, groups, Channels(world, lanes), Everyone(world, groups, status), status)
+
+    def split_group(self, stage: Stage, position: int) -> Group | None:
+        """The ranks that share the work of a device of a stage; None where it is not split."""
+        if stage.split == 1:
+            return None
+        roster = self.roster
+        ranks = tuple(roster.world_ranks[roster.plan.rank_of[device]] for device in stage.groups[position // stage.split])
+        return Group(self.groups[tuple(sorted(ranks))], ranks, roster.world.device, roster.world.timeout)
+
+    def close(self) -> None:
+        """Gives back what was made here."""
+        self.channels.close()
+        self.groups.close()
+        self.status.finish()
+
+
+def _split_groups(roster: Roster) -> Iterable[tuple[int, ...]]:
+    for replica in roster.plan.replicas:
+        for stage in replica.stages:
+            if stage.split > 1:
+                for group in stage.groups:
+                    yield roster.in_world(roster.plan.rank_of[device] for device in group)

@@ -1,0 +1,88 @@
+"""The stages that a rank runs in one mode, from its seat: their programs, and the loss terms that it counts there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from whale.axes import Axes
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Replica, Stage
+from whale.ir.schedule import Action, Kind
+from whale.runtime.execute.connections import Connections
+from whale.runtime.execute.seat import Seat
+from whale.runtime.execute.stage import StageRunner
+from whale.runtime.program.captured import Captured
+from whale.runtime.program.lowering import StageShards
+from whale.runtime.program.stage_source import StageSource
+from whale.sharding.parameters import shared_parameters
+
+
+@dataclass(frozen=True)
+class SeatStages:
+    """A rank's stages; an idle rank has none.
+
+    Attributes:
+        runners: by stage.
+        outputs: what each stage's program returns.
+        counted: stages whose loss terms this rank counts: of a split group, whose devices all compute them, one does.
+    """
+
+    runners: Mapping[int, StageRunner] = field(default_factory=dict)
+    outputs: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    counted: frozenset[int] = frozenset()
+
+    def held_terms(self, model: ModelGraph) -> frozenset[int]:
+        """Loss terms that this rank computes, counted here or on another device of its split group."""
+        made = {name for outputs in self.outputs.values() for name in outputs}
+        return frozenset(index for index, term in enumerate(model.loss) if term.sum in made)
+
+    def loss_stages(self, model: ModelGraph) -> dict[int, tuple[int, ...]]:
+        """Per loss term, the stages in which this rank counts it."""
+        counted = sorted(self.counted)
+        return {index: tuple(stage for stage in counted if term.sum in self.outputs[stage]) for index, term in enumerate(model.loss)}
+
+
+def make_stages(
+    replica: Replica,
+    seat: Seat,
+    actions: Sequence[Action],
+    captured: Captured,
+    known: Collection[int],
+    tensors: Mapping[str, torch.Tensor],
+    axes: Axes | None,
+    connections: Connections,
+) -> SeatStages:
+    """Makes what a seat runs.
+
+    Args:
+        replica: of the seat.
+        seat: of this rank.
+        actions: of this rank.
+        captured: the model in this mode.
+        known: loss terms whose weights are known beforehand.
+        tensors: what this rank owns, and the constants.
+        axes: of the model; None where no stage is cut.
+        connections: to the other ranks.
+    """
+    device = connections.roster.world.device
+    runners, outputs = {}, {}
+    mine = replica.pipeline.stages_of(seat.pipeline_rank)
+    for index in mine:
+        stage = replica.stages[index]
+        shards = _shards(replica, stage, axes, seat.position)
+        splits = any(action.kind is Kind.BACKWARD_WEIGHT and action.stage == index for action in actions)
+        source = StageSource(captured.graph, captured.graph_for, replica, stage, set(known), device, splits, shards)
+        group = connections.split_group(stage, seat.position)
+        runners[index] = StageRunner(source, tensors, device, row_group=seat.position // stage.split, split_group=group)
+        outputs[index] = source.outputs
+    return SeatStages(runners, outputs, frozenset(index for index in mine if seat.position % replica.stages[index].split == 0))
+
+
+def _shards(replica: Replica, stage: Stage, axes: Axes | None, position: int) -> StageShards | None:
+    if not stage.shards:
+        return None
+    assert axes is not None, "a cut stage needs the axes of the model"
+    return StageShards(axes, stage.shards, position % stage.split, shared_parameters(replica, stage))
