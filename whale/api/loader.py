@@ -16,7 +16,7 @@ from whale.api.row_source import Collate, Division, IndexedSource, IterableSourc
 from whale.errors import BatchError, CheckpointError
 from whale.ir.plan import Plan
 from whale.runtime.execute.randomness import seed_of
-from whale.runtime.execute.rank_batch import RankBatch, check_rows, rank_rows
+from whale.runtime.execute.rank_batch import RankBatch, check_rows
 
 _OWN_OPTIONS = frozenset({"batch_size", "batch_sampler", "sampler", "generator", "collate_fn"})
 
@@ -129,7 +129,7 @@ class Loader:
             # The next one is read before this one is handed out, so that after the last one the position is the next epoch's start.
             share = next(shares, None)
             self._epoch, self._row = (epoch, self._row + num_rows) if share is not None else (epoch + 1, 0)
-            yield RankBatch(data, rank_rows(division.plan, division.rank, num_rows), num_rows)
+            yield RankBatch(data, division.rows(num_rows), num_rows)
 
     def _fetch(self, epoch: int, row: int) -> DataLoader[Share]:
         generator = torch.Generator().manual_seed(seed_of("workers", self._seed, epoch))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from whale.errors import BatchError
 from whale.ir.plan import Plan
 from whale.runtime.execute.randomness import seed_of
-from whale.runtime.execute.rank_batch import check_rows, rank_rows
+from whale.runtime.execute.rank_batch import Rows, check_rows, rank_rows
 
 Collate = Callable[[list[Any]], Any]
 Share = tuple[int, Any]
@@ -48,9 +49,19 @@ class Division:
     drop_last: bool
     collate: Collate
 
+    @cached_property
+    def _known_rows(self) -> dict[int, Rows]:
+        return {}
+
+    def rows(self, num_rows: int) -> Rows:
+        """Intervals of a global batch's rows that this rank reads; worked out once for each number of rows."""
+        if num_rows not in self._known_rows:
+            self._known_rows[num_rows] = rank_rows(self.plan, self.rank, num_rows)
+        return self._known_rows[num_rows]
+
     def positions(self, num_rows: int) -> Iterator[int]:
         """Row numbers of a global batch that this rank reads, ascending."""
-        return itertools.chain.from_iterable(itertools.starmap(range, rank_rows(self.plan, self.rank, num_rows)))
+        return itertools.chain.from_iterable(itertools.starmap(range, self.rows(num_rows)))
 
     def share(self, num_rows: int, samples: list[Any]) -> Share:
         """This rank's share of a batch, from its samples."""
