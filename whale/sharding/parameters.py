@@ -10,7 +10,7 @@ each is worked out once, when it is asked for, however many replicas and layers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -129,7 +129,20 @@ class ParameterShardings:
         Raises:
             PlanError: two stages of one device hold it in different parts.
         """
-        forms = tuple((number, self._form(self._by_pattern[number][0], name)) for number in self._patterns_of[name])
+        return self._known(self._forms(name), name)
+
+    def alike(self, names: Iterable[str]) -> Iterator[tuple[Sharding, tuple[str, ...]]]:
+        """The shardings of the gradients of some parameters, each once, with those that lie so; raises what `gradient` does."""
+        found: dict[Forms, list[str]] = {}
+        for name in names:
+            found.setdefault(self._forms(name), []).append(name)
+        for forms, own in found.items():
+            yield self._known(forms, own[0]), tuple(own)
+
+    def _forms(self, name: str) -> Forms:
+        return tuple((number, self._form(self._by_pattern[number][0], name)) for number in self._patterns_of[name])
+
+    def _known(self, forms: Forms, name: str) -> Sharding:
         known = self._worked_out.get(forms)
         if known is None:
             known = self._worked_out[forms] = self._sharding(name, forms)

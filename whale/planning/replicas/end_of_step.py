@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
-from math import prod
 
 from whale.estimate import exposed_sync, optimizer_seconds, ring_all_reduce_seconds
 from whale.estimate.prices import Prices
-from whale.ir.division import intervals
 from whale.planning.replicas.replica import ReplicaModel
+from whale.sharding.parameters import Holder, ParameterShardings, Pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,93 +71,31 @@ def shortest_backward(replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> 
 
 
 def _owner_sets(prices: Prices, replicas: Sequence[ReplicaModel]) -> dict[tuple[str, ...], int]:
-    """Trainable bytes by the devices that hold them, in the cluster's order."""
-    order = {device.name: index for index, device in enumerate(prices.cluster.devices)}
-    shard = _cut_parameters(prices, replicas)
-    by_place: dict[tuple[Place, ...], int] = {}
-    for name, places in _holders(prices, replicas).items():
-        if name not in shard:
-            key_of_set = tuple(dict.fromkeys(places))
-            by_place[key_of_set] = by_place.get(key_of_set, 0) + prices.graph.parameter_by_name[name].spec.num_bytes
+    """Trainable bytes by the devices whose gradients are added, in the cluster's order.
+
+    Of a split group with equal gradients one device counts.
+    """
+    trainable = [p for p in prices.graph.parameters if p.kind == "parameter" and p.trainable]
+    num_bytes = {parameter.name: parameter.spec.num_bytes for parameter in trainable}
+    shardings = _shardings(prices, replicas)
     sets: dict[tuple[str, ...], int] = {}
-    for places_of_set, num_bytes in by_place.items():
-        wanted = set(places_of_set)
-        devices = {
-            name
-            for replica in replicas
-            for key, rank, width in wanted
-            if key == _form(replica)
-            for name in replica.placed[rank][::width]  # a split group has equal gradients of what it holds whole
-        }
-        owners = tuple(sorted(devices, key=order.__getitem__))
-        sets[owners] = sets.get(owners, 0) + num_bytes
-    for name in sorted(shard):
-        for holders, num_bytes in _pieces(prices, replicas, name, shard[name]):
-            owners = tuple(sorted(holders, key=order.__getitem__))
-            sets[owners] = sets.get(owners, 0) + num_bytes
+    for sharding, names in shardings.alike(name for name in shardings.parameters if name in num_bytes):
+        total = sum(num_bytes[name] for name in names)
+        for piece in sharding.pieces:
+            owners = tuple(shardings.names[device] for device in sorted(piece.contributors))
+            sets[owners] = sets.get(owners, 0) + round(total * piece.region.volume / sharding.hull.volume)
     return sets
 
 
-Form = tuple[int, int]
-"""Of a replica: equal where assignment and pipeline are the same."""
-Place = tuple[Form, int, int]
-"""Replicas of one form, a rank of theirs, and the width of its split groups."""
-
-
-def _form(replica: ReplicaModel) -> Form:
-    return id(replica.assignment), id(replica.pipeline)
-
-
-def _holders(prices: Prices, replicas: Sequence[ReplicaModel]) -> dict[str, list[Place]]:
-    """Per trainable parameter, the places that hold it."""
-    found: dict[str, list[Place]] = {}
-    for key, replica in {_form(replica): replica for replica in replicas}.items():
-        pipeline = replica.pipeline
+def _shardings(prices: Prices, replicas: Sequence[ReplicaModel]) -> ParameterShardings:
+    """Where the parameters of these replicas lie; devices are numbered as in the cluster."""
+    number = {device.name: index for index, device in enumerate(prices.cluster.devices)}
+    holders = []
+    for index, replica in enumerate(replicas):
         for stage, part in enumerate(replica.assignment.parts):
-            for name in part.parameters:
-                parameter = prices.graph.parameter_by_name[name]
-                if parameter.kind == "parameter" and parameter.trainable:
-                    found.setdefault(name, []).append((key, pipeline.stage_rank[stage], pipeline.width(stage)))
-    return found
-
-
-def _cut_parameters(prices: Prices, replicas: Sequence[ReplicaModel]) -> dict[str, tuple[str, ...]]:
-    """Per trainable parameter that some device holds a part of, the axes that are cut of it."""
-    axes = {shard.axis: None for replica in replicas for cutting in replica.cuttings if cutting for shard in cutting.shards}
-    found: dict[str, tuple[str, ...]] = {}
-    for axis in axes:
-        for name in dict.fromkeys(holder.rpartition(":")[0] for holder in prices.axes.held_by[axis]):
-            parameter = prices.graph.parameter_by_name[name]
-            if parameter.kind == "parameter" and parameter.trainable:
-                found[name] = (*found.get(name, ()), axis)
-    return found
-
-
-def _pieces(prices: Prices, replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]) -> Iterator[tuple[frozenset[str], int]]:
-    """The pieces into which all bounds together cut a parameter: who holds each, and its bytes."""
-    held = dict(_regions(replicas, name, axes))
-    size = {axis: prices.axes.by_name[axis].size for axis in axes}
-    bounds = {axis: sorted({0, size[axis], *(end for region in held.values() for end in region.get(axis, ()))}) for axis in axes}
-    num_bytes = prices.graph.parameter_by_name[name].spec.num_bytes
-    for box in product(*(pairwise(bounds[axis]) for axis in axes)):
-        piece = dict(zip(axes, box, strict=True))
-        owners = frozenset(
-            device
-            for device, region in held.items()
-            if all(region[axis][0] <= start and stop <= region[axis][1] for axis, (start, stop) in piece.items() if axis in region)
-        )
-        yield owners, round(num_bytes * prod((stop - start) / size[axis] for axis, (start, stop) in piece.items()))
-
-
-def _regions(replicas: Sequence[ReplicaModel], name: str, axes: Sequence[str]) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
-    """Per device that holds a parameter, its interval of each axis that it does not hold whole."""
-    for replica in replicas:
-        pipeline = replica.pipeline
-        for stage, part in enumerate(replica.assignment.parts):
-            if name not in part.parameters:
-                continue
-            cutting, width = replica.cuttings[stage], pipeline.width(stage)
-            own = {shard.axis: intervals(shard.sizes) for shard in (cutting.shards if cutting else ()) if shard.axis in axes}
-            for index, device in enumerate(replica.placed[pipeline.stage_rank[stage]]):
-                if own or index % width == 0:
-                    yield device, {axis: parts[index % width] for axis, parts in own.items()}
+            cutting, pipeline = replica.cuttings[stage], replica.pipeline
+            pattern = Pattern(part.parameters, pipeline.width(stage), cutting.shards if cutting else ())
+            devices = tuple(number[device] for device in replica.placed[pipeline.stage_rank[stage]])
+            holders.append(Holder((index, stage), devices, pattern))
+    is_sharded = any(holder.pattern.shards for holder in holders)
+    return ParameterShardings(tuple(holders), prices.axes if is_sharded else None, tuple(number))
