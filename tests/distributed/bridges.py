@@ -12,7 +12,6 @@ from torch import fx, nn
 
 from tests.distributed.cutting import captured, part_of, run, whole_stage
 from tests.wire import Counting
-from whale.axes.bridges import Bridge, find_bridges
 from whale.axes.labels import label
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import Shard
@@ -20,14 +19,15 @@ from whale.runtime.program.shard import ShardProgram, lower_shards
 from whale.runtime.program.shard import communication as steps
 from whale.runtime.program.shard.slots import own_part
 from whale.sharding.bridge_bytes import bridge_bytes
+from whale.sharding.bridges import Bridge, find_bridges
 
 UNNAMED = ""
 """Stands for reductions that are no sums: their messages name no tensor."""
 
 WRITTEN: dict[Any, str] = {
     steps.enter: "all-reduce of gradients",
-    steps.part: "part",
-    own_part: "part",
+    steps.part: "slice",
+    own_part: "slice",
     steps.gather: "all-gather",
     steps.collect: "all-gather",
     steps.exchange: "all-to-all",
@@ -61,7 +61,7 @@ def compared(rank: int, num_ranks: int, builder: str, shards: Sequence[Shard]) -
     run(_Forward(lowered, group), stage, model, whole.program, whole.batch, tensors, group)
     planned: Moved = {}
     for bridge in listed:
-        bytes_ = bridge_bytes(bridge, model, whole.axes, shards, rank, model.num_rows)
+        bytes_ = bridge_bytes(bridge, model, whole.axes, shards, model.num_rows)[rank]
         for phase, moved in zip(("forward", "backward"), bytes_, strict=True):
             key = phase, UNNAMED if _is_no_sum(bridge) else bridge.tensor
             planned[key] = planned.get(key, 0) + moved

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from whale.axes.bridges import Bridge, Transport
 from whale.axes.labels import Labels
 from whale.estimate import Line, all_gather_line, all_reduce_line, all_to_all_line
 from whale.estimate.prices import Prices
 from whale.ir.graph import Op
 from whale.sharding.bridge_bytes import GATHERED, sum_share
+from whale.sharding.bridges import Bridge, Transport
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Tolls:
 
     def line(self, transport: Transport, payload: Line, num_messages: int = 1) -> Line:
         """Seconds by rows of one collective over a whole tensor (bytes by rows), in the slowest group; each starts a kernel."""
-        if transport in ("", "part"):
+        if transport in ("", "slice"):
             return Line(self.prices.costs.launch_seconds if transport else 0.0)
         key = transport, payload, num_messages
         if key not in self._known:

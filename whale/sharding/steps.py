@@ -6,7 +6,7 @@
     all-to-all       all-to-all       m_i - what it has of it already
     send             send             m_i - what it has of it already
     reduce-scatter   all-gather       m_i (t - 1)           its part, from each of the others
-    all-reduce       all-reduce       N + (t - 2) N_i       a reduce-scatter and an all-gather, in even pieces N_i
+    all-reduce       all-reduce       2 N (t - 1) / t       a reduce-scatter and an all-gather, in even pieces
 
 A step is a linear map: each element of a target is the sum of those that are copied to it. Its adjoint copies back.
 """
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from whale.ir.division import divide_evenly
 from whale.sharding.index_space import IndexSpace
 from whale.sharding.moves import Move
 from whale.sharding.regions import Region
@@ -62,26 +61,21 @@ class Step:
         """What gradients do on the way back: the transpose of the map."""
         return Step(ADJOINT[self.kind], self.after, self.before, tuple(move.adjoint for move in self.moves))
 
-    def elements(self, space: IndexSpace) -> Mapping[tuple[int, int], int]:
-        """Elements on each link that it uses, by sender and receiver.
+    def elements(self, space: IndexSpace) -> Mapping[tuple[int, int], float]:
+        """Elements on each link that it uses, by sender and receiver; of an all-reduce, as many on all links.
 
         Args:
             space: of the tensor.
         """
         if self.kind == "all-reduce":
-            return self._reduced(space.num_elements(self.before[0][1]))
-        found: dict[tuple[int, int], int] = {}
+            each = 2 * space.num_elements(self.before[0][1]) / len(self.participants)
+            return {(a, b): each for a in self.participants for b in self.participants if a != b}
+        found: dict[tuple[int, int], float] = {}
         for move in self.moves:
             if move.source != move.target:
                 link = move.source, move.target
                 found[link] = found.get(link, 0) + space.num_elements(move.region)
         return found
-
-    def _reduced(self, num_elements: int) -> Mapping[tuple[int, int], int]:
-        """Every device sums one of even pieces, and hands it to all others."""
-        ranks = self.participants
-        pieces = dict(zip(ranks, divide_evenly(num_elements, len(ranks)), strict=True))
-        return {(a, b): pieces[b] + pieces[a] for a in ranks for b in ranks if a != b}
 
     def __str__(self) -> str:
         return f"{self.kind} over {{{' '.join(map(str, self.participants))}}}: {', '.join(map(str, self.moves))}"

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whale.axes import Axes, Axis, Concatenation, Dimension, OpAxes, Role
-from whale.axes.bridges import Bridge
 from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
 from whale.ir.plan import Shard
 from whale.sharding.bridge_bytes import bridge_bytes, sum_share
+from whale.sharding.bridges import Bridge
 
 PLANNED, ROWS = 2, 3
 DIMENSIONS: tuple[tuple[Dimension, ...], ...] = (
@@ -79,8 +79,8 @@ def test_bytes_are_those_of_the_elements_that_are_missing(case: tuple[tuple[Dime
         others = len(shards[0].sizes) - 1
         reduced = {"reduce-scatter": 4 * len(before) * others, "all-reduce": round(8 * len(after) * others / (others + 1))}
         forward = 4 * len(after - before)
-        backward = 0 if bridge.backward == "part" else reduced.get(bridge.backward, 4 * len(before - after))
-        assert bridge_bytes(bridge, graph, axes, shards, position, ROWS) == (forward, backward)
+        backward = 0 if bridge.backward == "slice" else reduced.get(bridge.backward, 4 * len(before - after))
+        assert bridge_bytes(bridge, graph, axes, shards, ROWS)[position] == (forward, backward)
 
 
 @pytest.mark.parametrize(("combine", "share"), [("sum", 1.0), ("mean", 1.0), ("lookup", 1.0), ("max", 4.0), ("any", 1.0)])
@@ -90,9 +90,9 @@ def test_sums_and_their_adjoints(combine: str, share: float) -> None:
     shards = (Shard("a", (2, 1)), Shard("b", (3, 1)))
     whole = Bridge("x", None, None, is_sum=True, combine=combine)
     assert sum_share(whole, graph, axes) == share
-    assert bridge_bytes(whole, graph, axes, shards, 0, ROWS) == (4 * 36 * share, 0)
+    assert bridge_bytes(whole, graph, axes, shards, ROWS)[0] == (4 * 36 * share, 0)
     scattered = Bridge("x", None, "b", is_sum=True, combine=combine)
-    assert bridge_bytes(scattered, graph, axes, shards, 1, ROWS) == (4 * 9 * share, 4 * 27)
+    assert bridge_bytes(scattered, graph, axes, shards, ROWS)[1] == (4 * 9 * share, 4 * 27)
 
 
 @pytest.mark.parametrize(("target", "weight", "share"), [("int64", (), 3.0), ("int64", ("float32",), 2.0), ("float32", (), 1.0)])

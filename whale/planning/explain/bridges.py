@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from whale.axes.bridges import Bridge, find_bridges
 from whale.ir.plan import Choice, Replica, Stage
 from whale.planning.replicas.replica import ReplicaModel
 from whale.planning.replicas.solve import Solution, Solver
 from whale.planning.shard.stage_price import make_scene
 from whale.sharding.bridge_bytes import GATHERED, bridge_bytes
+from whale.sharding.bridges import Bridge, find_bridges
 from whale.units import format_bytes
 
 Bytes = tuple[int, int]
@@ -35,8 +35,7 @@ def _stage(solver: Solver, model: ReplicaModel, stage: Stage) -> Iterator[Choice
 
     def received(bridge: Bridge) -> Bytes:
         rows = max(stage.shares)
-        moved = [bridge_bytes(bridge, prices.graph, prices.axes, stage.shards, position, rows) for position in range(stage.split)]
-        return max(moved, key=sum)
+        return max(bridge_bytes(bridge, prices.graph, prices.axes, stage.shards, rows), key=sum)
 
     found = {bridge: received(bridge) for bridge in bridges}
     alike: dict[tuple[object, ...], list[Bridge]] = {}

@@ -19,7 +19,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.axes.bridges import Bridge
 from whale.estimate import optimizer_seconds
 from whale.estimate.op_table import Floats, is_free
 from whale.estimate.prices import Prices
@@ -30,6 +29,7 @@ from whale.ir.graph import Op
 from whale.ir.plan import BATCH
 from whale.planning.shard.classes import WHOLE, Classes, Label, Tensors, Use
 from whale.planning.shard.program import LabelFigures, Pair, Program, Selection, TensorFigures, UserFigures, solve
+from whale.sharding.bridges import Bridge
 
 GRID = 33
 """Times by units are computed at this many points and lie on lines between them."""

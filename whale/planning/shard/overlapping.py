@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from whale.axes import Axes, discover
-from whale.axes.bridges import Bridge, Transport
 from whale.axes.halving import MIN_ROWS, Halving, halve, halve_stage
 from whale.errors import PlanError, WhaleError
 from whale.estimate import Line
@@ -23,6 +22,7 @@ from whale.hardware.catalogue import CPU
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Shard
 from whale.planning.shard.space import Scene
+from whale.sharding.bridges import Bridge, Transport
 from whale.units import format_seconds
 
 Costs = tuple[tuple[Line, Line], ...]
@@ -155,7 +155,7 @@ def _messages(tolls: Tolls, bridges: Iterable[Bridge]) -> Messages:
 
 
 def _moves(transport: Transport) -> bool:
-    return transport not in ("", "part")
+    return transport not in ("", "slice")
 
 
 def _halved(seconds: Line, messages: Line, num_messages: int, num_gaps: int, rows: float) -> Line:

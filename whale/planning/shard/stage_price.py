@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from whale.axes.bridges import Bridge, find_bridges
 from whale.axes.labels import Labels
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line, spec_line
@@ -20,6 +19,7 @@ from whale.planning.shard.overlapping import Overlapper, Overlapping
 from whale.planning.shard.sharding import Cutter, Cutting, Group, group_of
 from whale.planning.shard.space import Scene
 from whale.planning.structure.stages import Assignment
+from whale.sharding.bridges import Bridge, find_bridges
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from tests.unit.planning.graphs import ROWS, Graph, cluster
 from tests.unit.planning.shard.test_sharding_scopes import mlp, split
 from tests.unit.planning.transformers import gpus, transformer
 from whale.axes import discover
-from whale.axes.bridges import Bridge, find_bridges
 from whale.axes.labels import Labels, label
 from whale.config import Config
 from whale.errors import PlanError
@@ -19,6 +18,7 @@ from whale.ir.plan import Plan, Shard
 from whale.planning import make_plan, retarget_plan
 from whale.planning.explain import explain
 from whale.planning.verify import verify
+from whale.sharding.bridges import Bridge, find_bridges
 
 
 def labels_of(plan: Plan, graph: ModelGraph) -> Labels:

@@ -14,10 +14,10 @@ from whale.axes.added import ADDED, operator_name
 from whale.axes.values import Dimension, Role, axes_of
 from whale.errors import PlanError
 from whale.ir.graph import Op
-from whale.runtime.program.shard.communication import leave, scatter
 from whale.runtime.program.shard.layout import Held, ShardLayout
 from whale.runtime.program.shard.randomness import drawn_apart
 from whale.runtime.program.shard.writer import Writer
+from whale.sharding.bridges import Bridge
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,7 @@ class Call:
     def leave(self, partial: fx.Node) -> fx.Node:
         """The sum of the devices' partial results: whole, or this device's part of it."""
         target = self.layout.labels.scattered.get(self.op.name)
-        if target is None:
-            return self.emit(leave, partial, self.writer.group, f"%{self.op.name}", what="leave")
-        slots = self.layout.slots(self.op.name, target)
-        return self.emit(scatter, partial, slots, self.writer.group, f"%{self.op.name}", what="scatter")
+        return self.writer.bridge(self.node, partial, Bridge(self.op.name, None, target, is_sum=True))
 
     def refuse(self, why: str, hint: str | None = None) -> NoReturn:
         """Says that this call cannot be cut so.

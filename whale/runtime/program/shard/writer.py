@@ -6,19 +6,34 @@ between ends the sharing, since the next user must see what was written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
 
 from whale.axes.labels import Use
 from whale.runtime.program.marks import OP
-from whale.runtime.program.shard.communication import collect, enter, exchange, gather, part
+from whale.runtime.program.shard.communication import collect, enter, exchange, gather, leave, part, scatter
 from whale.runtime.program.shard.layout import ShardLayout
-from whale.runtime.program.shard.slots import own_part
+from whale.runtime.program.shard.slots import Slots, own_part
+from whale.sharding.bridges import Bridge, Transport
 
 GROUP = "split_group"
 """The placeholder of the split group, first in every lowered graph."""
+
+_OPERATIONS: Mapping[tuple[Transport, Transport], Callable[..., Any]] = {
+    ("", "all-reduce"): enter,
+    ("slice", ""): own_part,
+    ("slice", "all-gather"): part,
+    ("all-gather", ""): gather,
+    ("all-gather", "slice"): gather,
+    ("all-gather", "reduce-scatter"): collect,
+    ("all-to-all", ""): exchange,
+    ("all-to-all", "all-to-all"): exchange,
+    ("all-reduce", ""): leave,
+    ("reduce-scatter", "all-gather"): scatter,
+}
+"""What a program calls for a bridge, by what moves forward and backward."""
 
 _BETWEEN = frozenset({"enter", "gather", "collect", "part", "exchange"})
 """Steps that stand between ops, where the first user needs them, and so belong to none."""
@@ -79,13 +94,13 @@ class Writer:
         op = self.layout.model.by_name.get(node.name)
         if op is None or len(op.outputs) != 1 or node.name not in self.layout.axes.ops:
             return self.copies[node]
-        source = self.layout.labels.held(node.name)
         has_gradient = op.requires_grad and node.name not in self._synchronized
-        if source == use.axis and (source is not None or not use.entered or not has_gradient):
+        bridge = Bridge(node.name, self.layout.labels.held(node.name), use.axis, use.entered, has_gradient=has_gradient)
+        if not bridge.forward and not bridge.backward:
             return self.copies[node]
         key = (node, use, self._writes.get(self._roots[node.name], 0))
         if key not in self._forms:
-            self._forms[key] = self._bridge(node, source, use, has_gradient)
+            self._forms[key] = self.bridge(node, self.copies[node], bridge)
         return self._forms[key]
 
     def _use(self, node: fx.Node, axis: str | None) -> Use:
@@ -93,21 +108,18 @@ class Writer:
             return Use()
         return Use(axis) if axis in self.layout.labels.axes_in(node.name) else Use(entered=True)
 
-    def _bridge(self, node: fx.Node, source: str | None, use: Use, has_gradient: bool) -> fx.Node:
-        value, what = self.copies[node], f"%{node.name}"
-        if source is None and use.axis is None:
-            return self.emit(node, enter, (value, self.group, what), {}, "enter")
-        if source is None:
-            return self.part(node, value, use.axis or "", has_gradient)
-        if use.axis is None:
-            bring = collect if use.entered else gather
-            return self.emit(node, bring, (value, self.layout.slots(node.name, source), self.group, what), {}, bring.__name__)
-        leaving, arriving = self.layout.exchange(node.name, source, use.axis)
-        return self.emit(node, exchange, (value, leaving, arriving, self.group, what), {}, "exchange")
+    def bridge(self, node: fx.Node, value: fx.Node, bridge: Bridge) -> fx.Node:
+        """What a value of an old node is behind a bridge: the operation that does forward and backward what the bridge says."""
+        operation, name = _OPERATIONS[bridge.forward, bridge.backward], bridge.tensor
+        places: tuple[Slots, ...] = ()
+        if bridge.source is not None and bridge.target is not None:
+            places = self.layout.exchange(name, bridge.source, bridge.target)
+        elif bridge.source is not None or bridge.target is not None:
+            places = (self.layout.slots(name, bridge.source or bridge.target or ""),)
+        if operation is own_part:
+            return self.emit(node, own_part, (value, *places), {}, "part")
+        return self.emit(node, operation, (value, *places, self.group, f"%{name}"), {}, operation.__name__)
 
-    def part(self, node: fx.Node, value: fx.Node, axis: str, has_gradient: bool = False) -> fx.Node:
-        """The own part of a whole value of an old node; the parts' gradients are brought together where that is asked for."""
-        slots = self.layout.slots(node.name, axis)
-        if not has_gradient:
-            return self.emit(node, own_part, (value, slots), {}, "part")
-        return self.emit(node, part, (value, slots, self.group, f"%{node.name}"), {}, "part")
+    def part(self, node: fx.Node, value: fx.Node, axis: str) -> fx.Node:
+        """The own part of a whole value of an old node, without a gradient."""
+        return self.bridge(node, value, Bridge(node.name, None, axis, has_gradient=False))

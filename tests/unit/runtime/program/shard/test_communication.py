@@ -16,13 +16,13 @@ from torch import Tensor
 from tests.unit.sharding.test_bridge_bytes import Index, coordinates, held, world
 from tests.wire import Device, on_devices
 from whale.axes import Concatenation, Dimension
-from whale.axes.bridges import Bridge
 from whale.ir.plan import Shard
 from whale.runtime.program.shard.communication import collect, enter, exchange, gather, leave, part, scatter
 from whale.runtime.program.shard.group import Group
 from whale.runtime.program.shard.layout import ShardLayout
 from whale.runtime.program.shard.slots import Slots
 from whale.sharding.bridge_bytes import bridge_bytes
+from whale.sharding.bridges import Bridge
 
 TENSORS: tuple[tuple[Dimension, ...], ...] = (
     (("batch",), ("a",), ("b",)),
@@ -217,7 +217,7 @@ def test_no_more_is_received_than_is_missing(name: str, case: Case) -> None:
         device.enter_phase("backward")
         made.backward(torch.ones_like(made))
         moved = {phase: sum(m.received for m in device.messages if m.phase == phase) for phase in ("forward", "backward")}
-        planned = bridge_bytes(bridge(name, case), graph, axes, case.shards, device.position, case.sizes["batch"])
+        planned = bridge_bytes(bridge(name, case), graph, axes, case.shards, case.sizes["batch"])[device.position]
         assert planned == pytest.approx(tuple(moved.values()), abs=1)  # an all-reduce in pieces that are no whole bytes
         before, after = (case.has(form, device.position) for form in (source, target))
         if source != "each":

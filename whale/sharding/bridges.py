@@ -1,36 +1,36 @@
 """Bridges inside a split stage: what turns a tensor as one op makes it into the form in which others use it.
 
                             used whole        used whole by parts     used cut along b
-    whole                   nothing           nothing                 the own part
+    whole                   nothing           nothing                 slice
                             - nothing         - all-reduce            - all-gather
     cut along a             all-gather        all-gather              all-to-all (nothing if a is b)
-                            - the own part    - reduce-scatter        - all-to-all
+                            - slice           - reduce-scatter        - all-to-all
     sum over the group      all-reduce        (as whole)              reduce-scatter
                             - nothing                                 - all-gather
-The second lines are the adjoints, for the gradients. "By parts": the user works on parts of an axis that the tensor
-lacks, so that its gradients are partial. A bridge is shared by all users of one form; a gather followed by a cut is
-never made, since each form comes from what the op made.
-
-Received by each of t devices, in elements of a tensor of N of which it holds n_i (even cuts: N / t):
-
-    nothing, the own part    0
-    all-gather               N - n_i           lower bound: what it does not have
-    all-to-all               n'_i (1 - 1/t)    lower bound: its new part without what it had of it
-    reduce-scatter           n_i (t - 1)       lower bound for sums that are made where they are kept
-    all-reduce               2 N (t - 1) / t   a reduce-scatter and an all-gather
+The second lines are the way back, for the gradients. "By parts": the user works on parts of an axis that the tensor
+lacks, so that its gradients are terms of a sum. Both are what `reshard` says of the shardings at the two ends. A bridge
+is shared by all users of one form; a gather followed by a cut is never made, since each form comes from what the op made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from whale.axes.labels import Labels, Use
 from whale.ir.graph import Op
+from whale.sharding.regions import Region
+from whale.sharding.reshard import reshard
+from whale.sharding.sharding import Sharding
+from whale.sharding.steps import Kind
 
-Transport = Literal["", "part", "all-gather", "all-to-all", "all-reduce", "reduce-scatter"]
-"""What moves: nothing, the own part is taken, or a collective."""
+Transport = Kind | Literal[""]
+"""What moves: nothing, or a step."""
+
+Ends = tuple[Sharding, Sharding]
+"""Before and after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +60,48 @@ class Bridge:
     @property
     def forward(self) -> Transport:
         """What moves forward."""
-        if self.is_sum:
-            return "reduce-scatter" if self.target else "all-reduce"
-        if self.source == self.target:
-            return ""
-        if self.source is None:
-            return "part"
-        return "all-to-all" if self.target else "all-gather"
+        return _transports(self.source is not None, self.target is not None, self.source == self.target, self.entered, self.is_sum)[0]
 
     @property
     def backward(self) -> Transport:
-        """What moves backward: the adjoint."""
-        if not self.has_gradient:
-            return ""
-        if self.is_sum:
-            return "all-gather" if self.target else ""
-        if self.source is None:
-            return "all-gather" if self.target else "all-reduce" if self.entered else ""
-        if self.target is None:
-            return "reduce-scatter" if self.entered else "part"
-        return "all-to-all" if self.source != self.target else ""
+        """What moves backward."""
+        known = _transports(self.source is not None, self.target is not None, self.source == self.target, self.entered, self.is_sum)
+        return known[1] if self.has_gradient else ""
+
+    def values(self, regions: Mapping[str, Sequence[Region]], width: int) -> Ends:
+        """How the tensor lies before and after.
+
+        Args:
+            regions: per axis that it has, what each device of the group holds of it.
+            width: devices of the group.
+        """
+        devices = range(width) if self.is_sum else ()
+        return _lies(self.source, regions, width, devices), _lies(self.target, regions, width)
+
+    def gradients(self, regions: Mapping[str, Sequence[Region]], width: int) -> Ends:
+        """How its gradient lies where it comes from, and where it goes; takes what `values` does."""
+        devices = range(width) if self.entered else ()
+        return _lies(self.target, regions, width, devices), _lies(self.source, regions, width)
 
     def __str__(self) -> str:
         source = "sum" if self.is_sum else f"cut {self.source}" if self.source else "whole"
         target = f"cut {self.target}" if self.target else "whole by parts" if self.entered else "whole"
         return f"{self.tensor}: {source} -> {target}  {self.forward or 'nothing'} / {self.backward or 'nothing'}"
+
+
+def _lies(axis: str | None, regions: Mapping[str, Sequence[Region]], width: int, terms: Iterable[int] = ()) -> Sharding:
+    """Whole, or in parts of an axis; of an axis that a tensor lacks there are no parts."""
+    return Sharding(tuple(range(width)), tuple(regions.get(axis or "", (Region(),) * width)), tuple(terms))
+
+
+@cache
+def _transports(is_sharded: bool, wants_shards: bool, is_same: bool, entered: bool, is_sum: bool) -> tuple[Transport, Transport]:
+    """What moves forward and backward at all bridges of one form: as between two devices and axes of two units."""
+    target = "a" if is_same else "b"
+    bridge = Bridge("", "a" if is_sharded else None, target if wants_shards else None, entered, is_sum)
+    regions = {axis: Sharding.along(range(2), axis, (1, 1)).regions for axis in ("a", "b")}
+    there, back = reshard(*bridge.values(regions, 2)), reshard(*bridge.gradients(regions, 2))
+    return there[0].kind if there else "", back[0].kind if back else ""
 
 
 def find_bridges(labels: Labels, returned: frozenset[str] = frozenset()) -> tuple[Bridge, ...]:
