@@ -54,7 +54,7 @@ def compared(rank: int, num_ranks: int, builder: str, shards: Sequence[Shard]) -
     model = _in_float64(whole.model)
     stage = whole_stage(whole.model, whole.program)
     lowered = lower_shards(stage.module.graph, model, whole.axes, shards, rank)
-    labels = label(model, whole.axes, [node.name for node in stage.module.graph.nodes], shards)
+    labels = label(model, whole.axes, [node.name for node in stage.module.graph.nodes if node.name in model.by_name], shards)
     listed = find_bridges(labels, frozenset(stage.outputs))
     group = Counting(dist.group.WORLD)
     tensors = {name: part_of(name, value, whole.axes, shards, rank) for name, value in whole.program.tensors.items()}
