@@ -365,7 +365,7 @@ def staged_errors(rank: int, num_ranks: int, builder: str, shards: Sequence[Shar
     loss, gradients = run(Both(), stage, model, program, whole.batch, tensors, everyone())
     found = {"loss": _error(loss, whole.loss, 0.0)}
     floor = max(float(value.abs().max()) for value in whole.gradients.values()) * 1e-3
-    together = ShardProgram(fx.Graph(), {**lowered[0].parameters, **lowered[1].parameters}, lowered[0].partial | lowered[1].partial, {})
+    together = ShardProgram(fx.Graph(), {**lowered[0].parameters, **lowered[1].parameters}, lowered[0].partial | lowered[1].partial)
     for name, expected in whole.gradients.items():
         made = _assembled(name, gradients.get(name), expected, together, axes, shards, rank, num_ranks, False)
         found[name] = _error(made, expected, floor)

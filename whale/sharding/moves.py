@@ -85,7 +85,7 @@ class _Senders:
         """What gives a device its region of one term; `place` is the position in the source's mesh that is like its own."""
         near = [
             (region, min(holders, key=lambda holder: self._cost(holder, device, place)))
-            for region, holders in self._of_term[term].items()
+            for region, holders in self._meeting(wanted, term)
             if not region.intersect(wanted).is_empty
         ]
         near.sort(key=lambda pair: self._cost(pair[1], device, place))
@@ -103,6 +103,17 @@ class _Senders:
                 rest += part.without(region)
             missing = rest
         assert not missing or len(self._of_term) > 1, f"nobody holds {', '.join(map(str, missing))}"
+
+    def _meeting(self, wanted: Region, term: int) -> Iterator[tuple[Region, list[int]]]:
+        """The regions of a term that may have elements in common with another: by the first axis alone, since this is asked most."""
+        for region, holders in self._of_term[term].items():
+            if not region.intervals:
+                yield region, holders
+                continue
+            axis, start, stop = region.intervals[0]
+            low, high = wanted.interval(axis) or (start, stop)
+            if start < high and low < stop:
+                yield region, holders
 
     def _cost(self, holder: int, device: int, place: float) -> tuple[object, ...]:
         position = self._position[holder]

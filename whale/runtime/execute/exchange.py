@@ -103,6 +103,7 @@ class Exchange:
         self._done_at = {(place_of(receive), sender): [place_of(send) for send in sends] for (receive, sender), sends in releases.items()}
         self._micro_batches: Sequence[tuple[int, int]] = ()
         self._local_rows: dict[tuple[int, int], tuple[int, int]] = {}
+        self._own: dict[tuple[int, int, Direction], tuple[Copy, ...]] = {}
         self._forms: dict[tuple[int, int, Copy], _Form] = {}
 
     @property
@@ -201,12 +202,17 @@ class Exchange:
         assert not self._parcels, f"parcels that nobody took: {list(self._parcels)}"
 
     def _copies(self, sender: Place, *, local: bool) -> Iterator[tuple[Edge, Copy]]:
-        """What a stage hands over for a micro-batch, in the order in which both ends start it."""
+        """What a stage hands over for a micro-batch, to or from this rank, in the order in which both ends start it."""
         direction, stage, micro_batch = sender
         start, stop = self._micro_batches[micro_batch]
         for number, edge in enumerate(self._boundary.replica.edges):
             if (edge.source if direction == "forward" else edge.target) == stage and self._boundary.replica.is_local(edge) == local:
-                for copy in self._boundary.copies(number, stop - start, direction):
+                key = number, stop - start, direction
+                if key not in self._own:
+                    self._own[key] = tuple(
+                        copy for copy in self._boundary.copies(*key) if self._rank in (copy.lane.source, copy.lane.target)
+                    )
+                for copy in self._own[key]:
                     yield edge, copy
 
     def _piece(self, place: Place, edge: Edge, values: Mapping[str, torch.Tensor], copy: Copy) -> torch.Tensor:
