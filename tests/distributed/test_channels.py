@@ -8,6 +8,7 @@ from itertools import permutations
 import pytest
 import torch
 
+from tests.distributed.ranks import PATIENCE_SECONDS
 from tests.distributed.world import World as Ranks
 from whale.comm import Channels, Lane, World
 
@@ -16,7 +17,7 @@ NUM_MESSAGES = 3
 
 def exchange(rank: int, num_ranks: int, own_groups: bool) -> tuple[list[float], int]:
     """Every rank sends messages of growing sizes to every other; all receives are posted before the first is waited for."""
-    world = World(rank, num_ranks, rank, num_ranks, torch.device("cpu"), timedelta(seconds=20))
+    world = World(rank, num_ranks, rank, num_ranks, torch.device("cpu"), timedelta(seconds=PATIENCE_SECONDS))
     lanes = [Lane(source, target) for source, target in permutations(range(num_ranks), 2)]
     channels = Channels(world, lanes, own_groups=own_groups)
     works, received, sent = [], [], []

@@ -60,7 +60,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(blocks(p, "python"))], ids=name_of)
+RUN = [pytest.param(p, marks=[] if p.name == "README.md" else pytest.mark.slow) for p in PAGES if any(blocks(p, "python"))]
+
+
+@pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_python_runs(page: Path, workplace: Path) -> None:
     torch.set_num_threads(1)
     namespace: dict[str, object] = {"__name__": "__main__"}
