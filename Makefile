@@ -29,6 +29,7 @@ types: $(VENV)/installed_tests
 bench: $(VENV)/installed
 	$(BIN)/python examples/benchmarks/overhead.py
 	$(BIN)/python examples/benchmarks/split.py
+	$(BIN)/python examples/benchmarks/planning.py
 
 $(VENV)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)

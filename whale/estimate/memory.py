@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,34 @@ def recomputed_lines(
         line = Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in inside)
         largest = Line(max(largest.fixed, line.fixed), max(largest.per_row, line.per_row))
     return Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in left), largest
+
+
+def saved_lines(
+    graph: ModelGraph, ops: Iterable[str], kept: Mapping[str, tuple[str, ...]], segments: Iterable[Collection[str]]
+) -> tuple[Line, ...]:
+    """Bytes that a stage keeps less for one micro-batch, by each segment if it alone is recomputed.
+
+    What only its own ops keep goes; what it reads from outside and nobody else keeps comes.
+
+    Args:
+        kept: as in `activation_line`.
+        segments: runs of the ops.
+    """
+    keepers = Counter(name for op in ops for name in kept.get(op, ()))
+    found = []
+    for segment in segments:
+        run = frozenset(segment)
+        inside = Counter(name for op in segment for name in kept.get(op, ()))
+        outside = (graph.storage[source] for op in segment for source in graph.by_name[op].inputs if source not in run)
+        read = dict.fromkeys(name for name in outside if graph.by_name[name].kind == "call")
+        gone = Line.sum(
+            output_line(graph.by_name[name], graph.num_rows)
+            for name, count in inside.items()
+            if count == keepers[name] and name not in read
+        )
+        come = Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in read if name not in keepers)
+        found.append(gone + come * -1)
+    return tuple(found)
 
 
 def working_line(graph: ModelGraph, ops: Iterable[str]) -> Line:

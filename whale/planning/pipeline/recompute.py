@@ -10,6 +10,7 @@ import numpy as np
 
 from whale.errors import ConfigError, raise_faults
 from whale.estimate import Line
+from whale.estimate.memory import saved_lines
 from whale.estimate.op_table import Floats
 from whale.estimate.part import NOTHING, Recompute, Segment
 from whale.estimate.prices import PartCost, Prices
@@ -164,18 +165,14 @@ class Chooser:
         ranked = []
         for stage, found in segments.items():
             names = placed[self.pipeline.stage_rank[stage]]
-            for index, segment in enumerate(found):
-                saved = self._saved(assignment, stage, segment, self._rows(names, num_rows))
+            rows, in_flight = self._rows(names, num_rows), self.pipeline.in_flight[stage]
+            lines = saved_lines(self.prices.graph, assignment.parts[stage].ops, self.prices.kept, found)
+            for index, (segment, line) in enumerate(zip(found, lines, strict=True)):
+                saved = in_flight * line.at(rows)
                 seconds = self._seconds(names, assignment, stage, Recompute((segment,)), num_rows)
                 if saved > 0:
                     ranked.append((-float(f"{saved / max(seconds, 1e-12):.3g}"), stage, index, segment))
         return [(stage, segment) for _, stage, _, segment in sorted(ranked)]
-
-    def _saved(self, assignment: Assignment, stage: int, segment: Segment, num_rows: float) -> float:
-        """Bytes that all micro-batches in flight keep less where a segment recomputes."""
-        part = assignment.parts[stage]
-        before, after = self.prices.part(part).activation, self.prices.part(part, Recompute((segment,))).activation
-        return self.pipeline.in_flight[stage] * (before.at(num_rows) - after.at(num_rows))
 
     def _first(
         self, assignment: Assignment, candidates: Sequence[tuple[int, Segment]], count: int, stages: Iterable[int]

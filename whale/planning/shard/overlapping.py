@@ -203,20 +203,21 @@ def explain_overlap(found: Sequence[Sequence[Overlapping | None]]) -> Iterator[C
 
 
 def overlap_faults(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Iterator[WhaleError]:
-    """Stages that cannot be computed in halves, but are to be."""
+    """Stages that cannot be computed in halves, but are to be; equal ones are looked at once."""
+    known: dict[tuple[tuple[tuple[str, ...], ...], tuple[str, ...], tuple[Shard, ...]], tuple[str, ...]] = {}
     for replica in plan.replicas:
         for stage in replica.stages:
             if not stage.overlap:
                 continue
-            faults = (
-                ["it is not cut"]
-                if not stage.shards
-                else ["it is not one segment that is kept"]
-                if len(stage.program) > 1 or stage.recomputed
-                else []
-            )
-            if not faults:
-                axes = axes or discover(graph)
-                faults = list(halve_stage(graph, axes, replica.edges, stage).faults)
+            key = tuple(edge.tensors for edge in replica.edges if edge.source == stage.index), stage.ops, stage.shards
+            if not stage.shards:
+                faults: tuple[str, ...] = ("it is not cut",)
+            elif len(stage.program) > 1 or stage.recomputed:
+                faults = ("it is not one segment that is kept",)
+            else:
+                if key not in known:
+                    axes = axes or discover(graph)
+                    known[key] = halve_stage(graph, axes, replica.edges, stage).faults
+                faults = known[key]
             for fault in faults:
                 yield PlanError(f"a stage in two halves computes each by itself (replica {replica.index}, stage {stage.index}: {fault})")

@@ -110,6 +110,8 @@ def _along(axis: str | None) -> str:
 
 def _held_twice(replica: Replica, axes: Axes) -> Iterator[PlanError]:
     """Two stages on one virtual device hold a parameter in the same way."""
+    if len(set(replica.pipeline.stage_rank)) == replica.pipeline.num_stages:
+        return  # every stage has devices of its own
     first: dict[tuple[int, str], tuple[int, Sequence[Shard]]] = {}
     for stage in replica.stages[: replica.pipeline.num_stages]:
         held = _held(stage, axes)

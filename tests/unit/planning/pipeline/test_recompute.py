@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scope
 from whale.config import SCHEDULES, Config
 from whale.errors import ConfigError, PlanError
-from whale.estimate import kept_tensors
+from whale.estimate import activation_line, kept_tensors, recomputed_lines
 from whale.estimate.kept import activations_of
+from whale.estimate.memory import saved_lines
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import Plan, Segment, program_of
@@ -54,6 +55,16 @@ def blocks_of(graph: ModelGraph, in_flight: int = 4) -> tuple[tuple[str, ...], .
 def test_blocks_are_cut_where_little_crosses() -> None:
     assert [block[0] for block in blocks_of(thick())] == [f"up{index}" for index in range(6)]
     assert all(block[2].startswith("down") for block in blocks_of(thick()))
+
+
+@given(st.integers(1, 5), st.integers(0, 17), st.integers(1, 12))
+def test_what_a_segment_saves_alone_is_what_the_stage_keeps_less(num_blocks: int, start: int, length: int) -> None:
+    graph = thick(num_blocks)
+    ops, kept = calls(graph), kept_tensors(graph)
+    segment = tuple(ops[start : start + length]) or tuple(ops[-1:])
+    (saved,) = saved_lines(graph, ops, kept, [segment])
+    before, (after, _) = activation_line(graph, ops, kept), recomputed_lines(graph, ops, kept, [segment])
+    assert saved.at(ROWS) == pytest.approx(before.at(ROWS) - after.at(ROWS))
 
 
 def attention(graph: Graph, source: str, name: str) -> str:
