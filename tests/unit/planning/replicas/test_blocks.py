@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.planning.graphs import chain, cluster
+from tests.unit.planning.graphs import chain, cluster, scope
 from whale.config import Config
 from whale.errors import BatchError, ConfigError
 from whale.ir.plan import Plan
@@ -81,6 +81,34 @@ def test_every_row_is_given_out(shapes: list[tuple[int, int]]) -> None:
 def test_blocks_that_do_not_fit(blocks: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(*blocks)
+
+
+SCOPED = chain(8, [(scope(index // 4, 1, f"part{index // 4}"),) for index in range(8)], width=64)
+
+
+def scoped(*blocks: dict[str, Any]) -> Plan:
+    return make_plan(SCOPED, FOUR, Config({"replicas": list(blocks)}), rows=32)
+
+
+def test_scopes_say_the_stages_and_blocks_the_rest() -> None:
+    found = scoped({"num_micro_batch": 4}, {"devices": NAMES[:2], "num_stages": 2, "schedule": "gpipe", "num_micro_batch": 2})
+    assert [pipeline.order for pipeline in found.pipelines] == ["1f1b, 4 micro-batch(es)", "gpipe, 2 micro-batch(es)"]
+    for replica in found.replicas:
+        assert [stage.task_graphs for stage in replica.stages] == [("part0",), ("part1",)]
+    assert set(found.devices[2:]) == set(NAMES[:2])
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"num_stages": 3}, r"pipeline of 2 virtual devices \(pipeline.num_stages: 3, scopes: part0, part1\)"),
+        ({"split": 2}, r"the scopes say what is split \(replica 0, split: 2, scopes: 1\)"),
+        ({"devices": 3}, r"the devices that its stages take \(replica 0, devices: 3, stages: 1 \+ 1\)"),
+    ],
+)
+def test_blocks_only_repeat_scopes(block: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scoped(block)
 
 
 def test_too_few_rows_say_what_each_replica_needs() -> None:
