@@ -18,14 +18,16 @@ Bytes = tuple[int, int]
 
 
 def explain_bridges(solver: Solver, best: Solution, replicas: Sequence[Replica]) -> Iterator[Choice]:
-    """A choice per bridge of each split stage, alike ones together, and one for the stage; equal replicas once."""
+    """A choice per bridge of each split stage, alike ones together, and one for the stage; equal replicas once, others by number."""
+    are_alike = len({replica.pipeline for replica in replicas}) == 1
     seen: dict[object, None] = {}
     for replica, model in zip(replicas, best.replicas, strict=True):
         for stage in replica.stages:
-            key = stage.index, stage.shards, stage.shares
+            key = replica.pipeline, stage.index, stage.shards, stage.shares
             if stage.shards and key not in seen:
                 seen[key] = None
-                yield from _stage(solver, model, stage)
+                name = f"stage {stage.index}" + ("" if are_alike else f" of replica {replica.index}")
+                yield from (replace(choice, subject=f"{name}: {choice.subject}") for choice in _stage(solver, model, stage))
 
 
 def _stage(solver: Solver, model: ReplicaModel, stage: Stage) -> Iterator[Choice]:
@@ -45,18 +47,18 @@ def _stage(solver: Solver, model: ReplicaModel, stage: Stage) -> Iterator[Choice
         count = f"{len(own)} x " if len(own) > 1 else ""
         forward = "all-gather" if own[0].combine in GATHERED else own[0].forward
         cost = _moved(forward, own[0].backward, found[own[0]])
-        yield Choice("bridges", f"stage {stage.index}: {count}%{own[0].tensor} ({target})", str(text), cost=cost)
+        yield Choice("bridges", f"{count}%{own[0].tensor} ({target})", str(text), cost=cost)
     if bridges:
-        yield _together(stage, bridges, found, received)
+        yield _together(bridges, found, received)
 
 
-def _together(stage: Stage, bridges: Sequence[Bridge], found: dict[Bridge, Bytes], received: Callable[[Bridge], Bytes]) -> Choice:
+def _together(bridges: Sequence[Bridge], found: dict[Bridge, Bytes], received: Callable[[Bridge], Bytes]) -> Choice:
     alone = sum(sum(found[bridge]) * max(1, len(bridge.users)) for bridge in bridges)
     fused = sum(map(sum, found.values()))
     steps = sum(sum(map(sum, map(received, _in_two_steps(bridge)))) for bridge in bridges)
     return Choice(
         "bridges",
-        f"stage {stage.index}: all {len(bridges)}",
+        f"all {len(bridges)}",
         "each form once for all its users, in one step",
         cost=f"{format_bytes(fused)} per device and micro-batch",
         runner_up="; ".join(
