@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from tests.parts import cut_out, put_in
 from whale.axes import Axes, Dimension, axes_of, discover
 from whale.axes.labels import may_scatter
 from whale.axes.values import may_lie_in_parts
@@ -24,7 +25,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Shard
 from whale.runtime.program.deferred import WeightQueue
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
-from whale.runtime.program.shard import GROUP, Group, ShardProgram, cut_out, lower_shards, put_in
+from whale.runtime.program.shard import GROUP, Group, ShardProgram, lower_shards
 from whale.runtime.program.shard.communication import enter
 
 

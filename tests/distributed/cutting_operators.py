@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from tests.distributed.cutting import everyone
+from tests.parts import cut_out, put_in
 from tests.unit.axes.law import Case, Law, results
 from tests.unit.axes.test_rules_alone import bits, ids, labels, x
 from whale.axes import Axes, discover
 from whale.ir.graph import ModelGraph, Op, Parameter, Ref
 from whale.ir.plan import Shard
-from whale.runtime.program.shard import cut_out, lower_shards, put_in
+from whale.runtime.program.shard import lower_shards
 
 
 @dataclass(frozen=True)

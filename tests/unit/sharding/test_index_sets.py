@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.parts import cut_out, local_indices, local_shape, put_in
 from whale.axes import Axes, Axis, Concatenation, Dimension
 from whale.ir.plan import Shard
-from whale.runtime.program.shard import cut_out, local_indices, local_shape, put_in
 from whale.sharding.index_sets import count, count_below, extent, index_set, intervals, merged
 
 SIZES = {"a": 2, "b": 3, "c": 5, "d": 4}

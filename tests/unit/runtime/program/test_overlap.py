@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.parts import cut_out
 from tests.wire import Device, on_devices
 from whale.axes import Axes, discover
 from whale.axes.halving import halve
@@ -21,7 +22,6 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Shard
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
 from whale.runtime.program.marks import HALF, op_of
-from whale.runtime.program.shard import cut_out
 from whale.runtime.program.shard.communication import finish, start
 
 torch.set_num_threads(1)

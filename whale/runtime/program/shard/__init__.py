@@ -2,6 +2,5 @@
 
 from whale.runtime.program.shard.group import Gate, Group
 from whale.runtime.program.shard.lower import GROUP, ShardProgram, lower_shards
-from whale.runtime.program.shard.pieces import cut_out, local_indices, local_shape, put_in
 
-__all__ = ["GROUP", "Gate", "Group", "ShardProgram", "cut_out", "local_indices", "local_shape", "lower_shards", "put_in"]
+__all__ = ["GROUP", "Gate", "Group", "ShardProgram", "lower_shards"]
