@@ -6,6 +6,7 @@ from pathlib import Path
 
 from whale.config import Config
 from whale.errors import PlanError
+from whale.estimate import Costs
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -34,7 +35,7 @@ def decide(plan: Plan | str | Path | None, graph: ModelGraph, cluster: Cluster, 
             f"a plan serves the model it was made for (plan: {given.model}, this model: {graph.fingerprint})",
             hint="plan again: the model, its scopes or the example batch have changed",
         )
-    verify(given, graph, cluster)
+    verify(given, graph, cluster, costs=Costs.of(config))
     return given
 
 

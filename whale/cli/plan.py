@@ -54,6 +54,9 @@ def print_plan(plan: Plan) -> None:
     for line in _edges(plan):
         console.print(line, markup=False)
     console.print(f"predicted: {format_seconds(plan.step_seconds)} per step")
+    for choice in plan.choices:
+        if choice.pass_name == "estimate":
+            console.print(f"{choice.subject}: {choice.decision}; {choice.cost}", markup=False, soft_wrap=True)
     if plan.idle_devices:
         console.print(f"idle: {', '.join(plan.idle_devices)}", markup=False)
 

@@ -1,9 +1,12 @@
-"""Closed forms of the pipeline schedules: the time of a step whose ranks are unequal.
+"""Lower bounds of the time of a step in closed form: what the search for a plan ranks by, never above the event simulation.
 
-    m x (time of the slowest rank)  +  bubble share x (time of the other ranks)
+Rank r can start when the ranks before it have done the first forward pass, computes all its micro-batches, and after its
+last backward pass the ranks before it still have theirs to do:
 
-With equal ranks that is the familiar m (F + B) + (p - 1)(F + B) / v; with unequal ones and one chunk it is
-(m - 1) max + sum.
+    the largest, over the ranks r, of    m x (time of r)  +  share x (time of all ranks before r)
+
+The share is 1 where both the forward and the backward pass of those stand outside, 1 / v of v chunks, and so on. With equal
+ranks and no messages that is exact for most schedules: m (F + B) + (p - 1) (F + B) / v.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ import numpy as np
 from whale.estimate.op_table import Floats
 
 FORWARD_SHARE = 1 / 3
-"""Share of F in F + B where B = 2 F, which prices the schedules that split the backward pass."""
+"""Share of F in F + B where B = 2 F, for the schedules that split the backward pass: weight gradients fill their drain."""
+
+RECOMPUTED_SHARE = 3 / 4
+"""Share of F + B in F + R + B where R = F and B = 2 F, for the schedules that compute again before the gradient comes."""
 
 
 def bubble_share(schedule: str, num_chunks: int = 1) -> float:
-    """The part of its time per micro-batch that each further rank adds while the pipeline fills and drains."""
-    shares = {"zb_h1": FORWARD_SHARE, "zb_h2": 0.0, "zb_v": 0.0, "interleaved": 1 / num_chunks, "aiao": 1 / num_chunks}
+    """The part of the time per micro-batch of the ranks before it that passes while a rank cannot compute."""
+    again = dict.fromkeys(("recompute_early", "last_no_recompute", "shifted_critical_path"), RECOMPUTED_SHARE)
+    shares = again | {"zb_h1": FORWARD_SHARE, "zb_h2": 0.0, "zb_v": 0.0, "interleaved": 1 / num_chunks, "aiao": 1 / num_chunks}
     shares["aiao_early_loss"] = shares["aiao"]
     return shares.get(schedule, 1.0)
 
@@ -47,7 +54,7 @@ def exposed_sync(
 
 
 def pipeline_seconds(schedule: str, rank_seconds: Sequence[float] | Sequence[Floats], num_micro_batch: int, num_chunks: int = 1) -> Floats:
-    """Time of all micro-batches of a step.
+    """The least time of all micro-batches of a step.
 
     Args:
         rank_seconds: per pipeline rank, forward and backward of one micro-batch over all its chunks; or arrays of
@@ -57,6 +64,6 @@ def pipeline_seconds(schedule: str, rank_seconds: Sequence[float] | Sequence[Flo
         one time per case (an array of no dimension for plain numbers).
     """
     ranks = np.asarray(rank_seconds, dtype=np.float64)
-    slowest = ranks.max(axis=0)
-    result: Floats = num_micro_batch * slowest + bubble_share(schedule, num_chunks) * (ranks.sum(axis=0) - slowest)
+    before = np.cumsum(ranks, axis=0) - ranks
+    result: Floats = (num_micro_batch * ranks + bubble_share(schedule, num_chunks) * before).max(axis=0)
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from whale.estimate.op_table import operator
 from whale.ir.graph import ModelGraph, Op
@@ -57,3 +57,28 @@ def _kept_by(op: Op) -> tuple[str, ...]:
     if name in KEEPS_OUTPUT:
         return (op.name,)
     return (*op.inputs, op.name) if name in KEEPS_BOTH else op.inputs
+
+
+WEIGHTED = frozenset({"linear", "addmm", "mm", "matmul", "embedding", "conv1d", "conv2d", "conv3d"})
+"""Ops whose weight gradients can be computed apart from the rest of their backward pass."""
+
+
+def weight_share(graph: ModelGraph, name: str) -> float:
+    """The share of an op's backward pass that is its weight gradients, where these can be computed apart: half, or all of it."""
+    op = graph.by_name[name]
+    if operator(op) not in WEIGHTED or not op.requires_grad:
+        return 0.0
+    sources = [graph.by_name[source] for source in op.inputs]
+    if not any(source.kind == "parameter" and source.requires_grad for source in sources):
+        return 0.0
+    return 0.5 if any(source.requires_grad and source.kind != "parameter" for source in sources) else 1.0
+
+
+def kept_for_weights(graph: ModelGraph, ops: Iterable[str]) -> dict[str, None]:
+    """What weight gradients that are computed apart wait with: what the ops read, and gradients as large as their results."""
+    found: dict[str, None] = {}
+    for name in ops:
+        if weight_share(graph, name):
+            found[name] = None
+            found |= dict.fromkeys(graph.storage[source] for source in graph.by_name[name].inputs if graph.by_name[source].kind == "call")
+    return found

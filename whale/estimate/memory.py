@@ -46,30 +46,20 @@ def _form_bytes(parameter: Parameter, form: Form | None) -> int:
     return spec.num_bytes if form.dtype == "own" else spec.num_bytes // DTYPE_BYTES[spec.dtype] * DTYPE_BYTES[form.dtype]
 
 
-def activation_line(graph: ModelGraph, ops: Iterable[str], kept: Mapping[str, tuple[str, ...]]) -> Line:
-    """Bytes that a stage of these ops keeps for the backward pass of one micro-batch, by its rows.
-
-    Args:
-        kept: `whale.estimate.kept.kept_tensors` of the graph. A tensor received from another stage counts here too:
-            this stage holds its own copy.
-    """
-    names = dict.fromkeys(name for op in ops for name in kept.get(op, ()))
-    return Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in names)
-
-
-def recomputed_lines(
+def kept_names(
     graph: ModelGraph,
     ops: Iterable[str],
     kept: Mapping[str, tuple[str, ...]],
     segments: Iterable[Collection[str]],
-) -> tuple[Line, Line]:
-    """Bytes that a stage keeps for one micro-batch where runs of its ops are recomputed, and what recomputing one adds.
+) -> tuple[dict[str, None], Line]:
+    """The tensors that a stage keeps for one micro-batch where runs of its ops are recomputed, and bytes that recomputing one adds.
 
     A segment leaves the tensors that it reads from outside. In the backward pass all that its ops keep is there again,
     of one segment at a time.
 
     Args:
-        kept: as in `activation_line`.
+        kept: `whale.estimate.kept.kept_tensors` of the graph. A tensor received from another stage counts too: this stage holds
+            its own copy.
         segments: the runs, which do not overlap.
     """
     runs = [frozenset(segment) for segment in segments]
@@ -81,9 +71,14 @@ def recomputed_lines(
     largest = Line()
     for run in runs:
         inside = {name for op in run for name in kept.get(op, ())}.difference(left)
-        line = Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in inside)
+        line = size_line(graph, inside)
         largest = Line(max(largest.fixed, line.fixed), max(largest.per_row, line.per_row))
-    return Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in left), largest
+    return left, largest
+
+
+def size_line(graph: ModelGraph, names: Iterable[str]) -> Line:
+    """Bytes of tensors, each by the op that makes it, by rows."""
+    return Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in names)
 
 
 def saved_lines(
@@ -94,7 +89,7 @@ def saved_lines(
     What only its own ops keep goes; what it reads from outside and nobody else keeps comes.
 
     Args:
-        kept: as in `activation_line`.
+        kept: as in `kept_names`.
         segments: runs of the ops.
     """
     keepers = Counter(name for op in ops for name in kept.get(op, ()))

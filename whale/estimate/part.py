@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from whale.ir.graph import ModelGraph
+
 Segment = tuple[str, ...]
 """A run of a stage's ops."""
 
@@ -17,11 +19,13 @@ class Part:
         ops: calls in graph order, repeated ones included.
         parameters: names of the parameters and buffers that these read.
         received: per source stage, ascending, the ops whose tensors arrive.
+        handed_on: the ops whose tensors other stages read.
     """
 
     ops: tuple[str, ...]
     parameters: tuple[str, ...]
     received: tuple[tuple[int, tuple[str, ...]], ...]
+    handed_on: tuple[str, ...] = ()
 
     @cached_property
     def arriving(self) -> tuple[str, ...]:
@@ -32,9 +36,14 @@ class Part:
         """The ops of another stage whose tensors arrive."""
         return dict(self.received).get(stage, ())
 
+    def returned(self, graph: ModelGraph) -> frozenset[str]:
+        """Values that leave the stage: they are made whole."""
+        terms = (name for term in graph.loss for name in (term.sum, term.weight) if name)
+        return frozenset(self.ops).intersection((*self.handed_on, *graph.outputs, *terms))
+
     @cached_property
     def _hash(self) -> int:
-        return hash((self.ops, self.parameters, self.received))
+        return hash((self.ops, self.parameters, self.received, self.handed_on))
 
     def __hash__(self) -> int:  # parts are keys of what was worked out about them, and long
         return self._hash

@@ -15,7 +15,7 @@ from whale.estimate.costs import Costs
 from whale.estimate.kept import activations_of, kept_tensors
 from whale.estimate.line import Line
 from whale.estimate.local_graph import local_graph
-from whale.estimate.memory import activation_line, recomputed_lines, state_bytes, working_line
+from whale.estimate.memory import kept_names, size_line, state_bytes, working_line
 from whale.estimate.op_table import OpTable, op_table, output_line
 from whale.estimate.part import NOTHING, Part, Recompute
 from whale.estimate.traffic import local_table
@@ -30,8 +30,8 @@ class PartCost:
 
     Attributes:
         parameter_bytes: weights, gradients and optimizer state.
-        activation: bytes kept for backward, by rows of one micro-batch.
-        working: bytes of the op at work, and of the activations that were computed again.
+        activation: bytes kept for backward, by rows of one micro-batch, received and handed on tensors among them.
+        working: bytes of the op at work, of the activations that were computed again, and of what is on its way.
         sends: per source stage, bytes that arrive forward and return as gradients, by rows, and in how many messages.
     """
 
@@ -142,17 +142,22 @@ class Prices:
         return self._parts[key]
 
     def _price_part(self, part: Part, recompute: Recompute) -> PartCost:
-        activation, again = activation_line(self.graph, part.ops, self.kept), Line()
+        names, largest = kept_names(self.graph, part.ops, self.kept, recompute.segments)
+        crossing = dict.fromkeys(self.graph.storage[name] for name in (*part.arriving, *part.handed_on)) if self.training else {}
+        activation, again = size_line(self.graph, names | crossing), largest
         if recompute.num_alive:
-            activation, again = self.payload(part.arriving)[0], activation * recompute.num_alive
-        elif recompute.segments:
-            activation, again = recomputed_lines(self.graph, part.ops, self.kept, recompute.segments)
+            activation, again = size_line(self.graph, crossing), activation * recompute.num_alive
         return PartCost(
             parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters),
             activation=activation,
-            working=working_line(self.graph, part.ops) + again,
+            working=working_line(self.graph, part.ops) + again + self._on_the_way(part),
             sends=tuple((source, *self._both_ways(tensors)) for source, tensors in part.received),
         )
+
+    def _on_the_way(self, part: Part) -> Line:
+        """Bytes of a micro-batch that arrives ahead of its use, and of gradients that arrive and leave."""
+        forward, backward = self.payload(part.arriving)
+        return forward + backward + self.payload(part.handed_on)[1]
 
     def payload(self, tensors: Sequence[str]) -> tuple[Line, Line]:
         """Bytes of tensors that travel, and of the gradients that return, by rows."""

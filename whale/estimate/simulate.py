@@ -1,14 +1,19 @@
-"""The discrete-event run of a schedule over the costs of its stages."""
+"""The run of a schedule alone, over given durations: no cluster, no bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from whale.errors import ScheduleError
 from whale.estimate.action_times import ActionTimes
-from whale.ir.schedule import COMPUTE, Action, Kind, Schedule
+from whale.estimate.computations import Computation, computations
+from whale.estimate.engine import Task, Transfer, run
+from whale.ir.schedule import SENDS, Action, Kind, Schedule
 from whale.ir.timeline import Span, Timeline
-from whale.schedules import Edges, count_in_flight, execute
+from whale.schedules import Edges, count_in_flight, insert_communication
+
+_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+_BACKWARD_MESSAGES = frozenset({Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
 
 
 def simulate(schedule: Schedule, costs: ActionTimes, edges: Iterable[tuple[int, int]] | None = None) -> Timeline:
@@ -19,38 +24,85 @@ def simulate(schedule: Schedule, costs: ActionTimes, edges: Iterable[tuple[int, 
 
     Args:
         schedule: verified; with or without communication.
-        costs: of its stages.
+        costs: durations of the actions of its stages.
         edges: pairs of stages; None for the chain in which every stage feeds the next.
 
     Raises:
         ScheduleError: the schedule would deadlock.
-        ConfigError: costs for another number of stages.
+        ConfigError: durations for another number of stages.
     """
     durations = costs.durations(schedule.num_stages)
-    on_device = {kind: times for kind, times in durations.items() if kind in COMPUTE}
-    run = execute(schedule, Edges.of(schedule, edges), durations=on_device, latency=costs.transfer)
-    if run.stuck:
-        first = run.stuck[0]
-        action = schedule.ranks[first.rank][first.position]
-        raise ScheduleError(f"deadlock: {action} on rank {first.rank} waits for {first.awaited}", hint="verify the schedule first")
-    ranks = tuple(
-        tuple(Span(action, start, end) for action, start, end in zip(actions, starts, ends, strict=True) if action.kind in COMPUTE)
-        for actions, starts, ends in zip(schedule.ranks, run.starts, run.ends, strict=True)
+    pairs = Edges.of(schedule, edges)
+    if all(action.kind not in SENDS for actions in schedule.ranks for action in actions):
+        schedule = insert_communication(schedule, pairs.pairs)
+    wires = _Wires(pairs, schedule, costs.transfer, durations[Kind.SYNC])
+    ranks = [[each for each in computations(actions) if each.action.kind is not Kind.STEP] for actions in schedule.ranks]
+    tasks = [[wires.task(each, durations) for each in rank] for rank in ranks]
+    found = run(tasks, wires.transfers, ())
+    if found.stuck:
+        first = found.stuck[0]
+        raise ScheduleError(
+            f"deadlock: {ranks[first.worker][first.task].action} on rank {first.worker} waits for {wires.made_by[first.transfer]}",
+            hint="verify the schedule first",
+        )
+    spans = tuple(
+        tuple(Span(each.action, start, end) for each, (start, end) in zip(rank, times, strict=True))
+        for rank, times in zip(ranks, found.tasks, strict=True)
     )
-    syncs = tuple(_syncs(actions, starts, durations[Kind.SYNC]) for actions, starts in zip(schedule.ranks, run.starts, strict=True))
-    return Timeline(ranks, count_in_flight(schedule), _exposed(ranks, syncs), syncs)
+    syncs = tuple(
+        tuple(Span(Action(Kind.SYNC, stage), *found.transfers[wires.syncs[stage]]) for each in rank for stage in each.synced)
+        for rank in ranks
+    )
+    return Timeline(spans, count_in_flight(schedule), _exposed(spans, syncs), syncs)
 
 
-def _syncs(actions: tuple[Action, ...], starts: list[float], durations: Sequence[float]) -> tuple[Span, ...]:
-    """Each SYNC when its gradients are there and the network is free."""
-    spans: list[Span] = []
-    free = 0.0
-    for action, ready in zip(actions, starts, strict=True):
-        if action.kind is Kind.SYNC and action.stage is not None:
-            start = max(ready, free)
-            free = start + durations[action.stage]
-            spans.append(Span(action, start, free))
-    return tuple(spans)
+class _Wires:
+    """What crosses stages, as transfers: per direction, pair of stages and micro-batch one, and one per SYNC.
+
+    Attributes:
+        transfers: all of them.
+        made_by: per transfer, the action whose end it waits for.
+        syncs: per stage, the transfer of its SYNC.
+    """
+
+    def __init__(self, edges: Edges, schedule: Schedule, latency: float, sync: Sequence[float]) -> None:
+        self.transfers: list[Transfer] = []
+        self.made_by: list[Action] = []
+        self.syncs: dict[int, int] = {}
+        self._into: dict[tuple[bool, bool, int], list[int]] = {}  # by direction, whether it crosses ranks, and stage
+        self._out_of: dict[tuple[bool, bool, int], list[int]] = {}
+        for is_backward in (False, True):
+            for pair in edges.pairs:
+                source, target = reversed(pair) if is_backward else pair
+                crosses = edges.stage_rank[source] != edges.stage_rank[target]
+                self._out_of.setdefault((is_backward, crosses, source), []).append(len(self.transfers))
+                self._into.setdefault((is_backward, crosses, target), []).append(len(self.transfers))
+                self.transfers += [Transfer(0.0, latency if crosses else 0.0, 1)] * schedule.num_micro_batch
+                kind = Kind.BACKWARD if is_backward else Kind.FORWARD
+                self.made_by += [Action(kind, source, micro_batch) for micro_batch in range(schedule.num_micro_batch)]
+        for rank, actions in enumerate(schedule.ranks):
+            for action in actions:
+                if action.kind is Kind.SYNC and action.stage is not None:
+                    self.syncs[action.stage] = len(self.transfers)
+                    self.transfers.append(Transfer(0.0, sync[action.stage], 1, queue=rank))
+                    self.made_by.append(action)
+
+    def task(self, computation: Computation, durations: Mapping[Kind, Sequence[float]]) -> Task:
+        """A computation with all that it waits for and sets off."""
+        kind, stage, micro_batch = computation.action.kind, computation.action.stage, computation.action.micro_batch
+        assert stage is not None and micro_batch is not None
+        needs, sends = [], []
+        if kind is Kind.FORWARD or kind in _BACKWARD:
+            here = kind in _BACKWARD, False, stage
+            needs += [first + micro_batch for first in self._into.get(here, ())]
+            sends += [first + micro_batch for first in self._out_of.get(here, ())]
+        for actions, ends, found in ((computation.receives, self._into, needs), (computation.sends, self._out_of, sends)):
+            for action in actions:
+                assert action.stage is not None and action.micro_batch is not None
+                place = action.kind in _BACKWARD_MESSAGES, True, action.stage
+                found += [first + action.micro_batch for first in ends.get(place, ())]
+        sends += [self.syncs[synced] for synced in computation.synced]
+        return Task(durations[kind][stage], tuple(needs), sends=tuple(sends))
 
 
 def _exposed(ranks: tuple[tuple[Span, ...], ...], syncs: tuple[tuple[Span, ...], ...]) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from whale.axes.labels import Labels
-from whale.estimate import Line, all_gather_line, all_reduce_line, all_to_all_line
+from whale.estimate.communication import all_gather_line, all_reduce_line, all_to_all_line
+from whale.estimate.line import Line
+from whale.estimate.op_table import spec_line
 from whale.estimate.prices import Prices
 from whale.ir.graph import Op
 from whale.sharding.bridge_bytes import GATHERED, sum_share
@@ -84,13 +86,37 @@ class Tolls:
         """Seconds per micro-batch of summing the gradient of a whole parameter over its group, once per step."""
         return self.line("all-reduce", self.payload(op)) * (1 / self.site.num_micro_batch)
 
+    def of_bridges(self, bridges: Iterable[Bridge]) -> tuple[Line, Line]:
+        """Seconds of all bridges of a stage, forward and backward."""
+        both = [self.both_ways(bridge) for bridge in bridges]
+        return Line.sum(there for there, _ in both), Line.sum(back for _, back in both)
+
     def of_stage(self, labels: Labels, bridges: Iterable[Bridge]) -> tuple[Line, Line]:
         """Seconds of all bridges of a stage, forward and backward, the sums of partial gradients of parameters included."""
-        forward, backward = [], []
-        for bridge in bridges:
-            there, back = self.both_ways(bridge)
-            forward.append(there)
-            backward.append(back)
-        if self.prices.training:
-            backward += [self.synchronized(self.prices.graph.by_name[name]) for name in labels.synchronized]
-        return Line.sum(forward), Line.sum(backward)
+        forward, backward = self.of_bridges(bridges)
+        if not self.prices.training:
+            return forward, backward
+        return forward, backward + Line.sum(self.synchronized(self.prices.graph.by_name[name]) for name in labels.synchronized)
+
+
+def bridged_copies(prices: Prices, labels: Labels, bridges: Iterable[Bridge], position: int, again: Collection[str]) -> Line:
+    """Bytes of the forms into which bridges bring tensors and that their users keep for backward, by rows.
+
+    Args:
+        position: of the device in its split group.
+        again: ops that keep nothing, because they are computed again.
+    """
+    sizes = {shard.axis: shard.sizes[position] for shard in labels.shards}
+    found = []
+    for bridge in bridges:
+        op = prices.graph.by_name[bridge.tensor]
+        keepers = (user for user in bridge.users if user not in again and prices.graph.storage[op.name] in prices.kept.get(user, ()))
+        if op.kind == "call" and bridge.forward and not bridge.is_sum and any(keepers):
+            share = sizes[bridge.target] / prices.axes.by_name[bridge.target].size if bridge.target else 1.0
+            found.append(Line.sum(spec_line(spec, prices.graph.num_rows) for spec in op.outputs) * share)
+    return Line.sum(found)
+
+
+def repeated_share(ops: Collection[str], segments: Iterable[Collection[str]]) -> float:
+    """The share of what a stage exchanges that is repeated with the ops that are computed again: theirs of the ops."""
+    return sum(map(len, segments)) / max(1, len(ops))

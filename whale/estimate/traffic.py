@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.axes import Axes, axes_of
-from whale.estimate import Line, OpTable, op_seconds, spec_line
+from whale.estimate.compute import op_seconds
 from whale.estimate.costs import Costs
-from whale.estimate.op_table import GATHERS, Floats, operator
+from whale.estimate.line import Line
+from whale.estimate.op_table import GATHERS, Floats, OpTable, operator, spec_line
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph, Op
 

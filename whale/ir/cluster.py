@@ -67,11 +67,17 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine: its devices in order, and the link between any two of them."""
+    """A machine: its devices in order, and the link between any two of them.
+
+    Attributes:
+        card: bytes per second, one way, of the network card that all its devices share; None where each has its own part of
+            the network, which the network's bandwidth states.
+    """
 
     name: str
     devices: tuple[Device, ...]
     link: Link
+    card: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,10 @@ class Cluster:
     def _pairs(self) -> Mapping[tuple[str, str], Link]:
         return dict(self.pairs)
 
+    def card(self, host: str) -> float | None:
+        """Bytes per second of the card that a host's devices share, by the host's name; None where they share none."""
+        return self.host_by_name[host].card
+
     def link(self, a: str, b: str) -> Link:
         """The link between two devices, by name."""
         host_a, host_b = self.by_name[a].host, self.by_name[b].host
@@ -124,7 +134,8 @@ class Cluster:
             for device in host.devices:
                 models[device.model] = models.get(device.model, 0) + 1
             kinds = ", ".join(f"{count} x {model}" for model, count in models.items())
-            lines.append(f"  {host.name}: {kinds}; {host.link}")
+            card = f"; one card of {format_count(host.card)}B/s" if host.card is not None else ""
+            lines.append(f"  {host.name}: {kinds}; {host.link}{card}")
         if self.network is not None:
             lines.append(f"  between hosts: {self.network}")
         lines += [f"  {a} - {b}: {link}" for (a, b), link in self.pairs]

@@ -16,11 +16,13 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis, Choice, Plan, Replica
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
 from whale.planning.explain.choices import explain_choices, explain_mixing
+from whale.planning.explain.step import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.placement import Placement, placements
 from whale.planning.pipeline.recompute import KEEP_ALL, Policy, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
+from whale.planning.pricing.estimating import with_estimate
 from whale.planning.replicas.blocks import read_replicas
 from whale.planning.replicas.group_size import Outcome, choose_group
 from whale.planning.replicas.replica import make_replica
@@ -214,11 +216,12 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotation
         replicas=replicas,
         batch_axes=axes,
         planned_rows=solver.num_rows,
-        step_seconds=best.step_seconds,
         parameter_states=solver.pricing.prices.states,
-        choices=(*explain_choices(annotations[0], found, replicas), *borders, *mixing),
     )
-    verify(plan, graph, cluster, solver.prices.axes if is_split else None)
+    plan, step = with_estimate(plan, solver.prices)
+    choices = (*explain_choices(annotations[0], found, plan.replicas), *borders, *mixing, *explain_step(step))
+    plan = dataclasses.replace(plan, choices=choices)
+    verify(plan, graph, cluster, solver.prices.axes if is_split else None, step=step)
     return plan
 
 

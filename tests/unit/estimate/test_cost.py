@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device
@@ -10,15 +9,14 @@ from whale.estimate import (
     Costs,
     Line,
     StateBytes,
-    activation_line,
-    bubble_share,
+    kept_names,
     kept_tensors,
     op_seconds,
     op_table,
     optimizer_seconds,
     p2p_seconds,
-    pipeline_seconds,
     ring_all_reduce_seconds,
+    size_line,
     state_bytes,
 )
 from whale.ir.cluster import Cluster, Host, Link
@@ -74,7 +72,8 @@ def test_kept_activations() -> None:
     built = graph.build()
     kept = kept_tensors(built)
     assert kept == {"layer0": (), "bent": ("bent",), "sum": (), "layer1": ("sum",), "loss": ()}
-    assert activation_line(built, ["bent", "sum", "layer1"], kept) == Line(0.0, 2 * 8 * 4)
+    names, _ = kept_names(built, ["bent", "sum", "layer1"], kept, ())
+    assert size_line(built, names) == Line(0.0, 2 * 8 * 4)
     assert kept_tensors(graph.build(mode="eval")) == {}
     assert built.num_rows == ROWS
 
@@ -94,22 +93,6 @@ def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
 
 def test_optimizer_traffic() -> None:
     assert optimizer_seconds(device("d", "h", bandwidth=7e9), 1e9, 2) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "expected"),
-    [("1f1b", 1, (8 + 3) * 3.0), ("gpipe", 1, 33.0), ("interleaved", 3, 24 + 3), ("zb_h1", 1, 24 + 3), ("zb_v", 2, 24)],
-)
-def test_equal_stages(schedule: str, chunks: int, expected: float) -> None:
-    """p = 4, m = 8, F = 1, B = 2: the bubbles of the schedules."""
-    assert float(pipeline_seconds(schedule, [3.0] * 4, 8, chunks)) == pytest.approx(expected)
-
-
-def test_unequal_stages_and_many_cases_at_once() -> None:
-    assert float(pipeline_seconds("1f1b", [1.0, 3.0, 2.0], 5)) == 4 * 3 + 6
-    cases = pipeline_seconds("1f1b", [np.array([1.0, 2.0]), np.array([3.0, 1.0])], 2)
-    assert cases.tolist() == [7.0, 5.0]
-    assert bubble_share("1f1b") == 1
 
 
 def test_a_cluster_for_tests_has_the_speeds_asked_for() -> None:

@@ -112,7 +112,7 @@ def test_pairs() -> None:
         ("name: x\n", "a cluster needs 'hosts'"),
         ("hosts: []\n", "hosts is a list of at least one host"),
         ("hosts: {name: a}\n", "hosts is a list of at least one host"),
-        ("hosts: [a]\n", "host 1 takes the keys name, count, devices, link ('a' is not a mapping)"),
+        ("hosts: [a]\n", "host 1 takes the keys name, count, devices, link, card ('a' is not a mapping)"),
         ("host: [{devices: T4}]\n", "hint: did you mean 'hosts'?"),
         ("hosts: [{name: a}]\n", "host 1 needs 'devices'"),
         ("hosts: [{devices: []}]\n", "needs at least one device"),
@@ -210,3 +210,9 @@ def test_examples_of_the_reference_are_clusters() -> None:
     for block in blocks:
         assert parse_yaml(block, "docs").data
         assert parse_cluster(block).devices
+
+
+def test_a_card_that_the_devices_of_a_host_share() -> None:
+    found = parse_cluster("hosts:\n  - {devices: 2 x T4, card: 100 Gbit/s}\n  - {devices: 2 x T4}\nnetwork: ethernet-100g\n")
+    assert (found.card("host0"), found.card("host1")) == (12.5e9, None)
+    assert "one card of 12.5GB/s" in str(found)

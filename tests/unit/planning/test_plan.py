@@ -9,33 +9,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scope
+from tests.unit.planning.texts import plan_text
 from whale.config import Config
 from whale.errors import BatchError, ConfigError, PlanError
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json, to_json
 from whale.planning import MemoryShortage, make_plan
-from whale.planning.explain import explain
 from whale.planning.verify import verify
 
 A, B = scope(0, 1, "front"), scope(1, 1, "back")
 TWO_STAGES = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}
 
 
-def text_of(plan: Plan) -> str:
-    return "\n".join([str(plan), "", *(" | ".join(row) for row in explain(plan))])
-
-
 def test_data_parallel_shares_follow_speed(golden: Callable[[str, str], None]) -> None:
     plan = make_plan(chain(4, width=256), cluster((3e9, 1e9)), Config(), rows=16)
     assert [replica.share for replica in plan.replicas] == [12, 4]
-    golden("plans/uneven_data_parallel.txt", text_of(plan))
+    golden("plans/uneven_data_parallel.txt", plan_text(plan))
 
 
 def test_stages_are_cut_by_the_devices_own_time(golden: Callable[[str, str], None]) -> None:
     plan = make_plan(chain(8, width=256), cluster((3e9, 1e9)), Config(TWO_STAGES), rows=16)
     assert [len(stage.parameters) for stage in plan.replicas[0].stages] == [6, 2]
-    golden("plans/cut_pipeline.txt", text_of(plan))
+    golden("plans/cut_pipeline.txt", plan_text(plan))
 
 
 def test_pipelines_nested_in_replicas(golden: Callable[[str, str], None]) -> None:
@@ -43,7 +39,7 @@ def test_pipelines_nested_in_replicas(golden: Callable[[str, str], None]) -> Non
     plan = make_plan(graph, cluster((2e9, 2e9), (1e9, 1e9)), Config({"pipeline.num_micro_batch": 2}), rows=12)
     assert [replica.share for replica in plan.replicas] == [8, 4]
     assert plan.devices == ("h0/0", "h0/1", "h1/0", "h1/1")
-    golden("plans/replicated_pipeline.txt", text_of(plan))
+    golden("plans/replicated_pipeline.txt", plan_text(plan))
 
 
 def test_data_parallel_inside_a_stage_and_around_stages() -> None:

@@ -21,13 +21,13 @@ class VirtualDevice:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the cost model expects of one device of one stage, for one micro-batch of its rows.
+    """What the estimate of a step expects of one device of one stage.
 
     Attributes:
-        forward, backward: seconds.
+        forward, backward: seconds for one micro-batch of its rows; backward with what is computed again.
         parameter_bytes: weights, gradients and optimizer state.
-        activation_bytes: kept for backward by all micro-batches in flight.
-        capacity: bytes the device has.
+        activation_bytes: what the stage keeps beside them when the device's memory is fullest.
+        capacity: bytes that a plan may use.
     """
 
     forward: float

@@ -17,7 +17,7 @@ from whale.planning.pipeline.scheduling import explain_schedule
 from whale.planning.replicas.group_size import Outcome
 from whale.planning.replicas.solve import Solution
 from whale.planning.shard.overlapping import explain_overlap
-from whale.units import format_bytes, format_seconds
+from whale.units import format_seconds
 
 
 def explain_choices(annotations: Annotations | None, found: Outcome, replicas: Sequence[Replica]) -> Iterator[Choice]:
@@ -45,15 +45,6 @@ def explain_choices(annotations: Annotations | None, found: Outcome, replicas: S
         if any(len(stage.shares) > 1 for stage in replica.stages):
             yield _inner_rows(replica)
     yield from explain_recompute(found.solver, best, replicas)
-    hidden = f" ({format_seconds(best.end.exposed)} exposed)" if best.end.exposed < best.end.sync else ""
-    yield Choice(
-        "bridging",
-        "gradient synchronisation",
-        "all-reduce by owner sets",
-        cost=f"{format_seconds(best.end.sync)}{hidden} for {format_bytes(best.end.num_bytes)}, "
-        f"optimizer {format_seconds(best.end.optimizer)}",
-        bound="the slowest link of a ring",
-    )
 
 
 def explain_mixing(mixing: Iterable[Mixing]) -> Iterator[Choice]:
@@ -90,7 +81,7 @@ def _placement(best: Solution, others: Mapping[str, str]) -> Choice:
         "placement",
         "devices of the stages",
         f"{len(best.replicas)} replica(s) of {sizes} device(s), {best.placement.rule}",
-        cost=f"predicted step {format_seconds(best.step_seconds)}",
+        cost=f"priced at {format_seconds(best.step_seconds)} per step",
         bound=f"{used} of {used + len(best.placement.idle)} devices",
         runner_up="; ".join(f"{rule}: {price}" for rule, price in others.items()),
     )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from whale.estimate import Line, edge_line
 from whale.estimate.part import NOTHING, Recompute
 from whale.estimate.prices import PartCost, Prices
-from whale.ir.plan import Estimate
 from whale.planning.structure.stages import Assignment
 
 
@@ -36,11 +35,6 @@ class DeviceCost:
     def memory(self, in_flight: int) -> Line:
         """Bytes kept, without the op at work."""
         return Line(float(self.part.parameter_bytes)) + self.part.activation * in_flight
-
-    def estimate(self, num_rows: int, in_flight: int) -> Estimate:
-        """The figures for the plan, at a number of rows."""
-        kept = self.part.activation.at(num_rows) * in_flight + self.part.working.at(num_rows)
-        return Estimate(self.forward.at(num_rows), self.backward.at(num_rows), self.part.parameter_bytes, round(kept), self.capacity)
 
 
 def stage_costs(

@@ -218,9 +218,6 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
     stages = []
     for stage, rank in enumerate(pipeline.stage_rank):
         part, shares, width = model.assignment.parts[stage], rows[pipeline.lane(stage)], pipeline.width(stage)
-        estimates = tuple(
-            cost.estimate(shares[position // width], pipeline.in_flight[stage]) for position, cost in enumerate(model.costs[stage])
-        )
         cutting = model.cuttings[stage] if model.cuttings else None
         overlapping = model.overlappings[stage] if model.overlappings else None
         recomputed = [(segment[0], segment[-1]) for segment in model.recomputes[stage].segments]
@@ -233,7 +230,6 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
                 VirtualDevice(model.placed[rank]),
                 shares,
                 part.parameters,
-                estimates,
                 split=width,
                 shards=tuple(_with_rows(shard, pipeline, stage, rows) for shard in cutting.shards) if cutting else (),
                 program=program_of(part.ops, recomputed, in_halves=in_halves),

@@ -1,20 +1,15 @@
-"""Whether a split stage computes its rows in two halves, of which one computes while the other's messages travel.
-
-Halves start every kernel twice and pay every latency twice; in return a message costs only what the other half's work
-around it does not hide. Each of `n` messages one way has its share of the work of that direction, by all `g` gaps:
-
-    at once    work + messages                      in halves    work' + max(first or last message, messages' - work' n / g)
-"""
+"""Whether a split stage computes its rows in two halves, of which one computes while the other's messages travel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from whale.axes import Axes, discover
 from whale.axes.halving import MIN_ROWS, Halving, halve, halve_stage
 from whale.errors import PlanError, WhaleError
 from whale.estimate import Line
+from whale.estimate.halves import Messages, halved, messages_of
 from whale.estimate.part import Recompute
 from whale.estimate.prices import Prices
 from whale.estimate.tolls import Tolls
@@ -22,7 +17,7 @@ from whale.hardware.catalogue import CPU
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Shard
 from whale.planning.shard.space import Scene
-from whale.sharding.bridges import Bridge, Transport
+from whale.sharding.bridges import Bridge
 from whale.units import format_seconds
 
 Costs = tuple[tuple[Line, Line], ...]
@@ -44,23 +39,6 @@ class Overlapping:
     whole: float
     halves: float = 0.0
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class Messages:
-    """What the devices of a group exchange during one micro-batch.
-
-    Attributes:
-        forward, backward: seconds of those that other work may hide, by rows.
-        num_forward, num_backward: how many these are.
-        num_gaps: places in the stage where something is exchanged, either way.
-    """
-
-    forward: Line
-    backward: Line
-    num_forward: int
-    num_backward: int
-    num_gaps: int
 
 
 @dataclass(eq=False)
@@ -97,18 +75,18 @@ class Overlapper:
         reason = self._obstacle(scene, shards, recompute, rows)
         if self.wanted is False or reason:
             return Overlapping(False, seconds, reason=reason or "communication.overlap: false"), whole
-        messages = _messages(tolls, bridges)
+        messages = messages_of(tolls, bridges)
         if recompute.num_alive:  # its backward begins with a forward
             messages = replace(
                 messages, backward=messages.backward + messages.forward, num_backward=messages.num_backward + messages.num_forward
             )
-        halved = _in_halves(whole, messages, rows)
-        found = _slowest(halved, rows)
+        in_halves = _in_halves(whole, messages, rows)
+        found = _slowest(in_halves, rows)
         if self.wanted is None and _compute_messages(tolls):
             return Overlapping(False, seconds, reason="CPUs compute and move messages with the same cores"), whole
         is_chosen = self.wanted is True or found < seconds
         reason = "communication.overlap: true" if self.wanted is True else ""
-        return Overlapping(is_chosen, seconds, found, reason), halved if is_chosen else whole
+        return Overlapping(is_chosen, seconds, found, reason), in_halves if is_chosen else whole
 
     def _obstacle(self, scene: Scene, shards: tuple[Shard, ...], recompute: Recompute, rows: float) -> str:
         """Why a stage cannot be computed in halves; "" where it can."""
@@ -126,8 +104,8 @@ class Overlapper:
 def _in_halves(whole: Costs, messages: Messages, rows: float) -> Costs:
     return tuple(
         (
-            _halved(forward, messages.forward, messages.num_forward, messages.num_gaps, rows),
-            _halved(backward, messages.backward, messages.num_backward, messages.num_gaps, rows),
+            halved(forward, messages.forward, messages.num_forward, messages.num_gaps, rows),
+            halved(backward, messages.backward, messages.num_backward, messages.num_gaps, rows),
         )
         for forward, backward in whole
     )
@@ -141,44 +119,6 @@ def _compute_messages(tolls: Tolls) -> bool:
 
 def _slowest(costs: Costs, rows: float) -> float:
     return max((forward + backward).at(rows) for forward, backward in costs)
-
-
-def _messages(tolls: Tolls, bridges: Iterable[Bridge]) -> Messages:
-    forward, backward, gaps = [], [], 0
-    for bridge in bridges:
-        if bridge.tensor in tolls.prices.activations:
-            there, back = tolls.both_ways(bridge)
-            forward += [there] if _moves(bridge.forward) else []
-            backward += [back] if _moves(bridge.backward) and tolls.prices.training else []
-            gaps += _moves(bridge.forward) or _moves(bridge.backward)
-    return Messages(Line.sum(forward), Line.sum(backward), len(forward), len(backward), gaps)
-
-
-def _moves(transport: Transport) -> bool:
-    return transport not in ("", "slice")
-
-
-def _halved(seconds: Line, messages: Line, num_messages: int, num_gaps: int, rows: float) -> Line:
-    """One direction of a stage in two halves.
-
-    Args:
-        seconds: at once, messages included.
-        messages: of them.
-        num_messages: in this direction.
-        num_gaps: in both.
-        rows: about which the line is taken.
-    """
-    work = _twice(seconds + messages * -1)
-    if not num_messages:
-        return work
-    both = _twice(messages)
-    exposed = both * (0.5 / num_messages), both + work * (-num_messages / num_gaps)
-    return work + max(exposed, key=lambda line: line.at(rows))
-
-
-def _twice(line: Line) -> Line:
-    """Two halves of the rows, one after the other."""
-    return Line(2 * line.fixed, line.per_row)
 
 
 def explain_overlap(found: Sequence[Sequence[Overlapping | None]]) -> Iterator[Choice]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from whale.axes.labels import Labels
 from whale.axes.values import may_lie_in_parts
-from whale.estimate import Line, edge_line, spec_line
+from whale.estimate import Line, edge_line
 from whale.estimate.part import Recompute
 from whale.estimate.prices import Prices
-from whale.estimate.tolls import Site, Tolls
+from whale.estimate.tolls import Site, Tolls, bridged_copies, repeated_share
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
@@ -19,7 +18,7 @@ from whale.planning.shard.overlapping import Overlapper, Overlapping
 from whale.planning.shard.sharding import Cutter, Cutting, Group, group_of
 from whale.planning.shard.space import Scene
 from whale.planning.structure.stages import Assignment
-from whale.sharding.bridges import Bridge, find_bridges
+from whale.sharding.bridges import find_bridges
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,11 @@ class StagePricing:
         bridges = find_bridges(labels, scene.returned)
         tolls = Tolls(prices, site)
         forward, backward = tolls.of_stage(labels, bridges)
-        again = _share_of(forward, assignment, stage, recompute)
-        copies = [_copies(prices, labels, bridges, position, recompute) for position in range(site.width)]
+        again = forward * (1.0 if recompute.num_alive else repeated_share(scene.ops, recompute.segments))
+        repeated = frozenset(name for segment in recompute.segments for name in segment)
+        copies = [
+            Line() if recompute.num_alive else bridged_copies(prices, labels, bridges, position, repeated) for position in range(site.width)
+        ]
         own_costs = [parts[index % site.width][index] for index in range(len(devices[stage]))]
         whole = tuple((own.forward + forward, own.backward + backward + again) for own in own_costs)
         overlapping, seconds = self.overlapper.choose(tolls, scene, shards, bridges, whole, recompute)
@@ -176,29 +178,6 @@ def _rows_apart(prices: Prices, assignment: Assignment, stage: int, pipeline: Pi
 def _with_batch(prices: Prices, names: Iterable[str]) -> frozenset[str]:
     """Those that can lie in parts of the rows."""
     return frozenset(name for name in names if may_lie_in_parts(prices.axes.ops[name].outputs[0], BATCH))
-
-
-def _copies(prices: Prices, labels: Labels, bridges: Sequence[Bridge], position: int, recompute: Recompute) -> Line:
-    """Bytes of the forms into which bridges bring tensors and that their users keep for backward, by rows."""
-    again = frozenset(name for segment in recompute.segments for name in segment)
-    if recompute.num_alive:
-        return Line()
-    sizes = {shard.axis: shard.sizes[position] for shard in labels.shards}
-    found = []
-    for bridge in bridges:
-        op = prices.graph.by_name[bridge.tensor]
-        keepers = (user for user in bridge.users if user not in again and prices.graph.storage[op.name] in prices.kept.get(user, ()))
-        if op.kind == "call" and bridge.forward and not bridge.is_sum and any(keepers):
-            share = sizes[bridge.target] / prices.axes.by_name[bridge.target].size if bridge.target else 1.0
-            found.append(Line.sum(spec_line(spec, prices.graph.num_rows) for spec in op.outputs) * share)
-    return Line.sum(found)
-
-
-def _share_of(forward: Line, assignment: Assignment, stage: int, recompute: Recompute) -> Line:
-    """The reductions that are repeated with what is computed again, in proportion to the ops."""
-    if recompute.num_alive:
-        return forward
-    return forward * (sum(map(len, recompute.segments)) / max(1, len(assignment.parts[stage].ops)))
 
 
 def _from_own_devices(

@@ -126,11 +126,14 @@ def _parts(graph: ModelGraph, structure: Structure, stage_of: Mapping[str, int],
     ordered = [tuple(sorted(own, key=graph.position.__getitem__)) for own in members]
     held = [_parameters(graph, structure, ops) for ops in ordered]
     held[-1] |= {parameter.name for parameter in graph.parameters}.difference(*held)  # nobody reads these, somebody keeps them
-    parts = []
-    for stage, ops in enumerate(ordered):
-        parameters = tuple(parameter.name for parameter in graph.parameters if parameter.name in held[stage])
-        parts.append(Part(ops, parameters, _received(structure, stage_of, ops, stage)))
-    return tuple(parts)
+    received = [_received(structure, stage_of, ops, stage) for stage, ops in enumerate(ordered)]
+    handed_on: list[dict[str, None]] = [{} for _ in ordered]
+    for source, tensors in (arriving for own in received for arriving in own):
+        handed_on[source] |= dict.fromkeys(tensors)
+    return tuple(
+        Part(ops, tuple(each.name for each in graph.parameters if each.name in held[stage]), received[stage], tuple(handed_on[stage]))
+        for stage, ops in enumerate(ordered)
+    )
 
 
 def _wanted_repeats(graph: ModelGraph, structure: Structure) -> Iterable[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from whale.axes import Axes
 from whale.errors import PlanError, WhaleError, raise_faults
+from whale.estimate import Costs, StepEstimate, estimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Pipeline, Plan, Replica, Stage
@@ -17,14 +18,24 @@ from whale.planning.verify.states import state_faults
 from whale.units import format_bytes
 
 
-def verify(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = None) -> None:
-    """Checks a plan.
+def verify(
+    plan: Plan,
+    graph: ModelGraph,
+    cluster: Cluster,
+    axes: Axes | None = None,
+    *,
+    costs: Costs | None = None,
+    step: StepEstimate | None = None,
+) -> None:
+    """Checks a plan. Whether it fits in memory is looked at only where nothing else is wrong.
 
     Args:
         plan: the plan.
         graph: the model that it is for.
         cluster: the devices that it names.
         axes: of the graph, where they are known already.
+        costs: what estimates assume; None for the starting values.
+        step: the estimate of its step, where it is known already.
 
     Raises:
         PlanError: naming everything that is wrong with it.
@@ -44,11 +55,11 @@ def verify(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = 
         if key not in seen:  # equal replicas have equal faults
             seen[key] = None
             faults += [fault for check in _CHECKS for fault in check(plan, graph, replica)]
-        faults += _memory(replica)
     faults += shard_faults(plan, graph, axes)
     faults += overlap_faults(plan, graph, axes)
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)
+    raise_faults(list(_memory(estimate(plan, graph, cluster, costs, axes=axes) if step is None else step)))
 
 
 def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
@@ -159,19 +170,15 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
             yield PlanError(f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)})")
 
 
-def _memory(replica: Replica) -> Iterator[WhaleError]:
-    needs: dict[str, int] = {}
-    capacity: dict[str, int] = {}
-    for stage in replica.stages:
-        for device, estimate in zip(stage.virtual_device.devices, stage.estimates, strict=False):
-            needs[device] = needs.get(device, 0) + estimate.parameter_bytes + estimate.activation_bytes
-            capacity[device] = estimate.capacity
-    for device, need in needs.items():
-        short = need - capacity[device]
-        if (short > 0.01 * capacity[device] and replica.pipeline.num_chunks == 1) or short > 0.1 * capacity[device]:
+def _memory(step: StepEstimate) -> Iterator[WhaleError]:
+    for each in step.devices:
+        need = round(each.peak.total)
+        short = need - each.capacity
+        tolerance = 0.01 if len(each.stages) == 1 else 0.1  # the planner gives out rows by lines, which chunks bend
+        if short > tolerance * each.capacity:
             yield PlanError(
-                f"a plan fits in memory ({device} needs {format_bytes(need)} and has {format_bytes(capacity[device])}: "
-                f"{format_bytes(short)} short)",
+                f"a plan fits in memory ({each.name} needs {format_bytes(need)} and may use {format_bytes(each.capacity)}: "
+                f"{format_bytes(short)} short; {each.peak})",
                 hint="more micro-batches (pipeline.num_micro_batch), fewer rows, or other devices",
             )
 

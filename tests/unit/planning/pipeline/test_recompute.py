@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scope
+from tests.unit.planning.texts import plan_text
 from whale.config import SCHEDULES, Config
 from whale.errors import ConfigError, PlanError
-from whale.estimate import activation_line, kept_tensors, recomputed_lines
+from whale.estimate import kept_names, kept_tensors, size_line
 from whale.estimate.kept import activations_of
 from whale.estimate.memory import saved_lines
 from whale.ir.cluster import Cluster, Host, Link
@@ -20,7 +21,6 @@ from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import Plan, Segment, program_of
 from whale.ir.serialization import from_json, to_json
 from whale.planning import MemoryShortage, make_plan
-from whale.planning.explain import explain
 from whale.planning.pipeline.recompute import read_policy
 from whale.planning.pipeline.scheduling import shape_pipeline
 from whale.planning.pipeline.segments import find_blocks, find_cores, find_ground
@@ -63,7 +63,7 @@ def test_what_a_segment_saves_alone_is_what_the_stage_keeps_less(num_blocks: int
     ops, kept = calls(graph), kept_tensors(graph)
     segment = tuple(ops[start : start + length]) or tuple(ops[-1:])
     (saved,) = saved_lines(graph, ops, kept, [segment])
-    before, (after, _) = activation_line(graph, ops, kept), recomputed_lines(graph, ops, kept, [segment])
+    before, after = (size_line(graph, kept_names(graph, ops, kept, runs)[0]) for runs in ([], [segment]))
     assert saved.at(ROWS) == pytest.approx(before.at(ROWS) - after.at(ROWS))
 
 
@@ -165,7 +165,7 @@ def test_each_device_recomputes_as_its_own_memory_demands(golden: Callable[[str,
     counts = [len(stage.recomputed) for stage in plan.replicas[0].stages]
     assert counts == sorted(counts, reverse=True) and counts[0] > 0 == counts[-1]
     assert from_json(Plan, to_json(plan)) == plan
-    golden("plans/recomputing.txt", "\n".join([str(plan), "", *(" | ".join(row) for row in explain(plan))]))
+    golden("plans/recomputing.txt", plan_text(plan))
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,11 @@ def test_the_slower_the_network_the_larger_the_group() -> None:
 def test_memory_bounds_the_group() -> None:
     config = Config(CONFIG)
     free = make_plan(chain(8, width=128), two_hosts(1e6), config, rows=4096)
-    needed = max(e.parameter_bytes + e.activation_bytes for r in free.replicas for s in r.stages for e in s.estimates)
-    plan = make_plan(chain(8, width=128), two_hosts(1e6, memory=int(1.6 * needed)), config, rows=4096)
+    by_device: dict[str, int] = {}
+    for stage in free.replicas[0].stages:
+        for name, found in zip(stage.virtual_device.devices, stage.estimates, strict=True):
+            by_device[name] = by_device.get(name, 0) + found.parameter_bytes + found.activation_bytes
+    plan = make_plan(chain(8, width=128), two_hosts(1e6, memory=max(by_device.values())), config, rows=4096)
     assert plan.pipelines[0].group_size is not None and plan.pipelines[0].group_size < 16
     choice = next(choice for choice in plan.choices if choice.subject == "group size")
     assert choice.bound == "memory" and "fits in memory" in choice.runner_up

@@ -13,6 +13,7 @@ from torch import nn
 import whale
 from tests import hf_models
 from tests.unit.planning.graphs import cluster
+from tests.unit.planning.texts import plan_text
 from whale.axes import discover
 from whale.capture import capture
 from whale.capture.scopes import Annotation
@@ -21,7 +22,6 @@ from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Shard
 from whale.planning import make_plan, retarget_plan
-from whale.planning.explain import explain
 from whale.planning.verify import verify
 
 SLOW_PAIR = cluster((1e9, 1e9))
@@ -76,7 +76,7 @@ def test_gpt2_is_cut_by_heads_columns_and_vocabulary(golden: Callable[[str, str]
         "transformer.h.1.attn.heads": (2, 2),
         "transformer.h.1.mlp.c_fc.weight:1": (64, 64),
     }
-    golden("plans/split_gpt2.txt", f"{plan}\n" + "\n".join(" | ".join(row) for row in explain(plan)))
+    golden("plans/split_gpt2.txt", plan_text(plan))
 
 
 def test_sizes_follow_the_devices_speed(golden: Callable[[str, str], None]) -> None:
@@ -84,7 +84,7 @@ def test_sizes_follow_the_devices_speed(golden: Callable[[str, str], None]) -> N
     shards = cuts_of(plan)
     assert shards["transformer.h.0.attn.heads"] == (3, 1)
     assert shards["transformer.h.1.mlp.c_fc.weight:1"] == (96, 32)
-    golden("plans/split_gpt2_uneven.txt", str(plan))
+    golden("plans/split_gpt2_uneven.txt", plan_text(plan))
 
 
 @pytest.mark.slow

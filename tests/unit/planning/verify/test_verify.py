@@ -10,7 +10,8 @@ import pytest
 from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.errors import PlanError
-from whale.ir.plan import Edge, Estimate, Form, Plan, VirtualDevice
+from whale.estimate import Costs
+from whale.ir.plan import Edge, Form, Plan, VirtualDevice
 from whale.planning import make_plan
 from whale.planning.verify import verify
 
@@ -75,7 +76,6 @@ def with_edges(*edges: Edge) -> Plan:
         (lambda: with_stage(1, ops=("layer2", "layer3")), "computes every result"),
         (lambda: with_stage(0, shares=(0,)), "has a share"),
         (lambda: with_stage(1, virtual_device=VirtualDevice(("h0/0",))), "one virtual device of one replica"),
-        (lambda: with_stage(0, estimates=(Estimate(1, 1, 3 * 2**30, 0, 2**30),)), r"needs 3.00 GiB and has 1.00 GiB: 2.00 GiB short"),
     ],
 )
 def test_faults(broken: Callable[[], Plan], message: str) -> None:
@@ -87,3 +87,10 @@ def test_all_faults_at_once() -> None:
     plan = with_stage(1, parameters=(), shares=(0,))
     with pytest.raises(PlanError, match=r"(?s)^\d faults.*has a share.*holds the parameters.*some stage holds every parameter"):
         verify(plan, GRAPH, THERE)
+
+
+def test_a_plan_for_larger_memories_is_refused() -> None:
+    small = cluster((1e9, 1e9), memory=1024)
+    with pytest.raises(PlanError, match=r"(?s)fits in memory \(h0/0 needs .* and may use 921 B: .* short; .*optimizer"):
+        verify(PLAN, GRAPH, small)
+    verify(PLAN, GRAPH, small, costs=Costs(memory_fraction=100.0))

@@ -1,0 +1,135 @@
+"""The estimate of a step: its own schedule with its communication, memory over time, and equal replicas simulated once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.planning.graphs import Graph, chain, cluster, device, scope
+from whale.config import Config
+from whale.estimate import Costs, estimate, pipeline_seconds
+from whale.ir.cluster import Cluster, Host, Link
+from whale.ir.plan import Plan
+from whale.planning import make_plan
+
+FAST = Link(1e15, 0.0)
+
+
+def planned(graph_layers: int, there: Cluster, rows: int = 16, width: int = 64, **config: object) -> tuple[Plan, object]:
+    keys = {f"pipeline.{name}": value for name, value in config.items()}
+    graph = chain(graph_layers, width=width)
+    return make_plan(graph, there, Config(keys), rows=rows), graph
+
+
+def pair(link: Link, num_hosts: int = 1, memory: int = 2**30) -> Cluster:
+    """Hosts of two equal devices; one link for all."""
+    hosts = tuple(Host(f"h{h}", tuple(device(f"h{h}/{i}", f"h{h}", 1e9, memory) for i in range(2)), link) for h in range(num_hosts))
+    return Cluster("pair", hosts, link)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_without_communication_the_bound_is_the_estimate(schedule: str) -> None:
+    plan, graph = planned(8, pair(FAST), schedule=schedule, num_stages=2, num_micro_batch=4)
+    found = estimate(plan, graph, pair(FAST), Costs(launch_seconds=0.0))  # type: ignore[arg-type]
+    ranks = [sum(span.end - span.start for span in each.compute if span.action.micro_batch == 0) for each in found.devices]
+    optimizer = max(each.optimizer for each in found.devices)
+    assert found.step_seconds == pytest.approx(float(pipeline_seconds(schedule, ranks, 4)) + optimizer, rel=0.03)
+    assert found.exposed_communication == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_plan_has_the_estimates_time_and_memory() -> None:
+    there = cluster((3e9, 1e9))
+    plan, graph = planned(8, there, num_stages=2, num_micro_batch=4)
+    found = estimate(plan, graph, there)  # type: ignore[arg-type]
+    assert plan.step_seconds == found.step_seconds
+    for stage in plan.replicas[0].stages:
+        for name, figures in zip(stage.virtual_device.devices, stage.estimates, strict=True):
+            assert figures.parameter_bytes + figures.activation_bytes == pytest.approx(found.of(name).peak.total, abs=2)
+
+
+def test_gpipe_and_1f1b_differ_in_memory_and_in_exposed_messages() -> None:
+    slow = pair(Link(1e6, 1e-4))
+    estimates = {}
+    for schedule in ("gpipe", "1f1b"):
+        plan, graph = planned(8, slow, schedule=schedule, num_stages=2, num_micro_batch=6, rows=48)
+        estimates[schedule] = estimate(plan, graph, slow)  # type: ignore[arg-type]
+    assert estimates["gpipe"].of("h0/0").peak.activations > estimates["1f1b"].of("h0/0").peak.activations
+    assert estimates["gpipe"].step_seconds != estimates["1f1b"].step_seconds
+
+
+def test_gradients_are_summed_behind_the_backward_pass() -> None:
+    """With one bucket per layer all but the first layer's are hidden; with one for all none is."""
+    there = pair(Link(2e7, 1e-6))
+    plan, graph = planned(8, there, rows=400)
+    hidden = estimate(plan, graph, there, Costs(bucket_bytes=1))  # type: ignore[arg-type]
+    shown = estimate(plan, graph, there, Costs(bucket_bytes=2**30))  # type: ignore[arg-type]
+    assert len(hidden.devices[0].syncs) == 8 and len(shown.devices[0].syncs) == 1
+    assert hidden.straggler.exposed_sync < 0.3 * hidden.straggler.syncing
+    assert shown.straggler.exposed_sync == pytest.approx(shown.straggler.syncing)
+    assert hidden.step_seconds < shown.step_seconds
+
+
+def test_a_shared_card_is_slower_than_one_of_each() -> None:
+    own = pair(Link(1e7, 1e-6), 2)
+    shared = replace(own, hosts=tuple(replace(host, link=FAST, card=1e7) for host in own.hosts))
+    own = replace(own, hosts=tuple(replace(host, link=FAST) for host in own.hosts))
+    config = Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2, "cluster.device_place_prefer_intra_node": False})
+    graph = chain(8, width=64)
+    plan = make_plan(graph, own, config, rows=16)
+    replicas = {r.index: {d for s in r.stages for d in s.virtual_device.devices} for r in plan.replicas}
+    assert len(replicas) == 2
+    alone, together = estimate(plan, graph, own), estimate(plan, graph, shared)
+    assert together.step_seconds > alone.step_seconds
+    assert any("card" in link.name for link in together.links)
+
+
+def test_equal_replicas_are_simulated_once() -> None:
+    there = cluster(*((1e9,) * 4,) * 8)
+    plan, graph = planned(8, there, rows=128, num_stages=4, num_micro_batch=4)
+    found = estimate(plan, graph, there)  # type: ignore[arg-type]
+    assert len(plan.replicas) == 8
+    assert [len(each.devices) for each in found.devices] == [8] * 4
+    assert sorted(name for each in found.devices for name in each.devices) == sorted(plan.devices)
+
+
+def test_colocated_stages_and_forward_only() -> None:
+    graph = Graph()
+    graph.path = (scope(0, 2, "wide"),)
+    value = graph.linear("layer0", graph.input("x"))
+    graph.path = (scope(1, 1, "narrow"),)
+    graph.sum_loss(graph.linear("layer1", value))
+    built, there = graph.build(), cluster((1e9, 1e9, 1e9))
+    plan = make_plan(built, there, Config({"pipeline.num_micro_batch": 2}), rows=8)
+    assert estimate(plan, built, there).step_seconds > 0
+    evaluated = graph.build(mode="eval")
+    found = estimate(replace(plan, model=evaluated.fingerprint), evaluated, there)
+    assert all(each.peak.gradients == 0 == each.peak.activations for each in found.devices)
+
+
+@given(
+    st.sampled_from(("gpipe", "1f1b", "zb_h1", "zb_h2", "recompute_early")),
+    st.lists(st.integers(1, 4), min_size=2, max_size=6),
+    st.integers(1, 5),
+    st.integers(0, 5),
+)
+def test_never_below_what_the_busiest_device_computes(schedule: str, speeds: list[int], m: int, extra: int) -> None:
+    there = cluster([speed * 1e9 for speed in speeds])
+    plan, graph = planned(
+        8, there, rows=len(speeds) // 2 * max(m, 3) + extra, width=32, schedule=schedule, num_stages=2, num_micro_batch=max(m, 3)
+    )
+    found = estimate(plan, graph, there)  # type: ignore[arg-type]
+    assert found.step_seconds >= max(each.busy for each in found.devices) - 1e-12
+    for each in found.devices:
+        assert each.memory[-1][1] == pytest.approx(each.peak.weights + each.peak.gradients + each.peak.optimizer, abs=1)
+        assert each.peak.total == pytest.approx(max(num_bytes for _, num_bytes in each.memory), abs=1)
+        assert each.busy + each.exposed <= found.step_seconds + 1e-9
+
+
+def test_the_text_form() -> None:
+    there = cluster((1e9, 1e9))
+    plan, graph = planned(4, there)
+    text = str(estimate(plan, graph, there))  # type: ignore[arg-type]
+    assert "computes longest" in text and "h0/0 and 1 like it: stage 0" in text and "link h0/0 out" in text

@@ -1,0 +1,144 @@
+"""`estimate`: how long a step of a plan takes and how much memory, by running its own schedule with its own communication.
+
+plan, graph, cluster, costs
+   | gather       each device's work; what travels from whom to whom, over which links
+   | alike        devices, links and messages that behave alike
+   | program      the schedule's actions of one device of each class, as tasks and transfers
+   | engine       events: who computes what when, what is on its way
+   | memory       what each device holds over time
+StepEstimate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from whale.axes import Axes
+from whale.estimate.alike import Wire
+from whale.estimate.costs import Costs
+from whale.estimate.engine import Run, Task, run
+from whale.estimate.figures import bubble_rate
+from whale.estimate.gather import Gathered, gather
+from whale.estimate.memory_over_time import Waiting, memory_over_time
+from whale.estimate.prices import Prices
+from whale.estimate.program import Program, make_program
+from whale.estimate.step import DeviceEstimate, LinkUse, Message, StepEstimate, Sync
+from whale.estimate.wires import Crosses, Sums
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
+from whale.ir.schedule import COMPUTE
+from whale.ir.timeline import Span, Timeline
+
+
+def estimate(plan: Plan, graph: ModelGraph, cluster: Cluster, costs: Costs | None = None, *, axes: Axes | None = None) -> StepEstimate:
+    """Estimates one step of a plan.
+
+    Args:
+        plan: verified, but for memory.
+        graph: the model that it is for.
+        cluster: the devices that it names.
+        costs: what prices are made of beside the figures of devices and links; None for the starting values.
+        axes: of the graph, where they are known already.
+    """
+    prices = Prices(graph, cluster, Costs() if costs is None else costs)
+    if axes is not None:
+        prices.axes = axes
+    return estimate_with(prices, plan)
+
+
+def estimate_with(prices: Prices, plan: Plan) -> StepEstimate:
+    """Estimates one step of a plan from prices that may know some answers already."""
+    gathered = gather(plan, prices)
+    program = make_program(gathered)
+    found = run(program.tasks, program.transfers, program.bandwidths)
+    assert not found.stuck, f"a verified schedule ends: {program.computations[found.stuck[0].worker][found.stuck[0].task]}"
+    devices = tuple(_device(number, gathered, program, found) for number in range(len(program.members)))
+    seconds = max((times[-1][1] for times in found.tasks if times), default=0.0)
+    spans = tuple(tuple(span for span in each.compute if span.action.kind in COMPUTE) for each in devices)
+    return StepEstimate(seconds, devices, tuple(_links(gathered, program, seconds)), bubble_rate(Timeline(spans)))
+
+
+def _device(number: int, gathered: Gathered, program: Program, found: Run) -> DeviceEstimate:
+    members, times = program.members[number], found.tasks[number]
+    worker, order = gathered.workers[members[0]], program.computations[number]
+    memory = memory_over_time(worker, order, times, *_waiting(number, gathered, program, found))
+    return DeviceEstimate(
+        devices=tuple(gathered.devices[index] for index in members),
+        stages=worker.stages,
+        compute=tuple(Span(each.action, start, end) for each, (start, end) in zip(order, times, strict=True)),
+        messages=tuple(_messages(number, gathered, program, found)),
+        syncs=tuple(_syncs(number, gathered, program, found)),
+        exposed=sum(_exposed(program.tasks[number], times, found)),
+        memory=memory.points,
+        peak=memory.peak,
+        stage_peaks=memory.stages,
+        stage_bytes=worker.stage_bytes,
+        capacity=worker.capacity,
+    )
+
+
+def _waiting(number: int, gathered: Gathered, program: Program, found: Run) -> tuple[list[Waiting], list[Waiting]]:
+    """The tensors that lie on a device because they arrive before their use, and the gradients that have not left."""
+    times, received, sent = found.tasks[number], list[Waiting](), list[Waiting]()
+    posted, used = dict[int, float](), dict[int, float]()
+    for position, task in enumerate(program.tasks[number]):
+        posted |= dict.fromkeys(task.posts, times[position - 1][1] if position else 0.0)
+        used |= dict.fromkeys(task.needs, times[position][0])
+    for transfer in program.at[number]:
+        kind = gathered.wires[program.sent[transfer].wire].kind
+        if not isinstance(kind, Crosses):
+            continue
+        source, target = program.sent[transfer].ends
+        if target == number:
+            received.append(Waiting(kind.target, kind.num_bytes, posted[transfer], used[transfer]))
+        if source == number and kind.is_backward:
+            sent.append(Waiting(kind.source, kind.num_bytes, *found.transfers[transfer]))
+    return received, sent
+
+
+def _messages(number: int, gathered: Gathered, program: Program, found: Run) -> Iterator[Message]:
+    for transfer in program.at[number]:
+        sent = program.sent[transfer]
+        wire = gathered.wires[sent.wire]
+        if isinstance(wire.kind, Crosses):
+            name = f"{wire.kind.source} -> {wire.kind.target} {'B' if wire.kind.is_backward else 'F'}{sent.micro_batch}"
+            source, target = (gathered.devices[party] for party in wire.parties)
+            yield Message(name, source, target, wire.kind.num_bytes, *found.transfers[transfer])
+
+
+def _syncs(number: int, gathered: Gathered, program: Program, found: Run) -> Iterator[Sync]:
+    for transfer in program.at[number]:
+        wire = gathered.wires[program.sent[transfer].wire]
+        if isinstance(wire.kind, Sums):
+            yield Sync(_stages(wire), len(wire.parties), wire.kind.num_bytes, *found.transfers[transfer])
+
+
+def _stages(wire: Wire) -> tuple[int, ...]:
+    return tuple(sorted({stage for stages, _ in wire.roles for stage in stages}))  # type: ignore[attr-defined]
+
+
+def _exposed(tasks: Sequence[Task], times: Sequence[tuple[float, float]], found: Run) -> Iterator[float]:
+    """Per task, seconds of waiting for it in which something that it needs is on its way."""
+    before = 0.0
+    for task, (start, end) in zip(tasks, times, strict=True):
+        if start > before:
+            reached = before
+            for sent, arrived in sorted(found.transfers[transfer] for transfer in task.needs):
+                low, high = max(sent, reached), min(arrived, start)
+                if high > low:
+                    yield high - low
+                    reached = high
+        before = end
+
+
+def _links(gathered: Gathered, program: Program, seconds: float) -> Iterator[LinkUse]:
+    """The links of each class, those most used first."""
+    num_bytes = [0.0] * len(program.links)
+    for transfer in program.transfers:
+        for link, count in transfer.links:
+            num_bytes[link] += count * transfer.num_bytes
+    for number in sorted(range(len(program.links)), key=lambda link: -num_bytes[link] / program.bandwidths[link]):
+        name, bandwidth = gathered.links[program.links[number][0]]
+        share = num_bytes[number] / bandwidth / seconds if seconds > 0 else 0.0
+        yield LinkUse(name, len(program.links[number]), num_bytes[number], share)

@@ -1,0 +1,52 @@
+"""All that takes part in a step of a plan: its devices with their work, the links between them, and what travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whale.estimate.alike import Wire
+from whale.estimate.prices import Prices
+from whale.estimate.wires import Links, message_wires, sum_wires
+from whale.estimate.workers import Worker, Workers
+from whale.ir.plan import Pipeline, Plan
+from whale.ir.schedule import Schedule
+from whale.schedules import forward_schedules_of, schedules_of
+from whale.schedules.of_plan import Pairs, edge_pairs
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The whole step, device by device.
+
+    Attributes:
+        devices: names, in the order of the plan's ranks.
+        workers: of the devices.
+        links: name and bytes per second of each.
+        wires: everything that travels; their `kind` is a `Crosses` or a `Sums`.
+        schedules: that replicas follow.
+    """
+
+    devices: tuple[str, ...]
+    workers: tuple[Worker, ...]
+    links: tuple[tuple[str, float], ...]
+    wires: tuple[Wire, ...]
+    schedules: tuple[Schedule, ...]
+
+
+def gather(plan: Plan, prices: Prices) -> Gathered:
+    """Collects a plan's workers, links and wires.
+
+    Raises:
+        ScheduleError: a schedule of the plan would not run to its end.
+    """
+    distinct: dict[tuple[Pipeline, Pairs], tuple[int, Schedule]] = {}
+    makers, found = Workers(plan, prices), dict[str, Worker]()
+    schedules = schedules_of(plan) if prices.training else forward_schedules_of(plan)
+    for replica, schedule in zip(plan.replicas, schedules, strict=True):
+        number, _ = distinct.setdefault((replica.pipeline, edge_pairs(replica)), (len(distinct), schedule))
+        found |= makers.of(replica, schedule, number)
+    links = Links(prices)
+    rank = plan.rank_of
+    wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links, rank))
+    workers = tuple(found[device] for device in plan.devices)
+    return Gathered(plan.devices, workers, tuple(links.found), wires, tuple(schedule for _, schedule in distinct.values()))

@@ -1,0 +1,223 @@
+"""What the event engine runs for a plan: the tasks of one device of each class, and one transfer for all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from whale.estimate.alike import Classes, Role, Wire, classify
+from whale.estimate.computations import Computation, computations
+from whale.estimate.engine import Task, Transfer
+from whale.estimate.gather import Gathered
+from whale.estimate.wires import Crosses, Sums
+from whale.estimate.work import Work
+from whale.estimate.workers import Worker
+from whale.ir.schedule import Action, Kind
+
+_HANDING_BACK = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+_TOWARDS_SOURCE = _HANDING_BACK | {Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, Kind.POST_BACKWARD}
+
+
+def work_of(worker: Worker, action: Action) -> Work:
+    """What an action of a worker is about."""
+    assert action.stage is not None and action.micro_batch is not None
+    return dict(worker.works)[action.stage, worker.rows[action.micro_batch]]
+
+
+def seconds_of(worker: Worker, action: Action) -> float:
+    """How long a computation takes, or the optimizer's STEP."""
+    if action.kind is Kind.STEP:
+        return worker.optimizer
+    work = work_of(worker, action)
+    if action.kind is Kind.BACKWARD_INPUT:
+        return work.backward_input
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return work.backward_weight
+    return work.backward_input + work.backward_weight if action.kind is Kind.BACKWARD else work.forward
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One transfer of the program.
+
+    Attributes:
+        wire: the first of the wires that it stands for.
+        ends: the classes of devices that send and receive it, or take part.
+        micro_batch: of a message.
+    """
+
+    wire: int
+    ends: tuple[int, ...]
+    micro_batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run.
+
+    Attributes:
+        members: per class of devices, their indices; the first is the one that is run.
+        computations: per class, in order.
+        tasks: per class, one per computation.
+        transfers: with `sent`, what each is.
+        bandwidths: of one link of each class.
+        links: per class of links, their indices.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    computations: tuple[tuple[Computation, ...], ...]
+    tasks: tuple[tuple[Task, ...], ...]
+    transfers: tuple[Transfer, ...]
+    sent: tuple[Sent, ...]
+    bandwidths: tuple[float, ...]
+    links: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def at(self) -> tuple[tuple[int, ...], ...]:
+        """Per class of devices, the transfers that it has a part in."""
+        found: list[list[int]] = [[] for _ in self.members]
+        for number, sent in enumerate(self.sent):
+            for end in set(sent.ends):
+                found[end].append(number)
+        return tuple(map(tuple, found))
+
+
+def make_program(gathered: Gathered) -> Program:
+    """Finds what is alike, and writes down the tasks of one of each."""
+    classes = classify(gathered.workers, [bandwidth for _, bandwidth in gathered.links], gathered.wires)
+    members, links = _members(classes.workers), _members(classes.links)
+    wires = _Wires(gathered, classes, members, links)
+    tasks, done = [], []
+    for number, own in enumerate(members):
+        worker = gathered.workers[own[0]]
+        order = tuple(computations(gathered.schedules[worker.schedule].ranks[worker.rank]))
+        tasks.append(tuple(_tasks(worker, order, wires.at[number])))
+        done.append(order)
+    return Program(
+        members,
+        tuple(done),
+        tuple(tasks),
+        tuple(wires.transfers),
+        tuple(wires.sent),
+        tuple(gathered.links[own[0]][1] for own in links),
+        links,
+    )
+
+
+def _members(classes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    found: dict[int, list[int]] = {}
+    for index, number in enumerate(classes):
+        found.setdefault(number, []).append(index)
+    return tuple(tuple(found[number]) for number in sorted(found))
+
+
+_Place = tuple[int, int, bool, bool]
+"""A stage (of the device; for POSTs that at the other end), micro-batch, whether backward, and whether local."""
+
+
+@dataclass
+class _Ends:
+    """Numbers of transfers at one class of devices: messages by place, and collectives."""
+
+    posted: dict[_Place, list[int]] = field(default_factory=dict)
+    arriving: dict[_Place, list[int]] = field(default_factory=dict)
+    leaving: dict[_Place, list[int]] = field(default_factory=dict)
+    sums: dict[int, Role] = field(default_factory=dict)
+
+
+class _Wires:
+    """Transfers, each of which stands for all wires of a class."""
+
+    def __init__(self, gathered: Gathered, classes: Classes, members: Sequence[Sequence[int]], links: Sequence[Sequence[int]]) -> None:
+        self.transfers: list[Transfer] = []
+        self.sent: list[Sent] = []
+        self.at = [_Ends() for _ in members]
+        self._queues: dict[tuple[tuple[int, ...], int], int] = {}
+        loads = _loads(gathered.wires, classes, {own[0] for own in links})
+        first = {own[0]: number for number, own in enumerate(members)}
+        for number, own in enumerate(_members(classes.wires)):
+            wire, passed = gathered.wires[own[0]], tuple(sorted(loads.get(number, {}).items()))
+            ends = [classes.workers[party] for party in wire.parties]
+            if isinstance(wire.kind, Crosses):
+                self._add_messages(wire.kind, own[0], gathered.workers[wire.parties[0]].rows, (ends[0], ends[1]), passed)
+            else:
+                assert isinstance(wire.kind, Sums)
+                alike = [gathered.wires[index] for index in own]
+                roles = {
+                    first[party]: role for each in alike for party, role in zip(each.parties, each.roles, strict=True) if party in first
+                }
+                self._add_sum(wire.kind, own[0], len(ends), roles, passed)
+
+    def _add_messages(
+        self, kind: Crosses, wire: int, rows: Sequence[int], ends: tuple[int, int], links: tuple[tuple[int, int], ...]
+    ) -> None:
+        """One message per micro-batch of its number of rows."""
+        for micro_batch, num_rows in enumerate(rows):
+            if num_rows == kind.num_rows:
+                number = len(self.transfers)
+                self.transfers.append(Transfer(kind.num_bytes, kind.latency, 2, links))
+                self.sent.append(Sent(wire, ends, micro_batch))
+                self.at[ends[1]].posted.setdefault((kind.source, micro_batch, kind.is_backward, kind.is_local), []).append(number)
+                self.at[ends[0]].leaving.setdefault((kind.source, micro_batch, kind.is_backward, kind.is_local), []).append(number)
+                self.at[ends[1]].arriving.setdefault((kind.target, micro_batch, kind.is_backward, kind.is_local), []).append(number)
+
+    def _add_sum(self, kind: Sums, wire: int, num_owners: int, roles: Mapping[int, Role], links: tuple[tuple[int, int], ...]) -> None:
+        who = tuple(sorted(roles))
+        queue = self._queues.setdefault((who, num_owners), len(self._queues))
+        for end, role in roles.items():
+            self.at[end].sums[len(self.transfers)] = role
+        self.transfers.append(Transfer(kind.moved, kind.latency, len(who), links, queue))
+        self.sent.append(Sent(wire, who))
+
+
+def _loads(wires: Sequence[Wire], classes: Classes, first_links: set[int]) -> dict[int, dict[int, int]]:
+    """Per class of wires and class of links that they pass, how many pass one of the links."""
+    found: dict[int, dict[int, int]] = {}
+    for number, wire in zip(classes.wires, wires, strict=True):
+        for link in wire.links:
+            if link in first_links:
+                loads = found.setdefault(number, {})
+                loads[classes.links[link]] = loads.get(classes.links[link], 0) + 1
+    return found
+
+
+def _tasks(worker: Worker, order: Sequence[Computation], ends: _Ends) -> Iterator[Task]:
+    """The tasks of one device.
+
+    Receives are started where their POSTs stand; what comes from other devices of its own virtual device when it is asked for.
+    """
+    joined = _joins(order, ends)
+    for position, each in enumerate(order):
+        here = [each.action] if each.action.kind is Kind.FORWARD or each.action.kind in _HANDING_BACK else []
+        local = _met(here, ends.arriving, local=True)
+        posts = [*_met(each.posts, ends.posted, local=False), *local]
+        needs = [*_met(each.receives, ends.arriving, local=False), *local]
+        if each.action.kind is Kind.STEP:
+            needs += ends.sums
+        sends = [*_met(here, ends.leaving, local=True), *_met(each.sends, ends.leaving, local=False)]
+        yield Task(seconds_of(worker, each.action), tuple(needs), tuple(posts), tuple(sends), tuple(joined.get(position, ())))
+
+
+def _met(actions: Iterable[Action], at: Mapping[_Place, Sequence[int]], *, local: bool) -> list[int]:
+    """The messages that some actions are about."""
+    found: list[int] = []
+    for action in actions:
+        assert action.stage is not None and action.micro_batch is not None
+        found += at.get((action.stage, action.micro_batch, action.kind in _TOWARDS_SOURCE, local), ())
+    return found
+
+
+def _joins(order: Sequence[Computation], ends: _Ends) -> dict[int, list[tuple[int, float]]]:
+    """Per computation, the sums that are ready in the midst of it or at its end."""
+    last = {stage: position for position, each in enumerate(order) for stage in each.synced}
+    found: dict[int, list[tuple[int, float]]] = {}
+    for number, (stages, share) in ends.sums.items():
+        assert isinstance(stages, tuple) and isinstance(share, float)
+        if len(stages) > 1:  # a weight of several stages is summed when all else is done
+            position = len(order) - 2
+        else:
+            position = last[stages[0]]
+            share = share if order[position].action.kind is Kind.BACKWARD else 1.0
+        found.setdefault(position, []).append((number, share))
+    return found

@@ -1,0 +1,146 @@
+"""What travels in a step of a plan: messages between stages and collectives of gradients, with the links that they pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from whale.estimate.alike import Role, Wire
+from whale.estimate.crossings import Crossings
+from whale.estimate.prices import Prices
+from whale.estimate.sync import Bucket, buckets, ready_share
+from whale.ir.cluster import Device, Link
+from whale.ir.plan import Plan, Stage
+
+_SENDS_AND_RECEIVES: tuple[Role, ...] = ((0,), (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class Crosses:
+    """What a message is.
+
+    Attributes:
+        source, target: stages.
+        num_rows: of the micro-batches that it is for.
+        num_bytes: of all tensors together.
+        latency: seconds beside the bytes.
+        is_local: whether both stages run on one virtual device, so that no action of the schedule stands for it.
+    """
+
+    source: int
+    target: int
+    num_rows: int
+    num_bytes: float
+    latency: float
+    is_local: bool
+
+    @property
+    def is_backward(self) -> bool:
+        return self.source > self.target
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What a collective of gradients is. The role of each device in it: the stages whose last backward passes it waits for there,
+    and after which share of the last one it is ready.
+
+    Attributes:
+        num_bytes: of the gradients.
+        moved: bytes that pass each link.
+        latency: seconds that its rounds take beside.
+        queue: position among those of the same owners.
+    """
+
+    num_bytes: float
+    moved: float
+    latency: float
+    queue: int
+
+
+class Links:
+    """The sides of devices and of hosts' cards, numbered as they are met."""
+
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
+        self._number: dict[tuple[str, str, Link | None], int] = {}
+        self.found: list[tuple[str, float]] = []
+
+    def path(self, source: str, target: str) -> tuple[int, ...]:
+        """The links that a message passes: one side of each device, and of each host's card."""
+        by_name, link = self._prices.cluster.by_name, self._prices.link(source, target)
+        passed = [self._side(source, "out", link, link.bandwidth), self._side(target, "in", link, link.bandwidth)]
+        if by_name[source].host != by_name[target].host:
+            for host, way in ((by_name[source].host, "out"), (by_name[target].host, "in")):
+                card = self._prices.cluster.card(host)
+                if card is not None:
+                    passed.append(self._side(f"{host} card", way, None, card))
+        return tuple(passed)
+
+    def _side(self, owner: str, way: str, link: Link | None, bandwidth: float) -> int:
+        key = owner, way, link
+        if key not in self._number:
+            self._number[key] = len(self.found)
+            self.found.append((f"{owner} {way}", bandwidth))
+        return self._number[key]
+
+
+def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str, int]) -> Iterator[Wire]:
+    """What stages hand to one another, both ways."""
+    crossings = Crossings(prices.graph)
+    for replica in plan.replicas:
+        sizes = sorted({stop - start for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows)})
+        for edge in replica.edges:
+            for backward in (False, True) if prices.training else (False,):
+                ends = (edge.target, edge.source) if backward else (edge.source, edge.target)
+                devices = [replica.stages[end].virtual_device.devices for end in ends]
+                for size in sizes:
+                    for crossing in crossings.of(edge, replica.stages, size, backward=backward):
+                        source, target = devices[0][crossing.source], devices[1][crossing.target]
+                        if source == target:
+                            continue  # it stays where it is
+                        latency = crossing.num_messages * (prices.link(source, target).latency + prices.costs.message_seconds)
+                        kind = Crosses(*ends, size, crossing.num_bytes, latency, replica.is_local(edge))
+                        yield Wire(kind, (number[source], number[target]), _SENDS_AND_RECEIVES, links.path(source, target))
+
+
+def sum_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str, int]) -> Iterator[Wire]:
+    """Collectives of gradients: rings of 2 (k - 1) rounds, in each of which 1/k of the bytes passes every link of the ring."""
+    queues: dict[tuple[str, ...], int] = {}
+    roles = _Roles(plan, prices)
+    for bucket in buckets(plan, prices):
+        queues[bucket.owners] = position = queues.get(bucket.owners, -1) + 1
+        ring = list(pairwise((*bucket.owners, bucket.owners[0])))
+        rounds = 2 * (len(bucket.owners) - 1)
+        latency = rounds * max(prices.link(a, b).latency for a, b in ring) + prices.costs.message_seconds
+        kind = Sums(bucket.num_bytes, rounds * bucket.num_bytes / len(bucket.owners), latency, position)
+        passed = tuple(link for a, b in ring for link in links.path(a, b))
+        yield Wire(kind, tuple(number[owner] for owner in bucket.owners), roles.of(bucket), passed)
+
+
+class _Roles:
+    """The roles of the owners of buckets: see `Sums`."""
+
+    def __init__(self, plan: Plan, prices: Prices) -> None:
+        self._plan, self._prices = plan, prices
+        self._shares: dict[tuple[tuple[str, ...], Device, tuple[str, ...]], float] = {}
+
+    def of(self, bucket: Bucket) -> tuple[Role, ...]:
+        """Per owner, its role."""
+        found: dict[str, Role] = {}
+        by_replica: dict[int, list[int]] = {}
+        for replica, index in bucket.stages:
+            by_replica.setdefault(replica, []).append(index)
+        for replica, indices in by_replica.items():
+            for index in indices:
+                stage = self._plan.replicas[replica].stages[index]
+                devices = stage.virtual_device.devices
+                share = self._share(stage, devices[0], bucket.names) if len(indices) == 1 else 1.0
+                found |= dict.fromkeys(devices, (tuple(indices), share))
+        return tuple(found[owner] for owner in bucket.owners)
+
+    def _share(self, stage: Stage, device: str, names: tuple[str, ...]) -> float:
+        key = stage.ops, self._prices.cluster.by_name[device].kind, names
+        if key not in self._shares:
+            self._shares[key] = ready_share(self._prices, stage, device, names)
+        return self._shares[key]

@@ -1,0 +1,162 @@
+"""What one device does and keeps of one stage, for one micro-batch of so many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale.axes.labels import Labels
+from whale.estimate.halves import halved, messages_of
+from whale.estimate.kept import kept_for_weights, weight_share
+from whale.estimate.line import Line
+from whale.estimate.memory import kept_names, size_line, working_line
+from whale.estimate.op_table import Floats
+from whale.estimate.part import Part
+from whale.estimate.prices import Prices
+from whale.estimate.tolls import Site, Tolls, bridged_copies, repeated_share
+from whale.ir.cluster import Device
+from whale.ir.plan import Shard
+from whale.sharding.bridges import Bridge, find_bridges
+
+
+@dataclass(frozen=True, slots=True)
+class StageKey:
+    """A stage as its price sees it.
+
+    Attributes:
+        part: what it runs.
+        segments: the runs of its ops that are computed again in the backward pass.
+        shards: how it is split.
+        overlap: whether it computes its rows in two halves.
+        recomputes: whether all of it is computed again, by R actions.
+    """
+
+    part: Part
+    segments: tuple[tuple[str, ...], ...] = ()
+    shards: tuple[Shard, ...] = ()
+    overlap: bool = False
+    recomputes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds and bytes for one micro-batch.
+
+    Attributes:
+        forward: seconds of F and of R, with what is exchanged inside a split group.
+        backward_input, backward_weight: seconds of I and W, and of B together.
+        kept: bytes from F to B (or I): activations, and what was received and handed on.
+        left: bytes from F to R where the whole stage is computed again.
+        for_weights: bytes from I to W.
+        working: bytes of the op at work.
+        again: bytes of a segment that is computed again while its backward pass runs.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    kept: float
+    left: float
+    for_weights: float
+    working: float
+    again: float
+
+
+@dataclass(eq=False)
+class Works:
+    """The work of the stages of plans of one graph on one cluster; equal questions are answered once.
+
+    Args:
+        prices: of the graph on the cluster.
+        num_micro_batch: of a step.
+    """
+
+    prices: Prices
+    _known: dict[tuple[StageKey, tuple[Device, ...], tuple[object, ...], int, int], Work] = field(default_factory=dict, init=False)
+
+    def of(self, key: StageKey, group: Sequence[str], position: int, num_rows: int) -> Work:
+        """The work of one device.
+
+        Args:
+            key: the stage.
+            group: the devices of its split group; itself where the stage is not split.
+            position: its own in the group.
+            num_rows: that the group takes.
+        """
+        kinds = tuple(self.prices.cluster.by_name[name].kind for name in group)
+        links = tuple(self.prices.link(a, b) for a, b in pairwise(group))
+        question = key, kinds, links, position, num_rows
+        if question not in self._known:
+            self._known[question] = self._work(key, group, position, num_rows)
+        return self._known[question]
+
+    def _work(self, key: StageKey, group: Sequence[str], position: int, num_rows: int) -> Work:
+        prices = self._prices(key, position)
+        seconds = self._together(key, group, num_rows) if key.shards else self._alone(prices, key, group[0], num_rows)
+        copies = Line()
+        if key.shards:
+            labels, bridges = self._bridges(key)
+            copies = bridged_copies(self.prices, labels, bridges, position, again=frozenset(n for run in key.segments for n in run))
+        forward, inputs, weights = (line.at(num_rows) for line in seconds)
+        return Work(forward, inputs, weights, *_bytes(prices, key, num_rows, copies))
+
+    def _prices(self, key: StageKey, position: int) -> Prices:
+        """Prices of a device's own part of the ops."""
+        return self.prices.local(key.part.ops, key.shards, position) if key.shards else self.prices
+
+    def _alone(self, prices: Prices, key: StageKey, device: str, num_rows: int) -> tuple[Line, Line, Line]:
+        """Seconds of F, I and W of the ops alone, as lines about the rows."""
+        found = prices.seconds(prices.cluster.by_name[device], float(num_rows))
+        index = _positions(prices, key.part.ops)
+        weights = np.array([weight_share(prices.graph, name) for name in key.part.ops])
+        forward = _line(found.forward_fixed[index], found.forward_per_row[index])
+        fixed, per_row = found.backward_fixed[index], found.backward_per_row[index]
+        again = _positions(prices, [name for run in key.segments for name in run])
+        repeated = _line(found.forward_fixed[again], found.forward_per_row[again])
+        return forward, _line(fixed * (1 - weights), per_row * (1 - weights)) + repeated, _line(fixed * weights, per_row * weights)
+
+    def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
+        """Seconds of F, I and W of a split group, whose devices wait for one another: of the slowest, with what they exchange."""
+        _, bridges = self._bridges(key)
+        tolls = Tolls(self.prices, Site((tuple(group),), num_rows, 1, 1))
+        there, back = tolls.of_bridges(bridges)
+        back = back + there * repeated_share(key.part.ops, key.segments)
+        alone = [self._alone(self._prices(key, place), key, name, num_rows) for place, name in enumerate(group)]
+        slowest = [max(lines, key=lambda line: line.at(num_rows)) for lines in zip(*alone, strict=True)]
+        forward, inputs, weights = slowest[0] + there, slowest[1] + back, slowest[2]
+        if key.overlap:
+            messages = messages_of(tolls, bridges)
+            forward = halved(forward, messages.forward, messages.num_forward, messages.num_gaps, num_rows)
+            both = halved(inputs + weights, messages.backward, messages.num_backward, messages.num_gaps, num_rows)
+            inputs = both + weights * -1
+        return forward, inputs, weights
+
+    def _bridges(self, key: StageKey) -> tuple[Labels, tuple[Bridge, ...]]:
+        labels = self.prices.labels(key.part.ops, key.shards)
+        return labels, find_bridges(labels, key.part.returned(self.prices.graph))
+
+
+def _line(fixed: Floats, per_row: Floats) -> Line:
+    return Line(float(fixed.sum()), float(per_row.sum()))
+
+
+def _positions(prices: Prices, ops: Sequence[str]) -> NDArray[np.int64]:
+    return np.array([prices.table.position[name] for name in ops], dtype=np.int64)
+
+
+def _bytes(prices: Prices, key: StageKey, num_rows: int, copies: Line) -> tuple[float, float, float, float, float]:
+    """Bytes of `Work`: kept, left, for_weights, working, again."""
+    graph, part = prices.graph, key.part
+    working = working_line(graph, part.ops).at(num_rows)
+    if not prices.training:
+        return 0.0, 0.0, 0.0, working, 0.0
+    names, largest = kept_names(graph, part.ops, prices.kept, key.segments)
+    crossing = dict.fromkeys(graph.storage[name] for name in (*part.arriving, *part.handed_on))
+    kept = size_line(graph, names | crossing) + copies
+    left = size_line(graph, crossing)
+    waiting = size_line(graph, kept_for_weights(graph, part.ops))
+    return kept.at(num_rows), left.at(num_rows), waiting.at(num_rows), working, largest.at(num_rows)
