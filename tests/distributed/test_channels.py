@@ -30,7 +30,7 @@ def exchange(rank: int, num_ranks: int, own_groups: bool) -> tuple[list[float], 
                 received.append(torch.empty(number + 1))
                 works.append(channels.receive(received[-1], lane))
     for work in works:
-        work.wait()
+        work.work.wait()
     num_groups = len(channels)
     channels.close()
     return [float(value.unique()) for value in received], num_groups

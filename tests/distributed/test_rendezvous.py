@@ -42,7 +42,7 @@ def swap(rank: int, num_ranks: int, in_order: bool) -> float:
     actions = [lambda: channels.send(sent, Lane(rank, 1 - rank)), lambda: channels.receive(received, Lane(1 - rank, rank))]
     works = [action() for action in (actions if rank == 0 or not in_order else reversed(actions))]
     for work in works:
-        work.wait()
+        work.work.wait()
     return float(received)
 
 

@@ -6,11 +6,14 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from whale.axes import discover
 from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph, write_text
 from whale.cli.tables import make_console, make_table
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
 from whale.planning import make_plan
+from whale.sharding.communicators import communicators_of
+from whale.sharding.parameters import parameter_shardings
 from whale.units import format_bytes, format_seconds
 
 
@@ -34,7 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(to_json(plan, indent=1))
         return 0
     print_plan(plan)
-    for warning in graph.warnings:
+    is_sharded = any(stage.shards for replica in plan.replicas for stage in replica.stages)
+    communicators = communicators_of(plan, graph, parameter_shardings(plan, graph, discover(graph) if is_sharded else None))
+    print(communicators)
+    for warning in (*graph.warnings, *filter(None, [communicators.warning])):
         print(f"warning: {warning}")
     return 0
 

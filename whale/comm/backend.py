@@ -15,3 +15,8 @@ def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> 
     """
     served = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl": torch tells the whole, whatever the device
     return dict(pair.split(":") for pair in served.split(",")).get(device.type)
+
+
+def blocks_host(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether who waits for tensors of a device waits on the host; with NCCL the device does."""
+    return device.type == "cpu" or backend_of(device, group) != "nccl"

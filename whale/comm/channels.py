@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from whale.comm.backend import backend_of
+from whale.comm.waiting import Launched
 from whale.comm.world import World
 
 
@@ -51,6 +52,7 @@ class Channels:
         self._groups: dict[Lane, dist.ProcessGroup] = {}
         has_nccl = not world.is_alone and backend_of(world.device) == "nccl"
         self.wire_device = world.device if has_nccl else torch.device("cpu")
+        self._blocks_host = not has_nccl
         if has_nccl if own_groups is None else own_groups:
             # All ranks take part, as in `Groups`: else members with unlike numbers of groups name this one differently.
             for lane in sorted({lane for lane in lanes if lane.source != lane.target}):
@@ -63,23 +65,23 @@ class Channels:
         """Sends a byte down each lane, in one order on all ranks: the first use of a communicator blocks until both ends are there."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.wire_device)
         for lane in sorted(self._groups):
-            (self.send if lane.source == world.rank else self.receive)(byte, lane).wait()
+            (self.send if lane.source == world.rank else self.receive)(byte, lane).work.wait()
 
     def __len__(self) -> int:
         """Groups of this rank."""
         return len(self._groups)
 
-    def send(self, tensor: torch.Tensor, lane: Lane) -> dist.Work:
+    def send(self, tensor: torch.Tensor, lane: Lane) -> Launched:
         """Starts a send; the tensor must stay untouched until the work is done."""
         work = dist.isend(tensor, lane.target, group=self._groups.get(lane))
         assert work is not None
-        return work
+        return Launched(work, self._blocks_host)
 
-    def receive(self, tensor: torch.Tensor, lane: Lane) -> dist.Work:
+    def receive(self, tensor: torch.Tensor, lane: Lane) -> Launched:
         """Starts a receive into a contiguous tensor."""
         work = dist.irecv(tensor, lane.source, group=self._groups.get(lane))
         assert work is not None
-        return work
+        return Launched(work, self._blocks_host)
 
     def close(self) -> None:
         """Destroys the groups made here."""

@@ -8,7 +8,8 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from whale.comm.backend import backend_of
+from whale.comm.backend import backend_of, blocks_host
+from whale.comm.waiting import Launched
 from whale.comm.world import World
 
 RankSet = tuple[int, ...]
@@ -52,12 +53,13 @@ class Groups:
     def __getitem__(self, ranks: RankSet) -> dist.ProcessGroup:
         return self._groups[ranks]
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: RankSet) -> dist.Work | None:
+    def all_reduce(self, tensor: torch.Tensor, ranks: RankSet) -> Launched | None:
         """Starts the sum of a tensor over ranks, in place; None where there is nobody else."""
         if len(ranks) == 1:
             return None
-        work: dist.Work = dist.all_reduce(tensor, group=self._groups[ranks], async_op=True)
-        return work
+        group = self._groups[ranks]
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        return None if work is None else Launched(work, blocks_host(tensor.device, group))
 
     def close(self) -> None:
         """Destroys the groups made here; the world's own stays."""

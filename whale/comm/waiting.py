@@ -1,33 +1,107 @@
-"""Waiting for communication with a limit, and saying who and what was waited for when it runs out."""
+"""Waiting for communication with a limit, and saying who and what was waited for when it runs out.
+
+Where the host carries messages (Gloo), it waits, no longer than the limit. Where a device does (NCCL), a wait only orders
+the device's streams and returns at once: the host runs ahead. The limit is then kept by a monitor beside it, which looks
+at what has been waited for; the next wait, or the end of the process by NCCL's own watchdog, tells what it found.
+"""
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from whale.errors import RuntimeFault
 
+LOOK_SECONDS = 1.0
+"""How often the monitor looks."""
 
-def wait(work: dist.Work | None, action: str, ranks: Sequence[int], timeout: timedelta) -> None:
-    """Waits for one piece of communication.
 
-    Args:
-        work: what to wait for; None is done already.
-        action: what it is for (``1RECV_F3``).
-        ranks: the other ranks in it.
-        timeout: the longest to wait.
+@dataclass(frozen=True)
+class Launched:
+    """Communication that was started.
 
-    Raises:
-        RuntimeFault: a peer died, or the limit passed.
+    Attributes:
+        work: torch's.
+        blocks_host: whether waiting for it is the host's; else a device's.
     """
-    if work is None:
-        return
-    try:
-        work.wait(timeout)
-    except (RuntimeError, dist.DistError) as error:
-        raise fault(action, ranks, timeout, error) from error
+
+    work: dist.Work
+    blocks_host: bool
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What a device waits for: until when, for what, and with whom."""
+
+    work: dist.Work
+    until: float
+    action: str
+    ranks: tuple[int, ...]
+
+
+@dataclass
+class Waits:
+    """How long this process waits for its peers.
+
+    Attributes:
+        timeout: the longest that any wait may take.
+    """
+
+    timeout: timedelta
+    _watched: deque[_Watched] = field(default_factory=deque)
+    _monitor: threading.Thread | None = None
+    _fault: RuntimeFault | None = None
+
+    def wait(self, launched: Launched | None, action: str, ranks: Sequence[int]) -> None:
+        """Waits for one piece of communication; where a device does, has it wait.
+
+        Args:
+            launched: what to wait for; None is done already.
+            action: what it is for (``1RECV_F3``).
+            ranks: the other ranks in it.
+
+        Raises:
+            RuntimeFault: a peer died, or the limit passed, in this wait or in an earlier one of the device.
+        """
+        if self._fault is not None:
+            raise self._fault
+        if launched is None:
+            return
+        try:
+            if launched.blocks_host:
+                launched.work.wait(self.timeout)
+                return
+            launched.work.wait()
+        except (RuntimeError, dist.DistError) as error:
+            raise fault(action, ranks, self.timeout, error) from error
+        self._watched.append(_Watched(launched.work, time.monotonic() + self.timeout.total_seconds(), action, tuple(ranks)))
+        if self._monitor is None:
+            self._monitor = threading.Thread(target=self._keep_looking, name="whale waits", daemon=True)
+            self._monitor.start()
+
+    def look(self, now: float) -> RuntimeFault | None:
+        """Forgets what is done, in the order in which it was waited for; the fault if the first that is not is overdue."""
+        while self._watched and self._watched[0].work.is_completed():
+            self._watched.popleft()
+        if self._watched and self._watched[0].until < now:
+            first = self._watched[0]
+            self._fault = fault(first.action, first.ranks, self.timeout, TimeoutError("the device still waits"))
+        return self._fault
+
+    def _keep_looking(self) -> None:
+        pause = threading.Event()
+        while self.look(time.monotonic()) is None:
+            pause.wait(LOOK_SECONDS)
+        print(
+            f"RuntimeFault: {self._fault}", file=sys.stderr, flush=True
+        )  # the host may be held up by the device, and never come to raise it
 
 
 def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseException) -> RuntimeFault:

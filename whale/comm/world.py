@@ -10,11 +10,14 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+
+from whale.comm.waiting import Waits
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class World:
     local_size: int
     device: torch.device
     timeout: timedelta
+
+    @cached_property
+    def waits(self) -> Waits:
+        """How communication is waited for here."""
+        return Waits(self.timeout)
 
     @property
     def is_alone(self) -> bool:

@@ -13,9 +13,9 @@ from whale.comm import close_at_exit
 from whale.config import Config
 from whale.errors import BatchError, RuntimeFault
 from whale.ir.plan import Plan
+from whale.ir.reach import reached_parameters
 from whale.ir.schedule import Schedule
 from whale.runtime.execute.batch_view import BatchView
-from whale.runtime.execute.boundary import planned_lanes
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.executor import StepState
 from whale.runtime.execute.roster import Roster
@@ -23,12 +23,12 @@ from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
 from whale.runtime.program.captured import Captured
 from whale.runtime.program.lowering import mutated_buffers
-from whale.runtime.program.reach import reached_parameters
 from whale.runtime.state.buffers import merge_buffers
 from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.gradient_sync import BucketPlan, GradientSync, plan_buckets
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.sharding.communicators import groups_of, lanes_of
 
 
 class Runtime:
@@ -61,8 +61,8 @@ class Runtime:
         self.roster, self.schedules, self.holdings = roster, schedules, holdings
         self.config, self._captured, self._tensors = config, captured, state.tensors
         buckets = plan_buckets(holdings, graph, reached_parameters(graph), config.communication.bucket_bytes)
-        lanes = planned_lanes(roster.plan, graph, roster.world_ranks, holdings.shardings.axes)
-        self._connections = Connections.open(roster, [bucket.owners for bucket in buckets], lanes)
+        groups = groups_of(roster.plan, graph, holdings.shardings)
+        self._connections = Connections.open(roster, groups, lanes_of(roster.plan, graph))
         self._sync = self._make_sync(buckets, state)
         self._workers: dict[str, Worker] = {}
         self.prepare("train", captured, roster.plan, schedules)
@@ -189,5 +189,5 @@ class Runtime:
         if seat is None:
             return None
         stages = {(seat.replica, stage) for stage in roster.plan.pipelines[seat.replica].stages_of(seat.pipeline_rank)}
-        groups, timeout = self._connections.groups, roster.world.timeout
-        return GradientSync(buckets, self.holdings, seat.rank, stages, roster.world_ranks, state.parameters, groups, timeout)
+        groups, waits = self._connections.groups, roster.world.waits
+        return GradientSync(buckets, self.holdings, seat.rank, stages, roster.world_ranks, state.parameters, groups, waits)

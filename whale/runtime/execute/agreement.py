@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from whale.comm import Launched
 from whale.errors import BatchError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -104,7 +104,7 @@ class Agreement:
     def _none(self) -> torch.Tensor:
         return torch.zeros(len(self._weights.measured), dtype=torch.float64, device=self._world.device)
 
-    def _start(self, num_rows: float, measured: torch.Tensor) -> list[tuple[torch.Tensor, dist.Work | None]]:
+    def _start(self, num_rows: float, measured: torch.Tensor) -> list[tuple[torch.Tensor, Launched | None]]:
         """Sums over all ranks; the rows stay off a GPU, which is not to be waited for."""
         if self._world.is_alone:
             return [(measured, None)]
@@ -112,7 +112,7 @@ class Agreement:
         vectors = [torch.cat([rows, measured])] if measured.device.type == "cpu" else [rows, measured]
         return [(vector, self._everyone.start(vector)) for vector in vectors]
 
-    def _end(self, parts: list[tuple[torch.Tensor, dist.Work | None]], num_rows: int) -> list[torch.Tensor]:
+    def _end(self, parts: list[tuple[torch.Tensor, Launched | None]], num_rows: int) -> list[torch.Tensor]:
         for _, work in parts:
             self._everyone.finish(work, "comparing the batch")
         if self._world.is_alone:

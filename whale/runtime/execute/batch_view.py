@@ -40,3 +40,10 @@ class BatchView:
                 return leaf.narrow(0, offset + start - low, stop - start)
             offset += high - low
         raise AssertionError(f"rows {start}:{stop} are not among {self.held}")
+
+    def rows_on(self, device: torch.device, name: str, start: int, stop: int) -> torch.Tensor:
+        """What `rows` gives, on a device; on its way there from pinned memory, so that the host does not wait for the copy."""
+        rows = self.rows(name, start, stop)
+        if device.type == "cuda" and rows.device.type == "cpu":
+            rows = rows.pin_memory()
+        return rows.to(device, non_blocking=True)

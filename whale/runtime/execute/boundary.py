@@ -1,30 +1,21 @@
 """The tensors that cross stages, seen from one replica: which regions go from which rank to which for a micro-batch.
 
-    stage 0 (5:3 rows)         stage 1 (8 rows)
-    rank 0 [0 .. 5)  ---------->  rank 2 [0 .. 5)
-    rank 1 [5 .. 8)  ---------->  rank 2 [5 .. 8)
-
 They are the moves from the tensor's sharding on one stage to that on the other; backward, of its gradient's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from whale.axes import Axes
 from whale.comm import Lane
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import BatchAxis, Edge, Plan, Replica, Stage
-from whale.sharding import IndexSpace, Move, Region, Sharding, moves
-from whale.sharding.borders import border_gradient, border_sharding, row_space, shard_space
-
-Direction = Literal["forward", "backward"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-
-_Lies = Callable[[Stage, Sequence[int], str, int | None], Sharding]
+from whale.ir.plan import BatchAxis, Edge, Plan, Replica
+from whale.sharding import IndexSpace, Region
+from whale.sharding.borders import row_space, shard_space
+from whale.sharding.crossings import Crossings, Direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +51,6 @@ class Boundary:
     world_ranks: tuple[int, ...]
     axes: Axes | None = None
 
-    def lanes(self, num_rows: int) -> Iterator[Lane]:
-        """What the copies of a micro-batch of this many rows travel on."""
-        for number in range(len(self.replica.edges)):
-            for direction in DIRECTIONS:
-                yield from (copy.lane for copy in self.copies(number, num_rows, direction))
-
-    def _ranks(self, stage: int) -> tuple[int, ...]:
-        devices = self.replica.stages[stage].virtual_device.devices
-        return tuple(self.world_ranks[self.plan.rank_of[device]] for device in devices)
-
     def copies(self, number: int, num_rows: int, direction: Direction) -> tuple[Copy, ...]:
         """The copies of one edge for a micro-batch of this many rows, in the order both ends use.
 
@@ -88,34 +69,13 @@ class Boundary:
         return {}
 
     def _find_copies(self, number: int, num_rows: int, direction: Direction) -> Iterator[Copy]:
-        edge, known = self.replica.edges[number], dict[tuple[Sharding, Sharding], tuple[Move, ...]]()
-        for tensor in edge.tensors:
-            if direction == "backward" and not self.model.by_name[tensor].requires_grad:
-                continue
-            ends = self._ends(edge, tensor, num_rows, direction)
-            if ends not in known:
-                known[ends] = moves(*ends)
-            for move in known[ends]:
-                yield Copy(tensor, Lane(move.source, move.target), move.region)
+        for tensor, move in self._crossings.moves(self.replica.edges[number], num_rows, direction):
+            yield Copy(tensor, Lane(move.source, move.target), move.region)
 
-    def _ends(self, edge: Edge, tensor: str, num_rows: int, direction: Direction) -> tuple[Sharding, Sharding]:
-        if direction == "forward":
-            how, first, last = border_sharding, edge.source, edge.target
-        else:
-            how, first, last = border_gradient, edge.target, edge.source
-        return self._lies(how, first, edge, tensor, num_rows), self._lies(how, last, edge, tensor, num_rows)
-
-    def _lies(self, how: _Lies, stage: int, edge: Edge, tensor: str, num_rows: int) -> Sharding:
-        rows = num_rows if self._has_rows(edge, tensor) else None
-        return how(self.replica.stages[stage], self._ranks(stage), tensor, rows)
-
-    def _has_rows(self, edge: Edge, tensor: str) -> bool:
-        """Whether it is divided by rows; between single devices it is handed over whole, wherever its rows are."""
-        is_known = tensor in self._batch_axes
-        is_wide = any(len(self.replica.stages[end].virtual_device.devices) > 1 for end in (edge.source, edge.target))
-        has_rows = self.model.by_name[tensor].outputs[0].has_rows
-        assert is_known or not (is_wide and has_rows), f"%{tensor} crosses unlike stages without a known batch axis"
-        return has_rows and is_known
+    @cached_property
+    def _crossings(self) -> Crossings:
+        rank_of = {device: self.world_ranks[rank] for device, rank in self.plan.rank_of.items()}
+        return Crossings(self.replica, self.model, rank_of, self._batch_axes)
 
     @cached_property
     def _batch_axes(self) -> dict[str, BatchAxis]:
@@ -123,7 +83,7 @@ class Boundary:
 
     def held(self, edge: Edge, stage: int, tensor: str, rank: int, num_rows: int) -> Region:
         """What a rank of a stage at an end of an edge has of a tensor, or of its gradient."""
-        return self._lies(border_sharding, stage, edge, tensor, num_rows).held[rank]
+        return self._crossings.value(edge, stage, tensor, num_rows).held[rank]
 
     def space(self, tensor: str, num_rows: int) -> IndexSpace:
         """Where the elements of a micro-batch's tensor lie."""
@@ -135,11 +95,3 @@ class Boundary:
     def local_rows(self, stage: int, position: int, num_rows: int) -> tuple[int, int]:
         """Rows of a micro-batch that one device of a stage holds."""
         return self.replica.stages[stage].row_intervals(num_rows)[position]
-
-
-def planned_lanes(plan: Plan, model: ModelGraph, world_ranks: tuple[int, ...], axes: Axes | None) -> Iterator[Lane]:
-    """What the plan's own batch travels on in training, over all replicas."""
-    for replica in plan.replicas:
-        boundary = Boundary(plan, replica, model, world_ranks, axes)
-        for num_rows in {stop - start for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows)}:
-            yield from boundary.lanes(num_rows)

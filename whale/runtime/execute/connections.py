@@ -32,18 +32,19 @@ class Connections:
     status: StatusBoard
 
     @staticmethod
-    def open(roster: Roster, rank_sets: Iterable[tuple[int, ...]], lanes: Iterable[Lane]) -> Connections:
+    def open(roster: Roster, rank_sets: Iterable[tuple[int, ...]], lanes: Iterable[tuple[int, int]]) -> Connections:
         """Makes the connections; all ranks of the world call it with the same arguments.
 
         Args:
             roster: who is who.
-            rank_sets: ranks of the plan that sum together, beside split groups and the whole world.
-            lanes: between ranks of the world.
+            rank_sets: ranks of the plan that sum together, beside the whole world.
+            lanes: ordered pairs of ranks of the plan between which something travels.
         """
         world = roster.world
         status = StatusBoard.open(world.rank)
-        groups = Groups(world, [roster.everyone, *map(roster.in_world, rank_sets), *_split_groups(roster)])
-        return Connections(roster, groups, Channels(world, lanes), Everyone(world, groups, status), status)
+        groups = Groups(world, [roster.everyone, *map(roster.in_world, rank_sets)])
+        channels = Channels(world, (Lane(*(roster.world_ranks[rank] for rank in lane)) for lane in lanes))
+        return Connections(roster, groups, channels, Everyone(world, groups, status), status)
 
     def split_group(self, stage: Stage, position: int) -> Group | None:
         """The ranks that share the work of a device of a stage; None where it is not split."""
@@ -51,18 +52,10 @@ class Connections:
             return None
         roster = self.roster
         ranks = tuple(roster.world_ranks[roster.plan.rank_of[device]] for device in stage.groups[position // stage.split])
-        return Group(self.groups[tuple(sorted(ranks))], ranks, roster.world.device, roster.world.timeout)
+        return Group(self.groups[tuple(sorted(ranks))], ranks, roster.world.device, roster.world.waits)
 
     def close(self) -> None:
         """Gives back what was made here."""
         self.channels.close()
         self.groups.close()
         self.status.finish()
-
-
-def _split_groups(roster: Roster) -> Iterable[tuple[int, ...]]:
-    for replica in roster.plan.replicas:
-        for stage in replica.stages:
-            if stage.split > 1:
-                for group in stage.groups:
-                    yield roster.in_world(roster.plan.rank_of[device] for device in group)

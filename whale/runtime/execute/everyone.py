@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from whale.comm import Groups, World, wait
+from whale.comm import Groups, Launched, World
 from whale.runtime.execute.status import StatusBoard
 
 
@@ -19,15 +18,15 @@ class Everyone:
     """
 
     def __init__(self, world: World, groups: Groups, status: StatusBoard) -> None:
-        self._groups, self._status, self._timeout = groups, status, world.timeout
+        self._groups, self._status, self._waits = groups, status, world.waits
         self._ranks = tuple(range(world.size))
         self._peers = tuple(rank for rank in self._ranks if rank != world.rank)
 
-    def start(self, tensor: torch.Tensor) -> dist.Work | None:
+    def start(self, tensor: torch.Tensor) -> Launched | None:
         """Starts the sum of a tensor, in place; None where there is nobody else."""
         return self._groups.all_reduce(tensor, self._ranks)
 
-    def finish(self, work: dist.Work | None, what: str) -> None:
+    def finish(self, work: Launched | None, what: str) -> None:
         """Waits for a sum.
 
         Raises:
@@ -35,7 +34,7 @@ class Everyone:
         """
         if work is not None:
             self._status.set(what, self._peers)
-            wait(work, what, self._peers, self._timeout)
+            self._waits.wait(work, what, self._peers)
 
     def add(self, tensor: torch.Tensor, what: str) -> None:
         """Sums a tensor, in place, and waits for it."""

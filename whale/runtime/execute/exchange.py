@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
-from whale.comm import Channels, wait
+from whale.comm import Channels, Launched, Waits
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Edge
 from whale.ir.schedule import Action, Kind
-from whale.runtime.execute.boundary import Boundary, Copy, Direction
-from whale.runtime.program.shard.pieces import Index, as_index, part, write_part
+from whale.runtime.execute.boundary import Boundary, Copy
+from whale.runtime.program.shard.pieces import Index, as_index, on_device, part, write_part
 from whale.schedules import Releases
+from whale.sharding.crossings import Direction
 
 Place = tuple[Direction, int, int]
 """Direction, stage and micro-batch."""
@@ -65,7 +64,7 @@ class Parcel:
     copy: Copy
     form: _Form
     wire: torch.Tensor
-    work: dist.Work | None
+    work: Launched | None
     peer: int
     sender: Place
 
@@ -80,7 +79,7 @@ class Exchange:
         model: specs of the tensors.
         channels: between ranks.
         device: where tensors are used.
-        timeout: the longest wait.
+        waits: how communication is waited for.
         releases: which sends are known to be done when a receive is.
     """
 
@@ -92,14 +91,14 @@ class Exchange:
         model: ModelGraph,
         channels: Channels,
         device: torch.device,
-        timeout: timedelta,
+        waits: Waits,
         releases: Releases,
     ) -> None:
         self._rank, self._position = rank, position
         self._boundary, self._model, self._channels = boundary, model, channels
-        self._device, self._timeout = device, timeout
+        self._device, self._waits = device, waits
         self._parcels: dict[Place, list[Parcel]] = {}
-        self._sends: dict[tuple[Place, int], list[tuple[dist.Work, torch.Tensor]]] = {}
+        self._sends: dict[tuple[Place, int], list[tuple[Launched, torch.Tensor]]] = {}
         self._done_at = {(place_of(receive), sender): [place_of(send) for send in sends] for (receive, sender), sends in releases.items()}
         self._micro_batches: Sequence[tuple[int, int]] = ()
         self._local_rows: dict[tuple[int, int], tuple[int, int]] = {}
@@ -145,7 +144,7 @@ class Exchange:
         """Waits for the parcels that have been posted, each once: Gloo's receives cannot be waited for again."""
         parcels = self._parcels.get(place, [])
         for parcel in parcels:
-            wait(parcel.work, _name(place, "RECV"), (parcel.peer,), self._timeout)
+            self._waits.wait(parcel.work, _name(place, "RECV"), (parcel.peer,))
             for done in self._done_at.get((place, self._boundary.replica.pipeline.stage_rank[parcel.sender[1]]), ()):
                 self._let_go(done, parcel.peer)
         parcels[:] = [replace(parcel, work=None) for parcel in parcels]
@@ -193,7 +192,7 @@ class Exchange:
     def _let_go(self, place: Place, peer: int) -> None:
         """Waits for what a stage sent to a rank, and forgets it."""
         for work, _ in self._sends.pop((place, peer), ()):
-            wait(work, _name(place, "SEND"), (peer,), self._timeout)
+            self._waits.wait(work, _name(place, "SEND"), (peer,))
 
     def finish(self) -> None:
         """Waits until everything sent in the step has left."""
@@ -229,7 +228,7 @@ class Exchange:
             held = self._boundary.held(edge, place[1], copy.tensor, self._rank, stop - start)
             shape, whole = space.shape(copy.region), space.shape(held)
             places = [as_index(runs) for runs in space.positions(copy.region, held)]
-            index = tuple(place.to(self._device) if isinstance(place, torch.Tensor) else place for place in places)
+            index = on_device(places, self._device)
             known = self._forms[key] = _Form(shape, whole, None if shape == whole else index)
         return known
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
+from whale.comm import Launched
 from whale.ir.graph import ModelGraph
 from whale.ir.schedule import COMMUNICATION, POSTS, RECEIVES, Action, Kind
 from whale.runtime.execute.batch_view import BatchView
@@ -44,7 +44,7 @@ class StepState:
     account: LossAccount
     with_gradients: bool
     awaits_weights: bool = False
-    reduction: tuple[torch.Tensor, dist.Work | None] | None = None
+    reduction: tuple[torch.Tensor, Launched | None] | None = None
     outputs: list[tuple[str, int, int, torch.Tensor]] = field(default_factory=list)
 
 
@@ -160,7 +160,7 @@ class Executor:
                 value.requires_grad_(self._model.by_name[name].requires_grad)
         flight = self._stages[stage].forward(
             high - low,
-            lambda name: state.batch.rows(name, start + low, start + high).to(self._device, non_blocking=True),
+            lambda name: state.batch.rows_on(self._device, name, start + low, start + high),
             received,
             with_graph=state.with_gradients and (stage, micro_batch) not in self._recomputed,
             seed=lambda: seed_of(*state.seed, self._stages[stage].row_group, micro_batch, stage),

@@ -50,7 +50,7 @@ class WeightProgram:
             arguments: list[object] = []
             for kind, key in zip(program.kinds, program.keys, strict=True):
                 if kind == "input":
-                    arguments.append(stop - start if key == NUM_ROWS else batch.rows(key, start, stop).to(device))
+                    arguments.append(stop - start if key == NUM_ROWS else batch.rows_on(device, key, start, stop))
                 else:
                     arguments.append(tensors[key])
             total += program.module(*arguments)[0]
@@ -168,8 +168,14 @@ class LossAccount:
         """This rank's sums, then its weights, float64, to be added over all ranks."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         sums = [zero if value is None else value.to(self._device).reshape(()) for value in self._sums]
-        weights = [torch.as_tensor(value, dtype=torch.float64, device=self._device).reshape(()) for value in self._weights]
+        weights = [self._scalar(value) for value in self._weights]
         return torch.stack(sums + weights)
+
+    def _scalar(self, value: torch.Tensor | float) -> torch.Tensor:
+        """0-dim float64 on the device, made there: a GPU would be waited for to copy a number to it."""
+        if isinstance(value, torch.Tensor):
+            return value.to(self._device, torch.float64).reshape(())
+        return torch.full((), value, dtype=torch.float64, device=self._device)
 
     def loss(self, vector: torch.Tensor) -> torch.Tensor:
         """The global loss from the sum of all ranks' vectors."""

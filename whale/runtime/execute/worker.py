@@ -72,7 +72,7 @@ class Worker:
         replica = self.plan.replicas[seat.replica]
         done = releases(schedule, Edges.of(schedule, edge_pairs(replica)), seat.pipeline_rank)
         boundary = Boundary(self.plan, replica, self._model, ranks, axes)
-        return Exchange(world.rank, seat.position, boundary, self._model, connections.channels, world.device, world.timeout, done)
+        return Exchange(world.rank, seat.position, boundary, self._model, connections.channels, world.device, world.waits, done)
 
     @property
     def peak_in_flight(self) -> int:

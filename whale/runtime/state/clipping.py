@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from whale.runtime.program.shard.pieces import Index, part
+from whale.runtime.program.shard.pieces import Index, on_device, part
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.scaling import scale
 
@@ -36,7 +36,11 @@ class Clipping:
         self._add = add
         self._counted: list[tuple[torch.nn.Parameter, tuple[Index, ...] | None]] = []
         if rank is not None:
-            self._counted = [(value, index) for name, value in parameters.items() for index in holdings.answered_for(name, rank)]
+            self._counted = [
+                (value, None if index is None else on_device(index, value.device))
+                for name, value in parameters.items()
+                for index in holdings.answered_for(name, rank)
+            ]
 
     def norm(self) -> torch.Tensor:
         """The 2-norm over all gradients of the model, equal on every rank: 0-dim float64."""

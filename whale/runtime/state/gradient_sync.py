@@ -20,17 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from whale.comm import Groups, wait
+from whale.comm import Groups, Launched, Waits
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
 from whale.ir.plan import Plan
-from whale.runtime.program.shard.pieces import Index, part, write_part
+from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
 from whale.runtime.state.holdings import Holdings
 from whale.schedules import edge_pairs
 from whale.sharding import Piece
@@ -162,7 +160,7 @@ class _Bucket:
     num_final: int = 0
     is_ready: bool = False
     is_started: bool = False
-    work: dist.Work | None = None
+    work: Launched | None = None
 
     @cached_property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
@@ -181,7 +179,7 @@ class GradientSync:
         world_ranks: per rank of the plan, the rank in the world.
         parameters: what this rank owns.
         groups: one per owner set.
-        timeout: the longest wait.
+        waits: how communication is waited for.
     """
 
     def __init__(
@@ -193,10 +191,10 @@ class GradientSync:
         world_ranks: Sequence[int],
         parameters: Mapping[str, torch.nn.Parameter],
         groups: Groups,
-        timeout: timedelta,
+        waits: Waits,
     ) -> None:
         self._groups = groups
-        self._timeout = timeout
+        self._waits = waits
         self._buckets: list[_Bucket] = []
         self._buckets_of: dict[torch.Tensor, list[_Bucket]] = {}  # tensors are keys by identity
         self._armed: set[int] = set()
@@ -262,7 +260,7 @@ class GradientSync:
         """Waits until the gradients are sums over their owners."""
         for bucket in self._buckets:
             assert bucket.is_started, f"gradients of {bucket.plan.pieces} were never final"
-            wait(bucket.work, "gradient synchronisation", bucket.ranks, self._timeout)
+            self._waits.wait(bucket.work, "gradient synchronisation", bucket.ranks)
             for slot in bucket.slots:
                 if slot.index is not None:
                     assert slot.parameter.grad is not None
@@ -272,7 +270,7 @@ class GradientSync:
         """Lets what was started end, after a step that was given up: its buffers are about to be used again."""
         for bucket in self._buckets:
             if bucket.is_started:
-                wait(bucket.work, "gradient synchronisation", bucket.ranks, self._timeout)
+                self._waits.wait(bucket.work, "gradient synchronisation", bucket.ranks)
 
     def close(self) -> None:
         """Lets go of the parameters; another may take them over."""
@@ -311,6 +309,8 @@ def _make_bucket(
     for name, piece in plan.pieces:
         parameter = parameters[name]
         index = holdings.index(name, piece.region, holdings.held(name, rank))
+        if index is not None:
+            index = on_device(index, parameter.device)
         places.append((parameter, index, parameter.shape if index is None else part(parameter, index).shape, rank in piece.contributors))
     first = parameters[plan.pieces[0][0]]
     flat = torch.zeros(sum(shape.numel() for _, _, shape, _ in places), dtype=first.dtype, device=first.device)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from whale.comm import Waits
 from whale.runtime.state.gradient_sync import BucketPlan, GradientSync
 from whale.sharding import Piece, Region
 
@@ -44,7 +45,7 @@ def make(names: Sequence[str], stages: Sequence[int], contributors: tuple[int, .
         for name, stage in zip(names, stages, strict=True)
     ]
     held = {(0, stage) for stage in stages}
-    sync = GradientSync(buckets, Whole(), 0, held, (0, 1), parameters, owners, timedelta(seconds=1))  # type: ignore[arg-type]
+    sync = GradientSync(buckets, Whole(), 0, held, (0, 1), parameters, owners, Waits(timedelta(seconds=1)))  # type: ignore[arg-type]
     sync.begin()
     return sync, owners, parameters
 
@@ -90,7 +91,7 @@ def test_parameters_of_several_stages_start_last() -> None:
         BucketPlan((("tied", PIECE),), (0, 1), ((0, 0), (0, 1)), False),
         BucketPlan((("own", PIECE),), (0, 1), ((0, 0), (1, 0)), True),
     ]
-    sync = GradientSync(buckets, Whole(), 0, {(0, 0)}, (0, 1), parameters, owners, timedelta(seconds=1))  # type: ignore[arg-type]
+    sync = GradientSync(buckets, Whole(), 0, {(0, 0)}, (0, 1), parameters, owners, Waits(timedelta(seconds=1)))  # type: ignore[arg-type]
     sync.begin()
     sync.arm(0)
     (parameters["tied"] * 7 + parameters["own"]).sum().backward()

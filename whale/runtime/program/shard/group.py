@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.comm import backend_of, wait
+from whale.comm import Launched, Waits, backend_of, blocks_host
 
 CPU = torch.device("cpu")
 
@@ -44,14 +44,14 @@ class Group:
         process_group: torch's.
         ranks: world ranks of its devices, by position; as in the process group where not given.
         device: where its tensors lie, which decides what carries them.
-        timeout: the longest wait for one of its collectives.
+        waits: how its collectives are waited for.
         gate: what its next message waits for.
     """
 
     process_group: dist.ProcessGroup
     ranks: tuple[int, ...] = ()
     device: torch.device = CPU
-    timeout: timedelta = timedelta(seconds=300)
+    waits: Waits = field(default_factory=lambda: Waits(timedelta(seconds=300)), compare=False)
     gate: Gate = field(default_factory=Gate, compare=False)
 
     @cached_property
@@ -80,6 +80,10 @@ class Group:
         """Whether it speaks Gloo, which has no uneven all-gather and no native reduce-scatter."""
         return backend_of(self.device, self.process_group) == "gloo"
 
+    @cached_property
+    def _blocks_host(self) -> bool:
+        return blocks_host(self.device, self.process_group)
+
     def all_reduce(self, value: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> Arrival:
         """Combines the devices' values, in place."""
         self.gate()
@@ -107,4 +111,4 @@ class Group:
         Raises:
             RuntimeFault: a peer died or the limit passed; names what it was for and the ranks.
         """
-        wait(work, what, self.peers, self.timeout)
+        self.waits.wait(None if work is None else Launched(work, self._blocks_host), what, self.peers)

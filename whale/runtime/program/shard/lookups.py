@@ -8,6 +8,7 @@ table rows held: 4 .. 8           indices   2  5  7  9
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -35,11 +36,17 @@ def localize(indices: Tensor, runs: Runs, size: int) -> tuple[Tensor, Tensor]:
         return torch.where(held, positive - start, 0), held
     if not runs:
         return torch.zeros_like(positive), torch.zeros_like(positive, dtype=torch.bool)
-    starts, stops = (torch.tensor(bounds, device=indices.device) for bounds in zip(*runs, strict=True))
-    before = torch.tensor([count_below(runs, start) for start, _ in runs], device=indices.device)
+    starts, stops, before = _bounds(runs, indices.device)
     run = (torch.bucketize(positive, starts, right=True) - 1).clamp(min=0)
     held = (positive >= starts[run]) & (positive < stops[run])
     return torch.where(held, positive - starts[run] + before[run], 0), held
+
+
+@lru_cache(maxsize=4096)
+def _bounds(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Starts and stops of runs, and how many positions lie before each; made once, as a GPU is waited for meanwhile."""
+    starts, stops = (torch.tensor(bounds, device=device) for bounds in zip(*runs, strict=True))
+    return starts, stops, torch.tensor([count_below(runs, start) for start, _ in runs], device=device)
 
 
 def part_embedding(table: Tensor, indices: Tensor, padding: int, by_frequency: bool, sparse: bool, runs: Runs, size: int) -> Tensor:

@@ -28,6 +28,11 @@ def as_index(runs: Runs) -> Index:
     return torch.cat([torch.arange(start, stop) for start, stop in runs])
 
 
+def on_device(index: Sequence[Index], device: torch.device) -> tuple[Index, ...]:
+    """An index whose positions lie where it will be used: one elsewhere is copied at each use, for which a GPU is waited for."""
+    return tuple(place.to(device) if isinstance(place, Tensor) else place for place in index)
+
+
 def part(whole: Tensor, index: Sequence[Index]) -> Tensor:
     """What lies at an index, dimension by dimension: a view where every place is a slice."""
     held = whole

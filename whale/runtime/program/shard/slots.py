@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whale.runtime.program.shard.pieces import Index, as_index
+from whale.runtime.program.shard.pieces import Index, as_index, on_device
 from whale.sharding.index_sets import Runs, count
 
 
@@ -42,9 +42,8 @@ class Slots(_Fields):
         """Per device, how many units it has."""
         return _counts(self.parts)
 
-    @property
-    def _places(self) -> tuple[Index, ...]:
-        return _places(self.parts)
+    def _places(self, device: torch.device) -> tuple[Index, ...]:
+        return _places(self.parts, device)
 
     def _unfolded(self, value: Tensor, units: int) -> tuple[Tensor, int]:
         """The dimension as ``outer x units x inner``, and where the units are."""
@@ -55,11 +54,8 @@ class Slots(_Fields):
     def take(self, value: Tensor, device: int) -> Tensor:
         """What lies at a device's positions; a view where it can be."""
         split, at = self._unfolded(value, self.units)
-        place = self._places[device]
-        if isinstance(place, slice):
-            held = split.narrow(at, place.start, place.stop - place.start)
-        else:
-            held = split.index_select(at, place.to(value.device))
+        place = self._places(value.device)[device]
+        held = split.narrow(at, place.start, place.stop - place.start) if isinstance(place, slice) else split.index_select(at, place)
         return held.flatten(self.dim, self.dim + 2)
 
     def own(self, value: Tensor) -> Tensor:
@@ -73,14 +69,15 @@ class Slots(_Fields):
 
     def put_together(self, pieces: Sequence[Tensor]) -> Tensor:
         """The tensor whose parts these are."""
-        if all(isinstance(place, slice) for place in self._places) and self._is_in_order and not self._has_rows(pieces):
+        places = self._places(pieces[0].device)
+        if all(isinstance(place, slice) for place in places) and self._is_in_order and not self._has_rows(pieces):
             return torch.cat(list(pieces), self.dim)
         sample = next((piece for piece, held in zip(pieces, self.counts, strict=True) if held), pieces[0])
         held = next((held for held in self.counts if held), 1)
         rest = sample.shape[self.dim] // held
         whole = sample.new_empty((*sample.shape[: self.dim], rest * self.units, *sample.shape[self.dim + 1 :]))
         split, at = self._unfolded(whole, self.units)
-        for piece, place, number in zip(pieces, self._places, self.counts, strict=True):
+        for piece, place, number in zip(pieces, places, self.counts, strict=True):
             if number:
                 split[(slice(None),) * at + (place,)] = self._unfolded(piece, number)[0]
         return whole
@@ -100,8 +97,8 @@ def _counts(parts: tuple[Runs, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _places(parts: tuple[Runs, ...]) -> tuple[Index, ...]:
-    return tuple(as_index(runs) for runs in parts)
+def _places(parts: tuple[Runs, ...], device: torch.device) -> tuple[Index, ...]:
+    return on_device([as_index(runs) for runs in parts], device)
 
 
 def own_part(value: Tensor, slots: Slots) -> Tensor:

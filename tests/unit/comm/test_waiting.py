@@ -1,0 +1,66 @@
+"""Waits: the host waits no longer than the limit; what a device waits for is looked at from beside, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from whale.comm import Launched, Waits
+from whale.errors import RuntimeFault
+
+
+@dataclass
+class Work:
+    """Stands for torch's: notes how it was waited for."""
+
+    is_done: bool = False
+    fails: bool = False
+    waited: list[timedelta | None] = field(default_factory=list)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self.fails:
+            raise RuntimeError("Connection closed by peer\nat some place")
+        self.waited.append(timeout)
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+
+def launched(work: Any, *, blocks_host: bool) -> Launched:
+    return Launched(work, blocks_host)
+
+
+LIMIT = timedelta(seconds=1000)
+
+
+def test_the_host_waits_with_the_limit() -> None:
+    work = Work()
+    waits = Waits(LIMIT)
+    waits.wait(None, "1RECV_F0", (1,))
+    waits.wait(launched(work, blocks_host=True), "1RECV_F0", (1,))
+    assert work.waited == [LIMIT]
+    with pytest.raises(RuntimeFault, match=r"1RECV_F3 with rank\(s\) 2 did not complete: Connection closed by peer"):
+        waits.wait(launched(Work(fails=True), blocks_host=True), "1RECV_F3", (2,))
+
+
+def test_a_device_waits_without_one_and_the_overdue_is_named() -> None:
+    first, second, waits = Work(), Work(), Waits(LIMIT)
+    waits.wait(launched(first, blocks_host=False), "1RECV_F0", (1,))
+    waits.wait(launched(second, blocks_host=False), "1RECV_B0", (1, 3))
+    assert first.waited == second.waited == [None]
+    assert waits.look(0.0) is None
+    first.is_done = True
+    fault = waits.look(1e12)
+    assert fault is not None and "1RECV_B0 with rank(s) 1, 3 did not complete" in str(fault)
+    with pytest.raises(RuntimeFault, match="1RECV_B0"):
+        waits.wait(None, "2RECV_B0", (0,))
+
+
+def test_what_is_done_is_forgotten() -> None:
+    works, waits = [Work(is_done=True) for _ in range(3)], Waits(LIMIT)
+    for work in works:
+        waits.wait(launched(work, blocks_host=False), "1RECV_F0", (1,))
+    assert waits.look(1e12) is None

@@ -1,0 +1,100 @@
+"""The communicators that a plan needs: sets of ranks that sum together, and ordered pairs between which something travels.
+
+Equal sets share one, and so do all messages from one rank to another, in every mode: what they start is in one order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
+from whale.ir.reach import reached_parameters
+from whale.sharding.crossings import DIRECTIONS, Crossings
+from whale.sharding.parameters import ParameterShardings
+
+MANY_FOR_A_RANK = 64
+"""More than this many take NCCL much memory of one device: some 10 MB of buffers for each."""
+
+MANY = 4096
+"""More than this many take long to make: every rank takes part in making each."""
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """The communicators of a plan, by ranks of the plan.
+
+    Attributes:
+        groups: sets of ranks that sum together, sorted, each once; all ranks are one of them.
+        lanes: (sender, receiver), sorted, each once.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    lanes: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.groups) + len(self.lanes)
+
+    @cached_property
+    def most_of_a_rank(self) -> int:
+        """How many the rank takes part in that takes part in most."""
+        return max(Counter(rank for ranks in (*self.groups, *self.lanes) for rank in ranks).values(), default=0)
+
+    @property
+    def warning(self) -> str | None:
+        """What is to be said where there are many."""
+        if self.most_of_a_rank <= MANY_FOR_A_RANK and len(self) <= MANY:
+            return None
+        return (
+            f"{len(self)} communicators, {self.most_of_a_rank} of them on one device, take NCCL long to make and much memory "
+            f"(many: above {MANY} in all or {MANY_FOR_A_RANK} on a device); fewer stages, or more even shares of rows, need fewer"
+        )
+
+    def __str__(self) -> str:
+        return f"communicators: {len(self.groups)} for sums, {len(self.lanes)} for messages; at most {self.most_of_a_rank} on one device"
+
+
+def communicators_of(plan: Plan, model: ModelGraph, shardings: ParameterShardings) -> Communicators:
+    """What a plan needs for training with its own batch; other modes and batches use the same.
+
+    Args:
+        plan: the plan.
+        model: the model that it is for.
+        shardings: where its parameters lie.
+    """
+    lanes = {(source, target) for source, target in lanes_of(plan, model) if source != target}
+    return Communicators(groups_of(plan, model, shardings), tuple(sorted(lanes)))
+
+
+def groups_of(plan: Plan, model: ModelGraph, shardings: ParameterShardings) -> tuple[tuple[int, ...], ...]:
+    """Sets of ranks of a plan that sum together: all, the owners of a gradient, the devices of a split group."""
+    everyone = tuple(range(len(plan.devices)))
+    groups = {everyone, *_owner_sets(model, shardings), *_split_groups(plan)}
+    return tuple(sorted(group for group in groups if len(group) > 1))
+
+
+def _owner_sets(model: ModelGraph, shardings: ParameterShardings) -> Iterator[tuple[int, ...]]:
+    for sharding in {shardings.gradient(name) for name in reached_parameters(model).intersection(shardings.parameters)}:
+        yield from (piece.owners for piece in sharding.pieces if not piece.is_complete)
+
+
+def _split_groups(plan: Plan) -> Iterator[tuple[int, ...]]:
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            for group in stage.groups:
+                yield tuple(sorted(plan.rank_of[device] for device in group))
+
+
+def lanes_of(plan: Plan, model: ModelGraph) -> Iterator[tuple[int, int]]:
+    """The pairs of ranks of a plan that its own batch travels between, once for each region that does; a rank with itself included."""
+    batch_axes = dict(plan.batch_axes)
+    for replica in plan.replicas:
+        crossings = Crossings(replica, model, plan.rank_of, batch_axes)
+        sizes = {stop - start for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows)}
+        for edge in replica.edges:
+            for num_rows in sizes:
+                for direction in DIRECTIONS:
+                    yield from ((move.source, move.target) for _, move in crossings.moves(edge, num_rows, direction))
