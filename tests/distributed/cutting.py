@@ -20,7 +20,7 @@ from whale.axes import Axes, Dimension, axes_of, discover
 from whale.axes.labels import may_scatter
 from whale.axes.values import may_lie_in_parts
 from whale.capture import Program, capture
-from whale.estimate.memory_writes import MemoryWrites
+from whale.estimate.memory.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Shard
 from whale.runtime.program.deferred import WeightQueue

@@ -30,7 +30,7 @@ LINES = (
     ("errors", "units"),
 )
 HEIGHT = {part: len(LINES) - number for number, line in enumerate(LINES) for part in line}
-# Inside the two largest parts, highest first: the rooms of one line never import one another; the files beside them stand on top.
+# Inside the largest parts, highest first: the rooms of one line never import one another; the files beside them stand on top.
 ROOMS = {
     "planning": (
         ("retarget",),
@@ -41,6 +41,12 @@ ROOMS = {
         ("pipeline",),
         ("pricing", "annotations"),
         ("structure",),
+    ),
+    "estimate": (
+        ("step",),
+        ("prices", "events"),
+        ("memory",),
+        ("costs",),
     ),
     "runtime": (
         ("training",),

@@ -1,20 +1,27 @@
 """How long, and how much memory: what computing, holding and sending cost, and the event simulation of schedules."""
 
-from whale.estimate.action_times import ActionTimes
-from whale.estimate.bounds import bubble_share, exposed_sync, pipeline_seconds
-from whale.estimate.communication import all_gather_line, all_reduce_line, all_to_all_line, edge_line, p2p_seconds, ring_all_reduce_seconds
-from whale.estimate.compute import OpSeconds, op_seconds
-from whale.estimate.costs import Costs
-from whale.estimate.drawing import draw
-from whale.estimate.estimate import estimate, estimate_with
-from whale.estimate.figures import bubble, bubble_rate
-from whale.estimate.kept import kept_tensors
-from whale.estimate.line import Line
-from whale.estimate.memory import StateBytes, kept_names, size_line, state_bytes, working_line
-from whale.estimate.op_table import OpTable, op_table, spec_line
-from whale.estimate.optimizer import optimizer_seconds
-from whale.estimate.simulate import simulate
-from whale.estimate.step import DeviceEstimate, LinkUse, MemoryUse, Message, StepEstimate, Sync
+from whale.estimate.costs.bounds import bubble_share, exposed_sync, pipeline_seconds
+from whale.estimate.costs.communication import (
+    all_gather_line,
+    all_reduce_line,
+    all_to_all_line,
+    edge_line,
+    p2p_seconds,
+    ring_all_reduce_seconds,
+)
+from whale.estimate.costs.compute import OpSeconds, op_seconds
+from whale.estimate.costs.costs import Costs
+from whale.estimate.costs.line import Line
+from whale.estimate.costs.op_table import OpTable, op_table, spec_line
+from whale.estimate.costs.optimizer import optimizer_seconds
+from whale.estimate.events.action_times import ActionTimes
+from whale.estimate.events.drawing import draw
+from whale.estimate.events.figures import bubble, bubble_rate
+from whale.estimate.events.simulate import simulate
+from whale.estimate.memory.kept import kept_tensors
+from whale.estimate.memory.memory import StateBytes, kept_names, size_line, state_bytes, working_line
+from whale.estimate.step.estimate import estimate, estimate_with
+from whale.estimate.step.step import DeviceEstimate, LinkUse, MemoryUse, Message, StepEstimate, Sync
 
 __all__ = [
     "ActionTimes",

@@ -10,7 +10,7 @@ from whale.axes import batch_axes, discover
 from whale.config import Config
 from whale.errors import WhaleError, raise_faults
 from whale.estimate import Costs
-from whale.estimate.prices import Prices
+from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis, Choice, Plan, Replica

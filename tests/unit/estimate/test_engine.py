@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale.estimate.alike import Wire, classify
-from whale.estimate.engine import Task, Transfer, run
+from whale.estimate.events.engine import Task, Transfer, run
+from whale.estimate.step.alike import Wire, classify
 
 
 def test_a_message_starts_when_both_ends_are_ready() -> None:

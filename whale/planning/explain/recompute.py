@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from whale.estimate.prices import PartCost
+from whale.estimate.prices.prices import PartCost
 from whale.ir.plan import Choice, Replica
 from whale.planning.replicas.solve import Solution, Solver
 from whale.units import format_bytes, format_seconds

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.estimate.op_table import Floats
-from whale.estimate.prices import Prices
+from whale.estimate.costs.op_table import Floats
+from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
 from whale.planning.structure.structure import Structure, floating_ops
 

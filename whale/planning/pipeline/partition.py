@@ -16,8 +16,8 @@ from itertools import pairwise
 import numpy as np
 
 from whale.errors import ConfigError, PlanError
-from whale.estimate.op_table import Floats
-from whale.estimate.prices import Prices
+from whale.estimate.costs.op_table import Floats
+from whale.estimate.prices.prices import Prices
 from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.pipeline.recompute import Policy, expected_bytes
 from whale.planning.pipeline.scheduling import PipelineShape

@@ -10,10 +10,10 @@ import numpy as np
 
 from whale.errors import ConfigError, raise_faults
 from whale.estimate import Line
-from whale.estimate.memory import saved_lines
-from whale.estimate.op_table import Floats
-from whale.estimate.part import NOTHING, Recompute, Segment
-from whale.estimate.prices import PartCost, Prices
+from whale.estimate.costs.op_table import Floats
+from whale.estimate.memory.memory import saved_lines
+from whale.estimate.prices.part import NOTHING, Recompute, Segment
+from whale.estimate.prices.prices import PartCost, Prices
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pipeline.segments import find_blocks, find_cores

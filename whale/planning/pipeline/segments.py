@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.estimate.op_table import Floats, operator, output_line
-from whale.estimate.part import Segment
+from whale.estimate.costs.op_table import Floats, operator, output_line
+from whale.estimate.prices.part import Segment
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.cut_points import lightest_bounds
 from whale.planning.structure.structure import written_storages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.estimate import StepEstimate, estimate_with
-from whale.estimate.prices import Prices
+from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Estimate, Plan, Stage
 
 

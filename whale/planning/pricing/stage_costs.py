@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.estimate import Line, edge_line
-from whale.estimate.part import NOTHING, Recompute
-from whale.estimate.prices import PartCost, Prices
+from whale.estimate.prices.part import NOTHING, Recompute
+from whale.estimate.prices.prices import PartCost, Prices
 from whale.planning.structure.stages import Assignment
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.estimate import exposed_sync, optimizer_seconds, ring_all_reduce_seconds
-from whale.estimate.prices import Prices
+from whale.estimate.prices.prices import Prices
 from whale.planning.replicas.replica import ReplicaModel
 from whale.sharding.parameters import Holder, ParameterShardings, Pattern
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from whale.estimate import Line, pipeline_seconds
-from whale.estimate.op_table import Floats
-from whale.estimate.part import Recompute
-from whale.estimate.prices import Prices
+from whale.estimate.costs.op_table import Floats
+from whale.estimate.prices.part import Recompute
+from whale.estimate.prices.prices import Prices
 from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice, program_of
 from whale.planning.annotations.scope_tree import Copies
 from whale.planning.pipeline.balance import Curve, MemoryShortage, combine, device_curve, divide_units

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from whale.errors import BatchError
-from whale.estimate.prices import Prices
+from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.division import divide
 from whale.ir.graph import ModelGraph

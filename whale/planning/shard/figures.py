@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate import optimizer_seconds
-from whale.estimate.op_table import Floats, is_free
-from whale.estimate.prices import Prices
-from whale.estimate.tolls import Site, Tolls
-from whale.estimate.traffic import CutTraffic, cut_traffic
+from whale.estimate.costs.op_table import Floats, is_free
+from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.tolls import Site, Tolls
+from whale.estimate.prices.traffic import CutTraffic, cut_traffic
 from whale.ir.cluster import Device
 from whale.ir.graph import Op
 from whale.ir.plan import BATCH

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from whale.axes import Dimension
 from whale.axes.values import Concatenation, Factor
-from whale.estimate.prices import Prices
+from whale.estimate.prices.prices import Prices
 from whale.ir.graph import Argument, Op, Ref
 from whale.ir.plan import BATCH
 from whale.planning.shard.space import Scene

@@ -9,10 +9,10 @@ from whale.axes import Axes, discover
 from whale.axes.halving import MIN_ROWS, Halving, halve, halve_stage
 from whale.errors import PlanError, WhaleError
 from whale.estimate import Line
-from whale.estimate.halves import Messages, halved, messages_of
-from whale.estimate.part import Recompute
-from whale.estimate.prices import Prices
-from whale.estimate.tolls import Tolls
+from whale.estimate.prices.halves import Messages, halved, messages_of
+from whale.estimate.prices.part import Recompute
+from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.tolls import Tolls
 from whale.hardware.catalogue import CPU
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Shard

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.estimate.op_table import Floats
+from whale.estimate.costs.op_table import Floats
 from whale.planning.shard.classes import WHOLE, Use
 
 Expression = dict[int, float]

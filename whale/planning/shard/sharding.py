@@ -21,8 +21,8 @@ import numpy as np
 
 from whale.errors import AnnotationError, raise_faults
 from whale.estimate import Line
-from whale.estimate.prices import Prices
-from whale.estimate.tolls import Site
+from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.tolls import Site
 from whale.ir.cluster import Device, Link
 from whale.ir.plan import Shard
 from whale.ir.scope import Scope

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line
-from whale.estimate.part import Recompute
-from whale.estimate.prices import Prices
-from whale.estimate.tolls import Site, Tolls, bridged_copies, repeated_share
+from whale.estimate.prices.part import Recompute
+from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.tolls import Site, Tolls, bridged_copies, repeated_share
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape

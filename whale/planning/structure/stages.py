@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from whale.estimate.part import Part
+from whale.estimate.prices.part import Part
 from whale.ir.graph import ModelGraph
 from whale.planning.structure.structure import Structure
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from whale.estimate.memory_writes import SILENT_WRITERS
-from whale.estimate.op_table import operator
+from whale.estimate.costs.op_table import operator
+from whale.estimate.memory.memory_writes import SILENT_WRITERS
 from whale.ir.graph import ModelGraph, Op
 
 CHEAP_FLOPS = 8

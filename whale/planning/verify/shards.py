@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from whale.axes import Axes, discover
 from whale.axes.labels import label
 from whale.errors import PlanError
-from whale.estimate.memory_writes import MemoryWrites
+from whale.estimate.memory.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.unit.planning.graphs import chain, cluster, scope
 from whale.config import Config
 from whale.estimate import Costs
-from whale.estimate.part import NOTHING
-from whale.estimate.prices import Prices
+from whale.estimate.prices.part import NOTHING
+from whale.estimate.prices.prices import Prices
 from whale.planning.annotations.taskgraphs import assign_by_scopes, read_scopes
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.shard.outline import outline_of

@@ -18,7 +18,7 @@ from torch import fx
 
 from whale.axes.values import Axes, Dimension
 from whale.errors import PlanError, raise_faults
-from whale.estimate.memory_writes import MemoryWrites
+from whale.estimate.memory.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Shard
 from whale.runtime.program.shard.call import Call

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from whale.estimate.line import Line
+from whale.estimate.costs.line import Line
 from whale.ir.cluster import Cluster, Link
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from whale.errors import ScheduleError
-from whale.estimate.action_times import ActionTimes
-from whale.estimate.computations import Computation, computations
-from whale.estimate.engine import Task, Transfer, run
+from whale.estimate.events.action_times import ActionTimes
+from whale.estimate.events.computations import Computation, computations
+from whale.estimate.events.engine import Task, Transfer, run
 from whale.ir.schedule import SENDS, Action, Kind, Schedule
 from whale.ir.timeline import Span, Timeline
 from whale.schedules import Edges, count_in_flight, insert_communication

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whale.estimate.costs import Costs
-from whale.estimate.op_table import Floats, OpTable
+from whale.estimate.costs.costs import Costs
+from whale.estimate.costs.op_table import Floats, OpTable
 from whale.ir.cluster import Device
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.axes.labels import Labels
-from whale.estimate.communication import all_gather_line, all_reduce_line, all_to_all_line
-from whale.estimate.line import Line
-from whale.estimate.op_table import spec_line
-from whale.estimate.prices import Prices
+from whale.estimate.costs.communication import all_gather_line, all_reduce_line, all_to_all_line
+from whale.estimate.costs.line import Line
+from whale.estimate.costs.op_table import spec_line
+from whale.estimate.prices.prices import Prices
 from whale.ir.graph import Op
 from whale.sharding.bridge_bytes import GATHERED, sum_share
 from whale.sharding.bridges import Bridge, Transport

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.axes.labels import Labels
-from whale.estimate.halves import halved, messages_of
-from whale.estimate.kept import kept_for_weights, weight_share
-from whale.estimate.line import Line
-from whale.estimate.memory import kept_names, size_line, working_line
-from whale.estimate.op_table import Floats
-from whale.estimate.part import Part
-from whale.estimate.prices import Prices
-from whale.estimate.tolls import Site, Tolls, bridged_copies, repeated_share
+from whale.estimate.costs.line import Line
+from whale.estimate.costs.op_table import Floats
+from whale.estimate.memory.kept import kept_for_weights, weight_share
+from whale.estimate.memory.memory import kept_names, size_line, working_line
+from whale.estimate.prices.halves import halved, messages_of
+from whale.estimate.prices.part import Part
+from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.tolls import Site, Tolls, bridged_copies, repeated_share
 from whale.ir.cluster import Device
 from whale.ir.plan import Shard
 from whale.sharding.bridges import Bridge, find_bridges

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from whale.estimate.alike import Role, Wire
-from whale.estimate.crossings import Crossings
-from whale.estimate.prices import Prices
-from whale.estimate.sync import Bucket, buckets, ready_share
+from whale.estimate.prices.prices import Prices
+from whale.estimate.step.alike import Role, Wire
+from whale.estimate.step.crossings import Crossings
+from whale.estimate.step.sync import Bucket, buckets, ready_share
 from whale.ir.cluster import Device, Link
 from whale.ir.plan import Plan, Stage
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from whale.estimate.line import Line
-from whale.estimate.op_table import output_line
+from whale.estimate.costs.line import Line
+from whale.estimate.costs.op_table import output_line
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Parameter
 from whale.ir.plan import Form, ParameterState, class_of
 
@@ -58,7 +58,7 @@ def kept_names(
     of one segment at a time.
 
     Args:
-        kept: `whale.estimate.kept.kept_tensors` of the graph. A tensor received from another stage counts too: this stage holds
+        kept: `whale.estimate.memory.kept.kept_tensors` of the graph. A tensor received from another stage counts too: this stage holds
             its own copy.
         segments: the runs, which do not overlap.
     """

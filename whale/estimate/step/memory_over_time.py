@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from whale.estimate.computations import Computation
-from whale.estimate.program import work_of
-from whale.estimate.step import MemoryUse
-from whale.estimate.workers import Worker
+from whale.estimate.events.computations import Computation
+from whale.estimate.step.program import work_of
+from whale.estimate.step.step import MemoryUse
+from whale.estimate.step.workers import Worker
 from whale.ir.schedule import Kind
 
 What = Literal["activations", "recomputed", "received", "sent", "working"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whale.estimate.prices import Prices
+from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Plan, Stage
 from whale.sharding.parameters import parameter_shardings
 

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.axes import Axes, axes_of
-from whale.estimate.compute import op_seconds
-from whale.estimate.costs import Costs
-from whale.estimate.line import Line
-from whale.estimate.op_table import GATHERS, Floats, OpTable, operator, spec_line
+from whale.estimate.costs.compute import op_seconds
+from whale.estimate.costs.costs import Costs
+from whale.estimate.costs.line import Line
+from whale.estimate.costs.op_table import GATHERS, Floats, OpTable, operator, spec_line
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph, Op
 

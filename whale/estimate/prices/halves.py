@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from whale.estimate.line import Line
-from whale.estimate.tolls import Tolls
+from whale.estimate.costs.line import Line
+from whale.estimate.prices.tolls import Tolls
 from whale.sharding.bridges import Bridge, Transport
 
 

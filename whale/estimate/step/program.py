@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from whale.estimate.alike import Classes, Role, Wire, classify
-from whale.estimate.computations import Computation, computations
-from whale.estimate.engine import Task, Transfer
-from whale.estimate.gather import Gathered
-from whale.estimate.wires import Crosses, Sums
-from whale.estimate.work import Work
-from whale.estimate.workers import Worker
+from whale.estimate.events.computations import Computation, computations
+from whale.estimate.events.engine import Task, Transfer
+from whale.estimate.step.alike import Classes, Role, Wire, classify
+from whale.estimate.step.gather import Gathered
+from whale.estimate.step.wires import Crosses, Sums
+from whale.estimate.step.work import Work
+from whale.estimate.step.workers import Worker
 from whale.ir.schedule import Action, Kind
 
 _HANDING_BACK = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})

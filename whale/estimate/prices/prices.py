@@ -10,15 +10,15 @@ import numpy as np
 
 from whale.axes import Axes, discover
 from whale.axes.labels import Labels, label
-from whale.estimate.compute import OpSeconds, op_seconds
-from whale.estimate.costs import Costs
-from whale.estimate.kept import activations_of, kept_tensors
-from whale.estimate.line import Line
-from whale.estimate.local_graph import local_graph
-from whale.estimate.memory import kept_names, size_line, state_bytes, working_line
-from whale.estimate.op_table import OpTable, op_table, output_line
-from whale.estimate.part import NOTHING, Part, Recompute
-from whale.estimate.traffic import local_table
+from whale.estimate.costs.compute import OpSeconds, op_seconds
+from whale.estimate.costs.costs import Costs
+from whale.estimate.costs.line import Line
+from whale.estimate.costs.op_table import OpTable, op_table, output_line
+from whale.estimate.memory.kept import activations_of, kept_tensors
+from whale.estimate.memory.memory import kept_names, size_line, state_bytes, working_line
+from whale.estimate.prices.local_graph import local_graph
+from whale.estimate.prices.part import NOTHING, Part, Recompute
+from whale.estimate.prices.traffic import local_table
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import ParameterState, Shard, plain_states

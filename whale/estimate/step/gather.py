@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whale.estimate.alike import Wire
-from whale.estimate.prices import Prices
-from whale.estimate.wires import Links, message_wires, sum_wires
-from whale.estimate.workers import Worker, Workers
+from whale.estimate.prices.prices import Prices
+from whale.estimate.step.alike import Wire
+from whale.estimate.step.wires import Links, message_wires, sum_wires
+from whale.estimate.step.workers import Worker, Workers
 from whale.ir.plan import Pipeline, Plan
 from whale.ir.schedule import Schedule
 from whale.schedules import forward_schedules_of, schedules_of

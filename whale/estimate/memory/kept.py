@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from whale.estimate.op_table import operator
+from whale.estimate.costs.op_table import operator
 from whale.ir.graph import ModelGraph, Op
 
 KEEPS_NOTHING = frozenset({

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.estimate.line import Line
+from whale.estimate.costs.line import Line
 from whale.ir.graph import ModelGraph, Op, TensorSpec
 
 Floats = NDArray[np.float64]

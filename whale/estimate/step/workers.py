@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from whale.estimate.memory import state_bytes
-from whale.estimate.optimizer import optimizer_seconds
-from whale.estimate.part import Part
-from whale.estimate.prices import Prices
-from whale.estimate.step import MemoryUse
-from whale.estimate.work import StageKey, Work, Works
+from whale.estimate.costs.optimizer import optimizer_seconds
+from whale.estimate.memory.memory import state_bytes
+from whale.estimate.prices.part import Part
+from whale.estimate.prices.prices import Prices
+from whale.estimate.step.step import MemoryUse
+from whale.estimate.step.work import StageKey, Work, Works
 from whale.ir.graph import Parameter
 from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule

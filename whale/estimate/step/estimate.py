@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from whale.axes import Axes
-from whale.estimate.alike import Wire
-from whale.estimate.costs import Costs
-from whale.estimate.engine import Run, Task, run
-from whale.estimate.figures import bubble_rate
-from whale.estimate.gather import Gathered, gather
-from whale.estimate.memory_over_time import Waiting, memory_over_time
-from whale.estimate.prices import Prices
-from whale.estimate.program import Program, make_program
-from whale.estimate.step import DeviceEstimate, LinkUse, Message, StepEstimate, Sync
-from whale.estimate.wires import Crosses, Sums
+from whale.estimate.costs.costs import Costs
+from whale.estimate.events.engine import Run, Task, run
+from whale.estimate.events.figures import bubble_rate
+from whale.estimate.prices.prices import Prices
+from whale.estimate.step.alike import Wire
+from whale.estimate.step.gather import Gathered, gather
+from whale.estimate.step.memory_over_time import Waiting, memory_over_time
+from whale.estimate.step.program import Program, make_program
+from whale.estimate.step.step import DeviceEstimate, LinkUse, Message, StepEstimate, Sync
+from whale.estimate.step.wires import Crosses, Sums
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan

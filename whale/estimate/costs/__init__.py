@@ -1,0 +1,1 @@
+"""What one op, one message and one step of the optimizer cost, in closed forms."""

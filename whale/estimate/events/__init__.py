@@ -1,0 +1,1 @@
+"""The event engine, and the run of a schedule alone over given durations."""
