@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from whale.comm import Channels, Groups, Lane, Launched
+from whale.comm import Channel, Channels, Groups, Launched
 
 _FROM_SENDER, _FROM_RECEIVER = 1, 2
 
@@ -28,13 +28,13 @@ def launches_wait() -> Iterator[None]:
     """Within it, channels and groups of this process wait at every launch."""
     send, receive, all_reduce = Channels.send, Channels.receive, Groups.all_reduce
 
-    def meeting_send(self: Channels, tensor: torch.Tensor, lane: Lane) -> Launched:
-        _meet(lane.target, _FROM_SENDER, _FROM_RECEIVER)
-        return send(self, tensor, lane)
+    def meeting_send(self: Channels, tensor: torch.Tensor, channel: Channel) -> Launched:
+        _meet(channel.target, _FROM_SENDER, _FROM_RECEIVER)
+        return send(self, tensor, channel)
 
-    def meeting_receive(self: Channels, tensor: torch.Tensor, lane: Lane) -> Launched:
-        work = receive(self, tensor, lane)
-        _meet(lane.source, _FROM_RECEIVER, _FROM_SENDER)
+    def meeting_receive(self: Channels, tensor: torch.Tensor, channel: Channel) -> Launched:
+        work = receive(self, tensor, channel)
+        _meet(channel.source, _FROM_RECEIVER, _FROM_SENDER)
         return work
 
     def meeting_sum(self: Groups, *arguments: Any) -> None:

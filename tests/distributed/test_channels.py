@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.ranks import PATIENCE_SECONDS
 from tests.distributed.world import World as Ranks
-from whale.comm import Channels, Lane, World
+from whale.comm import Channel, Channels, World
 
 NUM_MESSAGES = 3
 
@@ -18,17 +18,17 @@ NUM_MESSAGES = 3
 def exchange(rank: int, num_ranks: int, own_groups: bool) -> tuple[list[float], int]:
     """Every rank sends messages of growing sizes to every other; all receives are posted before the first is waited for."""
     world = World(rank, num_ranks, rank, num_ranks, torch.device("cpu"), timedelta(seconds=PATIENCE_SECONDS))
-    lanes = [Lane(source, target) for source, target in permutations(range(num_ranks), 2)]
-    channels = Channels(world, lanes, own_groups=own_groups)
+    pairs = [Channel(source, target) for source, target in permutations(range(num_ranks), 2)]
+    channels = Channels(world, pairs, own_groups=own_groups)
     works, received, sent = [], [], []
     for number in range(NUM_MESSAGES):
-        for lane in lanes:
-            if lane.source == rank:
-                sent.append(torch.full((number + 1,), 100.0 * rank + 10 * lane.target + number))
-                works.append(channels.send(sent[-1], lane))
-            elif lane.target == rank:
+        for channel in pairs:
+            if channel.source == rank:
+                sent.append(torch.full((number + 1,), 100.0 * rank + 10 * channel.target + number))
+                works.append(channels.send(sent[-1], channel))
+            elif channel.target == rank:
                 received.append(torch.empty(number + 1))
-                works.append(channels.receive(received[-1], lane))
+                works.append(channels.receive(received[-1], channel))
     for work in works:
         work.work.wait()
     num_groups = len(channels)

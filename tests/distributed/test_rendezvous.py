@@ -12,7 +12,7 @@ from tests.distributed.ranks import PATIENCE_SECONDS
 from tests.distributed.test_schedules import CASES, check, pipeline
 from tests.distributed.world import RankFailure
 from tests.distributed.world import World as Ranks
-from whale.comm import Channels, Lane, World
+from whale.comm import Channel, Channels, World
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def swap(rank: int, num_ranks: int, in_order: bool) -> float:
     """Two ranks send to each other."""
     channels = Channels(World(rank, 2, rank, 2, torch.device("cpu"), timedelta(seconds=PATIENCE_SECONDS)), [])
     sent, received = torch.full((1,), float(rank)), torch.empty(1)
-    actions = [lambda: channels.send(sent, Lane(rank, 1 - rank)), lambda: channels.receive(received, Lane(1 - rank, rank))]
+    actions = [lambda: channels.send(sent, Channel(rank, 1 - rank)), lambda: channels.receive(received, Channel(1 - rank, rank))]
     works = [action() for action in (actions if rank == 0 or not in_order else reversed(actions))]
     for work in works:
         work.work.wait()

@@ -2,15 +2,15 @@
 
 from whale.comm.agreement import on_first_rank, together
 from whale.comm.backend import backend_of, blocks_host
-from whale.comm.channels import Channels, Lane
+from whale.comm.channels import Channel, Channels
 from whale.comm.groups import Groups
 from whale.comm.waiting import Launched, Waits
 from whale.comm.world import World, close_at_exit, connect
 
 __all__ = [
+    "Channel",
     "Channels",
     "Groups",
-    "Lane",
     "Launched",
     "Waits",
     "World",

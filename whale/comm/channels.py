@@ -25,7 +25,7 @@ from whale.comm.world import World
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Lane:
+class Channel:
     """An ordered pair of ranks.
 
     Attributes:
@@ -41,45 +41,45 @@ class Channels:
 
     Args:
         world: this process among its peers.
-        lanes: those that the plan's batch uses, the same on every rank; not asked for where channels need no group.
-        own_groups: whether each lane gets a group of its own; by default where NCCL carries the messages.
+        channels: those that the plan's batch uses, the same on every rank; not asked for where channels need no group.
+        own_groups: whether each channel gets a group of its own; by default where NCCL carries the messages.
 
     Attributes:
         wire_device: where tensors must lie to travel; Gloo sends from host memory only.
     """
 
-    def __init__(self, world: World, lanes: Iterable[Lane], *, own_groups: bool | None = None) -> None:
-        self._groups: dict[Lane, dist.ProcessGroup] = {}
+    def __init__(self, world: World, channels: Iterable[Channel], *, own_groups: bool | None = None) -> None:
+        self._groups: dict[Channel, dist.ProcessGroup] = {}
         has_nccl = not world.is_alone and backend_of(world.device) == "nccl"
         self.wire_device = world.device if has_nccl else torch.device("cpu")
         self._blocks_host = not has_nccl
         if has_nccl if own_groups is None else own_groups:
             # All ranks take part, as in `Groups`: else members with unlike numbers of groups name this one differently.
-            for lane in sorted({lane for lane in lanes if lane.source != lane.target}):
-                group = dist.new_group(sorted((lane.source, lane.target)), timeout=world.timeout)
-                if world.rank in (lane.source, lane.target):
-                    self._groups[lane] = group
+            for channel in sorted({channel for channel in channels if channel.source != channel.target}):
+                group = dist.new_group(sorted((channel.source, channel.target)), timeout=world.timeout)
+                if world.rank in (channel.source, channel.target):
+                    self._groups[channel] = group
             self._warm_up(world)
 
     def _warm_up(self, world: World) -> None:
-        """Sends a byte down each lane, in one order on all ranks: the first use of a communicator blocks until both ends are there."""
+        """Sends a byte down each channel, in one order on all ranks: the first use of a communicator blocks until both ends are there."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.wire_device)
-        for lane in sorted(self._groups):
-            (self.send if lane.source == world.rank else self.receive)(byte, lane).work.wait()
+        for channel in sorted(self._groups):
+            (self.send if channel.source == world.rank else self.receive)(byte, channel).work.wait()
 
     def __len__(self) -> int:
         """Groups of this rank."""
         return len(self._groups)
 
-    def send(self, tensor: torch.Tensor, lane: Lane) -> Launched:
+    def send(self, tensor: torch.Tensor, channel: Channel) -> Launched:
         """Starts a send; the tensor must stay untouched until the work is done."""
-        work = dist.isend(tensor, lane.target, group=self._groups.get(lane))
+        work = dist.isend(tensor, channel.target, group=self._groups.get(channel))
         assert work is not None
         return Launched(work, self._blocks_host)
 
-    def receive(self, tensor: torch.Tensor, lane: Lane) -> Launched:
+    def receive(self, tensor: torch.Tensor, channel: Channel) -> Launched:
         """Starts a receive into a contiguous tensor."""
-        work = dist.irecv(tensor, lane.source, group=self._groups.get(lane))
+        work = dist.irecv(tensor, channel.source, group=self._groups.get(channel))
         assert work is not None
         return Launched(work, self._blocks_host)
 

@@ -29,19 +29,19 @@ class Communicators:
 
     Attributes:
         groups: sets of ranks that sum together, sorted, each once; all ranks are one of them.
-        lanes: (sender, receiver), sorted, each once.
+        channels: (sender, receiver), sorted, each once.
     """
 
     groups: tuple[tuple[int, ...], ...]
-    lanes: tuple[tuple[int, int], ...]
+    channels: tuple[tuple[int, int], ...]
 
     def __len__(self) -> int:
-        return len(self.groups) + len(self.lanes)
+        return len(self.groups) + len(self.channels)
 
     @cached_property
     def most_of_a_rank(self) -> int:
         """How many the rank takes part in that takes part in most."""
-        return max(Counter(rank for ranks in (*self.groups, *self.lanes) for rank in ranks).values(), default=0)
+        return max(Counter(rank for ranks in (*self.groups, *self.channels) for rank in ranks).values(), default=0)
 
     @property
     def warning(self) -> str | None:
@@ -54,7 +54,7 @@ class Communicators:
         )
 
     def __str__(self) -> str:
-        return f"communicators: {len(self.groups)} for sums, {len(self.lanes)} for messages; at most {self.most_of_a_rank} on one device"
+        return f"communicators: {len(self.groups)} for sums, {len(self.channels)} for messages; at most {self.most_of_a_rank} on one device"
 
 
 def communicators_of(plan: Plan, model: ModelGraph, shardings: ParameterShardings) -> Communicators:
@@ -65,8 +65,8 @@ def communicators_of(plan: Plan, model: ModelGraph, shardings: ParameterSharding
         model: the model that it is for.
         shardings: where its parameters lie.
     """
-    lanes = {(source, target) for source, target in lanes_of(plan, model) if source != target}
-    return Communicators(groups_of(plan, model, shardings), tuple(sorted(lanes)))
+    channels = {(source, target) for source, target in lanes_of(plan, model) if source != target}
+    return Communicators(groups_of(plan, model, shardings), tuple(sorted(channels)))
 
 
 def groups_of(plan: Plan, model: ModelGraph, shardings: ParameterShardings) -> tuple[tuple[int, ...], ...]:

@@ -25,22 +25,22 @@ def test_counts_and_text() -> None:
     assert made.warning is None
 
 
-@pytest.mark.parametrize(("lanes", "most"), [(MANY_FOR_A_RANK + 1, MANY_FOR_A_RANK + 1), (MANY + 1, 1)])
-def test_many_are_warned_of(lanes: int, most: int) -> None:
-    pairs = [(0, target + 1) for target in range(lanes)] if most > 1 else [(2 * lane, 2 * lane + 1) for lane in range(lanes)]
+@pytest.mark.parametrize(("channels", "most"), [(MANY_FOR_A_RANK + 1, MANY_FOR_A_RANK + 1), (MANY + 1, 1)])
+def test_many_are_warned_of(channels: int, most: int) -> None:
+    pairs = [(0, target + 1) for target in range(channels)] if most > 1 else [(2 * channel, 2 * channel + 1) for channel in range(channels)]
     made = Communicators((), tuple(pairs))
     assert made.most_of_a_rank == most
-    assert made.warning is not None and f"{lanes} communicators, {most} of them on one device" in made.warning
+    assert made.warning is not None and f"{channels} communicators, {most} of them on one device" in made.warning
 
 
 def test_of_a_plan() -> None:
     plan, graph = plan_of(Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}), 4)
     made = communicators_of(plan, graph, parameter_shardings(plan, graph, None))
     assert made.groups == ((0, 1, 2, 3), (0, 2), (1, 3)), "all, and the owners of each stage"
-    assert made.lanes == ((0, 1), (1, 0), (2, 3), (3, 2)), "within replicas only"
+    assert made.channels == ((0, 1), (1, 0), (2, 3), (3, 2)), "within replicas only"
 
 
 def test_equal_sets_share_one_and_nothing_travels_between_replicas() -> None:
     plan, graph = plan_of(Config(), 2)
     made = communicators_of(plan, graph, parameter_shardings(plan, graph, None))
-    assert made.groups == ((0, 1),) and made.lanes == (), "the owners of all gradients are all ranks"
+    assert made.groups == ((0, 1),) and made.channels == (), "the owners of all gradients are all ranks"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.axes import Axes
-from whale.comm import Lane
+from whale.comm import Channel
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis, Edge, Plan, Replica
 from whale.sharding import IndexSpace, Region
@@ -24,12 +24,12 @@ class Copy:
 
     Attributes:
         tensor: op name.
-        lane: from the sender's rank to the receiver's.
+        channel: from the sender's rank to the receiver's.
         region: of the micro-batch's tensor.
     """
 
     tensor: str
-    lane: Lane
+    channel: Channel
     region: Region
 
 
@@ -70,7 +70,7 @@ class Boundary:
 
     def _find_copies(self, number: int, num_rows: int, direction: Direction) -> Iterator[Copy]:
         for tensor, move in self._crossings.moves(self.replica.edges[number], num_rows, direction):
-            yield Copy(tensor, Lane(move.source, move.target), move.region)
+            yield Copy(tensor, Channel(move.source, move.target), move.region)
 
     @cached_property
     def _crossings(self) -> Crossings:

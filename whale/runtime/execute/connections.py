@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from whale.comm import Channels, Groups, Lane
+from whale.comm import Channel, Channels, Groups
 from whale.ir.plan import Stage
 from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.roster import Roster
@@ -32,18 +32,18 @@ class Connections:
     status: StatusBoard
 
     @staticmethod
-    def open(roster: Roster, rank_sets: Iterable[tuple[int, ...]], lanes: Iterable[tuple[int, int]]) -> Connections:
+    def open(roster: Roster, rank_sets: Iterable[tuple[int, ...]], pairs: Iterable[tuple[int, int]]) -> Connections:
         """Makes the connections; all ranks of the world call it with the same arguments.
 
         Args:
             roster: who is who.
             rank_sets: ranks of the plan that sum together, beside the whole world.
-            lanes: ordered pairs of ranks of the plan between which something travels.
+            pairs: ordered pairs of ranks of the plan between which something travels.
         """
         world = roster.world
         status = StatusBoard.open(world.rank)
         groups = Groups(world, [roster.everyone, *map(roster.in_world, rank_sets)])
-        channels = Channels(world, (Lane(*(roster.world_ranks[rank] for rank in lane)) for lane in lanes))
+        channels = Channels(world, (Channel(*(roster.world_ranks[rank] for rank in pair)) for pair in pairs))
         return Connections(roster, groups, channels, Everyone(world, groups, status), status)
 
     def split_group(self, stage: Stage, position: int) -> Group | None:

@@ -126,15 +126,15 @@ class Exchange:
     def post(self, sender: Place) -> None:
         """Starts to receive what a stage on another virtual device hands to the stages of this rank."""
         for edge, copy in self._copies(sender, local=False):
-            if copy.lane.target == self._rank:
+            if copy.channel.target == self._rank:
                 self._post(sender, _receiving(sender, edge), edge, copy)
 
     def _post(self, sender: Place, place: Place, edge: Edge, copy: Copy) -> None:
         form = self._form(place, edge, copy)
         dtype = getattr(torch, self._model.by_name[copy.tensor].outputs[0].dtype)
         wire = torch.empty(form.shape, dtype=dtype, device=self._channels.wire_device)
-        work = self._channels.receive(_bytes(wire), copy.lane)
-        self._parcels.setdefault(place, []).append(Parcel(copy, form, wire, work, copy.lane.source, sender))
+        work = self._channels.receive(_bytes(wire), copy.channel)
+        self._parcels.setdefault(place, []).append(Parcel(copy, form, wire, work, copy.channel.source, sender))
 
     def peers(self, place: Place) -> tuple[int, ...]:
         """Ranks that parcels of a place are still to come from."""
@@ -165,7 +165,7 @@ class Exchange:
             values: this rank's part of each tensor, or of its gradient.
         """
         for edge, copy in self._copies(place, local=False):
-            if copy.lane.source == self._rank:
+            if copy.channel.source == self._rank:
                 self._send(place, copy, self._piece(place, edge, values, copy))
 
     def hand_over(self, place: Place, values: Mapping[str, torch.Tensor]) -> None:
@@ -174,7 +174,7 @@ class Exchange:
         All ranks of the virtual device come here at once, so sends and receives are started in one order on all of them.
         """
         for edge, copy in self._copies(place, local=True):
-            source, target = copy.lane.source, copy.lane.target
+            source, target = copy.channel.source, copy.channel.target
             if source == target == self._rank:
                 there = _receiving(place, edge)
                 parcel = Parcel(copy, self._form(there, edge, copy), self._piece(place, edge, values, copy), None, self._rank, place)
@@ -186,8 +186,8 @@ class Exchange:
 
     def _send(self, place: Place, copy: Copy, piece: torch.Tensor) -> None:
         wire = piece.contiguous().to(self._channels.wire_device)
-        work = self._channels.send(_bytes(wire), copy.lane)
-        self._sends.setdefault((place, copy.lane.target), []).append((work, wire))
+        work = self._channels.send(_bytes(wire), copy.channel)
+        self._sends.setdefault((place, copy.channel.target), []).append((work, wire))
 
     def _let_go(self, place: Place, peer: int) -> None:
         """Waits for what a stage sent to a rank, and forgets it."""
@@ -209,7 +209,7 @@ class Exchange:
                 key = number, stop - start, direction
                 if key not in self._own:
                     self._own[key] = tuple(
-                        copy for copy in self._boundary.copies(*key) if self._rank in (copy.lane.source, copy.lane.target)
+                        copy for copy in self._boundary.copies(*key) if self._rank in (copy.channel.source, copy.channel.target)
                     )
                 for copy in self._own[key]:
                     yield edge, copy
