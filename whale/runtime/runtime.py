@@ -28,7 +28,7 @@ from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.gradient_sync import BucketPlan, GradientSync, plan_buckets
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
-from whale.sharding.communicators import groups_of, lanes_of
+from whale.sharding.communicators import channels_of, groups_of
 
 
 class Runtime:
@@ -62,7 +62,7 @@ class Runtime:
         self.config, self._captured, self._tensors = config, captured, state.tensors
         buckets = plan_buckets(holdings, graph, reached_parameters(graph), config.communication.bucket_bytes)
         groups = groups_of(roster.plan, graph, holdings.shardings)
-        self._connections = Connections.open(roster, groups, lanes_of(roster.plan, graph))
+        self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph))
         self._sync = self._make_sync(buckets, state)
         self._workers: dict[str, Worker] = {}
         self.prepare("train", captured, roster.plan, schedules)

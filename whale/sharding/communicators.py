@@ -65,7 +65,7 @@ def communicators_of(plan: Plan, model: ModelGraph, shardings: ParameterSharding
         model: the model that it is for.
         shardings: where its parameters lie.
     """
-    channels = {(source, target) for source, target in lanes_of(plan, model) if source != target}
+    channels = {(source, target) for source, target in channels_of(plan, model) if source != target}
     return Communicators(groups_of(plan, model, shardings), tuple(sorted(channels)))
 
 
@@ -88,7 +88,7 @@ def _split_groups(plan: Plan) -> Iterator[tuple[int, ...]]:
                 yield tuple(sorted(plan.rank_of[device] for device in group))
 
 
-def lanes_of(plan: Plan, model: ModelGraph) -> Iterator[tuple[int, int]]:
+def channels_of(plan: Plan, model: ModelGraph) -> Iterator[tuple[int, int]]:
     """The pairs of ranks of a plan that its own batch travels between, once for each region that does; a rank with itself included."""
     batch_axes = dict(plan.batch_axes)
     for replica in plan.replicas:

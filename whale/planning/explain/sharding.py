@@ -20,7 +20,7 @@ def explain_sharding(best: Solution, replicas: Sequence[Replica]) -> Iterator[Ch
     for (stage, cutting), members in found.items():
         copies = f" of replica {', '.join(map(str, members))}" if len(members) < len(replicas) else ""
         yield Choice(
-            "cutting",
+            "sharding",
             f"axes of stage {stage}{copies}",
             describe_shards(replicas[members[0]].stages[stage].shards),
             cost=f"{format_seconds(cutting.seconds)} per micro-batch, {_memory(replicas[members[0]], stage)}",

@@ -1,4 +1,4 @@
-"""The cutting pass: along which axis each op of a split stage works on parts, and in which sizes, for the least predicted time.
+"""The sharding pass: along which axis each op of a split stage works on parts, and in which sizes, for the least predicted time.
 
 Sizes come from each device's own speed, kind by kind: between two bridges the devices wait for one another, so the work along
 each kind is balanced by itself, first that of all ops that might, then that of those that do. The labels of the ops are the

@@ -97,7 +97,7 @@ def test_memory_moves_units_to_the_larger_device() -> None:
     plan = make_plan(graph, tight, Config())
     assert cuts_of(plan)["transformer.h.0.mlp.c_fc.weight:1"][0] < 96
     assert all(e.parameter_bytes + e.activation_bytes <= e.capacity for e in plan.replicas[0].stages[0].estimates)
-    assert next(choice.bound for choice in plan.choices if choice.pass_name == "cutting") == "memory"
+    assert next(choice.bound for choice in plan.choices if choice.pass_name == "sharding") == "memory"
 
 
 @pytest.mark.slow
