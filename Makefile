@@ -30,6 +30,7 @@ bench: $(VENV)/installed
 	$(BIN)/python examples/benchmarks/overhead.py
 	$(BIN)/python examples/benchmarks/split.py
 	$(BIN)/python examples/benchmarks/planning.py
+	$(BIN)/python examples/benchmarks/prediction.py
 
 $(VENV)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)

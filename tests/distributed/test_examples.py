@@ -15,6 +15,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,41 @@ def test_the_overhead_benchmark_writes_its_ratios(tmp_path: Path) -> None:
     results = json.loads(file.read_text())
     assert set(results) == {"single"}
     assert results["single"]["ratio"] > 0
+
+
+def predict(rank: int, num_ranks: int, options: argparse.Namespace) -> Any:
+    """The plans of the prediction benchmark for so many ranks."""
+    sys.path.append(str(BENCHMARKS))
+    import prediction
+
+    return prediction.run_plans(num_ranks, options)
+
+
+def test_the_prediction_benchmark_has_both_times_of_each_plan(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import prediction
+
+    cases = ["uneven", "split", "nested"]
+    options = argparse.Namespace(steps=2, warmup=1, rounds=2, layers=2, width=32, context=32, rows=16, micro_batches=4, only=cases)
+    file, found = tmp_path / "prediction.json", {size: world.run(predict, options, num_ranks=size)[0] for size in (2, 4)}
+    prediction.report(found, file)
+    printed, figures = capsys.readouterr().out, json.loads(file.read_text())
+    assert all(value > 0 for rank in figures["ranks"].values() for value in rank.values())
+    assert list(figures["plans"]) == cases and all(name in printed for name in cases)
+    for plan in figures["plans"].values():
+        assert plan["predicted"] > 0 and 0 < plan["fastest"] <= plan["measured"] <= plan["slowest"]
+        assert plan["error"] == pytest.approx(plan["predicted"] / plan["measured"] - 1)
+    assert -1 <= figures["rank_correlation"] <= 1
+
+
+def test_orders_of_plans_are_compared_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import prediction
+
+    assert prediction.rank_correlation([1, 2, 3], [10, 20, 99]) == pytest.approx(1)
+    assert prediction.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
 
 
 def compare(rank: int, num_ranks: int, case: str, options: argparse.Namespace) -> dict[str, float]:
