@@ -9,11 +9,11 @@ pipeline_gpipe   the same, all forward passes first
 split            every layer divided over both ranks
 nested           two pipelines of two stages, on four ranks
 
-First the ranks measure, all at once since they share the cores, what one rank reaches: matrix products and memory traffic on
-tensors of the model's sizes, the start of a small op, and a message of Gloo between two ranks. These figures are the cluster that
-each plan is estimated on (`whale.estimate`), before it is run for some steps. Nothing is fitted to the steps. Error = (predicted -
-measured) / measured, of the median step. The rank correlation (Spearman's) says how far the order of the plans is right, which is
-what a planner needs of it.
+First the ranks measure, all at once since they share the cores, what one rank reaches: matrix products of the model's sizes,
+memory traffic of tensors beyond the caches, the start of a small op, and a message of Gloo between two ranks. These figures are
+the cluster that each plan is estimated on (`whale.estimate`), before it is run for some steps. Nothing is fitted to the steps.
+Error = (predicted - measured) / measured, of the median step. The rank correlation (Spearman's) says how far the order of the
+plans is right, which is what a planner needs of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ from gpt import GPT, loss_fn
 
 SLOWER = 3.0
 SMALL_OPS = 1000
-LARGE_MESSAGE = 1 << 20
+LARGE_MESSAGE = 1 << 23
+"""Bytes: so many that the latency of a message counts little."""
+BEYOND_CACHES = 1 << 24
+"""Bytes of each of three tensors: what is measured is the memory, as `Device.bandwidth` means it."""
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
@@ -84,7 +87,7 @@ class Rank:
 
     Attributes:
         flops: FLOP/s of a float32 matrix product.
-        bandwidth: bytes per second read and written by an addition.
+        bandwidth: bytes per second that an addition of large tensors reads and writes.
         launch_seconds: of a small op in a graph that is differentiated.
         latency: seconds of a small message, one way.
         link_bandwidth: bytes per second of a large message, beyond the latency.
@@ -137,14 +140,13 @@ Found = tuple[Rank, dict[str, Result]]
 def measure_rank(options: argparse.Namespace) -> Rank:
     """Measures this rank among the others, at the sizes of the model: the rows of a micro-batch, its widest features."""
     tokens, width = max(1, options.rows // options.micro_batches) * options.context, options.width
-    x, weight = torch.randn(tokens, width), torch.randn(width, 4 * width)
-    wide, other, small = torch.randn(tokens, 4 * width), torch.randn(tokens, 4 * width), torch.ones(1, requires_grad=True)
-    out = torch.empty_like(wide)
-    product = typical(lambda: torch.mm(x, weight, out=out), options.rounds)
-    traffic = typical(lambda: torch.add(wide, other, out=out), options.rounds)
+    x, weight, small = torch.randn(tokens, width), torch.randn(width, 4 * width), torch.ones(1, requires_grad=True)
+    long, other, total = torch.zeros(3, BEYOND_CACHES // 4)
+    product = typical(partial(torch.mm, x, weight, out=torch.empty(tokens, 4 * width)), options.rounds)
+    traffic = typical(partial(torch.add, long, other, out=total), options.rounds)
     launch = typical(lambda: add_often(small), options.rounds) / SMALL_OPS
     latency, large = (typical(partial(exchange, torch.zeros(size // 4)), options.rounds) / 2 for size in (4, LARGE_MESSAGE))
-    found = torch.tensor([2 * x.numel() * 4 * width / product, 3 * wide.nbytes / traffic, launch, latency, large])
+    found = torch.tensor([2 * x.numel() * 4 * width / product, 3 * BEYOND_CACHES / traffic, launch, latency, large])
     dist.all_reduce(found)
     flops, bandwidth, launch, latency, large = (found / dist.get_world_size()).tolist()
     return Rank(flops, bandwidth, launch, latency, (LARGE_MESSAGE - 4) / max(large - latency, 1e-9))
@@ -238,10 +240,14 @@ def spawned(num_ranks: int, options: argparse.Namespace) -> Found:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's: 1 where both order alike, -1 where they order in opposite ways; 0 of a single value."""
-    if len(first) < 2:
+    """Spearman's: 1 where both order alike, -1 where they order in opposite ways; equal values share a rank.
+
+    0 where either side has no order, all its values being equal.
+    """
+    if min(len(set(first)), len(set(second))) < 2:
         return 0.0
-    return statistics.correlation(*([sorted(each).index(value) for value in each] for each in (first, second)))
+    ranks = ([sum((other < value) + (other <= value) for other in each) for value in each] for each in (first, second))
+    return statistics.correlation(*ranks)
 
 
 def report(found: dict[int, Found], file: Path | None) -> None:
@@ -254,7 +260,8 @@ def report(found: dict[int, Found], file: Path | None) -> None:
     for name, result in results.items():
         times = f"{1e3 * result.predicted:>14.1f}{1e3 * result.measured:>13.1f}{result.error:>+8.0%}"
         print(f"{name:<16}{result.num_ranks:>6}{times}   {1e3 * result.fastest:.1f} - {1e3 * result.slowest:.1f}")
-    correlation = rank_correlation([each.predicted for each in results.values()], [each.measured for each in results.values()])
+    both = [(round(each.predicted, 6), round(each.measured, 6)) for each in results.values()]  # seconds; equal to a microsecond is equal
+    correlation = rank_correlation(*zip(*both, strict=True))
     load = os.getloadavg()[0]
     print(f"rank correlation {correlation:.2f}; load {load:.1f}")
     if file is not None:

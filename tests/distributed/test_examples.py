@@ -105,6 +105,8 @@ def test_orders_of_plans_are_compared_by_rank(monkeypatch: pytest.MonkeyPatch) -
 
     assert prediction.rank_correlation([1, 2, 3], [10, 20, 99]) == pytest.approx(1)
     assert prediction.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert prediction.rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9**0.5), "equal values share a rank"
+    assert prediction.rank_correlation([1], [1]) == prediction.rank_correlation([1, 1], [1, 2]) == 0
 
 
 def compare(rank: int, num_ranks: int, case: str, options: argparse.Namespace) -> dict[str, float]:
