@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from whale.axes.values import Axes, Concatenation, Dimension, Factor, axes_of
-from whale.ir.graph import ModelGraph
+from whale.axes.values import Axes, Concatenation, Factor, axes_of
+from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, BatchAxis
 
 
@@ -14,16 +14,14 @@ def batch_axes(graph: ModelGraph, axes: Axes) -> dict[str, BatchAxis]:
 
     Ops are left out whose result has no batch, has it twice, or has it inside a concatenation.
     """
-    found = {}
-    for op in graph.ops:
-        if op.name in axes.ops and len(op.outputs) == 1:
-            axis = _find(axes.ops[op.name].outputs[0], axes)
-            if axis is not None:
-                found[op.name] = axis
-    return found
+    return {op.name: axis for op in graph.ops if (axis := batch_axis(op, axes)) is not None}
 
 
-def _find(dimensions: tuple[Dimension, ...], axes: Axes) -> BatchAxis | None:
+def batch_axis(op: Op, axes: Axes) -> BatchAxis | None:
+    """Where the batch is in the one result of an op; None where `batch_axes` leaves it out."""
+    if op.name not in axes.ops or len(op.outputs) != 1:
+        return None
+    dimensions = axes.ops[op.name].outputs[0]
     places = [index for index, dimension in enumerate(dimensions) for axis in axes_of(dimension) if axis == BATCH]
     if len(places) != 1 or BATCH not in dimensions[places[0]]:
         return None

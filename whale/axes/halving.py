@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from whale.axes.batch import batch_axes
+from whale.axes.batch import batch_axis
 from whale.axes.values import Axes, axes_of
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, BatchAxis, Edge, Shard, Stage
@@ -54,22 +54,21 @@ def halve(model: ModelGraph, axes: Axes, ops: Collection[str], shards: Sequence[
     stage = [op for op in model.ops if op.name in own and op.kind == "call"]
     given = {name: model.by_name[name] for op in stage for name in op.inputs if name not in own or model.by_name[name].kind != "call"}
     rows = _with_rows(stage, given.values())
-    places = batch_axes(model, axes)
     wanted = [name for name in dict.fromkeys(handed_on) if name in rows]
     terms = {name for term in model.loss for name in (term.sum, term.weight)}
     read = [name for name, op in given.items() if name in rows and op.outputs]
     joined = [name for name in wanted if name not in terms]
+    places = {name: place for name in (*read, *joined) if (place := batch_axis(model.by_name[name], axes)) is not None}
     faults = [f"{mixing}" for mixing in axes.mixing if mixing.op in own]
     faults += [f"%{name} has no known place of its rows" for name in (*read, *joined) if name not in places]
     faults += [] if model.dynamic else ["its graph was captured for each number of rows by itself"]
     faults += _shard_faults(axes, shards, (*read, *joined), places)
     faults += _write_faults(model, stage, rows)
     faults += _sum_faults(model, axes, stage, rows)
-    found = {name: places[name] for name in (*read, *joined) if name in places}
     return Halving(
         rows,
-        {name: found[name] for name in read if name in found},
-        {name: found[name] for name in joined if name in found},
+        {name: places[name] for name in read if name in places},
+        {name: places[name] for name in joined if name in places},
         frozenset(wanted) & terms,
         tuple(dict.fromkeys(faults)),
     )

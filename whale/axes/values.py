@@ -189,6 +189,14 @@ def axes_of(dimension: Dimension) -> tuple[str, ...]:
     return tuple(found)
 
 
+def renamed(dimensions: tuple[Dimension, ...], names: Mapping[str, str]) -> tuple[Dimension, ...]:
+    """Dimensions with other names for their axes."""
+    return tuple(
+        tuple(names[factor] if isinstance(factor, str) else Concatenation(renamed(factor.pieces, names)) for factor in dimension)
+        for dimension in dimensions
+    )
+
+
 def may_lie_in_parts(dimensions: tuple[Dimension, ...], axis: str) -> bool:
     """Whether a tensor can be held in parts of an axis: it has it, and not twice, of which parts would be the diagonal blocks only."""
     found = [dimension for dimension in dimensions if axis in axes_of(dimension)]

@@ -7,9 +7,11 @@ of the tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
-from whale.axes.values import Axes, axes_of
+from whale.axes.values import Axes, Dimension, axes_of, renamed
 from whale.ir.division import divide
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op
 from whale.ir.plan import BATCH, Shard
@@ -37,21 +39,32 @@ def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, shards: Sequence
     """
     width = len(shards[0].sizes)
     sum_factor = sum_share(bridge, graph, axes) if bridge.is_sum else 1.0
-    regions = {shard.axis: Sharding.along(range(width), shard.axis, _at_rows(shard, rows)).regions for shard in shards}
-    sizes = {axis.name: axis.size * rows // graph.num_rows if axis.name == BATCH else axis.size for axis in axes.axes}
     forward, backward = [0.0] * width, [0.0] * width
     for spec, dimensions in zip(graph.by_name[bridge.tensor].outputs, axes.ops[bridge.tensor].outputs, strict=True):
-        space = IndexSpace(dimensions, sizes)
+        names = {axis: str(number) for number, axis in enumerate(dict.fromkeys(axis for each in dimensions for axis in axes_of(each)))}
+        sizes = tuple(axes.by_name[axis].size * rows // graph.num_rows if axis == BATCH else axes.by_name[axis].size for axis in names)
+        held = tuple((names[shard.axis], _at_rows(shard, rows)) for shard in shards if shard.axis in names)
+        form = replace(bridge, tensor="", users=(), source=names.get(bridge.source or ""), target=names.get(bridge.target or ""))
+        num_elements, there, back = _received_by_form(form, renamed(dimensions, names), sizes, held, width)
         num_bytes = prod(spec.shape_at(rows)) * DTYPE_BYTES[spec.dtype]
-        scale = num_bytes / max(1, space.num_elements(Region()))  # an unknown dimension is as large as the rows make it
-        own = {axis: held for axis, held in regions.items() if any(axis in axes_of(dimension) for dimension in dimensions)}
-        there = _received(bridge.values(own, width), space, width)
-        back = _received(bridge.gradients(own, width), space, width) if bridge.has_gradient else [0.0] * width
+        scale = num_bytes / max(1, num_elements)  # an unknown dimension is as large as the rows make it
         for device in range(width):
             from_all = bridge.combine in GATHERED
             forward[device] += sum_factor * (num_bytes * (width - 1) if from_all else scale * there[device])
             backward[device] += scale * back[device]
     return tuple((round(one), round(other)) for one, other in zip(forward, backward, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _received_by_form(
+    form: Bridge, dimensions: tuple[Dimension, ...], sizes: tuple[int, ...], held: tuple[tuple[str, tuple[int, ...]], ...], width: int
+) -> tuple[int, list[float], list[float]]:
+    """Elements of a whole tensor, and those that arrive at each device forward and backward; its axes go by their numbers."""
+    space = IndexSpace(dimensions, {str(number): size for number, size in enumerate(sizes)})
+    regions = {axis: Sharding.along(range(width), axis, own).regions for axis, own in held}
+    there = _received(form.values(regions, width), space, width)
+    back = _received(form.gradients(regions, width), space, width) if form.has_gradient else [0.0] * width
+    return space.num_elements(Region()), there, back
 
 
 def _received(ends: Ends, space: IndexSpace, width: int) -> list[float]:

@@ -22,6 +22,7 @@ from whale.estimate.prices.traffic import local_table
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import ParameterState, Shard, plain_states
+from whale.sharding.bridges import Bridge, find_bridges
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Prices:
     _links: dict[tuple[str, str], Link] = field(default_factory=dict, init=False)
     _locals: dict[tuple[tuple[str, ...], tuple[Shard, ...], tuple[int, ...]], Prices] = field(default_factory=dict, init=False)
     _labels: dict[tuple[tuple[str, ...], tuple[Shard, ...]], Labels] = field(default_factory=dict, init=False)
+    _bridges: dict[tuple[tuple[str, ...], tuple[Shard, ...], frozenset[str]], tuple[Bridge, ...]] = field(default_factory=dict, init=False)
 
     @cached_property
     def table(self) -> OpTable:
@@ -92,6 +94,13 @@ class Prices:
         if key not in self._labels:
             self._labels[key] = label(self.graph, self.axes, ops, shards)
         return self._labels[key]
+
+    def bridges(self, ops: tuple[str, ...], shards: tuple[Shard, ...], returned: frozenset[str]) -> tuple[Bridge, ...]:
+        """The bridges of a split stage that runs these ops and hands on these values."""
+        key = ops, shards, returned
+        if key not in self._bridges:
+            self._bridges[key] = find_bridges(self.labels(ops, shards), returned)
+        return self._bridges[key]
 
     def local(self, ops: tuple[str, ...], shards: tuple[Shard, ...], position: int) -> Prices:
         """Prices for the device at a position of the split groups of the stage that runs these ops."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,16 +62,18 @@ def _close(key: tuple[tuple[Holder, ...], tuple[str, ...], str], found: tuple[li
     return Bucket(tuple(dict.fromkeys(found[0])), found[1], key[1], key[0])
 
 
-def ready_share(prices: Prices, stage: Stage, device: str, names: Sequence[str]) -> float:
+def ready_share(prices: Prices, stage: Stage, device: str, names: Sequence[str], first: Mapping[str, int]) -> float:
     """The share of a stage's backward pass after which the gradients of some parameters are final.
 
     A gradient is final once the backward pass has come to the first op that reads the parameter.
+
+    Args:
+        first: `first_uses` of the stage.
     """
     index = np.array([prices.table.position[name] for name in stage.ops], dtype=np.int64)
     seconds = prices.seconds(prices.cluster.by_name[device], 1.0)
     backward = (seconds.backward_fixed + seconds.backward_per_row)[index]
     total = float(backward.sum())
-    first = _first_uses(prices, stage)
     start = min((first[name] for name in names if name in first), default=0)
     return float(backward[start:].sum()) / total if total > 0 else 1.0
 
@@ -88,7 +90,7 @@ def _last_uses(prices: Prices) -> dict[str, int]:
     }
 
 
-def _first_uses(prices: Prices, stage: Stage) -> dict[str, int]:
+def first_uses(prices: Prices, stage: Stage) -> dict[str, int]:
     """Per parameter of a stage, the position among its ops of the first that reads it."""
     graph, found = prices.graph, dict[str, int]()
     for position, name in enumerate(stage.ops):

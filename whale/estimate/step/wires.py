@@ -9,7 +9,7 @@ from itertools import pairwise
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Role, Wire
 from whale.estimate.step.crossings import Crossings
-from whale.estimate.step.sync import Bucket, buckets, ready_share
+from whale.estimate.step.sync import Bucket, buckets, first_uses, ready_share
 from whale.ir.cluster import Device, Link
 from whale.ir.plan import Plan, Stage
 
@@ -123,7 +123,10 @@ class _Roles:
 
     def __init__(self, plan: Plan, prices: Prices) -> None:
         self._plan, self._prices = plan, prices
-        self._shares: dict[tuple[tuple[str, ...], Device, tuple[str, ...]], float] = {}
+        self._numbers: dict[tuple[tuple[str, ...], Device], int] = {}
+        self._number_of: dict[tuple[int, int], int] = {}
+        self._first: dict[tuple[str, ...], dict[str, int]] = {}
+        self._shares: dict[tuple[int, tuple[str, ...]], float] = {}
 
     def of(self, bucket: Bucket) -> tuple[Role, ...]:
         """Per owner, its role."""
@@ -135,12 +138,22 @@ class _Roles:
             for index in indices:
                 stage = self._plan.replicas[replica].stages[index]
                 devices = stage.virtual_device.devices
-                share = self._share(stage, devices[0], bucket.names) if len(indices) == 1 else 1.0
+                share = self._share(replica, stage, bucket.names) if len(indices) == 1 else 1.0
                 found |= dict.fromkeys(devices, (tuple(indices), share))
         return tuple(found[owner] for owner in bucket.owners)
 
-    def _share(self, stage: Stage, device: str, names: tuple[str, ...]) -> float:
-        key = stage.ops, self._prices.cluster.by_name[device].kind, names
+    def _share(self, replica: int, stage: Stage, names: tuple[str, ...]) -> float:
+        key = self._class(replica, stage), names
         if key not in self._shares:
-            self._shares[key] = ready_share(self._prices, stage, device, names)
+            if stage.ops not in self._first:
+                self._first[stage.ops] = first_uses(self._prices, stage)
+            self._shares[key] = ready_share(self._prices, stage, stage.virtual_device.devices[0], names, self._first[stage.ops])
         return self._shares[key]
+
+    def _class(self, replica: int, stage: Stage) -> int:
+        """A number that stages of equal ops on equal devices share."""
+        place = replica, stage.index
+        if place not in self._number_of:
+            kind = self._prices.cluster.by_name[stage.virtual_device.devices[0]].kind
+            self._number_of[place] = self._numbers.setdefault((stage.ops, kind), len(self._numbers))
+        return self._number_of[place]

@@ -18,9 +18,9 @@ from whale.estimate.prices.halves import halved, messages_of
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site, Tolls, bridged_copies, repeated_share
-from whale.ir.cluster import Device
+from whale.ir.cluster import Device, Link
 from whale.ir.plan import Shard
-from whale.sharding.bridges import Bridge, find_bridges
+from whale.sharding.bridges import Bridge
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,10 @@ class Works:
     """
 
     prices: Prices
-    _known: dict[tuple[StageKey, tuple[Device, ...], tuple[object, ...], int, int], Work] = field(default_factory=dict, init=False)
+    _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int], Work] = field(default_factory=dict, init=False)
+    _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], tuple[Line, Line, Line]] = field(
+        default_factory=dict, init=False
+    )
 
     def of(self, key: StageKey, group: Sequence[str], position: int, num_rows: int) -> Work:
         """The work of one device.
@@ -87,22 +90,32 @@ class Works:
             position: its own in the group.
             num_rows: that the group takes.
         """
-        kinds = tuple(self.prices.cluster.by_name[name].kind for name in group)
-        links = tuple(self.prices.link(a, b) for a, b in pairwise(group))
-        question = key, kinds, links, position, num_rows
+        question = key, *self._likeness(group), position, num_rows
         if question not in self._known:
             self._known[question] = self._work(key, group, position, num_rows)
         return self._known[question]
 
     def _work(self, key: StageKey, group: Sequence[str], position: int, num_rows: int) -> Work:
         prices = self._prices(key, position)
-        seconds = self._together(key, group, num_rows) if key.shards else self._alone(prices, key, group[0], num_rows)
+        seconds = self._in_group(key, group, num_rows) if key.shards else self._alone(prices, key, group[0], num_rows)
         copies = Line()
         if key.shards:
             labels, bridges = self._bridges(key)
             copies = bridged_copies(self.prices, labels, bridges, position, again=frozenset(n for run in key.segments for n in run))
         forward, inputs, weights = (line.at(num_rows) for line in seconds)
         return Work(forward, inputs, weights, *_bytes(prices, key, num_rows, copies))
+
+    def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
+        """`_together`, once for all positions of equal groups."""
+        question = key, *self._likeness(group), num_rows
+        if question not in self._groups:
+            self._groups[question] = self._together(key, group, num_rows)
+        return self._groups[question]
+
+    def _likeness(self, group: Sequence[str]) -> tuple[tuple[Device, ...], tuple[Link, ...]]:
+        """What is equal for equal groups: the kinds of their devices, and the links between neighbours."""
+        kinds = tuple(self.prices.cluster.by_name[name].kind for name in group)
+        return kinds, tuple(self.prices.link(a, b) for a, b in pairwise(group))
 
     def _prices(self, key: StageKey, position: int) -> Prices:
         """Prices of a device's own part of the ops."""
@@ -137,7 +150,7 @@ class Works:
 
     def _bridges(self, key: StageKey) -> tuple[Labels, tuple[Bridge, ...]]:
         labels = self.prices.labels(key.part.ops, key.shards)
-        return labels, find_bridges(labels, key.part.returned(self.prices.graph))
+        return labels, self.prices.bridges(key.part.ops, key.shards, key.part.returned(self.prices.graph))
 
 
 def _line(fixed: Floats, per_row: Floats) -> Line:

@@ -10,7 +10,7 @@ from whale.planning.replicas.replica import ReplicaModel
 from whale.planning.replicas.solve import Solution, Solver
 from whale.planning.shard.stage_price import make_scene
 from whale.sharding.bridge_bytes import GATHERED, bridge_bytes
-from whale.sharding.bridges import Bridge, find_bridges
+from whale.sharding.bridges import Bridge
 from whale.units import format_bytes
 
 Bytes = tuple[int, int]
@@ -33,7 +33,7 @@ def explain_bridges(solver: Solver, best: Solution, replicas: Sequence[Replica])
 def _stage(solver: Solver, model: ReplicaModel, stage: Stage) -> Iterator[Choice]:
     prices = solver.prices
     scene = make_scene(prices, model.assignment, stage.index, model.pipeline)
-    bridges = find_bridges(prices.labels(stage.ops, stage.shards), scene.returned)
+    bridges = prices.bridges(stage.ops, stage.shards, scene.returned)
 
     def received(bridge: Bridge) -> Bytes:
         rows = max(stage.shares)

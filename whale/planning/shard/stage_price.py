@@ -18,7 +18,6 @@ from whale.planning.shard.overlapping import Overlapper, Overlapping
 from whale.planning.shard.sharding import Cutter, Cutting, Group, group_of
 from whale.planning.shard.space import Scene
 from whale.planning.structure.stages import Assignment
-from whale.sharding.bridges import find_bridges
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class StagePricing:
             for position in range(site.width)
         ]
         labels = prices.labels(scene.ops, shards)
-        bridges = find_bridges(labels, scene.returned)
+        bridges = prices.bridges(scene.ops, shards, scene.returned)
         tolls = Tolls(prices, site)
         forward, backward = tolls.of_stage(labels, bridges)
         again = forward * (1.0 if recompute.num_alive else repeated_share(scene.ops, recompute.segments))
