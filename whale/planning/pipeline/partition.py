@@ -17,10 +17,8 @@ import numpy as np
 
 from whale.errors import ConfigError, PlanError
 from whale.estimate.costs.op_table import Floats
-from whale.estimate.prices.prices import Prices
 from whale.planning.pipeline.cut_points import CutPoints
-from whale.planning.pipeline.recompute import Policy, expected_bytes
-from whale.planning.pipeline.scheduling import PipelineShape
+from whale.planning.pipeline.stage_tables import StageTables
 from whale.planning.structure.stages import Wish
 
 
@@ -39,13 +37,11 @@ class Partition:
     even: float
 
 
-def cut_into_stages(
-    points: CutPoints, prices: Prices, pipeline: PipelineShape, policy: Policy, devices: Sequence[str], num_rows: int, margin: float
-) -> Partition:
+def cut_into_stages(tables: StageTables, devices: Sequence[str], num_rows: int, margin: float) -> Partition:
     """Finds the stages of one replica.
 
     Args:
-        policy: what recomputes inside the stages.
+        tables: what the pieces of the model cost as stages of a pipeline.
         devices: per rank its first device.
         num_rows: rows of a micro-batch.
         margin: share of the devices' memory that may be planned for here, where bytes are approximate.
@@ -54,6 +50,7 @@ def cut_into_stages(
         PlanError: there are fewer places to cut than stages need.
         ConfigError: likewise, with several chunks per rank.
     """
+    points, pipeline = tables.points, tables.pipeline
     if points.num_units < pipeline.num_stages:
         if pipeline.num_chunks > 1:
             raise ConfigError(
@@ -65,18 +62,18 @@ def cut_into_stages(
             f"the model can be cut at {points.num_units - 1} places and {pipeline.num_stages} stages need {pipeline.num_stages - 1}",
             hint="fewer stages (pipeline.num_stages)",
         )
-    tables = [_stage_table(points, prices, pipeline, policy, devices, stage, num_rows, margin) for stage in range(pipeline.num_stages)]
-    seconds = [np.where(excess > 0, np.inf, time) for time, excess in tables]
+    found = [tables.of(stage, devices, num_rows, margin) for stage in range(pipeline.num_stages)]
+    seconds = [np.where(excess > 0, np.inf, time) for time, excess in found]
     slowest = _least_maximum(seconds)
     if np.isinf(slowest):  # nothing fits: come as near as can be, the check of the whole plan says what is missing
-        seconds = [np.where(np.isfinite(time), excess, np.inf) for time, excess in tables]
+        seconds = [np.where(np.isfinite(time), excess, np.inf) for time, excess in found]
         slowest = _least_maximum(seconds)
     chosen = _least_squares(seconds, slowest)
     even = np.linspace(0, points.num_units, pipeline.num_stages + 1).round().astype(int)
     return Partition(
         bounds=tuple(int(points.bounds[index]) for index in chosen),
-        slowest=max(float(tables[s][0][i, j]) for s, (i, j) in enumerate(pairwise(chosen))),
-        even=max(float(tables[s][0][i, j]) for s, (i, j) in enumerate(pairwise(even))),
+        slowest=max(float(found[s][0][i, j]) for s, (i, j) in enumerate(pairwise(chosen))),
+        even=max(float(found[s][0][i, j]) for s, (i, j) in enumerate(pairwise(even))),
     )
 
 
@@ -84,40 +81,6 @@ def wishes_of(points: CutPoints, partition: Partition) -> dict[str, Wish]:
     """Where the ops of each piece want to run; what floats has no wish."""
     stages = np.searchsorted(partition.bounds, np.arange(len(points.spine)), side="right") - 1
     return {name: Wish((int(stage),)) for name, stage in zip(points.spine, stages, strict=True) if name not in points.floating}
-
-
-def _stage_table(
-    points: CutPoints,
-    prices: Prices,
-    pipeline: PipelineShape,
-    policy: Policy,
-    devices: Sequence[str],
-    stage: int,
-    num_rows: int,
-    margin: float,
-) -> tuple[Floats, Floats]:
-    """Seconds of every piece as this stage, and the bytes by which it overflows its share of the device's memory."""
-    name = devices[pipeline.stage_rank[stage]]
-    seconds = prices.seconds(prices.cluster.by_name[name], float(num_rows))
-    index = np.array([prices.table.position[op] for op in points.spine], dtype=np.int64)
-    forward = seconds.forward_fixed + num_rows * seconds.forward_per_row
-    times = 2 if pipeline.recomputed[stage] else 1 + policy.share(stage)
-    width = pipeline.width(stage)  # the devices of a split group have equal parts of the work, as far as can be said before it is cut
-    per_op = (times * forward + seconds.backward_fixed + num_rows * seconds.backward_per_row) / width
-    done = np.concatenate(([0.0], np.cumsum(per_op[index])))[points.bounds]
-    crossing = points.crossing_fixed + points.crossing_per_row * num_rows
-    time = done[None, :] - done[:, None]
-    before = devices[pipeline.stage_rank[stage - 1]] if stage else name
-    if before != name:
-        link = prices.link(before, name)
-        time = time + (points.messages * link.latency + crossing / link.bandwidth)[:, None]
-    kept = points.kept_fixed + points.kept_per_row * num_rows
-    received = crossing / 2 if stage else np.zeros_like(crossing)
-    inside, entering = kept[None, :] - kept[:, None], float(np.quantile(crossing, 0.25)) / 2
-    memory = points.parameters + expected_bytes(pipeline, policy, stage, received[:, None], inside, entering)
-    excess = np.maximum(memory / width - margin * prices.capacity(name) / pipeline.num_chunks, 0.0)
-    pieces = np.triu(np.ones(time.shape, dtype=bool), 1)
-    return np.where(pieces, time, np.inf), np.where(pieces, excess, np.inf)
 
 
 def _least_maximum(tables: Sequence[Floats]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from whale.planning.pipeline.partition import Partition, cut_into_stages, wishes
 from whale.planning.pipeline.placement import Placed, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, Chooser, Policy
 from whale.planning.pipeline.scheduling import PipelineShape
+from whale.planning.pipeline.stage_tables import StageTables
 from whale.planning.replicas.end_of_step import EndOfStep, end_of_step
 from whale.planning.replicas.replica import ReplicaModel, model_replica
 from whale.planning.shard.stage_price import StagePricing
@@ -113,6 +115,11 @@ class Solver:
     _assignments: dict[tuple[int, ...], Assignment] = field(default_factory=dict, init=False)
     _models: dict[tuple[Likeness, tuple[int, ...] | None, int, float], ReplicaModel] = field(default_factory=dict, init=False)
 
+    @cached_property
+    def _tables(self) -> StageTables:
+        assert self.points is not None, "the stages are still to be cut"
+        return StageTables(self.points, self.prices, self.pipeline, self.policy)
+
     @property
     def prices(self) -> Prices:
         """Prices of the graph on the cluster."""
@@ -147,7 +154,7 @@ class Solver:
         key = (self._likeness(placed), num_rows, margin)
         if key not in self._cuts:
             devices = [names[0] for names in placed]
-            self._cuts[key] = cut_into_stages(self.points, self.prices, self.pipeline, self.policy, devices, num_rows, margin)
+            self._cuts[key] = cut_into_stages(self._tables, devices, num_rows, margin)
         return self._cuts[key]
 
     def _assignment(self, partition: Partition) -> Assignment:
