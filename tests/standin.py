@@ -1,7 +1,7 @@
 """A stand-in for a GPU: tensors that say they lie on a device, hold CPU tensors, and have every op on them looked at.
 
     with StandIn() as device:          # all that runs inside is looked at, the ops of backward as well
-        x = device.put(x)
+        x = put(x)
         ...
         device.forget()
         step()

@@ -1,0 +1,116 @@
+"""Where a device carries the messages, a steady step with stages, replicas and split stages waits for no device either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import whale
+from tests.standin import DEVICE, StandIn, put
+from tests.unit.runtime.test_no_host_reads import CLASSES, WIDTH, Block, next_tokens, texts
+from tests.unit.runtime.test_steps_at_scale import cluster_of
+from whale.api.batches import view_of
+from whale.api.mode import CapturedMode
+from whale.comm import World
+from whale.config import Config
+from whale.planning import make_plan
+from whale.runtime.execute.roster import Roster
+from whale.runtime.runtime import Runtime
+from whale.runtime.state.engine_state import EngineState
+from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.runtime.training import train_step
+from whale.schedules import schedules_of
+
+NUM_RANKS = 4
+
+
+class Stages(nn.Module):
+    """A stage of one device or split over two, then another."""
+
+    def __init__(self, is_split: bool) -> None:
+        super().__init__()
+        with whale.split(2) if is_split else whale.replicate(1):
+            self.tokens, self.block = nn.Embedding(CLASSES, WIDTH), Block()
+        with whale.replicate(2 if is_split else 1):
+            self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.block(self.tokens(tokens)))
+        return logits
+
+
+class Done:
+    """Communication that is over."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@contextmanager
+def ranks_alike(rank: int, backend: str) -> Iterator[World]:
+    """A world whose other ranks have the same numbers: sums are products, and what is received is left as it is."""
+
+    def multiply(tensor: Tensor, *arguments: object, group: dist.ProcessGroup | None = None, **keywords: object) -> Done:
+        tensor.mul_(dist.get_world_size(group))
+        return Done()
+
+    def leave(*arguments: object, **keywords: object) -> Done:
+        return Done()
+
+    names = ("isend", "irecv", "all_gather", "reduce_scatter", "all_to_all_single")
+    dist.init_process_group("fake", rank=rank, world_size=NUM_RANKS, store=FakeStore())
+    try:
+        with mock.patch.multiple(dist, all_reduce=multiply, get_backend_config=lambda group: backend, **dict.fromkeys(names, leave)):
+            yield World(rank, NUM_RANKS, 0, NUM_RANKS, DEVICE, timedelta(seconds=10))
+    finally:
+        dist.destroy_process_group()
+
+
+def watch(is_split: bool, rank: int, schedule: str, backend: str = "cpu:gloo,meta:nccl") -> tuple[list[str], set[int]]:
+    """What the second step of a rank waits for, and host memory other than the batch that it copies to the device."""
+    torch.manual_seed(0)
+    batch, device = texts(0), StandIn()
+    mode = CapturedMode(Stages(is_split), batch, next_tokens, "train")
+    config = Config({"pipeline.num_micro_batch": 2, "pipeline.schedule": schedule, "gradient.clip_norm": 1.0})
+    plan = make_plan(mode.graph, cluster_of(NUM_RANKS), config)
+    assert max(len(replica.stages) for replica in plan.replicas) == 2 and (plan.replicas[0].stages[0].split == 2) == is_split
+    holdings = Holdings.of(plan, mode.graph, discover_if_sharded(plan, mode.graph))
+    with ranks_alike(rank, backend) as world, device:
+        roster = Roster(plan, world, tuple(range(NUM_RANKS)))
+        assert roster.rank is not None
+        held = {name: holdings.cut_out(name, roster.rank, mode.program.tensors[name].detach()) for name in roster.owned}
+        state = EngineState({name: nn.Parameter(put(value)) for name, value in held.items()})
+        state.optimizer = torch.optim.SGD(state.parameters.values(), lr=0.01, foreach=True)
+        runtime = Runtime(roster=roster, schedules=schedules_of(plan), holdings=holdings, captured=mode, state=state, config=config)
+        try:
+            train_step(runtime, state, view_of(mode.program.batch, batch))
+            device.forget()
+            train_step(runtime, state, view_of(mode.program.batch, batch))
+        finally:
+            runtime.close()
+    return device.waits, device.arrivals - {leaf.untyped_storage().data_ptr() for leaf in batch.values()}
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(("is_split", "schedule"), [(False, "zb_h1"), (True, "1f1b")])
+def test_a_steady_step(is_split: bool, schedule: str, rank: int) -> None:
+    waits, strangers = watch(is_split, rank, schedule)
+    assert waits == []
+    assert strangers == set()
+
+
+def test_messages_through_the_host_are_found() -> None:
+    waits, strangers = watch(False, 0, "1f1b", backend="cpu:gloo,meta:gloo")
+    assert any("to the host" in wait for wait in waits), waits
+    assert strangers
