@@ -38,10 +38,10 @@ class Launched:
 
 @dataclass(frozen=True)
 class _Watched:
-    """What a device waits for: until when, for what, and with whom."""
+    """What a device waits for: since when it was asked to, for what, and with whom."""
 
     work: dist.Work
-    until: float
+    since: float
     action: str
     ranks: tuple[int, ...]
 
@@ -58,6 +58,8 @@ class Waits:
     _watched: deque[_Watched] = field(default_factory=deque)
     _monitor: threading.Thread | None = None
     _fault: RuntimeFault | None = None
+    _progress: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wait(self, launched: Launched | None, action: str, ranks: Sequence[int]) -> None:
         """Waits for one piece of communication; where a device does, has it wait.
@@ -81,23 +83,34 @@ class Waits:
             launched.work.wait()
         except (RuntimeError, dist.DistError) as error:
             raise fault(action, ranks, self.timeout, error) from error
-        self._watched.append(_Watched(launched.work, time.monotonic() + self.timeout.total_seconds(), action, tuple(ranks)))
-        if self._monitor is None:
-            self._monitor = threading.Thread(target=self._keep_looking, name="whale waits", daemon=True)
-            self._monitor.start()
+        with self._lock:
+            self._watched.append(_Watched(launched.work, time.monotonic(), action, tuple(ranks)))
+            if self._monitor is None:
+                self._monitor = threading.Thread(target=self._keep_looking, name="whale waits", daemon=True)
+                self._monitor.start()
 
     def look(self, now: float) -> RuntimeFault | None:
-        """Forgets what is done, in the order in which it was waited for; the fault if the first that is not is overdue."""
+        """Forgets what is done, in the order in which it was waited for; the fault if the first that is not is overdue.
+
+        The host runs ahead of the device, so what stands in the queue waits for its turn first: the limit of the first counts
+        from when it was asked for, or from when the one before it was seen done, whichever is later.
+        """
         while self._watched and self._watched[0].work.is_completed():
             self._watched.popleft()
-        if self._watched and self._watched[0].until < now:
+            self._progress = now
+        if self._watched and max(self._watched[0].since, self._progress) + self.timeout.total_seconds() < now:
             first = self._watched[0]
             self._fault = fault(first.action, first.ranks, self.timeout, TimeoutError("the device still waits"))
         return self._fault
 
     def _keep_looking(self) -> None:
+        """Ends where nothing is left to look at; the next wait starts another."""
         pause = threading.Event()
         while self.look(time.monotonic()) is None:
+            with self._lock:
+                if not self._watched:
+                    self._monitor = None
+                    return
             pause.wait(LOOK_SECONDS)
         print(
             f"RuntimeFault: {self._fault}", file=sys.stderr, flush=True

@@ -29,6 +29,9 @@ from whale.sharding.steps import Kind
 Transport = Kind | Literal[""]
 """What moves: nothing, or a step."""
 
+ON_THE_SPOT: frozenset[Transport] = frozenset({"", "slice"})
+"""Transports that each device carries out by itself: nothing travels."""
+
 Ends = tuple[Sharding, Sharding]
 """Before and after."""
 

@@ -53,7 +53,8 @@ def test_a_device_waits_without_one_and_the_overdue_is_named() -> None:
     assert first.waited == second.waited == [None]
     assert waits.look(0.0) is None
     first.is_done = True
-    fault = waits.look(1e12)
+    assert waits.look(1e12) is None, "the first has just been seen done: the second has its time from now"
+    fault = waits.look(1e12 + 1001)
     assert fault is not None and "1RECV_B0 with rank(s) 1, 3 did not complete" in str(fault)
     with pytest.raises(RuntimeFault, match="1RECV_B0"):
         waits.wait(None, "2RECV_B0", (0,))

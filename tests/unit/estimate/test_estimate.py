@@ -12,7 +12,7 @@ from tests.unit.planning.graphs import Graph, chain, cluster, device, scope
 from whale.config import Config
 from whale.estimate import Costs, estimate, pipeline_seconds
 from whale.ir.cluster import Cluster, Host, Link
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, plain_states
 from whale.planning import make_plan
 
 FAST = Link(1e15, 0.0)
@@ -48,6 +48,12 @@ def test_the_plan_has_the_estimates_time_and_memory() -> None:
     for stage in plan.replicas[0].stages:
         for name, figures in zip(stage.virtual_device.devices, stage.estimates, strict=True):
             assert figures.parameter_bytes + figures.activation_bytes == pytest.approx(found.of(name).peak.total, abs=2)
+
+
+def test_the_states_of_the_plan_say_what_the_optimizer_keeps() -> None:
+    plan, graph = planned(4, cluster((1e9,)))
+    kept = [estimate(replace(plan, parameter_states=plain_states(number)), graph, cluster((1e9,))) for number in (0, 2)]  # type: ignore[arg-type]
+    assert kept[0].devices[0].peak.optimizer == 0 < kept[1].devices[0].peak.optimizer
 
 
 def test_gpipe_and_1f1b_differ_in_memory_and_in_exposed_messages() -> None:

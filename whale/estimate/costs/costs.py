@@ -1,4 +1,4 @@
-"""The figures that prices are made of, beside those of devices and links: said here once, overridden by what was measured."""
+"""The figures that prices are made of, beside those of devices and links: said here once; who has measured better ones passes them."""
 
 from __future__ import annotations
 

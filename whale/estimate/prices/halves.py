@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from whale.estimate.costs.line import Line
 from whale.estimate.prices.tolls import Tolls
-from whale.sharding.bridges import Bridge, Transport
+from whale.sharding.bridges import ON_THE_SPOT, Bridge, Transport
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def messages_of(tolls: Tolls, bridges: Iterable[Bridge]) -> Messages:
 
 
 def _moves(transport: Transport) -> bool:
-    return transport not in ("", "part")
+    return transport not in ON_THE_SPOT
 
 
 def halved(seconds: Line, messages: Line, num_messages: int, num_gaps: int, rows: float) -> Line:

@@ -13,7 +13,7 @@ from whale.estimate.costs.op_table import spec_line
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import Op
 from whale.sharding.bridge_bytes import GATHERED, sum_share
-from whale.sharding.bridges import Bridge, Transport
+from whale.sharding.bridges import ON_THE_SPOT, Bridge, Transport
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Tolls:
 
     def line(self, transport: Transport, payload: Line, num_messages: int = 1) -> Line:
         """Seconds by rows of one collective over a whole tensor (bytes by rows), in the slowest group; each starts a kernel."""
-        if transport in ("", "slice"):
+        if transport in ON_THE_SPOT:
             return Line(self.prices.costs.launch_seconds if transport else 0.0)
         key = transport, payload, num_messages
         if key not in self._known:

@@ -218,7 +218,7 @@ class StepEstimate:
         slow = self.straggler
         yield (
             f"step {format_seconds(self.step_seconds)}: {slow.name} computes longest, {format_seconds(slow.busy)}, "
-            f"waits {format_seconds(slow.exposed)} for messages and {format_seconds(slow.idle(self.step_seconds))} for others; "
+            f"waits {format_seconds(slow.exposed)} for communication and {format_seconds(slow.idle(self.step_seconds))} for others; "
             f"bubble rate {self.bubble_rate:.3f}"
         )
         for each in self.devices:

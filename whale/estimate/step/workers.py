@@ -12,7 +12,7 @@ from whale.estimate.prices.prices import Prices
 from whale.estimate.step.step import MemoryUse
 from whale.estimate.step.work import StageKey, Work, Works
 from whale.ir.graph import Parameter
-from whale.ir.plan import Plan, Replica, Stage
+from whale.ir.plan import ParameterState, Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
 
 
@@ -53,7 +53,7 @@ class Workers:
 
     def __init__(self, plan: Plan, prices: Prices) -> None:
         self._plan, self._prices = plan, prices
-        self._works, self._held = Works(prices), _Held(prices)
+        self._works, self._held = Works(prices), _Held(prices, plan.parameter_states)
         self._recomputed: dict[int, set[int | None]] = {}
 
     def of(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[tuple[str, Worker]]:
@@ -108,8 +108,8 @@ def stage_key(replica: Replica, stage: Stage, *, recomputes: bool = False) -> St
 class _Held:
     """Bytes of parameters on a device, with what training keeps beside them."""
 
-    def __init__(self, prices: Prices) -> None:
-        self._prices = prices
+    def __init__(self, prices: Prices, states: tuple[ParameterState, ...]) -> None:
+        self._prices, self._states = prices, states
         self._known: dict[tuple[tuple[StageKey, ...], tuple[int, ...]], tuple[MemoryUse, float]] = {}
 
     def of(self, keys: Sequence[StageKey], positions: Sequence[int]) -> tuple[MemoryUse, float]:
@@ -125,7 +125,7 @@ class _Held:
 
     def _add(self, parameters: Sequence[Parameter]) -> tuple[MemoryUse, float]:
         prices = self._prices
-        held = [state_bytes(parameter, prices.states, training=prices.training) for parameter in parameters]
+        held = [state_bytes(parameter, self._states, training=prices.training) for parameter in parameters]
         use = MemoryUse(
             float(sum(each.compute for each in held)),
             float(sum(each.gradient for each in held)),

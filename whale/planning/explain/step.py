@@ -16,7 +16,7 @@ def explain_step(step: StepEstimate) -> Iterator[Choice]:
         "estimate",
         "step",
         format_seconds(step.step_seconds),
-        cost=f"{slow.name} computes {format_seconds(slow.busy)}, waits {format_seconds(slow.exposed)} for messages and "
+        cost=f"{slow.name} computes {format_seconds(slow.busy)}, waits {format_seconds(slow.exposed)} for communication and "
         f"{format_seconds(slow.idle(step.step_seconds))} for others; bubble rate {step.bubble_rate:.3f}",
         bound=f"time of {slow.name}",
     )
@@ -31,7 +31,7 @@ def explain_step(step: StepEstimate) -> Iterator[Choice]:
         yield Choice(
             "estimate",
             "gradient synchronisation",
-            f"{len(slow.syncs)} all-reduce(s) by owner sets on {slow.name}",
+            f"{len(slow.syncs)} bucket(s), all-reduced by owner sets, on {slow.name}",
             cost=f"{format_seconds(slow.syncing)} for {format_bytes(round(sum(sync.num_bytes for sync in slow.syncs)))}, "
             f"{format_seconds(slow.exposed_sync)} exposed; optimizer {format_seconds(slow.optimizer)}",
             bound="the slowest link of a ring",

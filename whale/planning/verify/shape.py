@@ -46,7 +46,15 @@ def _stages(replica: Replica) -> Iterator[PlanError]:
 
 def _edges(replica: Replica) -> Iterator[PlanError]:
     last = len(replica.stages) - 1
+    pairs = [(edge.source, edge.target) for edge in replica.edges]
+    for pair in sorted({pair for pair in pairs if pairs.count(pair) > 1}):
+        yield PlanError(f"two stages have one edge (replica {replica.index}: {pair[0]} -> {pair[1]} {pairs.count(pair)} times)")
     for edge in replica.edges:
+        twice = sorted({name for name in edge.tensors if edge.tensors.count(name) > 1})
+        if twice:
+            yield PlanError(
+                f"a tensor travels an edge once (replica {replica.index}, {edge.source} -> {edge.target}: {', '.join(twice)} twice)"
+            )
         if not 0 <= edge.source < edge.target <= last:
             yield PlanError(
                 f"values travel to later stages (replica {replica.index}: edge {edge.source} -> {edge.target}, the last stage: {last})"

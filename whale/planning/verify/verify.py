@@ -12,6 +12,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Pipeline, Plan, Replica, Stage
 from whale.planning.shard.overlapping import overlap_faults
 from whale.planning.structure.crossing import crossing_faults
+from whale.planning.verify.names import name_faults
 from whale.planning.verify.shape import shape_faults
 from whale.planning.verify.shards import shard_faults
 from whale.planning.verify.states import state_faults
@@ -45,7 +46,8 @@ def verify(
         faults.append(PlanError(f"a plan is for one model (plan: {plan.model}, model: {graph.fingerprint})"))
         raise_faults(faults)
     faults += shape_faults(plan)
-    raise_faults(faults)  # the rest takes the shape for granted
+    faults += name_faults(plan, graph)
+    raise_faults(faults)  # the rest takes shape and names for granted
     faults += _devices(plan, cluster)
     faults += state_faults(plan)
     seen: dict[tuple[object, ...], None] = {}
@@ -59,7 +61,7 @@ def verify(
     faults += overlap_faults(plan, graph, axes)
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)
-    raise_faults(list(_memory(estimate(plan, graph, cluster, costs, axes=axes) if step is None else step)))
+    raise_faults(list(_memory(estimate(plan, graph, cluster, costs, axes=axes) if step is None else step, cluster)))
 
 
 def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
@@ -69,6 +71,9 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
             f"a plan names devices of the cluster ({', '.join(unknown)} not in {cluster.name})",
             hint="pass the cluster that the plan was made for (cluster=, or cluster: in the recipe), or plan again for this one",
         )
+    idle = sorted(set(plan.idle_devices) & set(plan.devices) | (set(plan.idle_devices) - cluster.by_name.keys()))
+    if idle:
+        yield PlanError(f"idle devices are devices of the cluster that are not in use ({', '.join(idle)} in {cluster.name})")
     used = [device for replica in plan.replicas for device in _replica_devices(replica)]
     twice = sorted({name for name in used if used.count(name) > 1}) if len(set(used)) < len(used) else []
     if twice:
@@ -170,12 +175,13 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
             yield PlanError(f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)})")
 
 
-def _memory(step: StepEstimate) -> Iterator[WhaleError]:
+def _memory(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
+    """The planner gives out rows by lines, which chunks bend: a little over the share is let pass, over the memory nothing is."""
     for each in step.devices:
         need = round(each.peak.total)
         short = need - each.capacity
-        tolerance = 0.01 if len(each.stages) == 1 else 0.1  # the planner gives out rows by lines, which chunks bend
-        if short > tolerance * each.capacity:
+        tolerance = 0.01 if len(each.stages) == 1 else 0.1
+        if short > tolerance * each.capacity or need > max(cluster.by_name[each.devices[0]].memory, each.capacity):
             yield PlanError(
                 f"a plan fits in memory ({each.name} needs {format_bytes(need)} and may use {format_bytes(each.capacity)}: "
                 f"{format_bytes(short)} short; {each.peak})",

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.errors import PlanError
-from whale.estimate import Costs
+from whale.estimate import Costs, estimate
 from whale.ir.plan import Edge, Form, Plan, VirtualDevice
 from whale.planning import make_plan
 from whale.planning.verify import verify
@@ -56,7 +56,19 @@ def with_edges(*edges: Edge) -> Plan:
         (lambda: with_pipeline(schedule="1F1B"), "a schedule is one of .*replica 0: 1F1B, 2 micro-batch"),
         (lambda: with_pipeline(num_micro_batch=0), "has a micro-batch .replica 0: 0"),
         (lambda: with_pipeline(num_micro_batch=99), "micro-batches of all replicas: 99, rows: 4"),
+        (lambda: with_edges(*PLAN.replicas[0].edges, *PLAN.replicas[0].edges), r"two stages have one edge .replica 0: 0 -> 1 2 times"),
+        (
+            lambda: with_edges(replace(PLAN.replicas[0].edges[0], tensors=PLAN.replicas[0].edges[0].tensors * 2)),
+            "travels an edge once .replica 0, 0 -> 1: layer1 twice",
+        ),
+        (lambda: replace(PLAN, idle_devices=("h0/0",)), "idle devices are devices of the cluster that are not in use .h0/0"),
         (lambda: with_pipeline(group_size=2), "a group size is for interleaved"),
+        (
+            lambda: with_stage(0, ops=(*PLAN.replicas[0].stages[0].ops, "no_op")),
+            r"names ops of its model \(replica 0, stage 0: no_op are none",
+        ),
+        (lambda: with_stage(1, parameters=("no_weight",)), r"names parameters and buffers of its model \(replica 0, stage 1: no_weight"),
+        (lambda: with_edges(Edge(0, 1, ("no_value",), 1)), r"names tensors of its model \(replica 0, edge 0 -> 1: no_value"),
         (lambda: replace(PLAN, replicas=()), "a plan has a replica"),
         (
             lambda: with_state(optimizer=Form(home="host")),
@@ -87,6 +99,19 @@ def test_all_faults_at_once() -> None:
     plan = with_stage(1, parameters=(), shares=(0,))
     with pytest.raises(PlanError, match=r"(?s)^\d faults.*has a share.*holds the parameters.*some stage holds every parameter"):
         verify(plan, GRAPH, THERE)
+
+
+def test_chunks_let_a_plan_be_over_its_share_of_a_device_and_never_over_its_memory() -> None:
+    there = cluster((1e9, 1e9))
+    plan = make_plan(
+        chain(8),
+        there,
+        Config({"pipeline.schedule": "interleaved", "pipeline.num_stages": 2, "pipeline.num_chunks": 2, "pipeline.num_micro_batch": 2}),
+    )
+    need = round(max(each.peak.total for each in estimate(plan, chain(8), there).devices))
+    verify(plan, chain(8), cluster((1e9, 1e9), memory=round(need * 1.02)), costs=Costs(memory_fraction=0.95))
+    with pytest.raises(PlanError, match="fits in memory"):
+        verify(plan, chain(8), cluster((1e9, 1e9), memory=round(need * 0.98)), costs=Costs(memory_fraction=1.0))
 
 
 def test_a_plan_for_larger_memories_is_refused() -> None:
