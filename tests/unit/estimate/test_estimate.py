@@ -115,6 +115,22 @@ def test_colocated_stages_and_forward_only() -> None:
     assert all(each.peak.gradients == 0 == each.peak.activations for each in found.devices)
 
 
+def test_what_alike_senders_hand_to_one_device_counts_for_each() -> None:
+    """Two devices to one: by senders that are simulated once the receiver holds and lists what it does by two unlike ones."""
+    graph = Graph()
+    graph.path = (scope(0, 2, "wide"),)
+    value = graph.linear("layer0", graph.input("x"))
+    graph.path = (scope(1, 1, "narrow"),)
+    graph.sum_loss(graph.linear("layer1", value))
+    built = graph.build()
+    plan = make_plan(built, cluster((1e9, 1e9, 1e9)), Config({"pipeline.num_micro_batch": 2}), rows=8)
+    (alike, one), (_, _, other) = (estimate(plan, built, cluster((1e9, speed, 1e9))).devices for speed in (1e9, 1.1e9))
+    assert len(alike.devices) == 2 and one.devices == other.devices
+    assert one.peak.received == other.peak.received > 0
+    assert sorted((m.name, m.source, m.target) for m in one.messages) == sorted((m.name, m.source, m.target) for m in other.messages)
+    assert len(one.messages) == 8
+
+
 @given(
     st.sampled_from(("gpipe", "1f1b", "zb_h1", "zb_h2", "recompute_early")),
     st.lists(st.integers(1, 4), min_size=2, max_size=6),

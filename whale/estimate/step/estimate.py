@@ -89,29 +89,32 @@ def _waiting(number: int, gathered: Gathered, program: Program, found: Run) -> t
         kind = gathered.wires[program.sent[transfer].wire].kind
         if not isinstance(kind, Crosses):
             continue
-        source, target = program.sent[transfer].ends
+        (source, target), (leaving, arriving) = program.sent[transfer].ends, program.sent[transfer].met
         if target == number:
-            received.append(Waiting(kind.target, kind.num_bytes, posted[transfer], used[transfer]))
+            received.append(Waiting(kind.target, len(arriving) * kind.num_bytes, posted[transfer], used[transfer]))
         if source == number and kind.is_backward:
-            sent.append(Waiting(kind.source, kind.num_bytes, *found.transfers[transfer]))
+            sent.append(Waiting(kind.source, len(leaving) * kind.num_bytes, *found.transfers[transfer]))
     return received, sent
 
 
 def _messages(number: int, gathered: Gathered, program: Program, found: Run) -> Iterator[Message]:
     for transfer in program.at[number]:
         sent = program.sent[transfer]
-        wire = gathered.wires[sent.wire]
-        if isinstance(wire.kind, Crosses):
-            name = f"{wire.kind.source} -> {wire.kind.target} {'B' if wire.kind.is_backward else 'F'}{sent.micro_batch}"
-            source, target = (gathered.devices[party] for party in wire.parties)
-            yield Message(name, source, target, wire.kind.num_bytes, *found.transfers[transfer])
+        kind = gathered.wires[sent.wire].kind
+        if isinstance(kind, Crosses):
+            name = f"{kind.source} -> {kind.target} {'B' if kind.is_backward else 'F'}{sent.micro_batch}"
+            for wire in sent.met_at(number):
+                source, target = (gathered.devices[party] for party in gathered.wires[wire].parties)
+                yield Message(name, source, target, kind.num_bytes, *found.transfers[transfer])
 
 
 def _syncs(number: int, gathered: Gathered, program: Program, found: Run) -> Iterator[Sync]:
     for transfer in program.at[number]:
-        wire = gathered.wires[program.sent[transfer].wire]
-        if isinstance(wire.kind, Sums):
-            yield Sync(_stages(wire), len(wire.parties), wire.kind.num_bytes, *found.transfers[transfer])
+        sent = program.sent[transfer]
+        kind = gathered.wires[sent.wire].kind
+        if isinstance(kind, Sums):
+            for wire in (gathered.wires[index] for index in sent.met_at(number)):
+                yield Sync(_stages(wire), len(wire.parties), kind.num_bytes, *found.transfers[transfer])
 
 
 def _stages(wire: Wire) -> tuple[int, ...]:

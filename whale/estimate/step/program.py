@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from whale.estimate.events.computations import Computation, computations
@@ -44,12 +44,18 @@ class Sent:
     Attributes:
         wire: the first of the wires that it stands for.
         ends: the classes of devices that send and receive it, or take part.
+        met: per end, the wires that the one device that is run for its class has there; several where alike devices hand to one.
         micro_batch: of a message.
     """
 
     wire: int
     ends: tuple[int, ...]
+    met: tuple[tuple[int, ...], ...]
     micro_batch: int | None = None
+
+    def met_at(self, number: int) -> tuple[int, ...]:
+        """The wires that the device run for a class has."""
+        return tuple(wire for end, wires in zip(self.ends, self.met, strict=True) if end == number for wire in wires)
 
 
 @dataclass(frozen=True)
@@ -138,37 +144,38 @@ class _Wires:
         first = {own[0]: number for number, own in enumerate(members)}
         for number, own in enumerate(_members(classes.wires)):
             wire, passed = gathered.wires[own[0]], tuple(sorted(loads.get(number, {}).items()))
-            ends = [classes.workers[party] for party in wire.parties]
             if isinstance(wire.kind, Crosses):
-                self._add_messages(wire.kind, own[0], gathered.workers[wire.parties[0]].rows, (ends[0], ends[1]), passed)
+                ends = tuple(classes.workers[party] for party in wire.parties)
+                met = tuple(
+                    tuple(index for index in own if gathered.wires[index].parties[side] == members[end][0]) for side, end in enumerate(ends)
+                )
+                self._add_messages(wire.kind, Sent(own[0], ends, met), gathered.workers[wire.parties[0]].rows, passed)
             else:
                 assert isinstance(wire.kind, Sums)
-                alike = [gathered.wires[index] for index in own]
-                roles = {
-                    first[party]: role for each in alike for party, role in zip(each.parties, each.roles, strict=True) if party in first
-                }
-                self._add_sum(wire.kind, own[0], len(ends), roles, passed)
+                found = [(first[party], index, role) for index in own for party, role in gathered.wires[index].with_roles if party in first]
+                roles = {end: role for end, _, role in found}
+                ends = tuple(sorted(roles))
+                met = tuple(tuple(index for at, index, _ in found if at == end) for end in ends)
+                self._add_sum(wire.kind, Sent(own[0], ends, met), len(wire.parties), roles, passed)
 
-    def _add_messages(
-        self, kind: Crosses, wire: int, rows: Sequence[int], ends: tuple[int, int], links: tuple[tuple[int, int], ...]
-    ) -> None:
+    def _add_messages(self, kind: Crosses, sent: Sent, rows: Sequence[int], links: tuple[tuple[int, int], ...]) -> None:
         """One message per micro-batch of its number of rows."""
+        ends = sent.ends
         for micro_batch, num_rows in enumerate(rows):
             if num_rows == kind.num_rows:
                 number = len(self.transfers)
                 self.transfers.append(Transfer(kind.num_bytes, kind.latency, 2, links))
-                self.sent.append(Sent(wire, ends, micro_batch))
+                self.sent.append(replace(sent, micro_batch=micro_batch))
                 self.at[ends[1]].posted.setdefault((kind.source, micro_batch, kind.is_backward, kind.is_local), []).append(number)
                 self.at[ends[0]].leaving.setdefault((kind.source, micro_batch, kind.is_backward, kind.is_local), []).append(number)
                 self.at[ends[1]].arriving.setdefault((kind.target, micro_batch, kind.is_backward, kind.is_local), []).append(number)
 
-    def _add_sum(self, kind: Sums, wire: int, num_owners: int, roles: Mapping[int, Role], links: tuple[tuple[int, int], ...]) -> None:
-        who = tuple(sorted(roles))
-        queue = self._queues.setdefault((who, num_owners), len(self._queues))
+    def _add_sum(self, kind: Sums, sent: Sent, num_owners: int, roles: Mapping[int, Role], links: tuple[tuple[int, int], ...]) -> None:
+        queue = self._queues.setdefault((sent.ends, num_owners), len(self._queues))
         for end, role in roles.items():
             self.at[end].sums[len(self.transfers)] = role
-        self.transfers.append(Transfer(kind.moved, kind.latency, len(who), links, queue))
-        self.sent.append(Sent(wire, who))
+        self.transfers.append(Transfer(kind.moved, kind.latency, len(sent.ends), links, queue))
+        self.sent.append(sent)
 
 
 def _loads(wires: Sequence[Wire], classes: Classes, first_links: set[int]) -> dict[int, dict[int, int]]:
