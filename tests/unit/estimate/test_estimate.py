@@ -13,6 +13,7 @@ from whale.config import Config
 from whale.estimate import Costs, estimate, pipeline_seconds
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.plan import Plan, plain_states
+from whale.ir.schedule import COMPUTE
 from whale.planning import make_plan
 
 FAST = Link(1e15, 0.0)
@@ -129,6 +130,20 @@ def test_what_alike_senders_hand_to_one_device_counts_for_each() -> None:
     assert one.peak.received == other.peak.received > 0
     assert sorted((m.name, m.source, m.target) for m in one.messages) == sorted((m.name, m.source, m.target) for m in other.messages)
     assert len(one.messages) == 8
+
+
+def test_gradients_that_unlike_replicas_hold_are_summed_when_all_else_is_done() -> None:
+    """As the runtime does it: they are final at unlike places, so no sum hides behind a backward pass of its owners."""
+    there = cluster((1e9, 1e9, 1e9), (1e9, 1e9, 1e9))
+    graph = chain(8, width=64)
+    for blocks, hides in (([4, 4], True), ([4, 2], False)):
+        replicas = [{"num_stages": 2, "num_micro_batch": count} for count in blocks]
+        plan = make_plan(graph, there, Config({"replicas": replicas}), rows=64)
+        found = estimate(plan, graph, there, Costs(bucket_bytes=1))
+        ends = [
+            (sync, max(span.end for span in each.compute if span.action.kind in COMPUTE)) for each in found.devices for sync in each.syncs
+        ]
+        assert ends and any(sync.start < end for sync, end in ends) == hides
 
 
 @given(

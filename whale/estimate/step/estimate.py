@@ -118,7 +118,7 @@ def _syncs(number: int, gathered: Gathered, program: Program, found: Run) -> Ite
 
 
 def _stages(wire: Wire) -> tuple[int, ...]:
-    return tuple(sorted({stage for stages, _ in wire.roles for stage in stages}))  # type: ignore[attr-defined]
+    return tuple(sorted({stage for stages, *_ in wire.roles for stage in stages}))  # type: ignore[attr-defined]
 
 
 def _exposed(tasks: Sequence[Task], times: Sequence[tuple[float, float]], found: Run) -> Iterator[float]:

@@ -8,10 +8,9 @@ from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Wire
 from whale.estimate.step.wires import Links, message_wires, sum_wires
 from whale.estimate.step.workers import Worker, Workers
-from whale.ir.plan import Pipeline, Plan
+from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
-from whale.schedules import forward_schedules_of, schedules_of
-from whale.schedules.of_plan import Pairs, edge_pairs
+from whale.schedules import alike_schedules, forward_schedules_of, schedules_of
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,13 @@ def gather(plan: Plan, prices: Prices) -> Gathered:
     Raises:
         ScheduleError: a schedule of the plan would not run to its end.
     """
-    distinct: dict[tuple[Pipeline, Pairs], tuple[int, Schedule]] = {}
     makers, found = Workers(plan, prices), dict[str, Worker]()
     schedules = schedules_of(plan) if prices.training else forward_schedules_of(plan)
-    for replica, schedule in zip(plan.replicas, schedules, strict=True):
-        number, _ = distinct.setdefault((replica.pipeline, edge_pairs(replica)), (len(distinct), schedule))
+    alike = alike_schedules(plan)
+    for replica, schedule, number in zip(plan.replicas, schedules, alike, strict=True):
         found |= makers.of(replica, schedule, number)
     links = Links(prices)
     rank = plan.rank_of
     wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links, rank))
     workers = tuple(found[device] for device in plan.devices)
-    return Gathered(plan.devices, workers, tuple(links.found), wires, tuple(schedule for _, schedule in distinct.values()))
+    return Gathered(plan.devices, workers, tuple(links.found), wires, tuple(dict(zip(alike, schedules, strict=True)).values()))

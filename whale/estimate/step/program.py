@@ -219,10 +219,10 @@ def _joins(order: Sequence[Computation], ends: _Ends) -> dict[int, list[tuple[in
     """Per computation, the sums that are ready in the midst of it or at its end."""
     last = {stage: position for position, each in enumerate(order) for stage in each.synced}
     found: dict[int, list[tuple[int, float]]] = {}
-    for number, (stages, share) in ends.sums.items():
+    for number, (stages, share, is_last) in ends.sums.items():
         assert isinstance(stages, tuple) and isinstance(share, float)
-        if len(stages) > 1:  # a weight of several stages is summed when all else is done
-            position = len(order) - 2
+        if is_last:
+            position = len(order) - 2  # the last before STEP
         else:
             position = last[stages[0]]
             share = share if order[position].action.kind is Kind.BACKWARD else 1.0

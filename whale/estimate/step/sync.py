@@ -9,10 +9,14 @@ import numpy as np
 
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Plan, Stage
+from whale.schedules import alike_schedules, is_at_one_place
 from whale.sharding.parameters import parameter_shardings
 
 Holder = tuple[int, int]
 """Replica and stage."""
+
+_Key = tuple[tuple[Holder, ...], tuple[str, ...], str]
+"""Who makes gradients, who owns them, and their dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +28,14 @@ class Bucket:
         num_bytes: of the gradients.
         owners: the devices that sum them, in the order of the plan's ranks.
         stages: who makes them: (replica, stage).
+        is_at_one_place: whether they end them at one place of equal schedules; else it starts when all else is done.
     """
 
     names: tuple[str, ...]
     num_bytes: float
     owners: tuple[str, ...]
     stages: tuple[Holder, ...]
+    is_at_one_place: bool
 
 
 def buckets(plan: Plan, prices: Prices) -> tuple[Bucket, ...]:
@@ -41,8 +47,8 @@ def buckets(plan: Plan, prices: Prices) -> tuple[Bucket, ...]:
     found = parameter_shardings(plan, graph, prices.axes if is_sharded else None)
     last, known = _last_uses(prices), set(found.parameters)
     trained = [p.name for p in graph.parameters if p.kind == "parameter" and p.trainable and p.name in known and p.name in last]
-    growing: dict[tuple[tuple[Holder, ...], tuple[str, ...], str], tuple[list[str], float]] = {}
-    closed: list[Bucket] = []
+    growing: dict[_Key, tuple[list[str], float]] = {}
+    closed, alike = list[Bucket](), alike_schedules(plan)
     for name in sorted(trained, key=lambda each: (-last[each], each)):
         spec = graph.parameter_by_name[name].spec
         gradient = found.gradient(name)
@@ -53,13 +59,17 @@ def buckets(plan: Plan, prices: Prices) -> tuple[Bucket, ...]:
             names, num_bytes = growing.get(key, ([], 0.0))
             growing[key] = [*names, name], num_bytes + spec.num_bytes * piece.region.volume / gradient.hull.volume
             if growing[key][1] >= costs.bucket_bytes:
-                closed.append(_close(key, growing.pop(key)))
-    closed += [_close(key, grown) for key, grown in growing.items()]
-    return tuple(sorted(closed, key=lambda bucket: (-max(stage for _, stage in bucket.stages), -last[bucket.names[0]], bucket.names[0])))
+                closed.append(_close(key, growing.pop(key), alike))
+    closed += [_close(key, grown, alike) for key, grown in growing.items()]
+
+    def order(bucket: Bucket) -> tuple[object, ...]:
+        return not bucket.is_at_one_place, -max(stage for _, stage in bucket.stages), -last[bucket.names[0]], bucket.names[0]
+
+    return tuple(sorted(closed, key=order))
 
 
-def _close(key: tuple[tuple[Holder, ...], tuple[str, ...], str], found: tuple[list[str], float]) -> Bucket:
-    return Bucket(tuple(dict.fromkeys(found[0])), found[1], key[1], key[0])
+def _close(key: _Key, found: tuple[list[str], float], alike: Sequence[int]) -> Bucket:
+    return Bucket(tuple(dict.fromkeys(found[0])), found[1], key[1], key[0], is_at_one_place(alike, key[0]))
 
 
 def ready_share(prices: Prices, stage: Stage, device: str, names: Sequence[str], first: Mapping[str, int]) -> float:

@@ -42,8 +42,8 @@ class Crosses:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What a collective of gradients is. The role of each device in it: the stages whose last backward passes it waits for there,
-    and after which share of the last one it is ready.
+    """What a collective of gradients is. The role of each device in it: its stages there, after which share of their last backward
+    pass it is ready, and whether it waits there until all else is done.
 
     Attributes:
         num_bytes: of the gradients.
@@ -138,8 +138,8 @@ class _Roles:
             for index in indices:
                 stage = self._plan.replicas[replica].stages[index]
                 devices = stage.virtual_device.devices
-                share = self._share(replica, stage, bucket.names) if len(indices) == 1 else 1.0
-                found |= dict.fromkeys(devices, (tuple(indices), share))
+                share = self._share(replica, stage, bucket.names) if bucket.is_at_one_place else 1.0
+                found |= dict.fromkeys(devices, (tuple(indices), share, not bucket.is_at_one_place))
         return tuple(found[owner] for owner in bucket.owners)
 
     def _share(self, replica: int, stage: Stage, names: tuple[str, ...]) -> float:

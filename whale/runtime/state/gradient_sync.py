@@ -27,10 +27,9 @@ from torch.utils.hooks import RemovableHandle
 
 from whale.comm import Groups, Launched, Waits
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
-from whale.ir.plan import Plan
 from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
 from whale.runtime.state.holdings import Holdings
-from whale.schedules import edge_pairs
+from whale.schedules import alike_schedules, is_at_one_place
 from whale.sharding import Piece
 
 
@@ -60,11 +59,10 @@ def plan_buckets(holdings: Holdings, model: ModelGraph, reached: frozenset[str],
         reached: parameters that get a gradient.
         bucket_bytes: a bucket is closed when it has this many bytes.
     """
-    shardings, last_use, schedules = holdings.shardings, _last_uses(model), _alike_schedules(holdings.plan)
+    shardings, last_use, alike = holdings.shardings, _last_uses(model), alike_schedules(holdings.plan)
 
     def bucket_of(pieces: Sequence[tuple[str, Piece]], stages: Stages) -> BucketPlan:
-        places = {(schedules[replica], stage) for replica, stage in stages}
-        return BucketPlan(tuple(pieces), pieces[0][1].owners, stages, len(places) == 1)
+        return BucketPlan(tuple(pieces), pieces[0][1].owners, stages, is_at_one_place(alike, stages))
 
     open_buckets: dict[tuple[Stages, tuple[int, ...], str], _OpenBucket] = {}
     closed: list[BucketPlan] = []
@@ -92,12 +90,6 @@ class _OpenBucket:
 
     pieces: list[tuple[str, Piece]] = field(default_factory=list)
     num_bytes: int = 0
-
-
-def _alike_schedules(plan: Plan) -> list[int]:
-    """Per replica a number, equal for those that run equal schedules."""
-    numbers: dict[tuple[object, ...], int] = {}
-    return [numbers.setdefault((replica.pipeline, edge_pairs(replica)), len(numbers)) for replica in plan.replicas]
 
 
 def _order(bucket: BucketPlan, last_use: Mapping[str, int]) -> tuple[object, ...]:
