@@ -101,7 +101,10 @@ class Engine:
     # ---- state -----------------------------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of the last step that this rank owns, by parameter name; summed, corrected and clipped."""
+        """The gradients of the last step that this rank owns, by parameter name; summed, corrected and clipped.
+
+        They are views of the buckets that gradients are summed in: the next step writes over them. Clone what is to be kept.
+        """
         return self.state.gradients()
 
     def state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor] | None:
