@@ -249,6 +249,16 @@ class ModelGraph:
         return {name: parameter for parameter in self.parameters for name in (parameter.name, *parameter.ties)}
 
     @cached_property
+    def last_reads(self) -> dict[str, int]:
+        """Per parameter, by its own name, the position of the last op that reads it: its gradient is the first to come."""
+        return {
+            self.parameter_by_name[self.by_name[read].target].name: position
+            for position, op in enumerate(self.ops)
+            for read in op.inputs
+            if self.by_name[read].kind == "parameter"
+        }
+
+    @cached_property
     def fingerprint(self) -> str:
         """Equal for equal graphs; ranks compare it before they communicate."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]

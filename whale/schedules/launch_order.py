@@ -23,7 +23,7 @@ from dataclasses import replace
 from math import inf
 from operator import itemgetter
 
-from whale.ir.schedule import COMPUTE, SENDS, Action, Kind, Schedule
+from whale.ir.schedule import COMPUTE, RECV_OF, SEND_OF, SENDS, Action, Kind, Schedule
 from whale.schedules.edges import Edges
 from whale.schedules.execution import execute
 
@@ -33,7 +33,7 @@ When = tuple[float, bool, int, int]
 Arrivals = Mapping[Action, Sequence[Action]]
 
 _MADE_BY = {Kind.SEND_FORWARD: (Kind.FORWARD,), Kind.SEND_BACKWARD: (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
-_POST_OF = {Kind.SEND_FORWARD: Kind.POST_FORWARD, Kind.SEND_BACKWARD: Kind.POST_BACKWARD}
+_POST_OF = {send: post for post, send in SEND_OF.items()}
 
 
 def insert_launches(schedule: Schedule, edges: Edges) -> Schedule:
@@ -74,13 +74,11 @@ def _arrivals(schedule: Schedule, edges: Edges) -> tuple[Arrivals, ...]:
     found = tuple(dict[Action, list[Action]]() for _ in schedule.ranks)
     sent = {action for actions in schedule.ranks for action in actions if action.kind in SENDS}
     for post, sender, receiver in edges.messages():
-        forward = post is Kind.POST_FORWARD
-        kinds = (Kind.SEND_FORWARD, Kind.RECV_FORWARD) if forward else (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
         for micro_batch in range(schedule.num_micro_batch):
-            send = Action(kinds[0], sender, micro_batch)
+            send = Action(SEND_OF[post], sender, micro_batch)
             if send in sent:
                 here = found[schedule.stage_rank[receiver]]
-                here.setdefault(send, []).append(Action(kinds[1], receiver, micro_batch))
+                here.setdefault(send, []).append(Action(RECV_OF[post], receiver, micro_batch))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import lt
 
-from whale.ir.schedule import LAUNCHES, Action, Kind, Schedule
+from whale.ir.schedule import LAUNCHES, RECV_OF, SEND_OF, Action, Kind, Schedule
 from whale.schedules.edges import Edges
 from whale.schedules.positions import ABSENT, Fault, Positions
 
@@ -64,7 +64,7 @@ def post_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
     """Each RECV stands after the POSTs of all that it waits for."""
     for post, sender, receiver in edges.messages():
         rank = positions.stage_rank[receiver]
-        kind = Kind.RECV_FORWARD if post is Kind.POST_FORWARD else Kind.RECV_BACKWARD
+        kind = RECV_OF[post]
         for micro_batch, taken in enumerate(positions.of(kind, receiver)):
             action = Action(post, sender, micro_batch)
             posted = positions.posts[rank].get(action, ABSENT)
@@ -87,7 +87,7 @@ def bucket_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
 def channel_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
     """Both ends of an edge agree on the order of its micro-batches, so that each channel is first in, first out."""
     for post, sender, receiver in edges.messages():
-        send = Kind.SEND_FORWARD if post is Kind.POST_FORWARD else Kind.SEND_BACKWARD
+        send = SEND_OF[post]
         rank, posts = positions.stage_rank[receiver], positions.posts[positions.stage_rank[receiver]]
         sent = positions.of(send, sender)
         taken = [posts.get(Action(post, sender, micro_batch), ABSENT) for micro_batch in range(positions.num_micro_batch)]

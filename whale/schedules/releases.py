@@ -13,16 +13,11 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
-from whale.ir.schedule import Action, Kind, Schedule
+from whale.ir.schedule import RECV_OF, SEND_OF, Action, Schedule
 from whale.schedules.edges import Edges
 
 Releases = dict[tuple[Action, int], tuple[Action, ...]]
 """Per RECV of a rank, and per rank that it hears from in it: the SENDs to that rank which are done then."""
-
-_SEND_AND_RECEIVE = {
-    Kind.POST_FORWARD: (Kind.SEND_FORWARD, Kind.RECV_FORWARD),
-    Kind.POST_BACKWARD: (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD),
-}
 
 
 def releases(schedule: Schedule, edges: Edges, rank: int) -> Releases:
@@ -50,7 +45,7 @@ def _messages(schedule: Schedule, edges: Edges, source: int, target: int) -> Ite
     readers: dict[Action, list[Action]] = {}
     for post, sender, receiver in edges.messages():
         if (schedule.stage_rank[sender], schedule.stage_rank[receiver]) == (source, target):
-            send, receive = _SEND_AND_RECEIVE[post]
+            send, receive = SEND_OF[post], RECV_OF[post]
             for micro_batch in range(schedule.num_micro_batch):
                 readers.setdefault(Action(send, sender, micro_batch), []).append(Action(receive, receiver, micro_batch))
     for send_action, receives in readers.items():

@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from whale.ir.schedule import POSTS, SENDS, Action, Kind, Schedule
+from whale.ir.schedule import POSTS, SEND_OF, SENDS, Action, Kind, Schedule
 
 Launch = Action
 """Named by the action of the sender; LOSS is one for all."""
-
-_SEND_OF = {Kind.POST_FORWARD: Kind.SEND_FORWARD, Kind.POST_BACKWARD: Kind.SEND_BACKWARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ def replay(schedule: Schedule) -> tuple[Blocked, ...]:
 
 def _launches(actions: Sequence[Action]) -> list[tuple[Launch, int]]:
     return [
-        (Action(_SEND_OF[action.kind], action.stage, action.micro_batch) if action.kind in POSTS else action, position)
+        (Action(SEND_OF[action.kind], action.stage, action.micro_batch) if action.kind in POSTS else action, position)
         for position, action in enumerate(actions)
         if action.kind in SENDS or action.kind in POSTS or action.kind is Kind.LOSS
     ]

@@ -45,7 +45,7 @@ def buckets(plan: Plan, prices: Prices) -> tuple[Bucket, ...]:
         return ()
     is_sharded = any(stage.shards for replica in plan.replicas for stage in replica.stages)
     found = parameter_shardings(plan, graph, prices.axes if is_sharded else None)
-    last, known = _last_uses(prices), set(found.parameters)
+    last, known = graph.last_reads, set(found.parameters)
     trained = [p.name for p in graph.parameters if p.kind == "parameter" and p.trainable and p.name in known and p.name in last]
     growing: dict[_Key, tuple[list[str], float]] = {}
     closed, alike = list[Bucket](), alike_schedules(plan)
@@ -86,18 +86,6 @@ def ready_share(prices: Prices, stage: Stage, device: str, names: Sequence[str],
     total = float(backward.sum())
     start = min((first[name] for name in names if name in first), default=0)
     return float(backward[start:].sum()) / total if total > 0 else 1.0
-
-
-def _last_uses(prices: Prices) -> dict[str, int]:
-    """Per parameter, the position of the last op that reads it."""
-    graph = prices.graph
-    by_name = graph.by_name
-    return {
-        graph.parameter_by_name[by_name[read].target].name: position
-        for position, op in enumerate(graph.ops)
-        for read in op.inputs
-        if by_name[read].kind == "parameter"
-    }
 
 
 def first_uses(prices: Prices, stage: Stage) -> dict[str, int]:

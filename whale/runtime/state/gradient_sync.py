@@ -59,7 +59,7 @@ def plan_buckets(holdings: Holdings, model: ModelGraph, reached: frozenset[str],
         reached: parameters that get a gradient.
         bucket_bytes: a bucket is closed when it has this many bytes.
     """
-    shardings, last_use, alike = holdings.shardings, _last_uses(model), alike_schedules(holdings.plan)
+    shardings, last_use, alike = holdings.shardings, model.last_reads, alike_schedules(holdings.plan)
 
     def bucket_of(pieces: Sequence[tuple[str, Piece]], stages: Stages) -> BucketPlan:
         return BucketPlan(tuple(pieces), pieces[0][1].owners, stages, is_at_one_place(alike, stages))
@@ -96,16 +96,6 @@ def _order(bucket: BucketPlan, last_use: Mapping[str, int]) -> tuple[object, ...
     """Later stages first, and in a stage what is used last first: the order in which gradients come."""
     name, piece = bucket.pieces[0]
     return -max(stage for _, stage in bucket.stages), -last_use.get(name, 0), name, piece.region.intervals
-
-
-def _last_uses(model: ModelGraph) -> dict[str, int]:
-    """Per parameter, the position of the last op that reads it."""
-    last: dict[str, int] = {}
-    for position, op in enumerate(model.ops):
-        for name in op.inputs:
-            if model.by_name[name].kind == "parameter":
-                last[model.by_name[name].target] = position
-    return last
 
 
 @dataclass(frozen=True)
