@@ -1,4 +1,4 @@
-"""What ranks must agree on before a step's first message: the rows of the batch, and the weights of the loss."""
+"""What ranks must agree on before a step's first message: the rows and contents of the batch, and the weights of the loss."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NoReturn, cast
 
 import torch
 
@@ -14,11 +15,37 @@ from whale.errors import BatchError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.execute.digest import digests, on_host, together
 from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.loss import WeightProgram
 from whale.runtime.execute.rank_batch import check_rows
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.seat_stages import SeatStages
+
+DEVICE_STEPS = 3
+"""Steps whose batches are compared by content where they lie on a device, which has to be waited for."""
+
+_HEAD = 5
+"""Numbers in front of the weights: rows, their square; ranks that have a digest, the sum of the digests, of their squares."""
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What this rank says of its batch.
+
+    Attributes:
+        num_rows: NaN where it refuses the batch.
+        contents: a digest of each tensor; None where it cannot be compared, or is not this time.
+    """
+
+    num_rows: float
+    contents: Mapping[str, int] | None = None
+
+    def numbers(self) -> torch.Tensor:
+        """To be summed over all ranks: exact integers in float64."""
+        digest = 0 if self.contents is None else together(self.contents)
+        values = [self.num_rows, self.num_rows**2, self.contents is not None, digest, digest**2]
+        return torch.tensor(values, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -62,6 +89,7 @@ class Agreement:
         self._loss_stages, self._held_terms = stages.loss_stages(model), stages.held_terms(model)
         self._seat, self._world, self._everyone = roster.seat, roster.world, everyone
         self._divided: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._num_compared = 0
 
     def micro_batches(self, num_rows: int) -> tuple[tuple[int, int], ...]:
         """Global row intervals of this rank's micro-batches.
@@ -80,21 +108,23 @@ class Agreement:
         Raises:
             BatchError: the batch is too small for the plan, or its rows differ between ranks.
         """
+        told = _Told(batch.num_rows, self._contents(batch))
         try:
             self.micro_batches(batch.num_rows)
         except BatchError as refusal:
-            self._end(self._start(batch.num_rows, self._none()), batch.num_rows)
+            self._end(self._start(told, self._none()), told)
             raise refusal
         if batch.is_global:
-            parts = self._start(batch.num_rows, self._none())
-            return Pending(self._measure_whole(batch), lambda: self._end(parts, batch.num_rows))
-        parts = self._start(batch.num_rows, self._measure(batch))
-        return Pending(None, lambda: self._end(parts, batch.num_rows))
+            parts = self._start(told, self._none())
+            return Pending(self._measure_whole(batch), lambda: self._end(parts, told))
+        parts = self._start(told, self._measure(batch))
+        return Pending(None, lambda: self._end(parts, told))
 
     def refuse(self) -> None:
         """Takes part where this rank has found its batch bad, so that no other rank waits for it."""
         with suppress(BatchError):  # this rank's own error says more
-            self._end(self._start(math.nan, self._none()), 0)
+            refusal = _Told(math.nan)
+            self._end(self._start(refusal, self._none()), refusal)
 
     def answers_for(self, term: int) -> bool:
         """Whether this rank is the one that tells all others a term's weight."""
@@ -104,28 +134,50 @@ class Agreement:
     def _none(self) -> torch.Tensor:
         return torch.zeros(len(self._weights.measured), dtype=torch.float64, device=self._world.device)
 
-    def _start(self, num_rows: float, measured: torch.Tensor) -> list[tuple[torch.Tensor, Launched | None]]:
-        """Sums over all ranks; the rows stay off a GPU, which is not to be waited for."""
+    def _contents(self, batch: BatchView) -> Mapping[str, int] | None:
+        """Digests of a global batch; of one on a device in the first steps alone, and of no batch of which a rank has its rows only."""
+        if self._world.is_alone or not batch.is_global:
+            return None
+        self._num_compared += 1
+        return digests(batch.leaves) if on_host(batch.leaves) or self._num_compared <= DEVICE_STEPS else None
+
+    def _start(self, told: _Told, measured: torch.Tensor) -> list[tuple[torch.Tensor, Launched | None]]:
+        """Sums over all ranks; what is told of the batch stays off a GPU, which is not to be waited for."""
         if self._world.is_alone:
             return [(measured, None)]
-        rows = torch.tensor([num_rows, num_rows**2], dtype=torch.float64)
-        vectors = [torch.cat([rows, measured])] if measured.device.type == "cpu" else [rows, measured]
+        head = told.numbers()
+        vectors = [torch.cat([head, measured])] if measured.device.type == "cpu" else [head, measured]
         return [(vector, self._everyone.start(vector)) for vector in vectors]
 
-    def _end(self, parts: list[tuple[torch.Tensor, Launched | None]], num_rows: int) -> list[torch.Tensor]:
+    def _end(self, parts: list[tuple[torch.Tensor, Launched | None]], told: _Told) -> list[torch.Tensor]:
         for _, work in parts:
             self._everyone.finish(work, "comparing the batch")
         if self._world.is_alone:
             return list(parts[0][0])
-        count, squares = parts[0][0][:2].tolist()
+        count, squares, *of_contents = parts[0][0][:_HEAD].tolist()
         if math.isnan(count):
             raise BatchError("every rank needs a good batch (another rank has refused its own)", hint="see that rank's error")
-        if abs(self._world.size * squares - count**2) > 0.5:
+        if not _are_equal(self._world.size, count, squares):
             raise BatchError(
-                f"the batch must have the same rows on every rank (here {num_rows}, {count / self._world.size:g} on average)",
+                f"the batch must have the same rows on every rank (here {told.num_rows}, {count / self._world.size:g} on average)",
                 hint="give every rank the same global batch, or use engine.loader",
             )
-        return list(parts[0][0][2:] if len(parts) == 1 else parts[1][0])
+        if not _are_equal(*of_contents):
+            self._refuse_contents(told)
+        return list(parts[0][0][_HEAD:] if len(parts) == 1 else parts[1][0])
+
+    def _refuse_contents(self, told: _Told) -> NoReturn:
+        """Says which tensors of the batch differ on which ranks; all ranks come here together."""
+        found = cast(list[Mapping[str, int] | None], self._world.gather_objects(told.contents))
+        known = {rank: contents for rank, contents in enumerate(found) if contents is not None}
+        first, reference = next(iter(known.items()))
+        odd = {name: [rank for rank, contents in known.items() if contents[name] != digest] for name, digest in reference.items()}
+        listing = "; ".join(f"{name}: rank(s) {', '.join(map(str, ranks))} unlike rank {first}" for name, ranks in odd.items() if ranks)
+        raise BatchError(
+            f"the batch must be the same on every rank ({listing})",
+            hint="a DataLoader with shuffle=True gives each rank other rows unless it is seeded: pass it generator="
+            "torch.Generator().manual_seed(0), and seed what is random in the dataset; or use engine.loader(dataset, shuffle=True)",
+        )
 
     def _measure_whole(self, batch: BatchView) -> list[torch.Tensor]:
         """The weights of a batch that is here as a whole: nobody has to be asked."""
@@ -149,3 +201,8 @@ class Agreement:
         held = self._plan.replicas[self._seat.replica].stages[stage]
         pieces = self.micro_batches(num_rows)
         return [held.row_intervals(stop - start, start)[self._seat.position] for start, stop in pieces]
+
+
+def _are_equal(num: float, total: float, squares: float) -> bool:
+    """Whether so many integers are equal, by their sum and the sum of their squares, which are exact."""
+    return int(num) * int(squares) == int(total) ** 2
