@@ -14,6 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 Role = tuple[object, ...]
 
@@ -25,7 +29,7 @@ class Wire:
     Attributes:
         kind: what it is by itself: bytes, latency, place in the schedule.
         parties: the workers that send, receive or take part.
-        roles: what each of them is to it; comparable.
+        roles: what each of them is to it.
         links: that it passes.
     """
 
@@ -59,25 +63,47 @@ def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequ
     """
     of_worker, of_link = _number(workers), _number(links)
     of_wire = _number([wire.kind for wire in wires])
+    party = _Meetings(((number, each) for number, wire in enumerate(wires) for each in wire.with_roles), len(wires), len(workers))
+    link = _Meetings(((number, (each, ())) for number, wire in enumerate(wires) for each in wire.links), len(wires), len(links))
     count = 0
     while (now := sum(max(colours, default=-1) for colours in (of_worker, of_link, of_wire))) != count:
         count = now
-        of_wire = _number([(colour, *_ends(wire, of_worker, of_link)) for colour, wire in zip(of_wire, wires, strict=True)])
-        at_workers: list[list[tuple[int, Role]]] = [[] for _ in workers]
-        at_links: list[list[int]] = [[] for _ in links]
-        for colour, wire in zip(of_wire, wires, strict=True):
-            for worker, role in wire.with_roles:
-                at_workers[worker].append((colour, role))
-            for link in wire.links:
-                at_links[link].append(colour)
-        of_worker = _number([(colour, *sorted(met)) for colour, met in zip(of_worker, at_workers, strict=True)])
-        of_link = _number([(colour, *sorted(met)) for colour, met in zip(of_link, at_links, strict=True)])
+        of_wire = _number(zip(of_wire, party.at_wires(of_worker), link.at_wires(of_link), strict=True))
+        of_worker = _number(zip(of_worker, party.at_others(of_wire), strict=True))
+        of_link = _number(zip(of_link, link.at_others(of_wire), strict=True))
     return Classes(tuple(of_worker), tuple(of_link), tuple(of_wire))
 
 
-def _ends(wire: Wire, of_worker: Sequence[int], of_link: Sequence[int]) -> tuple[object, ...]:
-    parties = sorted((role, of_worker[party]) for party, role in wire.with_roles)
-    return tuple(parties), tuple(sorted(of_link[link] for link in wire.links))
+class _Meetings:
+    """Which wires meet which workers, or links, in which roles; of tens of thousands, so in arrays.
+
+    Args:
+        met: wire, and whom it meets in which role.
+        num_wires, num_others: how many there are.
+    """
+
+    def __init__(self, met: Iterable[tuple[int, tuple[int, Role]]], num_wires: int, num_others: int) -> None:
+        rows = [(wire, other, role) for wire, (other, role) in met]
+        self._num_wires, self._num_others = num_wires, num_others
+        self._wire, self._other = (np.array([row[index] for row in rows], dtype=np.int64) for index in (0, 1))  # type: ignore[misc]
+        self._role = np.array(_number(role for _, _, role in rows), dtype=np.int64)
+
+    def at_wires(self, colours: Sequence[int]) -> list[bytes]:
+        """Per wire, whom it meets: equal for equal roles of others of equal colours."""
+        return self._sorted(self._wire, self._num_wires, self._other, colours)
+
+    def at_others(self, colours: Sequence[int]) -> list[bytes]:
+        """Per worker or link, the wires that it meets, likewise."""
+        return self._sorted(self._other, self._num_others, self._wire, colours)
+
+    def _sorted(self, owners: NDArray[np.int64], num_owners: int, met: NDArray[np.int64], colours: Sequence[int]) -> list[bytes]:
+        """Per owner, roles and colours of what it meets, as numbers in order."""
+        found = self._role * len(colours) + np.array(colours, dtype=np.int64)[met]
+        width = int(found.max(initial=0)) + 1
+        ordered = np.sort(owners * width + found)
+        bounds = np.searchsorted(ordered, np.arange(num_owners + 1) * width).tolist()
+        data, size = (ordered % width).tobytes(), ordered.itemsize
+        return [data[size * start : size * stop] for start, stop in pairwise(bounds)]
 
 
 def _number(colours: Iterable[Hashable]) -> list[int]:

@@ -18,7 +18,6 @@ from whale.estimate.costs.costs import Costs
 from whale.estimate.events.engine import Run, Task, run
 from whale.estimate.events.figures import bubble_rate
 from whale.estimate.prices.prices import Prices
-from whale.estimate.step.alike import Wire
 from whale.estimate.step.gather import Gathered, gather
 from whale.estimate.step.memory_over_time import Waiting, memory_over_time
 from whale.estimate.step.program import Program, make_program
@@ -98,27 +97,23 @@ def _waiting(number: int, gathered: Gathered, program: Program, found: Run) -> t
 
 
 def _messages(number: int, gathered: Gathered, program: Program, found: Run) -> Iterator[Message]:
-    for transfer in program.at[number]:
+    for transfer, wires in program.at[number].items():
         sent = program.sent[transfer]
         kind = gathered.wires[sent.wire].kind
         if isinstance(kind, Crosses):
             name = f"{kind.source} -> {kind.target} {'B' if kind.is_backward else 'F'}{sent.micro_batch}"
-            for wire in sent.met_at(number):
+            for wire in wires:
                 source, target = (gathered.devices[party] for party in gathered.wires[wire].parties)
                 yield Message(name, source, target, kind.num_bytes, *found.transfers[transfer])
 
 
 def _syncs(number: int, gathered: Gathered, program: Program, found: Run) -> Iterator[Sync]:
-    for transfer in program.at[number]:
-        sent = program.sent[transfer]
-        kind = gathered.wires[sent.wire].kind
+    for transfer, wires in program.at[number].items():
+        kind = gathered.wires[program.sent[transfer].wire].kind
         if isinstance(kind, Sums):
-            for wire in (gathered.wires[index] for index in sent.met_at(number)):
-                yield Sync(_stages(wire), len(wire.parties), kind.num_bytes, *found.transfers[transfer])
-
-
-def _stages(wire: Wire) -> tuple[int, ...]:
-    return tuple(sorted({stage for stages, *_ in wire.roles for stage in stages}))  # type: ignore[attr-defined]
+            for wire in wires:
+                num_owners = len(gathered.wires[wire].parties)
+                yield Sync(gathered.summed_stages[wire], num_owners, kind.num_bytes, *found.transfers[transfer])
 
 
 def _exposed(tasks: Sequence[Task], times: Sequence[tuple[float, float]], found: Run) -> Iterator[float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Wire
-from whale.estimate.step.wires import Links, message_wires, sum_wires
+from whale.estimate.step.wires import Links, Sums, message_wires, sum_wires
 from whale.estimate.step.workers import Worker, Workers
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
@@ -30,6 +32,15 @@ class Gathered:
     links: tuple[tuple[str, float], ...]
     wires: tuple[Wire, ...]
     schedules: tuple[Schedule, ...]
+
+    @cached_property
+    def summed_stages(self) -> Mapping[int, tuple[int, ...]]:
+        """Per wire that is a collective, the stages whose gradients it sums."""
+        found = {}
+        for number, wire in enumerate(self.wires):
+            if isinstance(wire.kind, Sums):
+                found[number] = tuple(sorted({stage for stages, *_ in set(wire.roles) for stage in stages}))  # type: ignore[attr-defined]
+        return found
 
 
 def gather(plan: Plan, prices: Prices) -> Gathered:

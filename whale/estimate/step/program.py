@@ -22,7 +22,7 @@ _TOWARDS_SOURCE = _HANDING_BACK | {Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, Kind.
 def work_of(worker: Worker, action: Action) -> Work:
     """What an action of a worker is about."""
     assert action.stage is not None and action.micro_batch is not None
-    return dict(worker.works)[action.stage, worker.rows[action.micro_batch]]
+    return worker.work[action.stage, worker.rows[action.micro_batch]]
 
 
 def seconds_of(worker: Worker, action: Action) -> float:
@@ -53,10 +53,6 @@ class Sent:
     met: tuple[tuple[int, ...], ...]
     micro_batch: int | None = None
 
-    def met_at(self, number: int) -> tuple[int, ...]:
-        """The wires that the device run for a class has."""
-        return tuple(wire for end, wires in zip(self.ends, self.met, strict=True) if end == number for wire in wires)
-
 
 @dataclass(frozen=True)
 class Program:
@@ -80,13 +76,13 @@ class Program:
     links: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def at(self) -> tuple[tuple[int, ...], ...]:
-        """Per class of devices, the transfers that it has a part in."""
-        found: list[list[int]] = [[] for _ in self.members]
+    def at(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
+        """Per class of devices, the transfers that it has a part in, each with the wires that the one device that is run has there."""
+        found: list[dict[int, tuple[int, ...]]] = [{} for _ in self.members]
         for number, sent in enumerate(self.sent):
-            for end in set(sent.ends):
-                found[end].append(number)
-        return tuple(map(tuple, found))
+            for end, wires in zip(sent.ends, sent.met, strict=True):
+                found[end][number] = (*found[end].get(number, ()), *wires)
+        return tuple(found)
 
 
 def make_program(gathered: Gathered) -> Program:
@@ -95,11 +91,11 @@ def make_program(gathered: Gathered) -> Program:
     members, links = _members(classes.workers), _members(classes.links)
     wires = _Wires(gathered, classes, members, links)
     tasks, done = [], []
+    orders = [[tuple(computations(actions)) for actions in schedule.ranks] for schedule in gathered.schedules]
     for number, own in enumerate(members):
         worker = gathered.workers[own[0]]
-        order = tuple(computations(gathered.schedules[worker.schedule].ranks[worker.rank]))
-        tasks.append(tuple(_tasks(worker, order, wires.at[number])))
-        done.append(order)
+        done.append(orders[worker.schedule][worker.rank])
+        tasks.append(tuple(_tasks(worker, done[-1], wires.at[number])))
     return Program(
         members,
         tuple(done),
@@ -152,10 +148,15 @@ class _Wires:
                 self._add_messages(wire.kind, Sent(own[0], ends, met), gathered.workers[wire.parties[0]].rows, passed)
             else:
                 assert isinstance(wire.kind, Sums)
-                found = [(first[party], index, role) for index in own for party, role in gathered.wires[index].with_roles if party in first]
-                roles = {end: role for end, _, role in found}
+                roles: dict[int, Role] = {}
+                at: dict[int, list[int]] = {}
+                for index in own:
+                    for party, role in gathered.wires[index].with_roles:
+                        if party in first:
+                            roles[first[party]] = role
+                            at.setdefault(first[party], []).append(index)
                 ends = tuple(sorted(roles))
-                met = tuple(tuple(index for at, index, _ in found if at == end) for end in ends)
+                met = tuple(tuple(at[end]) for end in ends)
                 self._add_sum(wire.kind, Sent(own[0], ends, met), len(wire.parties), roles, passed)
 
     def _add_messages(self, kind: Crosses, sent: Sent, rows: Sequence[int], links: tuple[tuple[int, int], ...]) -> None:

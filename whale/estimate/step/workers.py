@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from whale.estimate.costs.optimizer import optimizer_seconds
 from whale.estimate.memory.memory import state_bytes
@@ -16,7 +17,7 @@ from whale.ir.plan import ParameterState, Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Worker:
     """One device by itself: equal workers do the same if what they exchange is the same.
 
@@ -41,6 +42,11 @@ class Worker:
     stage_bytes: tuple[float, ...]
     optimizer: float
     capacity: int
+
+    @cached_property
+    def work(self) -> Mapping[tuple[int, int], Work]:
+        """`works` to look up."""
+        return dict(self.works)
 
 
 class Workers:
