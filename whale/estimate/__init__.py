@@ -12,7 +12,7 @@ from whale.estimate.costs.communication import (
 from whale.estimate.costs.compute import OpSeconds, op_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
-from whale.estimate.costs.op_table import OpTable, op_table, spec_line
+from whale.estimate.costs.op_table import OpTable, op_table, output_lines, spec_line
 from whale.estimate.costs.optimizer import optimizer_seconds
 from whale.estimate.events.action_times import ActionTimes
 from whale.estimate.events.drawing import draw
@@ -52,6 +52,7 @@ __all__ = [
     "op_seconds",
     "op_table",
     "optimizer_seconds",
+    "output_lines",
     "p2p_seconds",
     "pipeline_seconds",
     "ring_all_reduce_seconds",

@@ -14,6 +14,7 @@ from whale.estimate import (
     op_seconds,
     op_table,
     optimizer_seconds,
+    output_lines,
     p2p_seconds,
     ring_all_reduce_seconds,
     size_line,
@@ -72,8 +73,8 @@ def test_kept_activations() -> None:
     built = graph.build()
     kept = kept_tensors(built)
     assert kept == {"layer0": (), "bent": ("bent",), "sum": (), "layer1": ("sum",), "loss": ()}
-    names, _ = kept_names(built, ["bent", "sum", "layer1"], kept, ())
-    assert size_line(built, names) == Line(0.0, 2 * 8 * 4)
+    names, _ = kept_names(built, output_lines(built), ["bent", "sum", "layer1"], kept, ())
+    assert size_line(output_lines(built), names) == Line(0.0, 2 * 8 * 4)
     assert kept_tensors(graph.build(mode="eval")) == {}
     assert built.num_rows == ROWS
 

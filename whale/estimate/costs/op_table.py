@@ -64,6 +64,11 @@ def output_line(op: Op, num_rows: int) -> Line:
     return Line.sum(spec_line(spec, num_rows) for spec in op.outputs)
 
 
+def output_lines(graph: ModelGraph) -> dict[str, Line]:
+    """Per op of a graph, the bytes of its outputs by rows."""
+    return {op.name: output_line(op, graph.num_rows) for op in graph.ops}
+
+
 def is_free(op: Op) -> bool:
     """Whether the op computes nothing on the device: views, items of tuples, integers, and what is no call."""
     return op.kind != "call" or not op.outputs or "view" in op.tags or op.target == "operator.getitem"
@@ -71,8 +76,7 @@ def is_free(op: Op) -> bool:
 
 def op_table(graph: ModelGraph) -> OpTable:
     """Collects the figures of a graph."""
-    num_rows = graph.num_rows
-    sizes = {op.name: output_line(op, num_rows) for op in graph.ops}
+    sizes = output_lines(graph)
     dtypes: dict[str, int] = {"float32": 0}
     rows: list[tuple[float, ...]] = []
     codes: list[int] = []

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from whale.estimate.costs.line import Line
-from whale.estimate.costs.op_table import output_line
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Parameter
 from whale.ir.plan import Form, ParameterState, class_of
 
@@ -48,6 +47,7 @@ def _form_bytes(parameter: Parameter, form: Form | None) -> int:
 
 def kept_names(
     graph: ModelGraph,
+    sizes: Mapping[str, Line],
     ops: Iterable[str],
     kept: Mapping[str, tuple[str, ...]],
     segments: Iterable[Collection[str]],
@@ -58,6 +58,7 @@ def kept_names(
     of one segment at a time.
 
     Args:
+        sizes: per op of the graph, the bytes of its outputs.
         kept: `whale.estimate.memory.kept.kept_tensors` of the graph. A tensor received from another stage counts too: this stage holds
             its own copy.
         segments: the runs, which do not overlap.
@@ -71,25 +72,29 @@ def kept_names(
     largest = Line()
     for run in runs:
         inside = {name for op in run for name in kept.get(op, ())}.difference(left)
-        line = size_line(graph, inside)
+        line = size_line(sizes, inside)
         largest = Line(max(largest.fixed, line.fixed), max(largest.per_row, line.per_row))
     return left, largest
 
 
-def size_line(graph: ModelGraph, names: Iterable[str]) -> Line:
+def size_line(sizes: Mapping[str, Line], names: Iterable[str]) -> Line:
     """Bytes of tensors, each by the op that makes it, by rows."""
-    return Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in names)
+    return Line.sum(sizes[name] for name in names)
 
 
 def saved_lines(
-    graph: ModelGraph, ops: Iterable[str], kept: Mapping[str, tuple[str, ...]], segments: Iterable[Collection[str]]
+    graph: ModelGraph,
+    sizes: Mapping[str, Line],
+    ops: Iterable[str],
+    kept: Mapping[str, tuple[str, ...]],
+    segments: Iterable[Collection[str]],
 ) -> tuple[Line, ...]:
     """Bytes that a stage keeps less for one micro-batch, by each segment if it alone is recomputed.
 
     What only its own ops keep goes; what it reads from outside and nobody else keeps comes.
 
     Args:
-        kept: as in `kept_names`.
+        sizes, kept: as in `kept_names`.
         segments: runs of the ops.
     """
     keepers = Counter(name for op in ops for name in kept.get(op, ()))
@@ -99,20 +104,13 @@ def saved_lines(
         inside = Counter(name for op in segment for name in kept.get(op, ()))
         outside = (graph.storage[source] for op in segment for source in graph.by_name[op].inputs if source not in run)
         read = dict.fromkeys(name for name in outside if graph.by_name[name].kind == "call")
-        gone = Line.sum(
-            output_line(graph.by_name[name], graph.num_rows)
-            for name, count in inside.items()
-            if count == keepers[name] and name not in read
-        )
-        come = Line.sum(output_line(graph.by_name[name], graph.num_rows) for name in read if name not in keepers)
+        gone = size_line(sizes, (name for name, count in inside.items() if count == keepers[name] and name not in read))
+        come = size_line(sizes, (name for name in read if name not in keepers))
         found.append(gone + come * -1)
     return tuple(found)
 
 
-def working_line(graph: ModelGraph, ops: Iterable[str]) -> Line:
+def working_line(sizes: Mapping[str, Line], ops: Iterable[str]) -> Line:
     """Bytes of the largest op's output, twice: the value and its gradient exist beside what is kept."""
-    fixed = per_row = 0.0
-    for name in ops:
-        line = output_line(graph.by_name[name], graph.num_rows)
-        fixed, per_row = max(fixed, line.fixed), max(per_row, line.per_row)
-    return Line(2 * fixed, 2 * per_row)
+    lines = [sizes[name] for name in ops]
+    return Line(2 * max((line.fixed for line in lines), default=0.0), 2 * max((line.per_row for line in lines), default=0.0))

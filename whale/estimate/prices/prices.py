@@ -13,7 +13,7 @@ from whale.axes.labels import Labels, label
 from whale.estimate.costs.compute import OpSeconds, op_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
-from whale.estimate.costs.op_table import OpTable, op_table, output_line
+from whale.estimate.costs.op_table import OpTable, op_table, output_line, output_lines
 from whale.estimate.memory.kept import activations_of, kept_tensors
 from whale.estimate.memory.memory import kept_names, size_line, state_bytes, working_line
 from whale.estimate.prices.local_graph import local_graph
@@ -56,6 +56,7 @@ class Prices:
     cluster: Cluster
     costs: Costs
     _seconds: dict[tuple[Device, float], OpSeconds] = field(default_factory=dict, init=False)
+    _held: dict[str, int] = field(default_factory=dict, init=False)
     _parts: dict[tuple[Part, Recompute], PartCost] = field(default_factory=dict, init=False)
     _computing: dict[tuple[Part, Device, float], tuple[Line, Line]] = field(default_factory=dict, init=False)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict, init=False)
@@ -71,7 +72,7 @@ class Prices:
     @cached_property
     def outputs(self) -> dict[str, Line]:
         """Per op, the bytes of its results by rows."""
-        return {op.name: output_line(op, self.graph.num_rows) for op in self.graph.ops}
+        return output_lines(self.graph)
 
     @cached_property
     def kept(self) -> dict[str, tuple[str, ...]]:
@@ -110,6 +111,8 @@ class Prices:
             labels = self.labels(ops, shards)
             local = Prices(local_graph(labels, position), self.cluster, self.costs)
             local._links, local.kept = self._links, self.kept
+            unlike = (own for own, whole in zip(local.graph.ops, self.graph.ops, strict=True) if own is not whole)
+            local.outputs = self.outputs | {own.name: output_line(own, self.graph.num_rows) for own in unlike}
             shares = {shard.axis: size / self.axes.by_name[shard.axis].size for shard, size in zip(shards, sizes, strict=True)}
             local.table = local_table(self.graph, self.axes, self.table, labels.work, shares)
             self._locals[key] = local
@@ -141,7 +144,9 @@ class Prices:
 
     def parameter_bytes(self, name: str) -> int:
         """Bytes of a parameter or buffer with all that training keeps beside it."""
-        return state_bytes(self.graph.parameter_by_name[name], self.states, training=self.training).total
+        if name not in self._held:
+            self._held[name] = state_bytes(self.graph.parameter_by_name[name], self.states, training=self.training).total
+        return self._held[name]
 
     def part(self, part: Part, recompute: Recompute = NOTHING) -> PartCost:
         """What a part needs anywhere."""
@@ -151,15 +156,15 @@ class Prices:
         return self._parts[key]
 
     def _price_part(self, part: Part, recompute: Recompute) -> PartCost:
-        names, largest = kept_names(self.graph, part.ops, self.kept, recompute.segments)
+        names, largest = kept_names(self.graph, self.outputs, part.ops, self.kept, recompute.segments)
         crossing = dict.fromkeys(self.graph.storage[name] for name in (*part.arriving, *part.handed_on)) if self.training else {}
-        activation, again = size_line(self.graph, names | crossing), largest
+        activation, again = size_line(self.outputs, names | crossing), largest
         if recompute.num_alive:
-            activation, again = size_line(self.graph, crossing), activation * recompute.num_alive
+            activation, again = size_line(self.outputs, crossing), activation * recompute.num_alive
         return PartCost(
             parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters),
             activation=activation,
-            working=working_line(self.graph, part.ops) + again + self._on_the_way(part),
+            working=working_line(self.outputs, part.ops) + again + self._on_the_way(part),
             sends=tuple((source, *self._both_ways(tensors)) for source, tensors in part.received),
         )
 

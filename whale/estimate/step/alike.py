@@ -85,7 +85,7 @@ class _Meetings:
     def __init__(self, met: Iterable[tuple[int, tuple[int, Role]]], num_wires: int, num_others: int) -> None:
         rows = [(wire, other, role) for wire, (other, role) in met]
         self._num_wires, self._num_others = num_wires, num_others
-        self._wire, self._other = (np.array([row[index] for row in rows], dtype=np.int64) for index in (0, 1))  # type: ignore[misc]
+        self._wire, self._other = (np.array([row[index] for row in rows], dtype=np.int64) for index in (0, 1))
         self._role = np.array(_number(role for _, _, role in rows), dtype=np.int64)
 
     def at_wires(self, colours: Sequence[int]) -> list[bytes]:

@@ -163,13 +163,13 @@ def _positions(prices: Prices, ops: Sequence[str]) -> NDArray[np.int64]:
 
 def _bytes(prices: Prices, key: StageKey, num_rows: int, copies: Line) -> tuple[float, float, float, float, float]:
     """Bytes of `Work`: kept, left, for_weights, working, again."""
-    graph, part = prices.graph, key.part
-    working = working_line(graph, part.ops).at(num_rows)
+    graph, sizes, part = prices.graph, prices.outputs, key.part
+    working = working_line(sizes, part.ops).at(num_rows)
     if not prices.training:
         return 0.0, 0.0, 0.0, working, 0.0
-    names, largest = kept_names(graph, part.ops, prices.kept, key.segments)
+    names, largest = kept_names(graph, sizes, part.ops, prices.kept, key.segments)
     crossing = dict.fromkeys(graph.storage[name] for name in (*part.arriving, *part.handed_on))
-    kept = size_line(graph, names | crossing) + copies
-    left = size_line(graph, crossing)
-    waiting = size_line(graph, kept_for_weights(graph, part.ops))
+    kept = size_line(sizes, names | crossing) + copies
+    left = size_line(sizes, crossing)
+    waiting = size_line(sizes, kept_for_weights(graph, part.ops))
     return kept.at(num_rows), left.at(num_rows), waiting.at(num_rows), working, largest.at(num_rows)

@@ -153,7 +153,7 @@ class Chooser:
         rows = self._rows(placed[self.pipeline.stage_rank[stage]], num_rows)
         prices = self.prices
         ops = assignment.parts[stage].ops
-        return find_blocks(prices.graph, ops, prices.kept, self.pipeline.in_flight[stage], rows)
+        return find_blocks(prices.graph, prices.outputs, ops, prices.kept, self.pipeline.in_flight[stage], rows)
 
     def _cores(self, assignment: Assignment, stage: int) -> tuple[Segment, ...]:
         return find_cores(self.prices.graph, assignment.parts[stage].ops, self.prices.activations)
@@ -166,7 +166,7 @@ class Chooser:
         for stage, found in segments.items():
             names = placed[self.pipeline.stage_rank[stage]]
             rows, in_flight = self._rows(names, num_rows), self.pipeline.in_flight[stage]
-            lines = saved_lines(self.prices.graph, assignment.parts[stage].ops, self.prices.kept, found)
+            lines = saved_lines(self.prices.graph, self.prices.outputs, assignment.parts[stage].ops, self.prices.kept, found)
             for index, (segment, line) in enumerate(zip(found, lines, strict=True)):
                 saved = in_flight * line.at(rows)
                 seconds = self._seconds(names, assignment, stage, Recompute((segment,)), num_rows)

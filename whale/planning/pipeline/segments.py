@@ -7,6 +7,7 @@ not be changed outside later (it would be computed again without the change).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.estimate.costs.op_table import Floats, operator, output_line
+from whale.estimate import Line
+from whale.estimate.costs.op_table import Floats, operator
 from whale.estimate.prices.part import Segment
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.cut_points import lightest_bounds
@@ -73,7 +75,7 @@ def _runs(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
 
 
 def find_blocks(
-    graph: ModelGraph, ops: Sequence[str], kept: Mapping[str, tuple[str, ...]], in_flight: int, num_rows: float
+    graph: ModelGraph, sizes: Mapping[str, Line], ops: Sequence[str], kept: Mapping[str, tuple[str, ...]], in_flight: int, num_rows: float
 ) -> tuple[Segment, ...]:
     """Cuts a stage into the blocks that leave least in memory when all are recomputed.
 
@@ -82,12 +84,13 @@ def find_blocks(
     to cut are found by dynamic programming, then the best size is taken.
 
     Args:
+        sizes: per op, the bytes of its outputs.
         kept: per op, what it keeps for backward.
         in_flight: micro-batches.
         num_rows: rows of one on a device.
     """
     ground = find_ground(graph, ops)
-    entering, inside = _profile(graph, ops, kept, num_rows)
+    entering, inside = _profile(graph, sizes, ops, kept, num_rows)
     units = [start + lightest_bounds(entering[start : stop + 1], ground.closed[start : stop + 1]) for start, stop in ground.islands]
     best: list[NDArray[np.int64]] = []
     least = np.inf
@@ -101,7 +104,9 @@ def find_blocks(
     return tuple(blocks)
 
 
-def _profile(graph: ModelGraph, ops: Sequence[str], kept: Mapping[str, tuple[str, ...]], num_rows: float) -> tuple[Floats, Floats]:
+def _profile(
+    graph: ModelGraph, sizes: Mapping[str, Line], ops: Sequence[str], kept: Mapping[str, tuple[str, ...]], num_rows: float
+) -> tuple[Floats, Floats]:
     """Per place, the bytes alive across it, and the bytes kept for backward of what is made before it."""
     position = {name: index for index, name in enumerate(ops)}
     last_use: dict[str, int] = {}
@@ -111,11 +116,11 @@ def _profile(graph: ModelGraph, ops: Sequence[str], kept: Mapping[str, tuple[str
                 last_use[graph.storage[source]] = index
     steps, made = np.zeros(len(ops) + 1), np.zeros(len(ops) + 1)
     for name, last in last_use.items():
-        size = output_line(graph.by_name[name], graph.num_rows).at(num_rows)
+        size = sizes[name].at(num_rows)
         steps[position[name] + 1 if name in position else 0] += size
         steps[last + 1] -= size
     for name in {name for op in ops for name in kept.get(op, ())}.intersection(position):
-        made[position[name] + 1] += output_line(graph.by_name[name], graph.num_rows).at(num_rows)
+        made[position[name] + 1] += sizes[name].at(num_rows)
     alive: Floats = np.maximum(np.cumsum(steps), 0.0)
     before: Floats = np.cumsum(made)
     return alive, before
@@ -123,14 +128,18 @@ def _profile(graph: ModelGraph, ops: Sequence[str], kept: Mapping[str, tuple[str
 
 def _cut(entering: Floats, inside: Floats, size: float) -> list[int]:
     """The bounds with the least sum of what enters the pieces, none of which keeps more than a size if it can be cut smaller."""
-    total = np.full(len(entering), np.inf)
-    total[0] = 0.0
-    choice = [0] * len(entering)
-    for end in range(1, len(entering)):
-        first = min(int(np.searchsorted(inside, inside[end] - size, side="left")), end - 1)
-        sums = total[first:end] + entering[first:end]
-        choice[end] = first + int(sums.argmin())
-        total[end] = sums[choice[end] - first]
+    entered = entering.tolist()
+    firsts = np.minimum(np.searchsorted(inside, inside - size, side="left"), np.arange(-1, len(entered) - 1)).tolist()
+    choice, total = [0] * len(entered), 0.0
+    window: deque[tuple[int, float]] = deque()  # the starts that may still be best for some end, the best first
+    for end in range(1, len(entered)):
+        sum_from = total + entered[end - 1]
+        while window and window[-1][1] > sum_from:
+            window.pop()
+        window.append((end - 1, sum_from))
+        while window[0][0] < firsts[end]:
+            window.popleft()
+        choice[end], total = window[0]
     bounds = [len(entering) - 1]
     while bounds[-1] > 0:
         bounds.append(choice[bounds[-1]])

@@ -66,6 +66,8 @@ def assign(graph: ModelGraph, structure: Structure, wishes: Mapping[str, Wish], 
 
 def _common_wish(wishes: Mapping[str, Wish], names: tuple[str, ...]) -> Wish | None:
     """The wish of an atom: what all its ops allow, else the latest that one of them asks for."""
+    if len(names) == 1:
+        return wishes.get(names[0])
     own = [wishes[name] for name in names if name in wishes]
     if not own:
         return None

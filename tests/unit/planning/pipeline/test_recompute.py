@@ -13,7 +13,7 @@ from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scop
 from tests.unit.planning.texts import plan_text
 from whale.config import SCHEDULES, Config
 from whale.errors import ConfigError, PlanError
-from whale.estimate import kept_names, kept_tensors, size_line
+from whale.estimate import kept_names, kept_tensors, output_lines, size_line
 from whale.estimate.memory.kept import activations_of
 from whale.estimate.memory.memory import saved_lines
 from whale.ir.cluster import Cluster, Host, Link
@@ -49,7 +49,7 @@ def thick(num_blocks: int = 6) -> ModelGraph:
 
 
 def blocks_of(graph: ModelGraph, in_flight: int = 4) -> tuple[tuple[str, ...], ...]:
-    return find_blocks(graph, calls(graph), kept_tensors(graph), in_flight, ROWS)
+    return find_blocks(graph, output_lines(graph), calls(graph), kept_tensors(graph), in_flight, ROWS)
 
 
 def test_blocks_are_cut_where_little_crosses() -> None:
@@ -60,10 +60,10 @@ def test_blocks_are_cut_where_little_crosses() -> None:
 @given(st.integers(1, 5), st.integers(0, 17), st.integers(1, 12))
 def test_what_a_segment_saves_alone_is_what_the_stage_keeps_less(num_blocks: int, start: int, length: int) -> None:
     graph = thick(num_blocks)
-    ops, kept = calls(graph), kept_tensors(graph)
+    ops, kept, sizes = calls(graph), kept_tensors(graph), output_lines(graph)
     segment = tuple(ops[start : start + length]) or tuple(ops[-1:])
-    (saved,) = saved_lines(graph, ops, kept, [segment])
-    before, after = (size_line(graph, kept_names(graph, ops, kept, runs)[0]) for runs in ([], [segment]))
+    (saved,) = saved_lines(graph, sizes, ops, kept, [segment])
+    before, after = (size_line(sizes, kept_names(graph, sizes, ops, kept, runs)[0]) for runs in ([], [segment]))
     assert saved.at(ROWS) == pytest.approx(before.at(ROWS) - after.at(ROWS))
 
 
