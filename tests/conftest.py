@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("whale", deadline=None)  # a busy machine is no fault of the code
-settings.register_profile("quick", settings.get_profile("whale"), max_examples=20)
+settings.register_profile("quick", settings.get_profile("whale"), max_examples=10)
 settings.load_profile("whale")
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -19,6 +20,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """The quick tier tries fewer examples of each law."""
     if config.getoption("markexpr") == "not slow":
         settings.load_profile("quick")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays until the end: the collector of garbage need not look at it again and again."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

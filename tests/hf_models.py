@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
@@ -24,6 +23,14 @@ def _seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
+
+
+def _made(model: str, config: str, settings: dict[str, Any]) -> nn.Module:
+    import transformers  # takes a second, which whoever needs none of these models does not wait for
+
+    made = getattr(transformers, model)(getattr(transformers, config)(**settings))
+    assert isinstance(made, nn.Module)
+    return made
 
 
 def _tokens(rows: int, length: int = LENGTH) -> Tensor:
@@ -52,7 +59,7 @@ def gpt2(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> t
             "eos_token_id": 1,
         }
         settings |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings | config))
+        model = _made("GPT2LMHeadModel", "GPT2Config", settings | config)
         ids = _tokens(rows)
         return model, {"input_ids": ids, "labels": _masked_labels(ids)}
 
@@ -62,7 +69,7 @@ def bert(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> t
     with _seeded(seed):
         settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
         settings |= {"max_position_embeddings": 16, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-        model = transformers.BertForMaskedLM(transformers.BertConfig(**settings | config))
+        model = _made("BertForMaskedLM", "BertConfig", settings | config)
         ids = _tokens(rows)
         mask = torch.ones_like(ids)
         mask[0, -2:] = 0
@@ -75,7 +82,7 @@ def t5(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tup
     with _seeded(seed):
         settings = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "use_cache": False}
         settings |= {"dropout_rate": dropout, "decoder_start_token_id": 0}
-        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**settings | config))
+        model = _made("T5ForConditionalGeneration", "T5Config", settings | config)
         return model, {"input_ids": _tokens(rows), "labels": _masked_labels(_tokens(rows, 7))}
 
 
@@ -91,7 +98,7 @@ def vit(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> tu
             "patch_size": 4,
         }
         settings |= {"num_labels": 7, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-        model = transformers.ViTForImageClassification(transformers.ViTConfig(**settings | config))
+        model = _made("ViTForImageClassification", "ViTConfig", settings | config)
         return model, {"pixel_values": torch.randn(rows, 3, 16, 16), "labels": torch.randint(0, 7, (rows,))}
 
 
@@ -99,7 +106,7 @@ def resnet(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batc
     """ResNet for image classification; BatchNorm mixes the samples of a batch in training."""
     with _seeded(seed):
         settings = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "layer_type": "basic", "num_labels": 7}
-        model = transformers.ResNetForImageClassification(transformers.ResNetConfig(**settings | config))
+        model = _made("ResNetForImageClassification", "ResNetConfig", settings | config)
         return model, {"pixel_values": torch.randn(rows, 3, 32, 32), "labels": torch.randint(0, 7, (rows,))}
 
 
@@ -108,7 +115,7 @@ def llama(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batch
     with _seeded(seed):
         settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "use_cache": False}
         settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | config))
+        model = _made("LlamaForCausalLM", "LlamaConfig", settings | config)
         ids = _tokens(rows)
         return model, {"input_ids": ids, "labels": _masked_labels(ids)}
 
@@ -119,7 +126,7 @@ def mixtral(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Bat
         settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "use_cache": False}
         settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
         settings |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "experts_implementation": "batched_mm"}
-        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings | config))
+        model = _made("MixtralForCausalLM", "MixtralConfig", settings | config)
         ids = _tokens(rows)
         return model, {"input_ids": ids, "labels": _masked_labels(ids)}
 
@@ -130,7 +137,7 @@ def bart(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> t
         settings = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16}
         settings |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
         settings |= {"dropout": dropout, "attention_dropout": dropout, "use_cache": False, "decoder_start_token_id": 2}
-        model = transformers.BartForConditionalGeneration(transformers.BartConfig(**settings | config))
+        model = _made("BartForConditionalGeneration", "BartConfig", settings | config)
         return model, {"input_ids": _tokens(rows), "labels": _masked_labels(_tokens(rows, 7))}
 
 
@@ -139,7 +146,7 @@ def fnet(rows: int = 4, seed: int = 0, dropout: float = 0.0, **config: Any) -> t
     with _seeded(seed):
         settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "pad_token_id": 0}
         settings |= {"max_position_embeddings": 16, "hidden_dropout_prob": dropout}
-        model = transformers.FNetForMaskedLM(transformers.FNetConfig(**settings | config))
+        model = _made("FNetForMaskedLM", "FNetConfig", settings | config)
         ids = _tokens(rows)
         return model, {"input_ids": ids, "labels": _masked_labels(ids)}
 
@@ -148,7 +155,7 @@ def mamba(rows: int = 4, seed: int = 0, **config: Any) -> tuple[nn.Module, Batch
     """Mamba: a state-space model, no attention."""
     with _seeded(seed):
         settings = {"vocab_size": VOCABULARY, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "time_step_rank": 4}
-        model = transformers.MambaForCausalLM(transformers.MambaConfig(**settings | {"use_cache": False} | config))
+        model = _made("MambaForCausalLM", "MambaConfig", settings | {"use_cache": False} | config)
         ids = _tokens(rows)
         return model, {"input_ids": ids, "labels": _masked_labels(ids)}
 

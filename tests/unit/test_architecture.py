@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 HEAD = "| part | modules | lines | imports |\n|---|---|---|---|\n"
 
 
+@cache
 def room(path: Path) -> str:
     """The room that a file is in: its part, or in the largest parts the folder (or file) there."""
     words = path.relative_to(PACKAGE).with_suffix("").parts
@@ -27,8 +28,10 @@ def rooms() -> list[str]:
     return sorted(found, key=lambda name: (-HEIGHT[name.split("/")[0]], name))
 
 
-def imported(name: str) -> Iterator[str]:
+@cache
+def imported(name: str) -> list[str]:
     """The other rooms that a room imports, of its own part by the room, of others by the part."""
+    found = []
     part = name.split("/")[0]
     for path in FILES:
         if room(path) != name:
@@ -39,7 +42,8 @@ def imported(name: str) -> Iterator[str]:
                 continue
             other = f"{part}/{words[2]}" if words[1] == part and part in ROOMS and len(words) > 2 else words[1]
             if other not in (name, part) and (other.split("/")[0] != part or other in ALL):
-                yield other
+                found.append(other)
+    return found
 
 
 ALL = frozenset(rooms())

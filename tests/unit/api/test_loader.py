@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
+from tests.examples import at_most
 from whale.api.loader import Loader, make_loader
 from whale.errors import BatchError, CheckpointError
 from whale.ir.division import intervals
@@ -88,7 +89,7 @@ def fits(plan: Plan, num_rows: int) -> bool:
 
 
 @given(plans(), st.data())
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_every_row_is_read_by_exactly_the_ranks_that_need_it(plan: Plan, data: st.DataObject) -> None:
     fitting = [num_rows for num_rows in range(1, 64) if fits(plan, num_rows)]
     assume(fitting)
@@ -247,7 +248,7 @@ def test_workers_read_the_same_rows(kind: type) -> None:
 
 
 @given(plans(), st.integers(1, 40))
-@settings(max_examples=100, deadline=None)
+@at_most(100)
 def test_rows_are_checked_for_all_ranks_at_once(plan: Plan, num_rows: int) -> None:
     def refuses(rank: int) -> bool:
         try:

@@ -7,9 +7,10 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from tests.unit.axes.graphs import Build
 from tests.unit.axes.law import positions
 from whale.axes.atoms import ROWS, Atoms, Clash
@@ -24,7 +25,7 @@ def grouped(factors: tuple[int, ...], shards: tuple[int, ...]) -> list[int]:
     return [prod(factors[a:b]) for a, b in pairwise(bounds)]
 
 
-@settings(deadline=None, max_examples=50)
+@at_most(50)
 @given(st.lists(st.tuples(FACTORS, st.tuples(st.integers(0, 9), st.integers(0, 9))), min_size=1, max_size=5))
 def test_a_dimension_is_the_product_of_all_its_factorings(factorings: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
     atoms = Atoms()
@@ -45,7 +46,7 @@ def test_a_dimension_is_the_product_of_all_its_factorings(factorings: list[tuple
         assert [prod(atoms.size((leaf,)) for leaf in atoms.leaves(part)) for part in parts] == sizes
 
 
-@settings(deadline=None, max_examples=50)
+@at_most(50)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_partition_is_the_inverse_of_concatenate(sizes: list[int]) -> None:
     atoms = Atoms()
@@ -104,7 +105,7 @@ def test_a_split_of_a_piece_is_a_nested_concatenation() -> None:
     assert atoms.leaves(atoms.partition(whole, [5, 2, 3])[2]) == atoms.leaves(second)
 
 
-@settings(deadline=None, max_examples=50)
+@at_most(50)
 @given(
     st.permutations([2, 2, 3, 5]),
     st.lists(st.tuples(FACTORS, st.tuples(st.integers(0, 9), st.integers(0, 9)), st.randoms(use_true_random=False)), max_size=4),

@@ -16,6 +16,7 @@ from whale.capture import capture
 from whale.ir.graph import ModelGraph
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.slow
 
 
 @cache
@@ -35,7 +36,7 @@ def free(axes: Axes, parameter: str, dim: int) -> list[int]:
     return [axis.size for axis in holders(axes, parameter, dim) if axis.may_be_cut]
 
 
-@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in BUILDERS if name != "gpt2")])
+@pytest.mark.parametrize("family", BUILDERS)
 def test_the_batch_is_found_from_the_inputs_to_the_loss(family: str) -> None:
     graph, axes = captured(family)
     found = batch_axes(graph, axes)
@@ -49,7 +50,7 @@ def test_the_batch_is_found_from_the_inputs_to_the_loss(family: str) -> None:
     assert training == ({"aten.batch_norm.default"} if family == "resnet" else set())
 
 
-@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in BUILDERS if name != "gpt2")])
+@pytest.mark.parametrize("family", BUILDERS)
 def test_every_op_has_a_rule_that_fits(family: str) -> None:
     graph, axes = captured(family)
     for op in graph.ops:
@@ -74,7 +75,6 @@ def test_gpt2(golden: Callable[[str, str], None]) -> None:
     golden("axes/gpt2.txt", re.sub(r" \(%[^)]*\)", "", str(axes)))
 
 
-@pytest.mark.slow
 def test_bert() -> None:
     _, axes = captured("bert")
     name = "bert.encoder.layer.1"
@@ -85,7 +85,6 @@ def test_bert() -> None:
     assert free(axes, "cls.predictions.bias", 0) == free(axes, "bert.embeddings.word_embeddings.weight", 0) == [VOCABULARY]
 
 
-@pytest.mark.slow
 def test_t5() -> None:
     _, axes = captured("t5")
     heads = {holders(axes, f"encoder.block.{block}.layer.0.SelfAttention.q.weight", 0)[0] for block in range(2)}
@@ -95,7 +94,6 @@ def test_t5() -> None:
     assert free(axes, "shared.weight", 0) == [VOCABULARY]
 
 
-@pytest.mark.slow
 def test_vit() -> None:
     _, axes = captured("vit")
     heads = next(axis for axis in axes.axes if axis.name.endswith("layers.0.attention.heads"))
@@ -104,7 +102,6 @@ def test_vit() -> None:
     assert classes.size == 7 and classes.may_be_cut
 
 
-@pytest.mark.slow
 def test_resnet_channels() -> None:
     _, axes = captured("resnet")
     channels = [axis for axis in axes.axes if "channels" in axis.name]
@@ -113,7 +110,6 @@ def test_resnet_channels() -> None:
     assert not axes.by_name["batch"].may_be_cut
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_grouped_query_attention(family: str) -> None:
     _, axes = captured(family)
@@ -125,7 +121,6 @@ def test_grouped_query_attention(family: str) -> None:
     assert holders(axes, f"{name}.o_proj.weight", 1)[:2] == [heads, group]
 
 
-@pytest.mark.slow
 def test_llama() -> None:
     _, axes = captured("llama")
     assert free(axes, "model.layers.1.mlp.gate_proj.weight", 0) == free(axes, "model.layers.1.mlp.down_proj.weight", 1) == [48]
@@ -134,7 +129,6 @@ def test_llama() -> None:
     assert free(axes, "model.embed_tokens.weight", 1) == [32], "the mean of its norm is over a cut axis"
 
 
-@pytest.mark.slow
 def test_mixtral_experts() -> None:
     _, axes = captured("mixtral")
     name = "model.layers.0.mlp.experts"

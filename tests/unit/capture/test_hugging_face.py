@@ -16,6 +16,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.serialization import from_json, to_json
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.slow
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -24,7 +25,7 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in BUILDERS if name != "gpt2")])
+@pytest.mark.parametrize("family", BUILDERS)
 def test_loss_and_gradients_equal_the_models(family: str) -> None:
     model, batch = BUILDERS[family]()
     _, other = BUILDERS[family](rows=3, seed=1)
@@ -36,7 +37,6 @@ def test_loss_and_gradients_equal_the_models(family: str) -> None:
         assert_same(model, graph, program, sample, own_loss)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_meta_model_is_captured_as_on_the_cpu(family: str) -> None:
     model, batch = BUILDERS[family]()
@@ -49,7 +49,6 @@ def test_meta_model_is_captured_as_on_the_cpu(family: str) -> None:
     assert all(meta_program.tensors[name] is parameter for name, parameter in empty.named_parameters())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
 def test_other_implementations_of_experts(experts: str) -> None:
     model, batch = BUILDERS["mixtral"](experts_implementation=experts)
@@ -61,14 +60,12 @@ def test_other_implementations_of_experts(experts: str) -> None:
     assert_same(model, graph, program, batch, own_loss)
 
 
-@pytest.mark.slow
 def test_dropout_draws_the_same_numbers() -> None:
     model, batch = BUILDERS["gpt2"](dropout=0.1)
     graph, program = capture(model, batch)
     assert_same(model, graph, program, batch, own_loss)
 
 
-@pytest.mark.slow
 def test_predict_returns_the_models_output() -> None:
     model, batch = BUILDERS["gpt2"]()
     inputs = {"input_ids": batch["input_ids"]}
@@ -81,7 +78,6 @@ def test_predict_returns_the_models_output() -> None:
     torch.testing.assert_close(output.logits, expected.logits)
 
 
-@pytest.mark.slow
 def test_stacks_trace_to_the_models_own_file() -> None:
     model, batch = BUILDERS["gpt2"]()
     graph, _ = capture(model, batch)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import at_most
 from tests.unit.capture.exported import Split, split
 
 torch.set_num_threads(1)
@@ -184,7 +185,7 @@ def test_exact_losses(name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 @given(st.sampled_from(sorted(EXACT)), st.lists(st.integers(1, 6), min_size=2, max_size=5), st.integers(0, 1000))
 def test_exact_losses_at_random(name: str, sizes: list[int], seed: int) -> None:
     assert max(compare(the_split(name), make_batch(sum(sizes), seed), sizes)) < 1e-12

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from whale.config import parse_yaml, read_yaml
 from whale.errors import ClusterError, ConfigError
 
@@ -23,13 +24,13 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@at_most(50)
 @given(plain)
 def test_reads_what_json_writes(value: object) -> None:
     assert parse_yaml(json.dumps(value), "f").data == json.loads(json.dumps(value))
 
 
-@settings(max_examples=50)
+@at_most(50)
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,6}", fullmatch=True), st.integers() | st.text() | st.none() | st.booleans()))
 def test_reads_what_yaml_writes(value: object) -> None:
     assert parse_yaml(yaml.safe_dump(value), "f").data == value

@@ -17,7 +17,10 @@ TABLE_5 = [
 ]
 
 
-@pytest.mark.parametrize(("p", "m", "v", "forward", "inputs", "weights", "hop", "rates"), TABLE_5)
+@pytest.mark.parametrize(
+    ("p", "m", "v", "forward", "inputs", "weights", "hop", "rates"),
+    [TABLE_5[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in TABLE_5[1:])],
+)
 def test_zero_bubble_table_5(
     p: int, m: int, v: int, forward: float, inputs: float, weights: float, hop: float, rates: tuple[float, ...]
 ) -> None:

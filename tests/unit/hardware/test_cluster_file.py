@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from whale.config import parse_yaml
 from whale.errors import ClusterError
 from whale.hardware import catalogue, load_cluster, parse_cluster
@@ -186,7 +187,7 @@ _keys = st.sampled_from(
 _anything = st.recursive(_scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=4), max_leaves=12)
 
 
-@settings(max_examples=60)
+@at_most(60)
 @given(st.dictionaries(_keys, _anything) | st.lists(st.dictionaries(_keys, _anything), max_size=3).map(lambda hosts: {"hosts": hosts}))
 def test_anything_is_a_cluster_or_a_cluster_error(data: object) -> None:
     from whale.config import Document

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from tests.unit.sharding.shardings import shardings
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter, Ref, TensorSpec
@@ -98,7 +99,7 @@ plans = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=40)
+@at_most(40)
 @given(st.one_of(graphs, clusters, plans, shardings(), ops, scopes))
 def test_reads_back_equal(value: object) -> None:
     again = from_json(type(value), to_json(value))
@@ -106,7 +107,7 @@ def test_reads_back_equal(value: object) -> None:
     assert hash(again) == hash(value)  # tuples stay tuples
 
 
-@settings(max_examples=40)
+@at_most(40)
 @given(graphs)
 def test_equal_graphs_have_equal_fingerprints(graph: ModelGraph) -> None:
     assert from_json(ModelGraph, to_json(graph)).fingerprint == graph.fingerprint

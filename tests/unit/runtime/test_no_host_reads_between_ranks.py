@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -77,11 +78,15 @@ def ranks_alike(rank: int, backend: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+@cache
+def captured(is_split: bool) -> CapturedMode:
+    torch.manual_seed(0)
+    return CapturedMode(Stages(is_split), texts(0), next_tokens, "train")
+
+
 def watch(is_split: bool, rank: int, schedule: str, backend: str = "cpu:gloo,meta:nccl") -> tuple[list[str], set[int]]:
     """What the second step of a rank waits for, and host memory other than the batch that it copies to the device."""
-    torch.manual_seed(0)
-    batch, device = texts(0), StandIn()
-    mode = CapturedMode(Stages(is_split), batch, next_tokens, "train")
+    batch, device, mode = texts(0), StandIn(), captured(is_split)
     config = Config({"pipeline.num_micro_batch": 2, "pipeline.schedule": schedule, "gradient.clip_norm": 1.0})
     plan = make_plan(mode.graph, cluster_of(NUM_RANKS), config)
     assert max(len(replica.stages) for replica in plan.replicas) == 2 and (plan.replicas[0].stages[0].split == 2) == is_split

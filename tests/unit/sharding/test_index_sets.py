@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import product
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import at_most
 from tests.parts import cut_out, local_indices, local_shape, put_in
 from whale.axes import Axes, Axis, Concatenation, Dimension
 from whale.ir.plan import Shard
@@ -66,7 +67,7 @@ def test_intervals_follow_each_other() -> None:
 AXES = Axes(tuple(Axis(name, size) for name, size in SIZES.items()), {}, {}, ())
 
 
-@settings(max_examples=60)
+@at_most(60)
 @given(st.lists(dimensions(), max_size=3), st.sampled_from(["b", "c", "d"]), st.data())
 def test_the_parts_of_all_positions_make_the_whole(shape: list[Dimension], axis: str, data: st.DataObject) -> None:
     ends = sorted(data.draw(st.lists(st.integers(0, SIZES[axis]), min_size=2, max_size=2)))

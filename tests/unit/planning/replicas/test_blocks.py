@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from tests.unit.planning.graphs import chain, cluster, scope
 from whale.config import Config
 from whale.errors import BatchError, ConfigError
@@ -59,7 +60,7 @@ def test_equal_blocks_are_what_the_planner_makes_by_itself() -> None:
     assert blocks.replicas == alone.replicas and blocks.step_seconds == alone.step_seconds
 
 
-@settings(max_examples=20, deadline=None)
+@at_most(20)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4).filter(lambda own: sum(n for n, _ in own) <= 4))
 def test_every_row_is_given_out(shapes: list[tuple[int, int]]) -> None:
     found = plan(*({"num_stages": stages, "num_micro_batch": count} for stages, count in shapes))

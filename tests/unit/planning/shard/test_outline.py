@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from tests.unit.planning.graphs import chain, cluster, scope
 from whale.config import Config
 from whale.estimate import Costs
@@ -38,7 +39,7 @@ def test_stages_in_the_middle_have_one_outline_and_those_at_the_ends_their_own()
 
 
 @given(speeds=st.lists(st.integers(1, 2), min_size=8, max_size=8), rows=st.integers(1, 64))
-@settings(max_examples=10)
+@at_most(10)
 def test_stages_priced_together_cost_what_each_costs_alone(speeds: list[int], rows: int) -> None:
     prices, pipeline, assignment = split_chain(speeds)
     placed = tuple((f"h0/{2 * stage}", f"h0/{2 * stage + 1}") for stage in range(NUM_STAGES))

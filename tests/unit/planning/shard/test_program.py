@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from whale.planning.shard.classes import WHOLE, Use
 from whale.planning.shard.program import LabelFigures, Pair, Program, Selection, TensorFigures, UserFigures, solve
 
@@ -64,7 +65,7 @@ def by_trying(program: Program) -> list[Selection]:
 
 @pytest.mark.slow
 @given(programs())
-@settings(max_examples=150, deadline=None)
+@at_most(150)
 def test_the_program_finds_the_best_labels_and_the_next_set_of_kinds(program: Program) -> None:
     expected = by_trying(program)
     found = solve(program)

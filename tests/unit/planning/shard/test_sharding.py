@@ -24,6 +24,7 @@ from whale.ir.plan import Plan, Shard
 from whale.planning import make_plan, retarget_plan
 from whale.planning.verify import verify
 
+pytestmark = pytest.mark.slow
 SLOW_PAIR = cluster((1e9, 1e9))
 UNLIKE_PAIR = cluster((3e9, 1e9))
 
@@ -87,7 +88,6 @@ def test_sizes_follow_the_devices_speed(golden: Callable[[str, str], None]) -> N
     golden("plans/split_gpt2_uneven.txt", plan_text(plan))
 
 
-@pytest.mark.slow
 def test_memory_moves_units_to_the_larger_device() -> None:
     graph = captured("gpt2", vocab_size=601)
     free = make_plan(graph, UNLIKE_PAIR, Config())
@@ -100,7 +100,6 @@ def test_memory_moves_units_to_the_larger_device() -> None:
     assert next(choice.bound for choice in plan.choices if choice.pass_name == "sharding") == "memory"
 
 
-@pytest.mark.slow
 def test_grouped_queries_are_cut_by_their_key_value_heads() -> None:
     shards = cuts_of(make_plan(captured("llama", vocab_size=601), SLOW_PAIR, Config()))
     assert {axis for axis in shards if "heads" in axis} == {f"model.layers.{layer}.self_attn.heads.0" for layer in (0, 1)}
@@ -108,13 +107,11 @@ def test_grouped_queries_are_cut_by_their_key_value_heads() -> None:
     assert shards["classes"] == (301, 300)
 
 
-@pytest.mark.slow
 def test_convolutions_are_cut_by_channels() -> None:
     shards = cuts_of(make_plan(captured("resnet"), SLOW_PAIR, Config()))
     assert sum("channels" in axis for axis in shards) >= 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "vit", "resnet", "llama", "mixtral"])
 def test_every_family_gains_and_its_plan_is_sound(family: str) -> None:
     graph = captured(family)
@@ -136,7 +133,6 @@ def test_parameters_are_divided_and_what_stays_whole_is_not() -> None:
     assert everything / 2 < max(held) < everything * 0.6
 
 
-@pytest.mark.slow
 def test_identical_blocks_are_one_decision() -> None:
     plan = make_plan(captured("gpt2", n_layer=6), SLOW_PAIR, Config())
     shards = cuts_of(plan)
@@ -144,7 +140,6 @@ def test_identical_blocks_are_one_decision() -> None:
     assert "6 x inner.transformer.h.*.attn.heads 2:2" in str(plan)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eval", "predict"])
 def test_cuts_are_carried_to_other_modes(mode: str) -> None:
     graph, other = captured("gpt2", vocab_size=601), captured("gpt2", mode, vocab_size=601)

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as plain_load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.examples import at_most
 from tests.memory import PeakBytes
 from tests.unit.runtime.checkpoint.test_checkpoint import ALONE
 from whale.errors import CheckpointError
@@ -124,7 +125,7 @@ def test_boxes_and_their_local_places_make_up_what_is_held(case: tuple[tuple[int
         assert covered.eq(1).all()
 
 
-@settings(max_examples=25)
+@at_most(25)
 @given(two_divisions())
 def test_any_division_reads_what_any_other_wrote(case: tuple[tuple[int, ...], Division, Division]) -> None:
     shape, written, held = case

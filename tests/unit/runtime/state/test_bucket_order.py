@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.ir.plan import Plan
@@ -97,7 +98,7 @@ def stuck(launches: Sequence[Sequence[Hashable]]) -> list[int]:
     return [rank for rank, own in enumerate(launches) if at[rank] < len(own)]
 
 
-@settings(max_examples=40, deadline=None)
+@at_most(40)
 @given(unlike_plans(), st.integers(1, 4000), st.integers(0, 99))
 def test_all_ranks_start_their_buckets_in_one_order(plan: Plan, bucket_bytes: int, seed: int) -> None:
     holdings = Holdings.of(plan, GRAPH, None)

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests import hf_models
+from tests.examples import at_most
 from tests.memory import PeakBytes
 from whale.errors import InitializationError
 from whale.runtime.weights.checksums import checksums
@@ -77,7 +78,7 @@ def test_values_do_not_depend_on_what_else_a_rank_owns(family: str) -> None:
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@at_most(25)
 def test_any_split_of_a_plain_model_gives_the_same_values(data: st.DataObject) -> None:
     meta = on_meta(Own)
     everything = fill(meta, seed=3)

@@ -9,10 +9,11 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import at_most
 from tests.unit.sharding.test_bridge_bytes import Index, coordinates, held, world
 from tests.wire import Device, on_devices
 from whale.axes import Concatenation, Dimension
@@ -112,7 +113,7 @@ def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-@settings(max_examples=30)
+@at_most(30)
 @given(cases())
 def test_a_part_is_what_its_axis_says_and_a_gather_brings_the_parts_back(case: Case) -> None:
     def there_and_back(device: Device, layout: ShardLayout) -> Tensor:
@@ -123,7 +124,7 @@ def test_a_part_is_what_its_axis_says_and_a_gather_brings_the_parts_back(case: C
     assert all(torch.equal(made, case.whole) for made in case.on_devices(there_and_back))
 
 
-@settings(max_examples=50)
+@at_most(50)
 @given(cases())
 def test_an_exchange_and_its_inverse(case: Case) -> None:
     def there_and_back(device: Device, layout: ShardLayout) -> Tensor:
@@ -136,7 +137,7 @@ def test_an_exchange_and_its_inverse(case: Case) -> None:
     case.on_devices(there_and_back)
 
 
-@settings(max_examples=20)
+@at_most(20)
 @given(cases())
 def test_a_scattered_sum_gathered_is_the_sum(case: Case) -> None:
     shape = tuple(case.whole.shape)
@@ -186,7 +187,7 @@ def together(form: str, products: list[float]) -> float:
 
 
 @pytest.mark.parametrize("name", STEPS)
-@settings(max_examples=8)
+@at_most(8)
 @given(case=cases())
 def test_backward_is_the_adjoint(name: str, case: Case) -> None:
     source, target, step = STEPS[name]
@@ -204,7 +205,7 @@ def test_backward_is_the_adjoint(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-@settings(max_examples=8)
+@at_most(8)
 @given(case=cases())
 def test_no_more_is_received_than_is_missing(name: str, case: Case) -> None:
     """What the plan counts is what arrives; and what arrives is the new part without what was there."""
