@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
 # Two at a time, each file by one of them, for its tests share what they capture; the small files are the last.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# What is compiled, the tests too, is kept for the next process.
+export PYTHONDONTWRITEBYTECODE :=
 DEMO_RECIPE ?= strategies/recipes/pipeline_data_parallel.yaml
 
 .PHONY: demo test quick lint types bench clean

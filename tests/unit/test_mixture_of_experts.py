@@ -64,6 +64,7 @@ def test_an_even_gate_is_in_balance() -> None:
     torch.testing.assert_close(gate(torch.stack([even, odd])).balance, torch.tensor([1.0, float(EXPERTS)]))
 
 
+@pytest.mark.slow
 def test_the_loss_is_exact_and_the_experts_are_one_axis() -> None:
     graph, _ = capture(*moe.build(layers=1, width=16, context=8))
     assert not graph.warnings and all(term.exact and term.weight_from_inputs for term in graph.loss)

@@ -116,6 +116,7 @@ def test_own_function_without_gradients_is_harmless() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_gradient_checkpointing_of_a_library_model() -> None:
     model, batch = gpt2()
     model.gradient_checkpointing_enable()  # type: ignore[operator]

@@ -124,8 +124,8 @@ def train_on_cpu(make: type[nn.Module], loss: Loss, **settings: object) -> list[
     ("make", "loss", "settings"),
     [
         (Language, next_tokens, {"pipeline.num_micro_batch": 3, "pipeline.schedule": "zb_h1", "gradient.clip_norm": 0.1}),
-        (Language, next_tokens, {"pipeline.num_micro_batch": 3, "recompute.policy": "full"}),
-        (Language, confident, {"pipeline.num_micro_batch": 2, "gradient.clip_norm": 0.1}),
+        pytest.param(Language, next_tokens, {"pipeline.num_micro_batch": 3, "recompute.policy": "full"}, marks=pytest.mark.slow),
+        pytest.param(Language, confident, {"pipeline.num_micro_batch": 2, "gradient.clip_norm": 0.1}, marks=pytest.mark.slow),
         (Smoothed, next_tokens, {"pipeline.num_micro_batch": 2, "recompute.policy": "full"}),
     ],
 )

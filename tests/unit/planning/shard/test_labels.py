@@ -40,6 +40,7 @@ def targets(bridge: Bridge, graph: ModelGraph) -> tuple[str, bool, str | None, s
     return operator, bridge.is_sum, short(bridge.source), short(bridge.target), bridge.entered
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_comes_out_where_it_pays() -> None:
     """Norms, dropouts and additions on parts of the sequence; gather before columns, reduce-scatter after rows."""
     graph = transformer()

@@ -46,6 +46,7 @@ class Own(nn.Module):
         self.head.weight.requires_grad_(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hugging_face_models_are_filled_as_they_fill_themselves(family: str) -> None:
     with torch.random.fork_rng(devices=[]):
@@ -65,6 +66,7 @@ def test_hugging_face_models_are_filled_as_they_fill_themselves(family: str) -> 
             assert abs(mine.mean() - theirs.mean()) < 6 * theirs.std() / math.sqrt(mine.numel()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_do_not_depend_on_what_else_a_rank_owns(family: str) -> None:
     real, _ = getattr(hf_models, family)()
