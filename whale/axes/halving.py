@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from whale.axes.batch import batch_axis
 from whale.axes.values import Axes, axes_of
-from whale.ir.graph import ModelGraph, Op
+from whale.ir.graph import ModelGraph, Op, storages
 from whale.ir.plan import BATCH, BatchAxis, Edge, Shard, Stage
 
 MIN_ROWS = 2
@@ -99,11 +99,9 @@ def _shard_faults(axes: Axes, shards: Sequence[Shard], names: Sequence[str], pla
 
 def _write_faults(model: ModelGraph, stage: Sequence[Op], rows: Collection[str]) -> list[str]:
     """What both halves see must not be written: the second would see what the first has left."""
-    own, roots = {op.name for op in stage}, dict[str, str]()
+    own, roots = {op.name for op in stage}, storages(stage)
     faults = []
     for op in stage:
-        shares = op.inputs and ("view" in op.tags or "in_place" in op.tags or op.target == "operator.getitem")
-        roots[op.name] = roots.get(op.inputs[0], op.inputs[0]) if shares else op.name
         root = roots[op.name]
         if "in_place" in op.tags and (root not in own or root not in rows):
             faults.append(f"%{op.name} writes in place what is not of one half alone")

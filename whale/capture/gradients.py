@@ -21,7 +21,7 @@ def gradient_flow(graph: fx.Graph) -> dict[fx.Node, bool]:
 
     An in-place write of a value with a gradient gives one to the memory that it writes, from then on.
     """
-    roots = memory_roots(graph)
+    roots = memory_roots(graph, differentiable=True)
     members: dict[fx.Node, list[fx.Node]] = {}
     flow: dict[fx.Node, bool] = {}
     for node in graph.nodes:

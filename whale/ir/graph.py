@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Union
@@ -117,6 +118,13 @@ class Op:
             _collect(argument, found)
         return tuple(found)
 
+    @cached_property
+    def operator(self) -> str:
+        """Its operator without namespace and overload: ``aten.add.Tensor`` is ``add``, and so is ``aten.add_.Tensor``."""
+        parts = self.target.split(".")
+        name = parts[1] if len(parts) > 1 else self.target
+        return name if name.endswith("__") else name.rstrip("_")
+
     @property
     def num_bytes(self) -> int:
         """Bytes of its outputs at the example's rows."""
@@ -141,6 +149,19 @@ def _show(argument: Argument) -> str:
     if isinstance(argument, tuple):
         return "[" + ", ".join(_show(item) for item in argument) + "]"
     return str(argument)
+
+
+def storages(ops: Iterable[Op]) -> dict[str, str]:
+    """Per op, what owns the storage of its result: itself, or through views and in-place ops another.
+
+    Args:
+        ops: in order; what they read from others has storage of its own.
+    """
+    owner: dict[str, str] = {}
+    for op in ops:
+        source = op.inputs[0] if op.inputs and (op.tags & {"view", "in_place"} or op.target == "operator.getitem") else op.name
+        owner[op.name] = owner.get(source, source)
+    return owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +249,7 @@ class ModelGraph:
     @cached_property
     def storage(self) -> dict[str, str]:
         """Per op, the op that owns the storage of its result: itself, or through views and in-place ops another."""
-        owner: dict[str, str] = {}
-        for op in self.ops:
-            aliases = op.inputs and ("view" in op.tags or "in_place" in op.tags or op.target == "operator.getitem")
-            owner[op.name] = owner[op.inputs[0]] if aliases else op.name
-        return owner
+        return storages(self.ops)
 
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:

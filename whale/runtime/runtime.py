@@ -15,6 +15,7 @@ from whale.errors import BatchError, RuntimeFault
 from whale.ir.plan import Plan
 from whale.ir.reach import reached_parameters
 from whale.ir.schedule import Schedule
+from whale.ir.writes import written_buffers
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.executor import StepState
@@ -22,7 +23,6 @@ from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
 from whale.runtime.program.captured import Captured
-from whale.runtime.program.lowering import mutated_buffers
 from whale.runtime.state.buffers import merge_buffers
 from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.engine_state import EngineState
@@ -151,7 +151,7 @@ class Runtime:
             return
         state.has_moved_statistics = False
         graph = self._captured.graph
-        names = mutated_buffers(graph, self._captured.graph_for(graph.num_rows).nodes)
+        names = tuple(written_buffers(graph))
         device, add = self.roster.world.device, self._connections.everyone.add
         with self.status.reporting():
             merge_buffers(self.holdings, self.roster.rank, graph, state.tensors, names, add, device)

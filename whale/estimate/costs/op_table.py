@@ -42,13 +42,6 @@ class OpTable:
     bytes_per_row: Floats
 
 
-def operator(op: Op) -> str:
-    """An op's operator without namespace and overload: ``aten.add.Tensor`` is ``add``, and so is ``aten.add_.Tensor``."""
-    parts = op.target.split(".")
-    name = parts[1] if len(parts) > 1 else op.target
-    return name if name.endswith("__") else name.rstrip("_")
-
-
 def spec_line(spec: TensorSpec, num_rows: int) -> Line:
     """Bytes of a tensor by rows, from its shape at the example's `num_rows`.
 
@@ -96,7 +89,7 @@ def _compute_dtype(op: Op) -> str:
 
 def _figures(op: Op, graph: ModelGraph, sizes: dict[str, Line]) -> tuple[float, ...]:
     written = sizes[op.name]
-    read = written if operator(op) in GATHERS else Line.sum(sizes[name] for name in op.inputs)
+    read = written if op.operator in GATHERS else Line.sum(sizes[name] for name in op.inputs)
     moved = read + written
     with_rows = moved.per_row > 0
     forward, backward = _spread(op.forward_flops, with_rows, graph.num_rows), _spread(op.backward_flops, with_rows, graph.num_rows)

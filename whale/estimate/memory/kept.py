@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from whale.estimate.costs.op_table import operator
 from whale.ir.graph import ModelGraph, Op
+from whale.ir.writes import dependents
 
 KEEPS_NOTHING = frozenset({
     "add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "expand", "permute", "transpose", "t", "slice", "select",
@@ -26,11 +26,7 @@ KEEPS_BOTH = frozenset({"scaled_dot_product_attention", "cross_entropy_loss", "n
 
 def activations_of(graph: ModelGraph) -> frozenset[str]:
     """The ops whose values depend on the batch."""
-    found: set[str] = set()
-    for op in graph.ops:
-        if (op.kind == "input" and op.outputs) or not found.isdisjoint(op.inputs):
-            found.add(op.name)
-    return frozenset(found)
+    return dependents(graph, (op.name for op in graph.ops if op.kind == "input" and op.outputs))
 
 
 def kept_tensors(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
@@ -51,7 +47,7 @@ def kept_tensors(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
 
 
 def _kept_by(op: Op) -> tuple[str, ...]:
-    name = operator(op)
+    name = op.operator
     if name in KEEPS_NOTHING:
         return ()
     if name in KEEPS_OUTPUT:
@@ -66,7 +62,7 @@ WEIGHTED = frozenset({"linear", "addmm", "mm", "matmul", "embedding", "conv1d", 
 def weight_share(graph: ModelGraph, name: str) -> float:
     """The share of an op's backward pass that is its weight gradients, where these can be computed apart: half, or all of it."""
     op = graph.by_name[name]
-    if operator(op) not in WEIGHTED or not op.requires_grad:
+    if op.operator not in WEIGHTED or not op.requires_grad:
         return 0.0
     sources = [graph.by_name[source] for source in op.inputs]
     if not any(source.kind == "parameter" and source.requires_grad for source in sources):

@@ -12,7 +12,7 @@ from whale.axes import Axes, axes_of
 from whale.estimate.costs.compute import op_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
-from whale.estimate.costs.op_table import GATHERS, Floats, OpTable, operator, spec_line
+from whale.estimate.costs.op_table import GATHERS, Floats, OpTable, spec_line
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph, Op
 
@@ -96,7 +96,7 @@ def local_table(graph: ModelGraph, axes: Axes, table: OpTable, work: Mapping[str
 
 def _line(graph: ModelGraph, axes: Axes, op: Op, axis: str) -> Line:
     """Bytes of what an op reads and writes that has the axis; a lookup reads as much as it returns."""
-    if operator(op) in GATHERS:
+    if op.operator in GATHERS:
         written = Line.sum(spec_line(spec, graph.num_rows) for spec in op.outputs)
         return written * (2 if _has(axes, op.name, axis) else 1)
     names = (op.name, *(name for name in op.inputs if graph.by_name[name].outputs))

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate import Line
-from whale.estimate.costs.op_table import Floats, operator
+from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.part import Segment
 from whale.ir.graph import ModelGraph
+from whale.ir.writes import written_storages
 from whale.planning.pipeline.cut_points import lightest_bounds
-from whale.planning.structure.structure import written_storages
 
 NUM_SIZES = 12
 """How many sizes of blocks are tried."""
@@ -156,9 +156,9 @@ def find_cores(graph: ModelGraph, ops: Sequence[str], activations: Collection[st
     found: list[tuple[int, int]] = []
     for name in ops:
         op = graph.by_name[name]
-        if operator(op) == "scaled_dot_product_attention":
+        if op.operator == "scaled_dot_product_attention":
             found.append((position[name], position[name] + 1))
-        elif operator(op) in SOFTMAX:
+        elif op.operator in SOFTMAX:
             before = _nearest(name, position, lambda n: graph.by_name[n].inputs, graph, activations)
             after = _nearest(name, position, lambda n: graph.users[n], graph, activations)
             if before and after:
@@ -179,9 +179,9 @@ def _nearest(
                 continue
             seen.add(other)
             op = graph.by_name[other]
-            if operator(op) in CONTRACTIONS and sum(source in activations for source in op.inputs) >= 2:
+            if op.operator in CONTRACTIONS and sum(source in activations for source in op.inputs) >= 2:
                 found.append(position[other])
-            elif all(graph.by_name[source].kind != "parameter" for source in op.inputs) and operator(op) not in CONTRACTIONS:
+            elif all(graph.by_name[source].kind != "parameter" for source in op.inputs) and op.operator not in CONTRACTIONS:
                 pending.append(other)
     return found
 

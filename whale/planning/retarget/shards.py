@@ -12,9 +12,9 @@ from whale.axes import Axes
 from whale.axes.labels import label
 from whale.axes.values import Concatenation, Dimension
 from whale.errors import PlanError
-from whale.estimate.memory.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, Shard
+from whale.ir.writes import MemoryWrites
 
 
 def same_axes(ours: Axes, theirs: Axes) -> dict[str, str]:

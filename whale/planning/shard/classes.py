@@ -13,9 +13,9 @@ from functools import cached_property
 
 from whale.axes.added import added_operand
 from whale.axes.labels import may_scatter
-from whale.estimate.memory.memory_writes import MemoryWrites
 from whale.ir.graph import Op, Ref
 from whale.ir.plan import BATCH
+from whale.ir.writes import MemoryWrites
 from whale.planning.shard.space import CutSpace, Scene
 
 WHOLE = -1

@@ -18,11 +18,11 @@ from whale.axes import Axes, Dimension, axes_of
 from whale.axes.labels import label
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, all_gather_line, spec_line
-from whale.estimate.memory.memory_writes import MemoryWrites
 from whale.estimate.prices.prices import Prices
 from whale.ir.division import divide_evenly
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Choice, Replica, Shard, Stage
+from whale.ir.writes import MemoryWrites
 from whale.units import format_seconds
 
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from whale.estimate.costs.op_table import operator
-from whale.estimate.memory.memory_writes import SILENT_WRITERS
 from whale.ir.graph import ModelGraph, Op
+from whale.ir.writes import written_storages
 
 CHEAP_FLOPS = 8
 """A repeatable op computes at most this many FLOPs per element that it reads or writes."""
@@ -44,7 +43,11 @@ def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset()) -> Structur
     """
     inputs = {op.name: op.inputs for op in graph.ops}
     mutated = frozenset(name for op in graph.ops for name in written_storages(graph, op))
-    repeatable = _repeatable(graph, inputs, lambda op: op.name in pinned or graph.storage[op.name] in mutated)
+
+    def reads_written(op: Op) -> bool:
+        return not mutated.isdisjoint(graph.storage[name] for name in (op.name, *op.inputs))
+
+    repeatable = _repeatable(graph, inputs, lambda op: op.name in pinned or reads_written(op))
     parents = {op.name: op.name for op in graph.ops if op.kind == "call" and op.name not in repeatable}
     for first, second in _bonds(graph, inputs):
         if first in parents and second in parents:
@@ -134,13 +137,6 @@ def _bonds(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]]) -> Iterable
     for term in graph.loss:
         if term.weight is not None:
             yield term.sum, term.weight
-
-
-def written_storages(graph: ModelGraph, op: Op) -> tuple[str, ...]:
-    """The storages that an op changes."""
-    if operator(op) in SILENT_WRITERS:
-        return tuple(name for name in op.inputs if graph.by_name[name].kind == "buffer")
-    return (graph.storage[op.name],) if "in_place" in op.tags else ()
 
 
 def _root(parents: dict[str, str], name: str) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from whale.axes import Axes, discover
 from whale.axes.labels import label
 from whale.errors import PlanError
-from whale.estimate.memory.memory_writes import MemoryWrites
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
+from whale.ir.writes import MemoryWrites
 
 
 def shard_faults(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> Iterator[PlanError]:

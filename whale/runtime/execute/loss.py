@@ -18,8 +18,9 @@ import torch
 
 from whale.errors import CaptureError
 from whale.ir.graph import LossTerm, ModelGraph
+from whale.ir.writes import Reads
 from whale.runtime.execute.batch_view import BatchView
-from whale.runtime.program.lowering import StageProgram, ancestors, lower
+from whale.runtime.program.lowering import StageProgram, lower
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,13 @@ def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.devic
         else:
             measured.append(index)
     names = [weight for index in measured if (weight := model.loss[index].weight) is not None]
-    programs = tuple(lower(graph, model, set(ancestors(model, [name])), (), [name], device) for name in names)
+    programs = tuple(lower(graph, model, Reads(model).ancestors([name]), (), [name], device) for name in names)
     return WeightProgram(by_rows, tuple(measured), programs)
 
 
 def _integer(model: ModelGraph, graph: torch.fx.Graph, name: str) -> int:
     """An integer op's value at the example's rows."""
-    program = lower(graph, model, set(ancestors(model, [name])), (), [name], torch.device("cpu"))
+    program = lower(graph, model, Reads(model).ancestors([name]), (), [name], torch.device("cpu"))
     assert set(program.inputs) <= {NUM_ROWS}, program.inputs
     value = program.module(*([model.num_rows] * len(program.inputs)))[0]
     assert isinstance(value, int)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import fx
 
 from whale.axes import Axes
 from whale.axes.halving import Halving
-from whale.ir.graph import ModelGraph, Op
+from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Shard
+from whale.ir.writes import written_buffers
 from whale.runtime.program.deferred import defer_weights
 from whale.runtime.program.marks import NUM_DIMS, OP
 from whale.runtime.program.overlap import overlap
@@ -76,7 +77,6 @@ def lower(
     wanted, handed = set(ops), set(received)
     read = _reads(model, wanted, handed, outputs)
     local = _copy(graph, model, wanted, handed, read, outputs, device)
-    mutated = mutated_buffers(model, local.nodes)
     first: tuple[str, ...] = ()
     if shards is not None:
         program = lower_shards(local, model, shards.axes, shards.shards, shards.position, num_rows=num_rows)
@@ -98,7 +98,7 @@ def lower(
         outputs=tuple(outputs),
         kinds=(*first, *kinds),
         keys=(*first, *keys),
-        mutated=mutated,
+        mutated=tuple(written_buffers(model, wanted)),
         is_random=bool(random),
     )
 
@@ -178,38 +178,3 @@ def _place(node: fx.Node, device: torch.device) -> None:
 
     node.args = tuple(moved(argument) for argument in node.args)
     node.kwargs = {key: moved(argument) for key, argument in node.kwargs.items()}
-
-
-def _writes(target: object) -> bool:
-    """Whether an op changes one of its arguments: its schema says so, or it is one of those that do not."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return target.overloadpacket in _SILENT_WRITERS or target._schema.is_mutable
-
-
-_SILENT_WRITERS = frozenset({torch.ops.aten.batch_norm, torch.ops.aten.instance_norm})
-"""Ops that update running statistics without an alias mark in their schema."""
-
-
-def mutated_buffers(model: ModelGraph, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """Buffers that some op of the stage writes."""
-    found: dict[str, None] = {}
-    for node in nodes:
-        if node.op == "call_function" and _writes(node.target):
-            for argument in node.all_input_nodes:
-                source = model.by_name[argument.name]
-                if source.kind == "buffer":
-                    found[source.target] = None
-    return tuple(found)
-
-
-def ancestors(model: ModelGraph, names: Collection[str]) -> Mapping[str, Op]:
-    """The calls that these values are made from, themselves included."""
-    found: dict[str, Op] = {}
-    pending = list(names)
-    while pending:
-        op = model.by_name[pending.pop()]
-        if op.kind == "call" and op.name not in found:
-            found[op.name] = op
-            pending += op.inputs
-    return found

@@ -18,9 +18,9 @@ from torch import fx
 
 from whale.axes.values import Axes, Dimension
 from whale.errors import PlanError, raise_faults
-from whale.estimate.memory.memory_writes import MemoryWrites
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import ModelGraph, storages
 from whale.ir.plan import Shard
+from whale.ir.writes import MemoryWrites
 from whale.runtime.program.shard.call import Call
 from whale.runtime.program.shard.layout import ShardLayout
 from whale.runtime.program.shard.lowerings import lowering
@@ -71,7 +71,7 @@ def lower_shards(
     known = [node for node in graph.nodes if node.name in model.by_name]
     ops = [node.name for node in known if node.op != "placeholder"]
     layout = ShardLayout(model, axes, tuple(shards), position, ops, num_rows)
-    roots = _roots(graph, model)
+    roots = {node.name: node.name for node in graph.nodes} | storages(map(model.by_name.__getitem__, ops))
     written = frozenset(roots[node.name] for node in known if "in_place" in model.by_name[node.name].tags)
     raise_faults([*layout.faults(ops), *_memory_faults(ops, layout)])
     partial = layout.labels.partial_parameters - frozenset(complete)
@@ -121,17 +121,6 @@ def _parameter(model: ModelGraph, name: str) -> str:
     """The first name of the parameter or buffer that a placeholder brings; "" for any other node."""
     op = model.by_name[name]
     return model.parameter_by_name[op.target].name if op.kind in ("parameter", "buffer") else ""
-
-
-def _roots(graph: fx.Graph, model: ModelGraph) -> dict[str, str]:
-    """Per node, the node whose memory it shares; itself where that is fresh."""
-    roots: dict[str, str] = {}
-    for node in graph.nodes:
-        op = model.by_name.get(node.name)
-        shares = (op is not None and bool(op.tags & {"view", "in_place"})) or node.target is operator.getitem
-        source = node.all_input_nodes[0] if shares and node.all_input_nodes else node
-        roots[node.name] = roots.get(source.name, node.name)
-    return roots
 
 
 __all__ = ["GROUP", "ShardProgram", "lower_shards"]

@@ -1,0 +1,152 @@
+"""What an op really reads: whose memory each value lies in, and the writes that came before.
+
+    out = zeros_like(x)       its own memory
+    v = out[:, 0]             lies in out's memory
+    v.copy_(s)                writes out's memory
+    y = f(out)                reads out, and the write through v before it
+    d = out.detach()          lies in out's memory too, but no gradient passes between them
+
+Whoever walks a graph from results to sources, or from sources to results, goes by `Reads`: the arguments of an op alone
+do not say what it depends on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+
+from whale.ir.graph import ModelGraph, Op
+
+SILENT_WRITERS = frozenset({"batch_norm", "instance_norm"})
+"""Ops that update running statistics, in training, without a mark of it."""
+
+TRAINING = 5
+"""The place of the argument that says whether they do."""
+
+
+def written_storages(graph: ModelGraph, op: Op) -> tuple[str, ...]:
+    """The storages that an op changes."""
+    if op.operator in SILENT_WRITERS:
+        if len(op.args) > TRAINING and op.args[TRAINING] is False:
+            return ()
+        return tuple(graph.storage[name] for name in op.inputs if graph.by_name[graph.storage[name]].kind == "buffer")
+    return (graph.storage[op.name],) if "in_place" in op.tags else ()
+
+
+def written_buffers(graph: ModelGraph, among: Collection[str] | None = None) -> Mapping[str, tuple[Op, ...]]:
+    """Per buffer that some op writes, by its own name, those ops in order.
+
+    Args:
+        among: names of the ops to look at; all where it is None.
+    """
+    found: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        for storage in written_storages(graph, op) if among is None or op.name in among else ():
+            if graph.by_name[storage].kind == "buffer":
+                found.setdefault(graph.parameter_by_name[graph.by_name[storage].target].name, []).append(op)
+    return {name: tuple(ops) for name, ops in found.items()}
+
+
+class Reads:
+    """What the ops of a graph read: their arguments, and the writes to these since they were made.
+
+    Of several writes only the last is named: that op reads the ones before it.
+
+    Args:
+        graph: the model.
+        differentiable: whether to name only what a gradient may pass through: a write to a detached value changes what
+            others read, and not where their gradients go.
+    """
+
+    def __init__(self, graph: ModelGraph, *, differentiable: bool = False) -> None:
+        self._graph, self._differentiable = graph, differentiable
+
+    def of(self, op: str) -> tuple[str, ...]:
+        """What an op reads, each once."""
+        found = dict.fromkeys(self._graph.by_name[op].inputs)
+        for name in tuple(found):
+            found |= dict.fromkeys(self._writes_since(name, self._graph.position[op]))
+        return tuple(found)
+
+    def at_end(self, value: str) -> tuple[str, ...]:
+        """What somebody reads who is given a value when all ops have run."""
+        return (value, *self._writes_since(value, len(self._graph.ops)))
+
+    def ancestors(self, values: Iterable[str]) -> frozenset[str]:
+        """All that values are made from when all ops have run, themselves included."""
+        pending = [name for value in values for name in self.at_end(value)]
+        found: set[str] = set()
+        while pending:
+            name = pending.pop()
+            if name not in found:
+                found.add(name)
+                pending += self.of(name)
+        return frozenset(found)
+
+    def _writes_since(self, name: str, before: int) -> Iterator[str]:
+        places = self._writers.get(self._owner[name], ())
+        last = bisect_left(places, before) - 1
+        if last >= 0 and places[last] > self._graph.position[name]:
+            yield self._graph.ops[places[last]].name
+
+    @cached_property
+    def _owner(self) -> Mapping[str, str]:
+        if not self._differentiable:
+            return self._graph.storage
+        owner: dict[str, str] = {}
+        for op in self._graph.ops:
+            shares = self._graph.storage[op.name] != op.name and op.operator != "detach"
+            owner[op.name] = owner[op.inputs[0]] if shares else op.name
+        return owner
+
+    @cached_property
+    def _writers(self) -> Mapping[str, Sequence[int]]:
+        """Per owner, the positions of the ops that write it."""
+        found: dict[str, list[int]] = {}
+        for position, op in enumerate(self._graph.ops):
+            if "in_place" in op.tags:
+                found.setdefault(self._owner[op.name], []).append(position)
+            elif op.operator in SILENT_WRITERS:
+                for storage in written_storages(self._graph, op):
+                    found.setdefault(storage, []).append(position)
+        return found
+
+
+def dependents(graph: ModelGraph, sources: Iterable[str]) -> frozenset[str]:
+    """The ops whose results depend on some values, these included.
+
+    A value that is written with what depends on them does so from the write on: the op that reads it then is found, the
+    op that made it is not.
+    """
+    reads, found = Reads(graph), set(sources)
+    for op in graph.ops:
+        if op.kind == "call" and not found.isdisjoint(reads.of(op.name)):
+            found.add(op.name)
+    return frozenset(found)
+
+
+class MemoryWrites:
+    """What the ops of a stage write in place: where a copy of a tensor will not do.
+
+    Args:
+        graph: the model.
+        ops: of the stage, in graph order.
+    """
+
+    def __init__(self, graph: ModelGraph, ops: Iterable[str]) -> None:
+        self._graph = graph
+        self._position, self._owner = graph.position, graph.storage
+        self._last = {self._owner[name]: self._position[name] for name in ops if "in_place" in graph.by_name[name].tags}
+
+    def is_written_later(self, tensor: str) -> bool:
+        """Whether a tensor's memory is written after the tensor was made."""
+        return self._last.get(self._owner[tensor], -1) > self._position[tensor]
+
+    def need_same(self, tensor: str, reader: str) -> bool:
+        """Whether a reader must have the tensor as it lies: it sees or makes writes, or its result is the same memory."""
+        owner = self._owner[tensor]
+        if self.is_written_later(tensor) or (owner in self._last and self._owner[reader] == owner):
+            return True
+        is_writer = bool(written_storages(self._graph, self._graph.by_name[reader]))
+        return is_writer and self._graph.by_name[tensor].kind == "buffer"
