@@ -137,28 +137,30 @@ def _choose_as_needed(solver: Solver, cluster: Cluster, *, prefers_intra_node: b
     if solver.policy.kind == "auto":
         keeping = dataclasses.replace(solver, policy=KEEP_ALL)
         with contextlib.suppress(MemoryShortage):
-            best, others = _choose(keeping, cluster, prefers_intra_node=prefers_intra_node)
+            best, others = _choose(keeping, keeping.solve_if_it_may_fit, cluster, prefers_intra_node=prefers_intra_node)
             return Outcome(solver, best, others)
-    best, others = _choose(solver, cluster, prefers_intra_node=prefers_intra_node)
+    best, others = _choose(solver, solver.solve, cluster, prefers_intra_node=prefers_intra_node)
     return Outcome(solver, best, others)
 
 
-def _choose(solver: Solver, cluster: Cluster, *, prefers_intra_node: bool) -> tuple[Solution, dict[str, str]]:
+def _choose(
+    solver: Solver, solve: Callable[[Placement], Solution], cluster: Cluster, *, prefers_intra_node: bool
+) -> tuple[Solution, dict[str, str]]:
     """The fastest placement of replicas grouped as preferred; grouped the other way where only that fits in memory."""
     memory, work = _demand(solver.pipeline, solver)
     preferred = placements(cluster, solver.pipeline, memory, work, prefer_intra_node=prefers_intra_node)
     other = placements(cluster, solver.pipeline, memory, work, prefer_intra_node=not prefers_intra_node)
     try:
-        best, remarks = _best(solver.solve, preferred)
+        best, remarks = _best(solve, preferred)
     except MemoryShortage as error:
         try:
-            best, remarks = _best(solver.solve, other)
+            best, remarks = _best(solve, other)
         except MemoryShortage:
             raise error from None
         return best, remarks | {f"replicas grouped by {_grouping(prefers_intra_node)}": error.message}
     groups = [{frozenset(device for rank in placed for device in rank) for placed in each.replicas} for each in (best.placement, other[0])]
     if groups[0] != groups[1]:
-        remarks[f"replicas grouped by {_grouping(not prefers_intra_node)}"] = _price(solver, other[0])
+        remarks[f"replicas grouped by {_grouping(not prefers_intra_node)}"] = _price(solve, other[0])
     return best, remarks
 
 
@@ -167,9 +169,9 @@ def _grouping(prefers_intra_node: bool) -> str:
     return f"{'host' if prefers_intra_node else 'likeness'} (cluster.device_place_prefer_intra_node: {setting})"
 
 
-def _price(solver: Solver, placement: Placement) -> str:
+def _price(solve: Callable[[Placement], Solution], placement: Placement) -> str:
     try:
-        return format_seconds(solver.solve(placement).step_seconds)
+        return format_seconds(solve(placement).step_seconds)
     except WhaleError as error:
         return error.message
 

@@ -49,12 +49,14 @@ class _Local:
         if known is None:
             return op
         held, shard = self._labels.held(op.name), self._labels.work.get(op.name)
+        outputs, share = op.outputs, 1.0
         if held is not None:
-            op = replace(op, outputs=tuple(self._spec(spec, dims, held) for spec, dims in zip(op.outputs, known.outputs, strict=True)))
-        if shard is None:
+            outputs = tuple(self._spec(spec, dims, held) for spec, dims in zip(op.outputs, known.outputs, strict=True))
+        if shard is not None:
+            share = self._sizes[shard] / self._axes.by_name[shard].size
+        if held is None and shard is None:
             return op
-        share = self._sizes[shard] / self._axes.by_name[shard].size
-        return replace(op, forward_flops=round(op.forward_flops * share), backward_flops=round(op.backward_flops * share))
+        return replace(op, outputs=outputs, forward_flops=round(op.forward_flops * share), backward_flops=round(op.backward_flops * share))
 
     def parameter(self, parameter: Parameter, op: str) -> Parameter:
         held = self._labels.held(op)

@@ -107,15 +107,19 @@ def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str,
 def sum_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str, int]) -> Iterator[Wire]:
     """Collectives of gradients: rings of 2 (k - 1) rounds, in each of which 1/k of the bytes passes every link of the ring."""
     queues: dict[tuple[str, ...], int] = {}
+    rings: dict[tuple[str, ...], tuple[float, tuple[int, ...], tuple[int, ...]]] = {}
     roles = _Roles(plan, prices)
     for bucket in buckets(plan, prices):
         queues[bucket.owners] = position = queues.get(bucket.owners, -1) + 1
-        ring = list(pairwise((*bucket.owners, bucket.owners[0])))
         rounds = 2 * (len(bucket.owners) - 1)
-        latency = rounds * max(prices.link(a, b).latency for a, b in ring) + prices.costs.message_seconds
+        if bucket.owners not in rings:
+            ring = list(pairwise((*bucket.owners, bucket.owners[0])))
+            latency = rounds * max(prices.link(a, b).latency for a, b in ring) + prices.costs.message_seconds
+            passed = tuple(link for a, b in ring for link in links.path(a, b))
+            rings[bucket.owners] = latency, tuple(number[owner] for owner in bucket.owners), passed
+        latency, parties, passed = rings[bucket.owners]
         kind = Sums(bucket.num_bytes, rounds * bucket.num_bytes / len(bucket.owners), latency, position)
-        passed = tuple(link for a, b in ring for link in links.path(a, b))
-        yield Wire(kind, tuple(number[owner] for owner in bucket.owners), roles.of(bucket), passed)
+        yield Wire(kind, parties, roles.of(bucket), passed)
 
 
 class _Roles:

@@ -66,7 +66,7 @@ def cut_into_stages(tables: StageTables, devices: Sequence[str], num_rows: int, 
     seconds = [np.where(excess > 0, np.inf, time) for time, excess in found]
     slowest = _least_maximum(seconds)
     if np.isinf(slowest):  # nothing fits: come as near as can be, the check of the whole plan says what is missing
-        seconds = [np.where(np.isfinite(time), excess, np.inf) for time, excess in found]
+        seconds = [excess for _, excess in found]
         slowest = _least_maximum(seconds)
     chosen = _least_squares(seconds, slowest)
     even = np.linspace(0, points.num_units, pipeline.num_stages + 1).round().astype(int)
@@ -80,7 +80,8 @@ def cut_into_stages(tables: StageTables, devices: Sequence[str], num_rows: int, 
 def wishes_of(points: CutPoints, partition: Partition) -> dict[str, Wish]:
     """Where the ops of each piece want to run; what floats has no wish."""
     stages = np.searchsorted(partition.bounds, np.arange(len(points.spine)), side="right") - 1
-    return {name: Wish((int(stage),)) for name, stage in zip(points.spine, stages, strict=True) if name not in points.floating}
+    wishes = [Wish((stage,)) for stage in range(len(partition.bounds) - 1)]
+    return {name: wishes[stage] for name, stage in zip(points.spine, stages, strict=True) if name not in points.floating}
 
 
 def _least_maximum(tables: Sequence[Floats]) -> float:
@@ -97,7 +98,7 @@ def _least_squares(tables: Sequence[Floats], slowest: float) -> list[int]:
     for table in squares[1:]:
         total = best[:, None] + table
         choices.append(total.argmin(axis=0))
-        best = total.min(axis=0)
+        best = total[choices[-1], np.arange(len(best))]
     bounds = [len(best) - 1]
     for choice in reversed(choices):
         bounds.append(int(choice[bounds[-1]]))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.prices import Prices
@@ -34,9 +36,10 @@ class StageTables:
     prices: Prices
     pipeline: PipelineShape
     policy: Policy
-    _asked: tuple[int, float] = field(default=(0, 0.0), init=False)
+    _asked: int = field(default=0, init=False)
     _seconds: dict[tuple[Device, Link | None, float, int], Floats] = field(default_factory=dict, init=False)
-    _excess: dict[tuple[int, int], Floats] = field(default_factory=dict, init=False)
+    _bytes: dict[int, Floats] = field(default_factory=dict, init=False)
+    _excess: dict[tuple[int, float], Floats] = field(default_factory=dict, init=False)
 
     def of(self, stage: int, devices: Sequence[str], num_rows: int, margin: float) -> tuple[Floats, Floats]:
         """Seconds of every piece as this stage, and the bytes by which it overflows its share of the device's memory.
@@ -47,10 +50,10 @@ class StageTables:
             num_rows: of a micro-batch.
             margin: share of the device's memory that may be planned for.
         """
-        if self._asked != (num_rows, margin):
-            self._asked = num_rows, margin
-            self._seconds.clear()
-            self._excess.clear()
+        if self._asked != num_rows:
+            self._asked = num_rows
+            for known in (self._seconds, self._bytes, self._excess):
+                known.clear()
         ranks = self.pipeline.stage_rank
         name, before = devices[ranks[stage]], devices[ranks[max(stage - 1, 0)]]
         link = self.prices.link(before, name) if before != name else None
@@ -59,9 +62,11 @@ class StageTables:
         timed = kind, link, times, self.pipeline.width(stage)
         if timed not in self._seconds:
             self._seconds[timed] = self._price(*timed, num_rows)
-        held = stage, self.prices.capacity(name)
+        held = stage, margin * self.prices.capacity(name)
         if held not in self._excess:
-            self._excess[held] = self._overflow(*held, num_rows, margin)
+            if stage not in self._bytes:
+                self._bytes[stage] = self._held(stage, num_rows)
+            self._excess[held] = np.maximum(self._bytes[stage] - held[1] / self.pipeline.num_chunks, 0.0)
         return self._seconds[timed], self._excess[held]
 
     def _price(self, device: Device, link: Link | None, times: float, width: int, num_rows: int) -> Floats:
@@ -75,24 +80,28 @@ class StageTables:
         time = done[None, :] - done[:, None]
         if link is not None:
             time = time + (points.messages * link.latency + self._crossing(num_rows) / link.bandwidth)[:, None]
-        return _of_pieces(time)
+        return self._of_pieces(time)
 
-    def _overflow(self, stage: int, capacity: int, num_rows: int, margin: float) -> Floats:
-        """Bytes that every piece lacks on a device with this capacity."""
+    def _held(self, stage: int, num_rows: int) -> Floats:
+        """Bytes that every piece needs on a device."""
         points, pipeline, crossing = self.points, self.pipeline, self._crossing(num_rows)
         kept = points.kept_fixed + points.kept_per_row * num_rows
         received = crossing / 2 if stage else np.zeros_like(crossing)
         inside, entering = kept[None, :] - kept[:, None], float(np.quantile(crossing, 0.25)) / 2
         memory = points.parameters + expected_bytes(pipeline, self.policy, stage, received[:, None], inside, entering)
-        return _of_pieces(np.maximum(memory / pipeline.width(stage) - margin * capacity / pipeline.num_chunks, 0.0))
+        return self._of_pieces(memory / pipeline.width(stage))
 
     def _crossing(self, num_rows: int) -> Floats:
         """Per bound, the bytes that travel there both ways."""
         crossing: Floats = self.points.crossing_fixed + self.points.crossing_per_row * num_rows
         return crossing
 
+    def _of_pieces(self, table: Floats) -> Floats:
+        """The table with infinity where an end is not behind its start."""
+        table[self._no_pieces] = np.inf
+        return table
 
-def _of_pieces(table: Floats) -> Floats:
-    """The table with infinity where an end is not behind its start."""
-    pieces: Floats = np.where(np.triu(np.ones(table.shape, dtype=bool), 1), table, np.inf)
-    return pieces
+    @cached_property
+    def _no_pieces(self) -> NDArray[np.bool_]:
+        places: NDArray[np.bool_] = np.tril(np.ones((len(self.points.bounds),) * 2, dtype=bool))
+        return places

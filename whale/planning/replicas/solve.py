@@ -23,6 +23,7 @@ from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pipeline.stage_tables import StageTables
 from whale.planning.replicas.end_of_step import EndOfStep, end_of_step
 from whale.planning.replicas.replica import ReplicaModel, model_replica
+from whale.planning.replicas.room import most_rows
 from whale.planning.shard.stage_price import StagePricing
 from whale.planning.structure.stages import Assignment, assign
 from whale.planning.structure.structure import Structure
@@ -128,6 +129,18 @@ class Solver:
     def solve(self, placement: Placement) -> Solution:
         """`solve_together` with this pipeline shape for every replica."""
         return solve_together(placement, [self] * len(placement.replicas), self.num_rows)
+
+    def solve_if_it_may_fit(self, placement: Placement) -> Solution:
+        """`solve` without recomputation, which gives up at once where the rows surely do not fit.
+
+        Raises:
+            MemoryShortage: as `solve`; told by a bound alone where that is enough.
+        """
+        assert self.policy is KEEP_ALL, "the bound holds where nothing is recomputed"
+        most = sum(most_rows(self.prices, self.pipeline, placed) for placed in placement.replicas)
+        if most < self.num_rows:
+            raise shortage(f"a plan fits in memory (rows without recomputation: {most} at most, the batch has {self.num_rows})", 0, ())
+        return self.solve(placement)
 
     def model(self, placed: Placed, share: int, margin: float, keeping: float) -> tuple[ReplicaModel, Partition | None]:
         """A replica with its cut.
