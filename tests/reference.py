@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,9 +129,11 @@ def tensors_of(output: Any) -> tuple[Tensor, ...]:
 
 def call(model: nn.Module, batch: Any) -> Any:
     """The model on a batch: a mapping by keyword, a tuple by position, what `forward` does not take left out."""
-    takes = list(inspect.signature(model.forward).parameters)
+    parameters = inspect.signature(model.forward).parameters
+    takes = list(parameters)
     if isinstance(batch, Mapping):
-        return model(**{name: value for name, value in batch.items() if name in takes})
+        takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        return model(**{name: value for name, value in batch.items() if takes_all or name in takes})
     return model(*batch[: len(takes)])
 
 
@@ -143,6 +146,7 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float
     """Largest difference, relative to the expected tensor's largest magnitude, or to `floor` if that is larger.
 
     A floor keeps what is zero but for rounding (a key's bias under softmax) from being compared digit by digit.
+    What is not a number differs from all numbers.
     """
     if found.shape != expected.shape:
         return float("inf")
@@ -150,6 +154,8 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float
         return 0.0
     scale = max(float(expected.abs().max()), floor)
     difference = float((found.double() - expected.double()).abs().max())
+    if math.isnan(difference):
+        return float("inf")
     return difference / scale if scale > 0 else difference
 
 
