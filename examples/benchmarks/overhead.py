@@ -7,26 +7,22 @@ data_parallel  two ranks of Whale against DistributedDataParallel
 pipeline       two stages of Whale, 1F1B, against torch.distributed.pipelining
 
 Each pair times one block of steps of either side, in alternating order, so that a slow moment of the machine hits both.
-Ratio = the peer's time / Whale's, the median over the pairs; above 1, Whale is the faster.
+Ratio = the peer's time / Whale's, the median over the pairs; above 1, Whale is the faster. The same of the CPU time of both ranks
+together, which hardly depends on what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -34,10 +30,10 @@ import whale
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, loss_fn
+from ranks import Result, compared, line, on_ranks
 
 Step = Callable[[], object]
 Batch = dict[str, Tensor]
-Result = dict[str, float]
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 
@@ -146,24 +142,11 @@ CASES: dict[str, tuple[int, Callable[[argparse.Namespace], tuple[Step, Step]]]] 
 
 
 def measure(ours: Step, peer: Step, options: argparse.Namespace) -> Result:
-    """Medians in seconds per step, and the median over the pairs of the peer's time / ours."""
+    """What `compared` says of two sides that have trained alike."""
     for _ in range(options.warmup):
         first, second = ours(), peer()
     check_equal(first, second)
-    times: list[tuple[float, float]] = []
-    for pair in range(options.pairs):
-        order = (ours, peer) if pair % 2 == 0 else (peer, ours)
-        seconds = {id(step): block(step, options.steps) for step in order}
-        times.append((seconds[id(ours)], seconds[id(peer)]))
-    ratios = sorted(theirs / own for own, theirs in times)
-    quarter = len(ratios) // 4
-    return {
-        "ratio": statistics.median(ratios),
-        "low_quartile": ratios[quarter],
-        "high_quartile": ratios[-1 - quarter],
-        "whale_seconds": statistics.median(own for own, _ in times),
-        "peer_seconds": statistics.median(theirs for _, theirs in times),
-    }
+    return compared(ours, peer, options.steps, options.pairs)
 
 
 def check_equal(ours: object, peer: object) -> None:
@@ -177,44 +160,8 @@ def check_equal(ours: object, peer: object) -> None:
         raise SystemExit(f"the losses differ: {ours} and {theirs:.6f}")
 
 
-def block(step: Step, steps: int) -> float:
-    """Seconds per step of a block of steps, from a common start to the end of the slowest rank."""
-    if dist.is_initialized():
-        dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    if dist.is_initialized():
-        dist.barrier()
-    return (time.perf_counter() - begin) / steps
-
-
-def run_rank(rank: int, case: str, port: int, options: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    size, make = CASES[case]
-    if size > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        dist.init_process_group("gloo")
-    result = measure(*make(options), options)
-    if rank == 0:
-        results.put(result)
-    if size > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def run_case(case: str, options: argparse.Namespace) -> Result:
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run_rank, (case, free_port(), options, results), nprocs=CASES[case][0])
-    result: Result = results.get()
-    return result
+    return measure(*CASES[case][1](options), options)
 
 
 def main() -> None:
@@ -227,11 +174,8 @@ def main() -> None:
     options = parser.parse_args()
     found = {}
     for case in [options.only] if options.only else CASES:
-        found[case] = result = run_case(case, options)
-        print(
-            f"{case:14} whale {1e3 * result['whale_seconds']:7.2f} ms, peer {1e3 * result['peer_seconds']:7.2f} ms per step, "
-            f"ratio {result['ratio']:.3f} (quartiles {result['low_quartile']:.3f} to {result['high_quartile']:.3f}, {options.pairs} pairs)"
-        )
+        found[case] = result = on_ranks(CASES[case][0], run_case, case, options)
+        print(f"{case:14} {line(result)}")
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

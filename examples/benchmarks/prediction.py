@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -29,11 +28,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import whale
@@ -43,6 +40,7 @@ from whale.measure.host import host_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, loss_fn
+from ranks import on_ranks
 
 SLOWER = 3.0
 SMALL_OPS = 1000
@@ -214,31 +212,6 @@ def run_plans(num_ranks: int, options: argparse.Namespace) -> Found:
     return rank, {name: run_case(CASES[name], rank, options) for name in options.only or CASES if CASES[name].num_ranks == num_ranks}
 
 
-def run_rank(index: int, num_ranks: int, port: int, options: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo")
-    found = run_plans(num_ranks, options)
-    if index == 0:
-        results.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def spawned(num_ranks: int, options: argparse.Namespace) -> Found:
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run_rank, (num_ranks, free_port(), options, results), nprocs=num_ranks)
-    found: Found = results.get()
-    return found
-
-
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's: 1 where both order alike, -1 where they order in opposite ways; equal values share a rank.
 
@@ -279,7 +252,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     options = parser.parse_args()
     sizes = sorted({CASES[name].num_ranks for name in options.only or CASES})
-    report({num_ranks: spawned(num_ranks, options) for num_ranks in sizes}, options.json)
+    report({num_ranks: on_ranks(num_ranks, run_plans, num_ranks, options) for num_ranks in sizes}, options.json)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -34,8 +30,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import compared, line, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -285,70 +281,23 @@ def compare(what: str, own: Tensor, theirs: Tensor) -> None:
         raise SystemExit(f"{what} differs between the two sides by {apart:.2g} of its largest element")
 
 
-def measure(ours: Side, peer: Side, steps: int, pairs: int) -> dict[str, float]:
-    """Medians in seconds per step, and the median over the pairs of the peer's time / ours."""
-    times: list[tuple[float, float]] = []
-    for pair in range(pairs):
-        order = (ours, peer) if pair % 2 == 0 else (peer, ours)
-        seconds = {id(side): seconds_per_step(side.step, steps) for side in order}
-        times.append((seconds[id(ours)], seconds[id(peer)]))
-    ratios = sorted(theirs / own for own, theirs in times)
-    quarter = len(ratios) // 4
-    return {
-        "ratio": statistics.median(ratios),
-        "low_quartile": ratios[quarter],
-        "high_quartile": ratios[-1 - quarter],
-        "whale_seconds": statistics.median(own for own, _ in times),
-        "peer_seconds": statistics.median(theirs for _, theirs in times),
-        "num_pairs": pairs,
-    }
+def run_case(case: str, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one comparison; every rank calls it."""
+    ours, peer = CASES[case](shape, init_device_mesh("cpu", (NUM_RANKS,)))
+    check_equal(ours, peer, options.warmup)
+    result = compared(ours.step, peer.step, shape.steps, options.pairs)
+    ours.close()
+    sizes = {name: value for name, value in asdict(shape).items() if value}
+    return {**result, "shape": sizes, "whale_cuts": ours.shards, "peer_cuts": peer.shards}
 
 
-def seconds_per_step(step: Step, steps: int) -> float:
-    """Of a block of steps, from a common start to the end of the slowest rank."""
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    dist.barrier()
-    return (time.perf_counter() - begin) / steps
-
-
-def run_rank(rank: int, shapes: list[tuple[str, str, Shape]], port: int, options: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), LOCAL_WORLD_SIZE=str(NUM_RANKS))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    for case, size, shape in shapes:
-        ours, peer = CASES[case](shape, mesh)
-        check_equal(ours, peer, options.warmup)
-        result = measure(ours, peer, shape.steps, options.pairs)
-        if rank == 0:
-            sizes = {name: value for name, value in asdict(shape).items() if value}
-            results.put((case, size, {**result, "shape": sizes, "whale_cuts": ours.shards, "peer_cuts": peer.shards}))
-        ours.close()
-    dist.barrier()
-    dist.destroy_process_group()
+def run_cases(shapes: list[tuple[str, str, Shape]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    return [run_case(case, shape, options) for case, _, shape in shapes]
 
 
 def tiny(shape: Shape) -> Shape:
     """Sizes for a trial that is over at once; the times mean nothing."""
     return replace(shape, rows=4, width=32, context=min(shape.context, 8), heads=min(shape.heads, 4), classes=min(shape.classes, 64))
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def line(case: str, size: str, result: dict[str, Any]) -> str:
-    return (
-        f"{case:10} {size:5} whale {1e3 * result['whale_seconds']:7.2f} ms, peer {1e3 * result['peer_seconds']:7.2f} ms per step, ratio "
-        f"{result['ratio']:.3f} (quartiles {result['low_quartile']:.3f} to {result['high_quartile']:.3f}, {result['num_pairs']} pairs)"
-        f"  [{result['whale_cuts']}]"
-    )
 
 
 def main() -> None:
@@ -359,13 +308,10 @@ def main() -> None:
         for size, shape in SHAPES[case].items()
         if options.size in (size, None)
     ]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run_rank, (chosen, free_port(), options, results), nprocs=NUM_RANKS)
     found: dict[str, dict[str, Any]] = {}
-    for _ in chosen:
-        case, size, result = results.get()
+    for (case, size, _), result in zip(chosen, on_ranks(NUM_RANKS, run_cases, chosen, options), strict=True):
         found.setdefault(case, {}).update(result if size == "small" else {size: result})
-        print(line(case, size, result))
+        print(f"{case:10} {size:5} {line(result)}  [{result['whale_cuts']}]")
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -1,0 +1,119 @@
+"""The ranks of a benchmark on this machine: processes of one thread each, in a Gloo group, timed together.
+
+They meet at a store of the process that starts them, on a port that the system chose when the store was made: two
+benchmarks at once cannot take each other's.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+HOST = "127.0.0.1"
+Result = dict[str, float]
+
+
+def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function on every rank; a single rank is in no process group.
+
+    Args:
+        num_ranks: processes to start.
+        function: of the top level of a module.
+        *arguments: what it is called with; these and its result must pickle.
+
+    Returns:
+        What it gave on rank 0.
+    """
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_run, (num_ranks, store.port, function, arguments, results), nprocs=num_ranks)
+    return results.get()
+
+
+def _run(rank: int, num_ranks: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...], results: Any) -> None:
+    torch.set_num_threads(1)
+    if num_ranks > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
+        dist.init_process_group("gloo", store=dist.TCPStore(HOST, port), rank=rank, world_size=num_ranks)
+    result = function(*arguments)
+    if rank == 0:
+        results.put(result)
+    if num_ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class Cost(NamedTuple):
+    """What a step took.
+
+    Attributes:
+        seconds: from a common start to the end of the slowest rank.
+        cpu_seconds: of all threads of all ranks together; the same on a busy machine as on a quiet one.
+    """
+
+    seconds: float
+    cpu_seconds: float
+
+
+def cost_of(step: Callable[[], object], steps: int) -> Cost:
+    """Of one step, the mean over a block; every rank calls it."""
+    meet()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step()
+    meet()
+    seconds, cpu_seconds = time.perf_counter() - begin, torch.tensor(time.process_time() - cpu_begin, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(cpu_seconds)
+    return Cost(seconds / steps, float(cpu_seconds) / steps)
+
+
+def compared(ours: Callable[[], object], peer: Callable[[], object], steps: int, pairs: int) -> Result:
+    """Times blocks of steps of either side in pairs, in alternating order, so that a slow moment of the machine hits both.
+
+    Returns:
+        Medians in seconds per step, and of the peer's / ours: ``ratio`` of the times, ``cpu_ratio`` of the CPU times.
+    """
+    costs: list[tuple[Cost, Cost]] = []
+    for pair in range(pairs):
+        if pair % 2 == 0:
+            own = cost_of(ours, steps)
+            costs.append((own, cost_of(peer, steps)))
+        else:
+            theirs = cost_of(peer, steps)
+            costs.append((cost_of(ours, steps), theirs))
+    ratios = sorted(theirs.seconds / own.seconds for own, theirs in costs)
+    quarter = len(ratios) // 4
+    return {
+        "ratio": statistics.median(ratios),
+        "low_quartile": ratios[quarter],
+        "high_quartile": ratios[-1 - quarter],
+        "whale_seconds": statistics.median(own.seconds for own, _ in costs),
+        "peer_seconds": statistics.median(theirs.seconds for _, theirs in costs),
+        "cpu_ratio": statistics.median(theirs.cpu_seconds / own.cpu_seconds for own, theirs in costs),
+        "whale_cpu_seconds": statistics.median(own.cpu_seconds for own, _ in costs),
+        "peer_cpu_seconds": statistics.median(theirs.cpu_seconds for _, theirs in costs),
+        "num_pairs": pairs,
+    }
+
+
+def line(result: Result) -> str:
+    """The figures in words."""
+    return (
+        f"whale {1e3 * result['whale_seconds']:7.2f} ms, peer {1e3 * result['peer_seconds']:7.2f} ms per step, ratio {result['ratio']:.3f} "
+        f"(quartiles {result['low_quartile']:.3f} to {result['high_quartile']:.3f}, {result['num_pairs']} pairs); CPU of all ranks "
+        f"{1e3 * result['whale_cpu_seconds']:.2f} and {1e3 * result['peer_cpu_seconds']:.2f} ms, ratio {result['cpu_ratio']:.3f}"
+    )
+
+
+def meet() -> None:
+    """Waits for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
