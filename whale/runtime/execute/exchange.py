@@ -8,7 +8,7 @@ added (gradients from several readers).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -48,7 +48,7 @@ class _Form:
     index: tuple[Index, ...] | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Parcel:
     """One copy on its way to this rank, or here already.
 
@@ -56,7 +56,7 @@ class Parcel:
         copy: which region of which tensor.
         form: where it lies in what this rank has of the tensor.
         wire: what it arrives in.
-        work: what to wait for; None where this rank handed it to itself.
+        work: what to wait for; None where it is here.
         peer: the rank it comes from.
         sender: where it was made.
     """
@@ -142,12 +142,11 @@ class Exchange:
 
     def wait(self, place: Place) -> None:
         """Waits for the parcels that have been posted, each once: Gloo's receives cannot be waited for again."""
-        parcels = self._parcels.get(place, [])
-        for parcel in parcels:
+        for parcel in self._parcels.get(place, ()):
             self._waits.wait(parcel.work, _name(place, "RECV"), (parcel.peer,))
+            parcel.work = None
             for done in self._done_at.get((place, self._boundary.replica.pipeline.stage_rank[parcel.sender[1]]), ()):
                 self._let_go(done, parcel.peer)
-        parcels[:] = [replace(parcel, work=None) for parcel in parcels]
 
     def take(self, place: Place) -> dict[str, torch.Tensor]:
         """The tensors of a place, put together; what was handed over on this virtual device is waited for here."""

@@ -17,6 +17,7 @@ from whale.ir.schedule import COMMUNICATION, POSTS, RECEIVES, Action, Kind
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.exchange import Exchange, Place, place_of
 from whale.runtime.execute.loss import LossAccount
+from whale.runtime.execute.order import Order
 from whale.runtime.execute.randomness import seed_of
 from whale.runtime.execute.stage import Flight, StageRunner
 from whale.runtime.execute.status import StatusBoard
@@ -64,6 +65,7 @@ class Executor:
     """Runs the actions of one rank.
 
     Args:
+        order: its actions.
         stages: its stages.
         exchange: between stages.
         model: the captured model.
@@ -78,6 +80,7 @@ class Executor:
 
     def __init__(
         self,
+        order: Order,
         stages: Mapping[int, StageRunner],
         exchange: Exchange,
         model: ModelGraph,
@@ -86,14 +89,11 @@ class Executor:
         status: StatusBoard,
         device: torch.device,
     ) -> None:
-        self._stages, self._exchange, self._model = stages, exchange, model
+        self._order, self._stages, self._exchange, self._model = order, stages, exchange, model
         self._counted = counted
         self._gates = [stage.gate for stage in stages.values() if stage.gate is not None]
         self._sync, self._status, self._device = sync, status, device
         self._flights: dict[tuple[int, int], Flight] = {}
-        self._last_backward: dict[int | None, Action] = {}
-        self._recomputed: frozenset[tuple[int | None, int | None]] = frozenset()
-        self._remaining: dict[int, frozenset[Kind]] = {}
         self._num_in_flight = 0
         self._handlers: dict[Kind, Callable[[StepState, int, int], None]] = {
             Kind.FORWARD: self._forward,
@@ -106,11 +106,10 @@ class Executor:
         }
         self.peak_in_flight = 0
 
-    def run(self, actions: Sequence[Action], state: StepState, agree: Callable[[], None], reduce: Callable[[], None]) -> None:
+    def run(self, state: StepState, agree: Callable[[], None], reduce: Callable[[], None]) -> None:
         """Runs the actions up to the optimizer's step, which is the caller's.
 
         Args:
-            actions: of this rank.
             state: of the step.
             agree: called once, before the first message, before the LOSS, and before the first backward if that needs it.
                 Split stages send messages while they compute: there it comes before the first of those; before everything
@@ -123,19 +122,16 @@ class Executor:
         self._exchange.begin(state.micro_batches)
         self._flights.clear()
         self.peak_in_flight = self._num_in_flight = 0
-        self._remaining = {stage: _after_forward(actions, stage) for stage in self._stages}
-        self._recomputed = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.RECOMPUTE)
-        self._last_backward = {action.stage: action for action in actions if action.kind in _BACKWARD_KINDS}
         agreed = _Once(agree)
         for gate in self._gates:
             gate.close(agreed)
         if self._exchange.hands_over_at_once:
             agreed()
-        for action in actions:
+        for action, name in self._order.named:
             needs_weights = state.awaits_weights and action.kind is not Kind.FORWARD
             if needs_weights or action.kind in COMMUNICATION:
                 agreed()
-            self._status.set(str(action), self._exchange.peers(place_of(action)) if action.kind in RECEIVES else ())
+            self._status.set(name, self._exchange.peers(place_of(action)) if action.kind in RECEIVES else ())
             if action.kind is Kind.SYNC and self._sync is not None:
                 self._sync.finish_stage(_stage(action))
             elif action.kind is Kind.LOSS:  # agreed on all ranks before the sum: one that refuses the batch starts none
@@ -162,7 +158,7 @@ class Executor:
             high - low,
             lambda name: state.batch.rows_on(self._device, name, start + low, start + high),
             received,
-            with_graph=state.with_gradients and (stage, micro_batch) not in self._recomputed,
+            with_graph=state.with_gradients and (stage, micro_batch) not in self._order.recomputed,
             seed=lambda: seed_of(*state.seed, self._stages[stage].row_group, micro_batch, stage),
         )
         if stage in self._counted:
@@ -170,7 +166,7 @@ class Executor:
         self._num_in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self._num_in_flight)
         self._exchange.hand_over(("forward", stage, micro_batch), flight.tensors())
-        flight.pending = set(self._remaining[stage])
+        flight.pending = set(self._order.after_forward[stage])
         if flight.pending:
             self._flights[stage, micro_batch] = flight
 
@@ -192,8 +188,8 @@ class Executor:
         self._stages[stage].recompute(self._flights[stage, micro_batch])
 
     def _backward(self, state: StepState, stage: int, micro_batch: int) -> None:
-        weights_wait = Kind.BACKWARD_WEIGHT in self._remaining[stage]
-        if self._sync is not None and not weights_wait and self._last_backward[stage] == Action(Kind.BACKWARD, stage, micro_batch):
+        weights_wait = Kind.BACKWARD_WEIGHT in self._order.after_forward[stage]
+        if self._sync is not None and not weights_wait and self._order.last_backward[stage] == Action(Kind.BACKWARD, stage, micro_batch):
             self._sync.arm(stage)
         self._differentiate(state, stage, micro_batch)
         self._flights[stage, micro_batch].weights.run()
@@ -206,7 +202,7 @@ class Executor:
 
     def _backward_weight(self, state: StepState, stage: int, micro_batch: int) -> None:
         queue, is_final = self._flights[stage, micro_batch].weights, None
-        if self._sync is not None and self._last_backward[stage] == Action(Kind.BACKWARD_WEIGHT, stage, micro_batch):
+        if self._sync is not None and self._order.last_backward[stage] == Action(Kind.BACKWARD_WEIGHT, stage, micro_batch):
             self._sync.settle(stage, queue.parameters())
             is_final = self._sync.is_final
         queue.run(is_final)
@@ -237,17 +233,6 @@ class Executor:
             del self._flights[stage, micro_batch]
 
 
-_BACKWARD_KINDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-
-
 def _stage(action: Action) -> int:
     assert action.stage is not None
     return action.stage
-
-
-def _after_forward(actions: Sequence[Action], stage: int) -> frozenset[Kind]:
-    """What happens to each micro-batch of a stage after its forward, receives aside."""
-    return frozenset(action.kind for action in actions if action.stage == stage) & _KEEPS
-
-
-_KEEPS = _BACKWARD_KINDS | {Kind.SEND_FORWARD, Kind.SEND_BACKWARD}

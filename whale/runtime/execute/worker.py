@@ -8,7 +8,7 @@ import torch
 
 from whale.axes import Axes
 from whale.ir.plan import Plan
-from whale.ir.schedule import Action, Schedule
+from whale.ir.schedule import Schedule
 from whale.runtime.execute.agreement import Agreement, Pending
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.boundary import Boundary
@@ -16,6 +16,7 @@ from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.exchange import Exchange
 from whale.runtime.execute.executor import Executor, StepState
 from whale.runtime.execute.loss import LossAccount, weight_program
+from whale.runtime.execute.order import Order
 from whale.runtime.execute.seat_stages import SeatStages, make_stages
 from whale.runtime.program.captured import Captured
 from whale.runtime.state.gradient_sync import GradientSync
@@ -54,16 +55,15 @@ class Worker:
         self.plan, self._model, self._seat = plan, captured.graph, roster.seat
         self._device, self._everyone = roster.world.device, connections.everyone
         self._weights = weight_program(captured.graph, captured.graph_for(captured.graph.num_rows), self._device)
-        self._actions: tuple[Action, ...] = ()
         self._executor: Executor | None = None
         stages = SeatStages()
         if self._seat is not None:
             replica, schedule = plan.replicas[self._seat.replica], schedules[self._seat.replica]
-            self._actions = schedule.ranks[self._seat.pipeline_rank]
+            order = Order(schedule.ranks[self._seat.pipeline_rank])
             known = {*self._weights.by_rows, *self._weights.measured}
-            stages = make_stages(replica, self._seat, self._actions, captured, known, tensors, axes, connections)
+            stages = make_stages(replica, self._seat, order.actions, captured, known, tensors, axes, connections)
             exchange = self._make_exchange(schedule, axes, connections)
-            self._executor = Executor(stages.runners, exchange, self._model, stages.counted, sync, connections.status, self._device)
+            self._executor = Executor(order, stages.runners, exchange, self._model, stages.counted, sync, connections.status, self._device)
         self._agreement = Agreement(plan, self._model, self._weights, stages, tensors, roster, connections.everyone)
 
     def _make_exchange(self, schedule: Schedule, axes: Axes | None, connections: Connections) -> Exchange:
@@ -107,7 +107,7 @@ class Worker:
             agree()
             reduce()
         else:
-            self._executor.run(self._actions, state, agree, reduce)
+            self._executor.run(state, agree, reduce)
         return state
 
     def refuse(self) -> None:

@@ -119,6 +119,8 @@ class WeightQueue:
         Args:
             is_final: told of each parameter when the last one is added to it.
         """
+        if not self._pending:
+            return
         num_uses = Counter(self.parameters())
         with torch.no_grad():
             for rule, args, gradient in self._pending:

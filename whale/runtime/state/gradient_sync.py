@@ -18,7 +18,7 @@ done, so that no rank that waits in one is missed elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -120,7 +120,7 @@ class _Slot:
         return self.adds and self.index is None
 
     def fill(self) -> None:
-        """Copies what this rank adds, where it was not accumulated in place, and shows where the sum will be."""
+        """Of a gradient that is not accumulated in place: copies what this rank adds, and shows where the sum will be."""
         gradient = self.parameter.grad
         if self.index is None:
             self.parameter.grad = self.view
@@ -140,6 +140,7 @@ class _Bucket:
     stages: frozenset[int]
     flat: torch.Tensor
     num_final: int = 0
+    is_armed: bool = False
     is_ready: bool = False
     is_started: bool = False
     work: Launched | None = None
@@ -148,6 +149,16 @@ class _Bucket:
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         """Those with a place in it, each once."""
         return tuple({slot.parameter: None for slot in self.slots})
+
+    @cached_property
+    def in_place(self) -> tuple[_Slot, ...]:
+        """Slots in which a gradient is accumulated."""
+        return tuple(slot for slot in self.slots if slot.accumulates)
+
+    @cached_property
+    def apart(self) -> tuple[_Slot, ...]:
+        """Slots that are filled when the bucket starts."""
+        return tuple(slot for slot in self.slots if not slot.accumulates)
 
 
 class GradientSync:
@@ -189,8 +200,8 @@ class GradientSync:
             self._buckets.append(bucket)
             for parameter in bucket.parameters if plan.is_at_one_place else ():
                 self._buckets_of.setdefault(parameter, []).append(bucket)
-        for owned in self._buckets_of:
-            self._hooks.append(owned.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
+        for owned, its in self._buckets_of.items():
+            self._hooks.append(owned.register_post_accumulate_grad_hook(self._watcher(its)))  # type: ignore[no-untyped-call]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -201,15 +212,17 @@ class GradientSync:
         """Forgets the last step, and makes zeros in the buckets the gradients of their parameters."""
         self._armed.clear()
         for bucket in self._buckets:
-            bucket.num_final, bucket.is_ready, bucket.is_started, bucket.work = 0, False, False, None
+            bucket.num_final, bucket.work = 0, None
+            bucket.is_armed = bucket.is_ready = bucket.is_started = False
             bucket.flat.zero_()
-            for slot in bucket.slots:
-                if slot.accumulates:
-                    slot.parameter.grad = slot.view
+            for slot in bucket.in_place:
+                slot.parameter.grad = slot.view
 
     def arm(self, stage: int) -> None:
         """States that the backward about to run is this stage's last of the step: what it accumulates is final."""
         self._armed.add(stage)
+        for bucket in self._buckets:
+            bucket.is_armed = bucket.stages <= self._armed
 
     def settle(self, stage: int, waiting: Collection[torch.Tensor]) -> None:
         """States that the gradients of a stage are final but for parameters that wait for the weight part that comes now."""
@@ -220,10 +233,7 @@ class GradientSync:
 
     def is_final(self, parameter: torch.Tensor) -> None:
         """States that the gradient of one parameter is final, and starts what can start."""
-        for bucket in self._buckets_of.get(parameter, ()):
-            bucket.num_final += 1
-            bucket.is_ready = bucket.is_ready or bucket.num_final == len(bucket.parameters)
-        self._start_ready()
+        self._count(self._buckets_of.get(parameter, ()))
 
     def finish_stage(self, stage: int) -> None:
         """States that every gradient of a stage is final, and starts what can start."""
@@ -243,7 +253,7 @@ class GradientSync:
         for bucket in self._buckets:
             assert bucket.is_started, f"gradients of {bucket.plan.pieces} were never final"
             self._waits.wait(bucket.work, "gradient synchronisation", bucket.ranks)
-            for slot in bucket.slots:
+            for slot in bucket.apart:
                 if slot.index is not None:
                     assert slot.parameter.grad is not None
                     write_part(slot.parameter.grad, slot.index, slot.view)
@@ -260,9 +270,22 @@ class GradientSync:
             hook.remove()
         self._hooks.clear()
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if self._buckets_of[parameter][0].stages <= self._armed:  # all its buckets are of one stage, and that is the same
-            self.is_final(parameter)
+    def _watcher(self, buckets: Sequence[_Bucket]) -> Callable[[torch.Tensor], None]:
+        """Called at every gradient of a parameter that has places in some buckets, so it does little."""
+        first = buckets[0]  # all are of one stage, and that is the same
+
+        def on_gradient(_: torch.Tensor) -> None:
+            if first.is_armed:
+                self._count(buckets)
+
+        return on_gradient
+
+    def _count(self, buckets: Sequence[_Bucket]) -> None:
+        for bucket in buckets:
+            bucket.num_final += 1
+            if bucket.num_final == len(bucket.parameters):
+                bucket.is_ready = True
+                self._start_ready()
 
     def _start_ready(self) -> None:
         for bucket in self._buckets:
@@ -274,7 +297,7 @@ class GradientSync:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.is_started = True
-        for slot in bucket.slots:
+        for slot in bucket.apart:
             slot.fill()
         bucket.work = self._groups.all_reduce(bucket.flat, bucket.ranks)
 
