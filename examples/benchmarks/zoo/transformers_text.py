@@ -186,6 +186,7 @@ EXPERTS = (
     both(
         "switch-transformers",
         "SwitchTransformers",
+        single=True,
         decoder_start_token_id=0,
         d_kv=8,
         d_ff=48,

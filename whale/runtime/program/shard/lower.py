@@ -72,11 +72,11 @@ def lower_shards(
     ops = [node.name for node in known if node.op != "placeholder"]
     layout = ShardLayout(model, axes, tuple(shards), position, ops, num_rows)
     roots = {node.name: node.name for node in graph.nodes} | storages(map(model.by_name.__getitem__, ops))
-    written = frozenset(roots[node.name] for node in known if "in_place" in model.by_name[node.name].tags)
-    raise_faults([*layout.faults(ops), *_memory_faults(ops, layout)])
+    writes = MemoryWrites(model, ops)
+    raise_faults([*layout.faults(ops), *_memory_faults(ops, layout, writes)])
     partial = layout.labels.partial_parameters - frozenset(complete)
     names = {node.name for node in known if _parameter(model, node.name) in partial}
-    writer = Writer(layout, roots, written, frozenset(names))
+    writer = Writer(layout, roots, writes, frozenset(names))
     for node in graph.nodes:
         _write(node, writer)
     shard = [node.name for node in known if _parameter(model, node.name) and layout.labels.held(node.name)]
@@ -105,9 +105,9 @@ def _write(node: fx.Node, writer: Writer) -> None:
         writer.wrote(node)
 
 
-def _memory_faults(ops: Sequence[str], layout: ShardLayout) -> list[PlanError]:
+def _memory_faults(ops: Sequence[str], layout: ShardLayout, writes: MemoryWrites) -> list[PlanError]:
     """Memory that is written in place must lie as all that see it need it: a bridge between would be a copy."""
-    faults, writes, labels = [], MemoryWrites(layout.model, ops), layout.labels
+    faults, labels = [], layout.labels
     for name in ops:
         op = layout.model.by_name[name]
         for operand in op.inputs if op.target != "operator.getitem" else ():

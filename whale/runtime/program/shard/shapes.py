@@ -48,7 +48,7 @@ def view(call: Call) -> fx.Node:
     if name is None:  # view as another type
         return call.same()
     # a part is not always laid out as the whole: copy where needed, unless somebody writes through the view
-    target = aten.view.default if call.writer.is_written(call.node) else aten.reshape.default
+    target = aten.view.default if call.writer.is_written_later(call.node) else aten.reshape.default
     return call.emit(target, call.value("self"), local_sizes(call, call.raw[name], call.result))
 
 

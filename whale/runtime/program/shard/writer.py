@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from whale.axes.labels import Use
+from whale.ir.writes import MemoryWrites
 from whale.runtime.program.marks import OP
 from whale.runtime.program.shard.communication import collect, enter, exchange, gather, leave, part, scatter
 from whale.runtime.program.shard.layout import ShardLayout
@@ -45,16 +46,16 @@ class Writer:
     Args:
         layout: the cuts.
         roots: per node of the old graph, the node whose memory it shares.
-        written: those of them that some op of the stage writes in place.
+        writes: what the ops of the stage write in place.
         synchronized: parameters whose partial gradients are summed once per step, so that their bridges move none.
     """
 
-    def __init__(self, layout: ShardLayout, roots: Mapping[str, str], written: frozenset[str], synchronized: frozenset[str]) -> None:
+    def __init__(self, layout: ShardLayout, roots: Mapping[str, str], writes: MemoryWrites, synchronized: frozenset[str]) -> None:
         self.layout = layout
         self.graph = fx.Graph()
         self.group = self.graph.placeholder(GROUP)
         self.copies: dict[fx.Node, fx.Node] = {}
-        self._roots, self._written = roots, written
+        self._roots, self._memory = roots, writes
         self._synchronized = synchronized
         self._writes: dict[str, int] = {}
         self._forms: dict[tuple[fx.Node, Use, int], fx.Node] = {}
@@ -80,9 +81,9 @@ class Writer:
         made.meta = {key: value for key, value in node.meta.items() if key not in dropped}
         return made
 
-    def is_written(self, node: fx.Node) -> bool:
-        """Whether an op of the stage writes to the memory of an old node."""
-        return self._roots[node.name] in self._written
+    def is_written_later(self, node: fx.Node) -> bool:
+        """Whether an op of the stage writes to the memory of an old node after that was made."""
+        return self._memory.is_written_later(node.name)
 
     def wrote(self, node: fx.Node) -> None:
         """Notes that an old node changed the memory of its first argument."""

@@ -84,6 +84,28 @@ def test_gradients_of_parameters_read_by_parts_alone_are_partial(block: Captured
     assert op_of(entered) is None
 
 
+class Written(nn.Module):
+    """Writes through one view; another is made when all is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gain = nn.Linear(6, 10), nn.Parameter(torch.ones(10))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.up(x) * self.gain
+        before = hidden.view(-1, 40)
+        before.mul_(2)
+        after = hidden.view(-1, 40)
+        return F.mse_loss(before + after, y)
+
+
+def test_a_view_may_be_a_copy_where_nobody_writes_through_it_later() -> None:
+    """A part is not always laid out as the whole, so a view of it may not be possible."""
+    program = _lowered(_captured(Written(), (torch.randn(3, 4, 6), torch.randn(3, 40))), Shard("gain:0", (3, 7)))
+    shaped = [node.target for node in program.graph.nodes if node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default)]
+    assert shaped == [torch.ops.aten.view.default, torch.ops.aten.reshape.default]
+
+
 def test_the_given_graph_stays_as_it_is(block: Captured) -> None:
     before = str(block[2])
     _lowered(block, HIDDEN)
