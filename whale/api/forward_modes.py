@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whale.api.apart import warn_where_apart
 from whale.api.mode import ModeName
 from whale.api.modes import Modes
 from whale.planning import retarget_plan
@@ -22,4 +23,5 @@ def prepare_forward(runtime: Runtime, modes: Modes, name: ModeName, num_rows: in
     prepared = runtime.plan_of(name)
     if prepared is None or prepared.pipelines != fitting.pipelines:
         plan = retarget_plan(fitting, modes.train.graph, modes[name].graph)
+        warn_where_apart(plan, modes[name].graph, runtime.roster.world)
         runtime.prepare(name, modes[name], plan, forward_schedules_of(plan))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.api.apart import warn_where_apart
 from whale.api.arguments import check_arguments
 from whale.api.attach import attach
 from whale.api.deciding import decide
@@ -57,6 +58,9 @@ def parallelize(
     Returns:
         The engine, on every rank.
 
+    Warns:
+        UserWarning: the model or its loss mixes samples that the plan computes apart; names the lines.
+
     Raises:
         WhaleError: see the subclasses; everything is checked before the first step, on all ranks.
     """
@@ -67,6 +71,7 @@ def parallelize(
     modes = Modes(model, loss, batch, world)
     graph = modes.train.graph
     decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings))
+    warn_where_apart(decided, graph, world)
     schedules = schedules_of(decided)
     roster = attachment.roster(decided, world)
     axes = discover_if_sharded(decided, graph)

@@ -6,7 +6,7 @@ the axes get their names (`naming`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from whale.axes.atoms import ROWS, Atoms, Dim
@@ -40,7 +40,7 @@ def discover(graph: ModelGraph) -> Axes:
         axes=tuple(Axis(name, _size(reading.atoms.size((leaf,)), graph.num_rows), reasons.get(leaf, ())) for leaf, name in names.items()),
         ops=MappingProxyType(ops),
         parameters=MappingProxyType({name: show.dimensions(dims) for name, dims in held.items()}),
-        mixing=find_mixing(graph, ops),
+        mixing=find_mixing(graph, ops, tuple(_rows(names, reading.atoms)), reading.positions),
         positions=frozenset(reading.positions),
     )
 
@@ -93,6 +93,11 @@ def _reasons(graph: ModelGraph, roles: Mapping[str, Mapping[int, Role]]) -> dict
             if role.kind == "whole":
                 found.setdefault(leaf, {}).setdefault((op.target, role.reason), Whole(op.name, op.target, role.reason, op.where))
     return {leaf: tuple(reasons.values()) for leaf, reasons in found.items()}
+
+
+def _rows(names: Mapping[int, str], atoms: Atoms) -> Iterator[str]:
+    """The batch, and other axes whose size depends on the number of rows."""
+    return (name for leaf, name in names.items() if atoms.size((leaf,)) % ROWS == 0 and atoms.size((leaf,)))
 
 
 def _size(size: int, num_rows: int) -> int:

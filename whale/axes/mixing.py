@@ -1,67 +1,101 @@
-"""Which ops mix samples: what a cut of the batch would change, and what it would not."""
+"""Which ops mix samples: what a cut of the batch would change, and what it would not.
+
+An op mixes samples where it needs rows whole, combines them, computes with their number or with their places. Not so the
+sums of the loss: what leads from rows to an exact term is added up over all pieces of the batch.
+
+    h [b d] -> mean [d]  -> sub [b d] -> mse []    mean mixes: a piece has another mean
+    h [b d] -> sum [d]   -> sum []       (a term)  adds up
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from whale.axes.checks import CONTRACTED_AND_KEPT, TWICE
+from whale.axes.outcome import NUMBERS
 from whale.axes.reading import NO_RULE
 from whale.axes.values import Mixing, OpAxes, Role, axes_of
-from whale.ir.graph import ModelGraph, Op, Ref
-from whale.ir.plan import BATCH
+from whale.ir.graph import LossTerm, ModelGraph, Op, Ref
 
 
-def find_mixing(graph: ModelGraph, ops: Mapping[str, OpAxes]) -> tuple[Mixing, ...]:
-    """Ops that need the batch whole or combine samples, except where the loss adds up its terms."""
-    added_up = _added_up(graph, ops)
-    found = []
-    for op in graph.ops:
-        role = ops[op.name].roles.get(BATCH) if op.name in ops else None
-        if role is None or role.kind in ("kept", "broadcast"):
-            continue
+def find_mixing(graph: ModelGraph, ops: Mapping[str, OpAxes], rows: Collection[str], positions: Collection[str]) -> tuple[Mixing, ...]:
+    """Ops that need the batch whole or combine samples, and terms of the loss that are no sum over samples.
+
+    Args:
+        graph: the model.
+        ops: what each op does with each axis.
+        rows: the batch, and every other axis whose size depends on the number of rows.
+        positions: ops that hold the positions 0, 1, ... along their axis.
+    """
+    return tuple(_Search(graph, ops, frozenset(rows), frozenset(positions)).found())
+
+
+class _Search:
+    def __init__(self, graph: ModelGraph, ops: Mapping[str, OpAxes], rows: frozenset[str], positions: frozenset[str]) -> None:
+        self._graph, self._ops, self._rows = graph, ops, rows
+        self._positions = {name for name in positions if self._has_rows(name)}
+        self._terms = {term.sum: term for term in graph.loss if not term.exact}
+        chains = {name for term in graph.loss for name in self._chain(term)}
+        self._added_up = {name for name in chains if all(user in chains for user in graph.users[name])}
+
+    def found(self) -> Iterator[Mixing]:
+        for op in self._graph.ops:
+            if op.name in self._terms:
+                term = self._terms[op.name]
+                yield Mixing(op.name, term.reason, term.where, "mixes")
+            elif op.name in self._ops and op.name not in self._added_up and (reason := self._reason(op)):
+                yield Mixing(op.name, reason, op.where, "no rule" if reason.endswith(_CANNOT_TELL) else "mixes")
+
+    def _reason(self, op: Op) -> str:
+        """Why an op mixes samples; "" where it does not."""
+        if op.kind == "constant" and self._has_rows(op.name):
+            return f"a tensor made by the model's code ({op.target}) has a value for each row"
+        if op.name not in self._positions and any(self._are_values(op, name) for name in op.inputs if name in self._positions):
+            return f"{op.target} computes with the places of rows"
+        roles = [role for axis, role in self._ops[op.name].roles.items() if axis in self._rows]
+        return next((reason for role in roles if (reason := self._reason_of(op, role))), "")
+
+    def _reason_of(self, op: Op, role: Role) -> str:
         if role.kind == "contracted":
-            if op.name not in added_up:
-                found.append(Mixing(op.name, f"combines samples by {role.combine} ({op.target})", op.where, "mixes"))
-        elif not _inherited(op, role, ops):
-            kind = "no rule" if role.reason == NO_RULE.reason else "mixes"
-            reason = f"{op.target}: no rule, cannot tell" if kind == "no rule" else f"{op.target} {role.reason}"
-            found.append(Mixing(op.name, reason, op.where, "no rule" if kind == "no rule" else "mixes"))
-    return tuple(found)
+            return f"combines samples by {role.combine} ({op.target})"
+        if role == NUMBERS:
+            return "" if op.name in self._positions else f"{op.target} {role.reason}, rows by their places"
+        if role.kind != "whole" or self._is_inherited(op, role):
+            return ""
+        return f"{op.target}: no rule{_CANNOT_TELL}" if role == NO_RULE else f"{op.target} {role.reason}"
+
+    def _is_inherited(self, op: Op, role: Role) -> bool:
+        """Whether the op only meets rows twice because an operand has them twice already."""
+        return role in (TWICE, CONTRACTED_AND_KEPT) and any(self._has_rows(name, times=2) for name in op.inputs)
+
+    def _has_rows(self, name: str, times: int = 1) -> bool:
+        """Whether a result of an op has rows, or one axis of them so many times."""
+        if name not in self._ops:
+            return False
+        results = ([axis for dim in dims for axis in axes_of(dim)] for dims in self._ops[name].outputs)
+        return any(met.count(axis) >= times for met in results for axis in self._rows)
+
+    def _are_values(self, op: Op, positions: str) -> bool:
+        """Whether an op computes with positions of rows. As an index of those very rows they are rows as they are."""
+        if not op.target.startswith("aten.index."):
+            return True
+        source, indices = op.args[0], op.args[1]
+        assert isinstance(source, Ref) and isinstance(indices, tuple)
+        own = next(dim for dim in self._ops[positions].outputs[0] if dim)
+        dims = self._ops[source.op].outputs[0]
+        return any(index == Ref(positions) and dims[place] != own for place, index in enumerate(indices))
+
+    def _chain(self, term: LossTerm) -> set[str]:
+        """What leads from rows to a term: its sum and weight, and back to the ops whose operands have rows."""
+        found: set[str] = set()
+        waiting = [name for name in (term.sum, term.weight) if name is not None]
+        while waiting:
+            name = waiting.pop()
+            if name in found or name not in self._graph.by_name or self._has_rows(name):
+                continue
+            found.add(name)
+            waiting += self._graph.by_name[name].inputs
+        return found
 
 
-def _inherited(op: Op, role: Role, ops: Mapping[str, OpAxes]) -> bool:
-    """Whether the op only meets the batch twice because an operand has it twice already."""
-    return role in (TWICE, CONTRACTED_AND_KEPT) and any(_has_it_twice(ops[name]) for name in op.inputs if name in ops)
-
-
-def _has_it_twice(op: OpAxes) -> bool:
-    return any(sum(axes_of(dim).count(BATCH) for dim in dims) > 1 for dims in op.outputs)
-
-
-_LINEAR = frozenset(
-    f"aten.{name}"
-    for name in ("add", "sub", "neg", "mul", "div", "to", "_to_copy", "clone", "alias", "sum", "view", "reshape", "squeeze", "unsqueeze")
-)
-
-
-def _added_up(graph: ModelGraph, ops: Mapping[str, OpAxes]) -> set[str]:
-    """The ops whose sums over the batch are the loss terms' sums and weights: walking back from these through linear ops
-    that no longer have the batch."""
-    found: set[str] = set()
-    waiting = [name for term in graph.loss for name in (term.sum, term.weight) if name in ops]
-    while waiting:
-        name = waiting.pop()
-        if name in found or name is None:
-            continue
-        found.add(name)
-        op = graph.by_name[name]
-        if BATCH not in ops[name].roles and _is_linear(op):
-            waiting += [source for source in op.inputs if source in ops]
-    return found
-
-
-def _is_linear(op: Op) -> bool:
-    packet = op.target.rpartition(".")[0].rstrip("_")
-    if packet in ("aten.mul", "aten.div"):
-        return not isinstance(op.args[1], Ref)
-    return packet in _LINEAR
+_CANNOT_TELL = ", cannot tell"

@@ -14,6 +14,7 @@ Dims = tuple[Dim, ...]
 
 KEPT = Role("kept")
 BROADCAST = Role("broadcast")
+NUMBERS = Role("broadcast", reason="makes values by their places")
 READS_ROWS = Role("whole", reason="computes with the number of rows")
 CLASHES = Role("whole", reason="regroups it in factors that do not fit")
 

@@ -20,7 +20,7 @@ class Role:
         kind: ``kept`` (each part of the result needs that part of the operands), ``contracted`` (results for parts
             are combined), ``broadcast`` (made by the op, any part alone) or ``whole`` (not to be cut here).
         combine: for a contracted axis, how: ``sum``, ``mean``, ``lookup``, ...
-        reason: for a whole axis, why.
+        reason: for a whole axis, why; for one that the op makes, why a part by itself would not have the same values.
     """
 
     kind: RoleKind

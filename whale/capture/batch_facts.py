@@ -10,6 +10,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from whale.capture.aliasing import memory_roots, written_arguments
+
 RowFactors = Callable[[Node], tuple[int, ...] | None]
 
 aten = torch.ops.aten
@@ -35,6 +37,8 @@ class BatchFacts:
         self._dependent: set[Node] = set()
         self._differentiable: set[Node] = set()
         self._mixed: dict[Node, Node] = {}
+        self._roots = memory_roots(graph)
+        self._written = {self._roots[argument] for node in graph.nodes for argument in written_arguments(node)}
         self.num_rows = _example_rows(graph, rows, row_factors)
         for node in graph.nodes:
             self._visit(node)
@@ -46,6 +50,15 @@ class BatchFacts:
     def needs_gradient(self, node: Node) -> bool:
         """Whether a gradient flows into a node."""
         return node in self._differentiable
+
+    def is_written(self, node: Node) -> bool:
+        """Whether some op writes in place to the memory of a value."""
+        return self._roots[node] in self._written
+
+    @property
+    def has_symbolic_rows(self) -> bool:
+        """Whether the number of rows can be told from a constant."""
+        return self._rows is not None
 
     def mixed(self, nodes: Iterable[object]) -> Node | None:
         """The op, if any, because of which one row of these nodes depends on other rows of the batch.
@@ -126,6 +139,13 @@ class BatchFacts:
 def value_of(argument: object) -> object:
     """What an argument stands for in the trace: itself, or the example value of its node."""
     return argument.meta.get("val") if isinstance(argument, Node) else argument
+
+
+def functional_name(node: Node) -> str:
+    """The op's name without its overload, an in-place op's as that of its functional twin: ``aten.add``."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    return f"aten.{node.target.overloadpacket.__name__.rstrip('_')}"
 
 
 def tensor_of(node: Node) -> torch.Tensor | None:

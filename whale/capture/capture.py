@@ -99,23 +99,23 @@ def _split(flat: Flat, traced: Traced) -> list[TermNodes]:
     total, weight = flat.results[0], flat.results[1] if len(flat.results) > 1 else traced.found.weight
     if not isinstance(total, fx.Node):
         raise CaptureError("the loss depends on the model and the batch (it is a constant)")
-    if isinstance(weight, (int, float)):
-        return [_constant_weight(flat, traced, total, float(weight))]
     rows = flat.rows if traced.dynamic else None
+    if isinstance(weight, (int, float)):
+        return _over_constant(flat, traced, split_loss(flat.graph, total, None, rows=rows, row_factors=flat.sizes.factors), total, weight)
     assert weight is None or isinstance(weight, fx.Node)
     return split_loss(flat.graph, total, weight, rows=rows, row_factors=flat.sizes.factors)
 
 
-def _constant_weight(flat: Flat, traced: Traced, total: fx.Node, weight: float) -> TermNodes:
+def _over_constant(flat: Flat, traced: Traced, terms: list[TermNodes], total: fx.Node, weight: float) -> list[TermNodes]:
     """A weight that is a plain number: a constant factor; where rows are numbers too, a multiple of them counts rows."""
     if weight == 0:
         raise CaptureError("the weight of a loss is not zero (it is the constant 0)", where=_line(total))
-    if traced.dynamic or weight % traced.rows:
-        return TermNodes(1 / weight, total, None, True, total, "")
+    if traced.dynamic or weight % traced.rows or any(term.weight is not None for term in terms):
+        return [replace(term, coefficient=term.coefficient / weight) for term in terms]
     count = flat.graph.call_function(operator.mul, (traced.rows, int(weight) // traced.rows))
     count.meta["val"] = int(weight)
     reason = f"captured for {traced.rows} rows only, so the weight {weight:g} is taken for {int(weight) // traced.rows} x the rows"
-    return TermNodes(1.0, total, count, False, total, reason)
+    return [TermNodes(1.0, total, count, False, total, reason)]
 
 
 def _loss_terms(flat: Flat, terms: list[TermNodes], ops: tuple[Op, ...]) -> tuple[LossTerm, ...]:
@@ -133,10 +133,10 @@ def _loss_terms(flat: Flat, terms: list[TermNodes], ops: tuple[Op, ...]) -> tupl
                 total.name,
                 None if weight is None else weight.name,
                 known,
-                term.exact,
                 _line(term.where),
                 term.offset,
                 term.minimum,
+                term.reason,
             )
         )
     return tuple(found)

@@ -10,10 +10,13 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from whale.capture.batch_facts import BatchFacts, constant_of, is_scalar, tensor_of
+from whale.capture.batch_facts import BatchFacts, constant_of, functional_name, is_scalar, tensor_of
+from whale.capture.growth import growth
 from whale.capture.loss_leaves import MEANS, describe, is_full_reduction, leaf_part, reduction_part
 from whale.capture.loss_parts import Counted, Factor, Part, PerRow, complete, the_node
 from whale.capture.node_builder import NodeBuilder
+from whale.capture.source import line_of_stack_trace
+from whale.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -37,20 +40,28 @@ class LossWalk:
         if not self._facts.depends(node):
             return [Part(node, lambda build: self._times_rows(build, node), PerRow(ONE))]
         found = self._through(node)
-        return [self._opaque(node)] if found is None else found
+        return [self._without_rows(node)] if found is None else found
 
     def pair(self, total: Node, weight: Node) -> list[Part]:
-        """A (sum, weight) that the user returned."""
-        exact, reason = True, ""
-        if any(part.divisor is not None and part.exact for part in self.parts(total)):
-            exact, reason = False, "the sum of the returned (sum, weight) is a mean or does not grow with the rows"
-        elif self._facts.needs_gradient(weight):
-            exact, reason = False, "the weight of the returned (sum, weight) depends on the parameters"
-        part = Part(total, the_node(total), exact=exact, reason=reason)
-        if self._facts.depends(weight):
-            return [Part(total, the_node(total), Counted(the_node(weight)), exact=exact, reason=reason)]
-        number = constant_of(weight)  # the same for every piece: a factor, not a count
-        return [part.by(Factor(weight, divides=True)) if number is None else part.scaled(1.0 / number)]
+        """A (sum, weight) that the user returned.
+
+        Raises:
+            CaptureError: its sum is a mean.
+        """
+        parts = self.parts(total)
+        if not self._facts.depends(weight):
+            number = constant_of(weight)  # the same for every piece: a factor, not a count
+            return _scaled(parts, 1.0 / number) if number is not None else [part.by(Factor(weight, divides=True)) for part in parts]
+        if any(part.divisor is not None and part.exact for part in parts):
+            raise CaptureError(
+                "the sum of a returned (sum, weight) adds up over the rows (this one is a mean, or does not grow with them)",
+                where=line_of_stack_trace(total.meta.get("stack_trace")),
+                hint="return the mean alone, or the sum over the rows with its weight",
+            )
+        reason = next((f"the returned (sum, weight): {part.reason}" for part in parts if not part.exact), "")
+        if self._facts.needs_gradient(weight):
+            reason = reason or "the weight of the returned (sum, weight) depends on the parameters"
+        return [Part(total, the_node(total), Counted(the_node(weight)), exact=not reason, reason=reason)]
 
     def _through(self, node: Node) -> list[Part] | None:
         rule = _RULES.get(functional_name(node))
@@ -192,6 +203,15 @@ class LossWalk:
 
     # -- what has no rows ----------------------------------------------------------------------
 
+    def _without_rows(self, node: Node) -> Part:
+        """A scalar that is no sum that can be taken apart: pieces of it add up, or their mean is taken, by rows."""
+        found = growth(node, self._facts)
+        if found == "sum":
+            return Part(node, the_node(node))
+        if found == "mean":
+            return Part(node, lambda build: self._times_rows(build, node), PerRow(ONE))
+        return self._opaque(node)
+
     def _opaque(self, node: Node) -> Part:
         reason = f"{describe(node)} is no sum over the rows of the batch"
         return Part(node, lambda build: self._times_rows(build, node), PerRow(ONE), exact=False, reason=reason)
@@ -207,13 +227,6 @@ class LossWalk:
         assert like is not None
         one = build.call(aten.full.default, [], 1.0, dtype=like.dtype, device=like.device)
         return self._times_rows(build, one)
-
-
-def functional_name(node: Node) -> str:
-    """The op's name without its overload, an in-place op's as that of its functional twin: ``aten.add``."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return ""
-    return f"aten.{node.target.overloadpacket.__name__.rstrip('_')}"
 
 
 def _scaled(parts: list[Part], factor: float) -> list[Part]:

@@ -196,20 +196,25 @@ class LossTerm:
             None for a plain sum, whose divisor is 1.
         weight_from_inputs: whether the weight depends on the batch alone, so that the global weight is known
             before the forward pass.
-        exact: False for a term that is no sum over samples (it is weighted by rows, and a warning says so).
         where: the user's line.
         offset: added to the whole batch's weight.
         minimum: least divisor of the whole batch; None for no bound.
+        reason: why the term is no sum over samples (it is weighted by rows, and a warning says so); "" where it is one.
     """
 
     coefficient: float
     sum: str
     weight: str | None
     weight_from_inputs: bool = True
-    exact: bool = True
     where: SourceLine | None = None
     offset: float = 0.0
     minimum: float | None = None
+    reason: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is a sum over samples, so that pieces of the batch add up to it."""
+        return not self.reason
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis, Choice, Plan, Replica
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
-from whale.planning.explain.choices import explain_choices, explain_mixing
+from whale.planning.explain.choices import explain_choices
+from whale.planning.explain.mixing import explain_mixing, mixed_apart
 from whale.planning.explain.step import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import find_cut_points
@@ -207,7 +208,7 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotation
     is_split = any(model.pipeline.splits for model in best.replicas)
     if is_split:
         replicas, borders = scatter_all(replicas, solver.prices)
-    axes, mixing = find_batch_axes(graph, replicas, solver.prices)
+    axes = find_batch_axes(graph, replicas, solver.prices)
     raise_faults(crossing_faults(graph, replicas, dict(axes)))
     plan = Plan(
         model=graph.fingerprint,
@@ -221,6 +222,7 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotation
         parameter_states=solver.pricing.prices.states,
     )
     plan, step = with_estimate(plan, solver.prices)
+    mixing = explain_mixing(mixed_apart(plan, graph, solver.prices.axes))
     choices = (*explain_choices(annotations[0], found, plan.replicas), *borders, *mixing, *explain_step(step))
     plan = dataclasses.replace(plan, choices=choices)
     verify(plan, graph, cluster, solver.prices.axes if is_split else None, step=step)
@@ -236,14 +238,10 @@ def _stage_names(pipeline: PipelineShape, annotations: Annotations | None) -> li
     ]
 
 
-def find_batch_axes(
-    graph: ModelGraph, replicas: Sequence[Replica], prices: Prices | None = None
-) -> tuple[tuple[tuple[str, BatchAxis], ...], tuple[Choice, ...]]:
-    """Where the batch is in the tensors that travel, and the ops that mix samples where the batch is cut."""
+def find_batch_axes(graph: ModelGraph, replicas: Sequence[Replica], prices: Prices | None = None) -> tuple[tuple[str, BatchAxis], ...]:
+    """Where the batch is in the tensors that travel."""
     travelling = crossing(replicas)
-    is_sharded = len(replicas) > 1 or any(len(stage.shares) > 1 for replica in replicas for stage in replica.stages)
-    if not travelling and not is_sharded:
-        return (), ()
-    axes = prices.axes if prices else discover(graph)
-    found = batch_axes(graph, axes)
-    return tuple((name, found[name]) for name in travelling if name in found), tuple(explain_mixing(axes.mixing))
+    if not travelling:
+        return ()
+    found = batch_axes(graph, prices.axes if prices else discover(graph))
+    return tuple((name, found[name]) for name in travelling if name in found)

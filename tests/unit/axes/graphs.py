@@ -50,8 +50,9 @@ class Build:
         """The results of an op that has several."""
         return [self.call("operator.getitem", source, index, out=shape) for index, shape in enumerate(shapes)]
 
-    def loss_term(self, total: Ref, weight: Ref | None = None) -> None:
-        self.loss += (LossTerm(1.0, total.op, None if weight is None else weight.op),)
+    def loss_term(self, total: Ref, weight: Ref | None = None, reason: str = "") -> None:
+        where = next(op.where for op in self.ops if op.name == total.op)
+        self.loss += (LossTerm(1.0, total.op, None if weight is None else weight.op, where=where, reason=reason),)
 
     def graph(self) -> ModelGraph:
         return ModelGraph(tuple(self.ops), tuple(self.parameters), ROWS, self.loss)

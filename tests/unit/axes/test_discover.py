@@ -170,8 +170,31 @@ def test_what_is_no_sum_in_the_loss_mixes() -> None:
     build = Build()
     x, y = build.input("x", "b", 5), build.input("y", "b", 5)
     error = build.call("mse_loss.default", x, y, 1, out=())
-    build.loss_term(build.call("rsqrt.default", error, out=()))
-    assert mixing(build.graph()) == [("mse", "mixes")]
+    build.loss_term(build.call("rsqrt.default", error, out=()), reason="rsqrt is no sum")
+    assert [(str(m.where), m.reason) for m in discover(build.graph()).mixing] == [("model.py:4", "rsqrt is no sum")]
+
+
+def test_a_mean_that_the_loss_adds_up_mixes_where_it_is_used_again() -> None:
+    build = Build()
+    x = build.input("x", "b", 5)
+    mean = build.call("mean.default", x, out=())
+    build.call("sub.Tensor", x, mean, out=("b", 5))
+    build.loss_term(build.call("mul.Tensor", mean, 0.5, out=()))
+    assert mixing(build.graph()) == [("mean", "mixes")]
+
+
+def test_the_places_of_rows_mix_where_they_are_values_and_not_where_they_index_the_rows() -> None:
+    build = Build()
+    x, table = build.input("x", "b", 5), build.parameter("table", 9, 5)
+    places, column = build.call("arange.default", 4, out=("b",), dtype="int64"), build.input("column", "b", dtype="int64")
+    build.call("index.Tensor", x, (places, column), out=("b",))
+    assert mixing(build.graph()) == []
+    build.call("index.Tensor", table, (places,), out=("b", 5))
+    build.call("mul.Tensor", column, places, out=("b",))
+    build.call("eye.default", 4, out=("b", "b"))
+    build.call("linspace.default", 0, 1, 4, out=("b",))
+    build.call("sum.default", build.call("ones.default", (4,), out=("b",)), out=())
+    assert mixing(build.graph()) == [(name, "mixes") for name in ("index", "mul", "eye", "linspace", "sum")]
 
 
 def test_batch_normalisation_mixes_in_training_alone() -> None:

@@ -42,6 +42,13 @@ def counted(shard: Shard) -> object:
     return torch.arange(*shard.part)
 
 
+def numbered(shard: Shard) -> object:
+    """Factories of values by places: the part of the whole."""
+    made: Tensor = shard.operator(*shard.args, **shard.kwargs)  # type: ignore[assignment]
+    dim = next((place for place, (own, size) in enumerate(zip(shard.shape, made.shape, strict=True)) if own != size), 0)
+    return made.narrow(dim, shard.part[0], shard.part[1] - shard.part[0])
+
+
 def split_sizes(shard: Shard) -> object:
     """``split`` into parts of the local size."""
     source: Tensor = shard.args[0]  # type: ignore[assignment]
@@ -345,6 +352,8 @@ RECURRENCES = [
 FACTORIES = [
     Case("arange.default", (7,), {"broadcast": [7]}, local=counted),
     Case("arange.start", (0, 7), {"broadcast": [7]}, local=counted),
+    Case("linspace.default", (0.0, 1.0, 7), {"broadcast": [7]}, local=numbered),
+    Case("eye.m", (3, 5), {"broadcast": [3, 5]}, local=numbered),
     Case("zeros.default", ([2, 3],), {"broadcast": [2, 3]}, local=made),
     Case("ones.default", ([2, 3],), {"broadcast": [2, 3]}, local=made),
     Case("full.default", ([2, 3], 4.0), {"broadcast": [2, 3]}, local=made),

@@ -15,7 +15,7 @@ from typing import Union
 from whale.axes.outcome import Outcome, Reading
 from whale.axes.rules.attention import attention
 from whale.axes.rules.concatenations import cat, slice_, split
-from whale.axes.rules.factories import constant, factory, positions
+from whale.axes.rules.factories import constant, factory, numbering, positions
 from whale.axes.rules.indexing import index, index_written
 from whale.axes.rules.lookups import chosen_rows, embedding, gathering, part_written, scattering
 from whale.axes.rules.losses import classification_loss, pointwise_loss
@@ -196,7 +196,8 @@ RECURRENCES: dict[str, Rule] = {
 
 FACTORIES: dict[str, Rule] = {
     "arange": positions,
-    **dict.fromkeys(("zeros", "ones", "empty", "linspace", "rand", "randn", "randint", "eye"), factory),
+    **dict.fromkeys(("linspace", "eye"), numbering),
+    **dict.fromkeys(("zeros", "ones", "empty", "rand", "randn", "randint"), factory),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty"), factory),
     **dict.fromkeys(("full", "new_full", "scalar_tensor"), constant),
     "randperm": "-> [n!]",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from whale.axes import Mixing
 from whale.ir.division import divide_evenly
 from whale.ir.plan import Choice, Pipeline, Replica
 from whale.planning.annotations.taskgraphs import Annotations
@@ -45,18 +44,6 @@ def explain_choices(annotations: Annotations | None, found: Outcome, replicas: S
         if any(len(stage.shares) > 1 for stage in replica.stages):
             yield _inner_rows(replica)
     yield from explain_recompute(found.solver, best, replicas)
-
-
-def explain_mixing(mixing: Iterable[Mixing]) -> Iterator[Choice]:
-    """Ops that mix samples: their results depend on which rows stand together in a micro-batch of one device."""
-    for found in mixing:
-        yield Choice(
-            "bridging",
-            f"{found.op} {'mixes' if found.kind == 'mixes' else 'may mix'} samples",
-            "computed over the rows of one device and micro-batch",
-            cost=found.reason,
-            bound=f"the batch is cut (at {found.where})" if found.where else "the batch is cut",
-        )
 
 
 def _names_of(annotations: Annotations, stage: int) -> list[str]:

@@ -46,7 +46,7 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
             assignments[held] = _assign_by_holders(other, structure, held)
         rows = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
         replicas.append(_carry_replica(replica, other, assignments[held], rows[1] - rows[0], axes, names))
-    batch_axes, _ = find_batch_axes(other, replicas)
+    batch_axes = find_batch_axes(other, replicas)
     raise_faults(crossing_faults(other, replicas, dict(batch_axes)))
     first = next(iter(assignments.values()))
     carried = dataclasses.replace(

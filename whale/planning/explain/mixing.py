@@ -1,0 +1,61 @@
+"""The samples that a plan keeps apart though the model mixes them: what is then computed otherwise than on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from whale.axes import Axes, Mixing, discover
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Choice, Plan
+
+MAX_PLACES = 5
+"""A warning names so many lines of the user's."""
+
+
+def mixed_apart(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> tuple[Mixing, ...]:
+    """The ops, and terms of the loss, that mix samples of which the plan computes some by themselves.
+
+    Args:
+        plan: for the graph.
+        graph: the captured model.
+        axes: of the graph; found here where not given.
+    """
+    in_pieces = len(plan.replicas) > 1 or any(pipeline.num_micro_batch > 1 for pipeline in plan.pipelines)
+    divided = {name for replica in plan.replicas for stage in replica.stages if len(stage.shares) > 1 for name in stage.ops}
+    if not in_pieces and not divided:
+        return ()
+    found = (axes or discover(graph)).mixing
+    return tuple(mixing for mixing in found if in_pieces or mixing.op in divided or graph.by_name[mixing.op].kind != "call")
+
+
+def explain_mixing(mixing: Sequence[Mixing]) -> Iterator[Choice]:
+    """Ops that mix samples: their results depend on which rows stand together in a micro-batch of one device."""
+    for found in mixing:
+        yield Choice(
+            "bridging",
+            f"{found.op} {'mixes' if found.kind == 'mixes' else 'may mix'} samples",
+            "computed over the rows of one device and micro-batch",
+            cost=found.reason,
+            bound=f"the batch is cut (at {found.where})" if found.where else "the batch is cut",
+        )
+
+
+def warn_of_mixing(mixing: Sequence[Mixing], plan: Plan, graph: ModelGraph) -> str:
+    """One text for all that mixes samples, with the user's lines, each once; "" where nothing does."""
+    if not mixing:
+        return ""
+    places: dict[str, str] = {}
+    for found in mixing:
+        places.setdefault(_place(found, graph), found.reason)
+    shown = [f"  {place}: {reason}" for place, reason in list(places.items())[:MAX_PLACES]]
+    more = [f"  and {len(places) - MAX_PLACES} more places, which `whale explain` tells"] if len(places) > MAX_PLACES else []
+    counts = [pipeline.num_micro_batch for pipeline in plan.pipelines]
+    pieces = f"{len(plan.replicas)} replica(s) of {', '.join(dict.fromkeys(map(str, counts)))} micro-batch(es)"
+    first = f"the batch is needed whole here, and {pieces} see only their own rows of it: the numbers are not those of one device"
+    return "\n".join([first, *shown, *more])
+
+
+def _place(mixing: Mixing, graph: ModelGraph) -> str:
+    """The user's line, or the module where the line is torch's own."""
+    module = graph.by_name[mixing.op].module
+    return str(mixing.where or (f"module {module}" if module else f"%{mixing.op}"))
