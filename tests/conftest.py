@@ -7,18 +7,21 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("whale", deadline=None)  # a busy machine is no fault of the code
-settings.register_profile("quick", settings.get_profile("whale"), max_examples=10)
+from tests.examples import PROFILES
+
+for name, count in PROFILES.items():
+    # A busy machine is no fault of the code.
+    settings.register_profile(name, max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("whale")
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The quick tier tries fewer examples of each law."""
-    if config.getoption("markexpr") == "not slow":
+    """The quick tier tries fewer examples of each law; ``--hypothesis-profile`` says otherwise."""
+    if config.getoption("markexpr") == "not slow" and config.getoption("hypothesis_profile") is None:
         settings.load_profile("quick")
 
 

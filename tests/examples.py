@@ -1,10 +1,20 @@
-"""How many examples of a law are tried, where each of them is dear."""
+"""With how many examples each tier tries a law.
+
+Where an example is dear the law names its own number, for the thorough tier; the others try as much less of it as of all laws.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 
+PROFILES = {"quick": 10, "whale": 40, "thorough": 100}
+"""Examples of a law that names no number: while editing, in `make test`, and before a change is taken."""
+FEWEST = 3
 
-def at_most(count: int) -> settings:
-    """For a law that is tried with fewer examples than others are; the quick tier may try even fewer."""
-    return settings(max_examples=min(count, settings().max_examples))
+
+def at_most(count: int, **more: Any) -> settings:
+    """For a law of which the thorough tier tries so many examples; `more` are other settings of hypothesis."""
+    share = settings().max_examples / PROFILES["thorough"]
+    return settings(max_examples=max(min(count, FEWEST), round(count * share)), **more)

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import fx, nn
 
-from tests.distributed.cutting import captured, part_of, run, whole_stage
+from tests.distributed.cutting import captured, part_of, run
 from tests.wire import Counting
 from whale.axes.labels import label
 from whale.ir.graph import ModelGraph, Op
@@ -50,9 +50,9 @@ def compared(rank: int, num_ranks: int, builder: str, shards: Sequence[Shard]) -
     Returns:
         Bridges compared, bytes that arrived here, and the differences.
     """
-    whole = captured(builder)
+    whole = captured(builder, "train")
     model = _in_float64(whole.model)
-    stage = whole_stage(whole.model, whole.program)
+    stage = whole.stage
     lowered = lower_shards(stage.module.graph, model, whole.axes, shards, rank)
     labels = label(model, whole.axes, [node.name for node in stage.module.graph.nodes if node.name in model.by_name], shards)
     listed = find_bridges(labels, frozenset(stage.outputs))

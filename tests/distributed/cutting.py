@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from whale.runtime.program.lowering import StageProgram, StageShards, lower
 from whale.runtime.program.shard import GROUP, Group, ShardProgram, lower_shards
 from whale.runtime.program.shard.communication import enter
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -36,6 +38,7 @@ class Captured:
     Attributes:
         model, program: as captured, every float32 rewritten to float64.
         axes: discovered.
+        stage: all ops as one stage.
         batch: the example.
         loss, gradients: of the uncut program.
     """
@@ -43,13 +46,14 @@ class Captured:
     model: ModelGraph
     program: Program
     axes: Axes
+    stage: StageProgram
     batch: Any
     loss: Tensor
     gradients: Mapping[str, Tensor]
 
 
 @cache
-def captured(builder: str, mode: str = "train") -> Captured:
+def captured(builder: str, mode: str) -> Captured:
     """Captures what a builder (``module:function``) makes: ``(model, batch)`` or ``(model, batch, loss)``."""
     module, _, function = builder.partition(":")
     made = getattr(import_module(module), function)()
@@ -61,7 +65,7 @@ def captured(builder: str, mode: str = "train") -> Captured:
         _double(node)
     stage = whole_stage(model, program)
     loss, gradients = run(stage.module, stage, model, program, batch, dict(program.tensors))
-    return Captured(model, program, discover(model), batch, loss, gradients)
+    return Captured(model, program, discover(model), stage, batch, loss, gradients)
 
 
 def _doubled(value: Any) -> Any:
@@ -164,7 +168,7 @@ def chosen(builder: str, num_parts: int, seed: int, mode: str = "train", in_orde
 
 def chosen_labels(builder: str, num_parts: int, seed: int) -> tuple[Shard, ...]:
     """`choose_labels` for what a builder makes."""
-    whole = captured(builder)
+    whole = captured(builder, "train")
     return choose_labels(whole.model, whole.axes, num_parts, seed)
 
 
@@ -238,6 +242,11 @@ def _sizes(total: int, num_parts: int, draw: random.Random) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise(ends))
 
 
+def each(rank: int, num_ranks: int, law: Callable[..., T], builder: str, cuts: Sequence[Sequence[Shard]], *more: Any) -> list[T]:
+    """What a law finds for one cut after the other, on the same ranks."""
+    return [law(rank, num_ranks, builder, shards, *more) for shards in cuts]
+
+
 def errors(
     rank: int, num_ranks: int, builder: str, shards: Sequence[Shard], mode: str = "train", broken: bool = False, rows: int | None = None
 ) -> dict[str, float]:
@@ -254,8 +263,7 @@ def errors(
     """
     whole = captured(builder, mode)
     model, program, axes = whole.model, whole.program, whole.axes
-    stage = whole_stage(model, program)
-    batch, right, expected_gradients = whole.batch, whole.loss, whole.gradients
+    stage, batch, right, expected_gradients = whole.stage, whole.batch, whole.loss, whole.gradients
     if rows is not None:
         batch = pytree.tree_map(lambda leaf: leaf[:rows], batch)
         right, expected_gradients = run(stage.module, stage, model, program, batch, dict(program.tensors))
@@ -337,7 +345,7 @@ def staged_errors(rank: int, num_ranks: int, builder: str, shards: Sequence[Shar
         rank, num_ranks, builder, cuts: as in `errors`.
         share: of the ops in the first stage.
     """
-    whole = captured(builder)
+    whole = captured(builder, "train")
     model, program, axes = whole.model, whole.program, whole.axes
     calls = [op.name for op in model.ops if op.kind == "call"]
     early, late = calls[: int(len(calls) * share)], calls[int(len(calls) * share) :]
@@ -375,7 +383,7 @@ def staged_errors(rank: int, num_ranks: int, builder: str, shards: Sequence[Shar
 
 def composed_errors(rank: int, num_ranks: int, builder: str, shards: Sequence[Shard]) -> dict[str, float]:
     """`errors` of a program whose ops are recomputed in three segments and whose weight gradients wait."""
-    whole = captured(builder)
+    whole = captured(builder, "train")
     model, program, axes = whole.model, whole.program, whole.axes
     calls = [op.name for op in model.ops if op.kind == "call"]
     third = len(calls) // 4
@@ -391,8 +399,7 @@ def composed_errors(rank: int, num_ranks: int, builder: str, shards: Sequence[Sh
         segments=[calls[:third], calls[third : 2 * third], calls[2 * third : 3 * third]],
         shards=StageShards(axes, tuple(shards), rank),
     )
-    plain = whole_stage(model, program)
-    lowered = lower_shards(plain.module.graph, model, axes, shards, rank)
+    lowered = lower_shards(whole.stage.module.graph, model, axes, shards, rank)
     queue = WeightQueue()
     given: dict[str, Any] = {"weight_queue": queue, GROUP: everyone()}
     first = [given[name] for name in stage.inputs if name in given]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
 from tests.distributed import cutting_models
-from tests.distributed.cutting import chosen, chosen_labels, composed_errors, errors, staged_errors
+from tests.distributed.cutting import chosen, chosen_labels, composed_errors, each, errors, staged_errors
 from tests.distributed.cutting_operators import failures, prepare_cases
 from tests.distributed.world import World
 from tests.hf_models import BUILDERS
+from whale.ir.plan import Shard
 
 TOLERANCE = 1e-10
+Law = Callable[..., dict[str, float]]
 
 
 def worst(found: list[dict[str, float]]) -> tuple[float, str]:
@@ -18,62 +23,58 @@ def worst(found: list[dict[str, float]]) -> tuple[float, str]:
     return max((error, name) for errors_ in found for name, error in errors_.items())
 
 
+def check(world: World, builder: str, cuts: Sequence[tuple[Shard, ...]], num_parts: int, law: Law = errors, *more: Any) -> None:
+    """That a law holds for all these cuts in so many parts, on ranks that are started once."""
+    found = world.run(each, law, builder, cuts, *more, num_ranks=num_parts)
+    for shards, of_ranks in zip(cuts, zip(*found, strict=True), strict=True):
+        assert worst(list(of_ranks)) < (TOLERANCE, ""), shards
+
+
 @pytest.mark.parametrize("family", BUILDERS)
 def test_a_hugging_face_model_on_parts_is_the_model(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
-    for seed, num_parts in enumerate((2, 3, 2, 3, 2)):
-        shards = world.prepare(chosen, builder, num_parts, seed, "train", seed == 0)
-        assert worst(world.run(errors, builder, shards, num_ranks=num_parts)) < (TOLERANCE, ""), shards
+    for num_parts, seeds in ((2, (0, 2, 4)), (3, (1, 3))):
+        check(world, builder, [world.prepare(chosen, builder, num_parts, seed, "train", seed == 0) for seed in seeds], num_parts)
 
 
 @pytest.mark.parametrize("family", BUILDERS)
 def test_a_hugging_face_model_with_random_bridges_is_the_model(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
-    for seed in range(4):
-        num_parts = 2 + seed % 2
-        shards = world.prepare(chosen_labels, builder, num_parts, seed)
-        assert worst(world.run(errors, builder, shards, num_ranks=num_parts)) < (TOLERANCE, ""), seed
+    for num_parts, seeds in ((2, (0, 2)), (3, (1, 3))):
+        check(world, builder, [world.prepare(chosen_labels, builder, num_parts, seed) for seed in seeds], num_parts)
 
 
 @pytest.mark.parametrize("name", cutting_models.BUILDERS)
 def test_a_small_model_on_parts_is_the_model(world: World, name: str) -> None:
     builder = f"tests.distributed.cutting_models:{name}"
-    for seed in range(6):
-        num_parts = 2 + seed % 2
-        shards = world.prepare(chosen, builder, num_parts, seed)
-        assert shards
-        assert worst(world.run(errors, builder, shards, num_ranks=num_parts)) < (TOLERANCE, ""), shards
+    for num_parts, seeds in ((2, (0, 2, 4)), (3, (1, 3, 5))):
+        cuts = [world.prepare(chosen, builder, num_parts, seed) for seed in seeds]
+        assert all(cuts)
+        check(world, builder, cuts, num_parts)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_one_lowering_serves_any_number_of_rows(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
-    shards = world.prepare(chosen, builder, 2, 3)
-    assert worst(world.run(errors, builder, shards, "train", False, 3, num_ranks=2)) < (TOLERANCE, "")
+    check(world, builder, [world.prepare(chosen, builder, 2, 3)], 2, errors, "train", False, 3)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "resnet"])
 def test_outputs_are_gathered(world: World, family: str) -> None:
     builder = f"tests.distributed.cutting_models:{family}_predicting"
-    for seed in range(2):
-        shards = world.prepare(chosen, builder, 2, seed, "predict")
-        assert worst(world.run(errors, builder, shards, "predict", num_ranks=2)) < (TOLERANCE, ""), shards
+    check(world, builder, [world.prepare(chosen, builder, 2, seed, "predict") for seed in range(2)], 2, errors, "predict")
 
 
 @pytest.mark.parametrize(("family", "share"), [("gpt2", 0.5), ("llama", 0.3), ("llama", 0.62), ("t5", 0.4), ("vit", 0.57)])
 def test_stages_hand_over_whole_tensors(world: World, family: str, share: float) -> None:
     builder = f"tests.hf_models:{family}"
-    for seed in range(3):
-        shards = world.prepare(chosen, builder, 2, seed)
-        assert worst(world.run(staged_errors, builder, shards, share, num_ranks=2)) < (TOLERANCE, ""), shards
+    check(world, builder, [world.prepare(chosen, builder, 2, seed) for seed in range(3)], 2, staged_errors, share)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_parts_can_be_recomputed_and_their_weight_gradients_can_wait(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
-    for seed in range(2):
-        shards = world.prepare(chosen, builder, 2, seed)
-        assert worst(world.run(composed_errors, builder, shards, num_ranks=2)) < (TOLERANCE, ""), shards
+    check(world, builder, [world.prepare(chosen, builder, 2, seed) for seed in range(2)], 2, composed_errors)
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])
@@ -90,7 +91,7 @@ def test_every_operator_on_parts(world: World, module: str, name: str, num_parts
 def test_without_entering_the_gradients_are_wrong(world: World) -> None:
     """The negative control."""
     builder = "tests.hf_models:gpt2"
-    for seed in range(3):
-        found = world.run(errors, builder, world.prepare(chosen, builder, 2, seed), "train", True, num_ranks=2)
-        assert worst(found)[0] > 1e-2
+    cuts = [world.prepare(chosen, builder, 2, seed) for seed in range(3)]
+    for found in zip(*world.run(each, errors, builder, cuts, "train", True, num_ranks=2), strict=True):
+        assert worst(list(found))[0] > 1e-2
         assert found[0]["loss"] < TOLERANCE

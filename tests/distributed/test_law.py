@@ -7,12 +7,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, note
 from hypothesis import strategies as st
 
 from tests import reference
 from tests.distributed.training import OPTIMIZERS, Case, errors, largest_of, run_case, train_rank, train_rank_and_plan, train_reference
 from tests.distributed.world import World
+from tests.examples import at_most
 from tests.models import Block, Description, Segment, build, descriptions
 from whale.ir.division import intervals
 from whale.ir.plan import Plan
@@ -48,7 +49,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@at_most(25, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_law(world: World, case: Case) -> None:
     note(f"{case!r}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, note
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ import whale
 from tests import reference
 from tests.distributed.training import OPTIMIZERS, Case, largest_of, make_cluster, make_engine, run_case, train_reference
 from tests.distributed.world import World
+from tests.examples import at_most
 from tests.models import Block, Description, Segment, build, descriptions
 from whale.config import SCHEDULES
 from whale.ir.plan import Plan
@@ -153,7 +154,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(description, (rows + 1, rows), (1.0,) * num_ranks, tuple(config.items()), seed=draw(st.integers(0, 99)))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@at_most(8, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_the_law_of_random_cases(world: World, case: Case) -> None:
     note(f"{case!r}")

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import HealthCheck, assume, given, note
 from hypothesis import strategies as st
 
 import whale
@@ -17,6 +17,7 @@ from tests import reference
 from tests.distributed.split_training import cut_anew, errors, plan_case, train_rank
 from tests.distributed.training import Case, largest_of, run_case, train_reference
 from tests.distributed.world import World
+from tests.examples import at_most
 from tests.models import Block, Description, Segment, descriptions
 from whale.ir.plan import Plan
 from whale.runtime.program.shard import Group, communication
@@ -85,7 +86,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@at_most(25, suppress_health_check=list(HealthCheck))
 @given(case=cases(), shards=st.sampled_from(("planned", "axes", "bridged")))
 def test_law(world: World, case: Case, shards: str) -> None:
     note(f"{case!r}")

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import HealthCheck, assume, given, note
 from hypothesis import strategies as st
 
 import whale
 from tests.distributed.split_training import cut_anew, errors, plan_case
 from tests.distributed.training import Case, make_engine, run_case, train_reference
 from tests.distributed.world import World
+from tests.examples import at_most
 from tests.models import Block, Description, descriptions
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json, to_json
@@ -74,7 +75,7 @@ def blocks(draw: st.DrawFn) -> Blocks:
     return tuple({"num_stages": stages, "split": split, "num_micro_batch": draw(st.integers(1, 3))} for stages, split in chosen)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@at_most(15, suppress_health_check=list(HealthCheck))
 @given(blocks(), descriptions(), st.data())
 def test_law_of_plans_by_hand(world: World, replicas: Blocks, description: Description, data: st.DataObject) -> None:
     config = CLIPPED if data.draw(st.booleans()) else ()

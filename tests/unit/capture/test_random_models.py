@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, note
 from hypothesis import strategies as st
 
 from tests import reference
+from tests.examples import at_most
 from tests.models import Batch, Description, build, descriptions, make_batch
 from whale.capture import capture
 from whale.capture.program import Program
@@ -48,7 +49,7 @@ def divisor(term: LossTerm, weight: Any) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@at_most(8, suppress_health_check=list(HealthCheck))
 @given(descriptions(max_devices=3), st.lists(st.integers(2, 4), min_size=2, max_size=3), st.integers(0, 99))
 def test_pieces_of_captured_models_add_up(description: Description, sizes: list[int], seed: int) -> None:
     note(f"{description!r}")
