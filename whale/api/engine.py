@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from whale.api.forward_modes import prepare_forward
 from whale.api.loader import Loader, make_loader
 from whale.api.mode import ModeName
 from whale.api.modes import Modes
-from whale.errors import BatchError
+from whale.api.since_capture import SinceCapture
+from whale.errors import WhaleError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
@@ -35,14 +37,18 @@ class Engine:
         modes: the captured model.
         state: what training changes.
         runtime: the plan at work.
+        trains: whether the user gave an optimizer.
 
     Attributes:
         modes, state, runtime: as given.
     """
 
-    def __init__(self, modes: Modes, state: EngineState, runtime: Runtime) -> None:
+    def __init__(self, modes: Modes, state: EngineState, runtime: Runtime, *, trains: bool) -> None:
         self.modes, self.state, self.runtime = modes, state, runtime
         self._loader: Loader | None = None
+        world = runtime.roster.world
+        self._since = SinceCapture(modes.train.graph, modes.train.program.tensors, state.tensors, world.device)
+        self._warns_of_no_optimizer = not trains and world.rank == 0
 
     # ---- work ------------------------------------------------------------------------------------------------
 
@@ -58,9 +64,14 @@ class Engine:
 
         Raises:
             BatchError: the batch is not of the example's form, too small, or unequal on two ranks. Nothing has changed.
-            RuntimeFault: a peer died, or a wait outlasted ``communication.timeout_seconds``.
+            CaptureError: parameters were frozen or unfrozen since the capture, or `torch.autocast` is in force.
+            RuntimeFault: a peer died, or a wait outlasted ``communication.timeout_seconds``; or the loss is no finite number,
+                and has not gone into the weights (on a GPU it may have: it is looked at two steps later).
         """
         self.runtime.check_open()
+        if self._warns_of_no_optimizer:
+            self._warns_of_no_optimizer = False
+            warnings.warn("step computes gradients and applies none: parallelize was given no optimizer=", stacklevel=2)
         loss = train_step(self.runtime, self.state, self._view("train", batch))
         self._rest()
         return loss
@@ -125,6 +136,7 @@ class Engine:
 
         It is written aside and renamed when complete, so a checkpoint at the path is never a half one.
         """
+        self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         state = self.state if self._loader is None else replace(self.state, position=self._loader.position)
         save_state(Path(path), state, self.runtime.roster, self.runtime.holdings, self.model_graph)
@@ -206,8 +218,9 @@ class Engine:
         """The batch in parts; where it is bad on this rank alone, the others do not wait for it."""
         with self.runtime.status.reporting():
             try:
+                self._since.check()
                 return view_of(self.modes[name].program.batch, batch)
-            except BatchError:
+            except WhaleError:
                 self.runtime.refuse(name)
                 raise
 

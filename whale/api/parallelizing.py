@@ -14,10 +14,12 @@ from whale.api.arguments import check_arguments
 from whale.api.attach import attach
 from whale.api.deciding import decide
 from whale.api.engine import Engine
+from whale.api.hooks import warn_of_hooks
 from whale.api.initial_state import initial_state
 from whale.api.modes import Modes
 from whale.api.session import resolve_config
-from whale.comm import connect, on_first_rank
+from whale.api.since_capture import check_types
+from whale.comm import connect, on_first_rank, together
 from whale.config import Config
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
@@ -67,6 +69,9 @@ def parallelize(
     check_arguments(model, loss=loss, optimizer=optimizer, scheduler=scheduler, initialize=initialize)
     settings = resolve_config(config)
     world = connect(settings.communication.timeout_seconds)
+    together(world, lambda: check_types(world.device))
+    if world.rank == 0:
+        warn_of_hooks(model)
     attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
     modes = Modes(model, loss, batch, world)
     graph = modes.train.graph
@@ -78,4 +83,4 @@ def parallelize(
     holdings = Holdings.of(decided, graph, axes)
     state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
     runtime = Runtime(roster=roster, schedules=schedules, holdings=holdings, captured=modes.train, state=state, config=settings)
-    return Engine(modes, state, runtime)
+    return Engine(modes, state, runtime, trains=optimizer is not None)

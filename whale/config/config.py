@@ -16,7 +16,8 @@ from whale.errors import raise_faults
 
 @dataclass(frozen=True, init=False)
 class Config:
-    """All configuration values; ``Config({"pipeline.num_micro_batch": 4})`` sets one and leaves the rest at their defaults.
+    """All configuration values; ``Config({"pipeline.num_micro_batch": 4})`` sets one and leaves the rest at their defaults,
+    and so does ``Config({"pipeline": {"num_micro_batch": 4}})``.
 
     ``replicas`` stands beside the sections: a list of blocks, one per replica.
 

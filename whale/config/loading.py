@@ -11,7 +11,7 @@ from whale.config.config import Config
 from whale.config.epl import EPL_KEYS
 from whale.config.nearest import did_you_mean, nearest
 from whale.config.replicas import REPLICAS
-from whale.config.settings import KEYS, SECTIONS, Setting, check, from_text, hint_for_key
+from whale.config.settings import KEYS, SECTIONS, Setting, check, expand, from_text, hint_for_key, is_section
 from whale.config.strict_yaml import Document, parse_yaml, read_yaml
 from whale.errors import ConfigError, WhaleError, raise_faults
 
@@ -19,7 +19,7 @@ PREFIX = "WHALE_"
 RECIPE_VARIABLE = "WHALE_RECIPE"
 
 Source = Config | Mapping[str, object] | str | Path | None
-"""What ``config=`` takes: a Config, a mapping of ``section.key`` to values, a recipe file, or nothing."""
+"""What ``config=`` takes: a Config, a mapping of ``section.key`` to values or of sections to mappings, a recipe file, or nothing."""
 
 
 def load_config(source: Source, *, environment: Mapping[str, str], base: Config | None = None) -> Config:
@@ -114,32 +114,20 @@ def _recipe(path: str | Path, faults: list[WhaleError]) -> list[Setting]:
     return [_beside(path, setting) for setting in settings]
 
 
-_SHORT = {"cluster": "cluster.file", "recompute": "recompute.policy"}
-"""Sections that may be given as the value of one of their keys."""
-
-
-def _is_by_stage(name: str, content: object) -> bool:
-    """Whether the content of a section is itself a mapping by stage."""
-    return KEYS[name].by_stage and isinstance(content, dict) and any(str(key).lstrip("-").isdigit() for key in content)
-
-
 def _section(document: Document, section: str, content: object) -> Iterable[Setting]:
     where = document.place(section)
     if section == REPLICAS:
         return [Setting(section, content, where, partial(document.place, section))]
-    if section in _SHORT and (isinstance(content, str) or _is_by_stage(_SHORT[section], content)):
-        return [Setting(_SHORT[section], content, where)]
-    if section not in SECTIONS and not any(entry.name.startswith(f"{section}.") for entry in EPL_KEYS):
+    if not is_section(section):
         hint = did_you_mean(section, (*SECTIONS, REPLICAS))
         if section.partition(".")[0] in SECTIONS:
             head, _, tail = section.partition(".")
             hint = f"write '{head}:' and, indented below it, '{tail}: ...'" if section in KEYS else hint_for_key(section)
         raise ConfigError(f"unknown section {section!r}", where=where, hint=hint)
-    if content is None:
-        return []
-    if not isinstance(content, dict):
+    found = expand(Setting(section, content, where, partial(document.place, section)))
+    if any(setting.name == section for setting in found):
         raise ConfigError(f"section {section} is made of 'key: value' lines ({content!r} is not)", where=where)
-    return [Setting(f"{section}.{name}", value, document.place(section, name)) for name, value in content.items()]
+    return found
 
 
 def _beside(recipe: str | Path, setting: Setting) -> Setting:

@@ -51,6 +51,9 @@ class Gradient:
     """What is done to gradients before they are applied."""
 
     clip_norm: float | None = key(None, "largest global norm of all gradients; null: not clipped", rule=above(0))
+    skip_nonfinite: bool = key(
+        False, "leave out steps whose loss or gradients are infinite or no number, with a warning; waits for the device in each step"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from whale.config.epl import REFUSED, STRATEGIES
+from whale.config.epl import EPL_KEYS, REFUSED, STRATEGIES
 from whale.config.keys import Key, Shares, keys_of
 from whale.config.nearest import did_you_mean, nearest
 from whale.config.replicas import REPLICAS, Place, read_blocks
@@ -38,7 +38,7 @@ SCHEDULE = "pipeline.schedule"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A key and its value as the user wrote them, and where (anything that prints as a place).
+    """A key and its value as the user wrote them, or a section and its content; and where (anything that prints as a place).
 
     Attributes:
         inside: where the values inside of it stand, by the way to them; None where that is not known.
@@ -50,11 +50,40 @@ class Setting:
     inside: Place | None = None
 
 
+_SHORT = {"cluster": "cluster.file", "recompute": "recompute.policy"}
+"""Sections that may be given as the value of one of their keys."""
+
+
+def is_section(name: object) -> bool:
+    """Whether a name is that of a section, of ours or of EPL's."""
+    return name in SECTIONS or any(entry.name.startswith(f"{name}.") for entry in EPL_KEYS)
+
+
+def expand(setting: Setting) -> list[Setting]:
+    """The settings in a section, which is a mapping of its keys, or stands for one of them (``recompute: auto``); any other as it is."""
+    name, content = setting.name, setting.value
+    if not isinstance(name, str) or not is_section(name):
+        return [setting]
+    if name in _SHORT and (isinstance(content, str) or _is_by_stage(_SHORT[name], content)):
+        return [Setting(_SHORT[name], content, setting.where)]
+    if content is None:
+        return []
+    if not isinstance(content, Mapping):
+        return [setting]
+    place = _places_in(setting)
+    return [Setting(f"{name}.{key}", value, place(key)) for key, value in content.items()]
+
+
+def _is_by_stage(name: str, content: object) -> bool:
+    """Whether the content of a section is itself a mapping by stage."""
+    return KEYS[name].by_stage and isinstance(content, Mapping) and any(str(key).lstrip("-").isdigit() for key in content)
+
+
 def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleError]]:
     """The values of one source by key, each checked, and the faults of those that are wrong."""
     values: dict[str, object] = {}
     faults: list[WhaleError] = []
-    for setting in settings:
+    for setting in (each for given in settings for each in expand(given)):
         if setting.name == REPLICAS:
             values[REPLICAS], wrong = read_blocks(setting.value, _places_in(setting), _PIPELINE_KEYS, _checked_at)
             faults += wrong

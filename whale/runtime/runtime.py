@@ -19,6 +19,7 @@ from whale.ir.writes import written_buffers
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.executor import StepState
+from whale.runtime.execute.finite import LossWatch
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
@@ -44,7 +45,8 @@ class Runtime:
 
     Attributes:
         roster, schedules, holdings, config: as given.
-        clipping: of the gradients; None where the settings name no limit.
+        clipping: of the gradients, or their norm alone; None where no setting asks for it.
+        losses: looks at the loss of each step.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class Runtime:
         self._workers: dict[str, Worker] = {}
         self.prepare("train", captured, roster.plan, schedules)
         limit = config.gradient.clip_norm
+        self.losses = LossWatch(roster.world)
         self.clipping: Clipping | None = None
-        if limit is not None:
+        if limit is not None or config.gradient.skip_nonfinite:
             add = self._connections.everyone.add
             self.clipping = Clipping(holdings, roster.rank, state.parameters, limit, add, roster.world.device)
         close_at_exit(self)
@@ -132,7 +135,7 @@ class Runtime:
             return self._workers[mode].run(batch, (self.config.runtime.seed, step_number), with_gradients=False)
 
     def refuse(self, mode: str) -> None:
-        """Tells the other ranks, which are about to run a step, that this rank's batch is bad."""
+        """Tells the other ranks, which are about to run a step, that this rank does not."""
         if mode in self._workers:
             self._workers[mode].refuse()
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import torch
 
 from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.execute.loss import LossAccount
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.scaling import scale
@@ -15,23 +19,43 @@ def train_step(runtime: Runtime, state: EngineState, batch: BatchView) -> torch.
 
     Args:
         runtime: a plan at work.
-        state: is changed in place; where an error is raised before the optimizer's step, only its gradients have.
+        state: is changed in place; where an error is raised before the optimizer's step, only its gradients have, and
+            statistics that the model writes.
         batch: the rows in hand.
 
     Returns:
         The loss of the global batch: 0-dim, on this rank's device, equal on all ranks. The device is not synchronised.
 
     Raises:
-        BatchError: the batch cannot be divided as the plan says, or its rows differ between ranks.
-        RuntimeFault: a peer died or a wait outlasted its limit.
+        BatchError: the batch cannot be divided as the plan says, or differs between ranks.
+        RuntimeFault: a peer died or a wait outlasted its limit; or the loss is no finite number.
     """
     state.forget_gradients()
     step = runtime.train(batch, state.step_number)
     if step.account.needs_correction:
         scale(step.account.correction(runtime.totals(step)), state.parameters.values())
+    norm = None
     if runtime.clipping is not None:
         with runtime.status.reporting():
-            runtime.clipping.clip()
+            norm = runtime.clipping.clip()
+    loss = step.account.loss(runtime.totals(step))
+    with runtime.status.reporting():
+        applies = _is_fit(runtime, state.step_number, step.account, loss, norm)
     runtime.status.set("STEP")
-    state.advance()
-    return step.account.loss(runtime.totals(step))
+    state.advance(applies=applies)
+    return loss
+
+
+def _is_fit(runtime: Runtime, step_number: int, account: LossAccount, loss: torch.Tensor, norm: torch.Tensor | None) -> bool:
+    """Whether a step is to be applied; where the settings leave out none, a loss that is no number ends the run."""
+    if not runtime.config.gradient.skip_nonfinite:
+        runtime.losses.look(step_number, account, loss)
+        return True
+    assert norm is not None, "the norm is worked out where steps may be left out"
+    found, size = torch.stack([loss, norm]).tolist()
+    if math.isfinite(found) and math.isfinite(size):
+        return True
+    where = "" if math.isfinite(found) else f" {runtime.losses.ranks_of(account)}"
+    if runtime.roster.world.rank == 0:
+        warnings.warn(f"step {step_number + 1} is left out: its loss is {found:g}{where}, the norm of its gradients {size:g}", stacklevel=4)
+    return False

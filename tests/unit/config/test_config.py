@@ -20,6 +20,23 @@ def test_sets_one_key_and_leaves_the_rest() -> None:
     assert config.communication.bucket_bytes == 25 * 2**20
 
 
+def test_sections_nest_as_in_a_recipe() -> None:
+    nested = {"pipeline": {"num_micro_batch": 4, "num_stages": 2}, "cluster": "c.yaml", "recompute": {0: 0.5}, "gradient.clip_norm": 1.0}
+    flat = {
+        "pipeline.num_micro_batch": 4,
+        "pipeline.num_stages": 2,
+        "cluster.file": "c.yaml",
+        "recompute.policy": {0: 0.5},
+        "gradient.clip_norm": 1.0,
+    }
+    assert Config(nested) == Config(flat)
+    assert Config({"recompute": "auto", "memory": None}) == Config({"recompute.policy": "auto"})
+    with pytest.raises(ConfigError, match=r"did you mean 'pipeline\.num_stages'"):
+        Config({"pipeline": {"num_stage": 2}})
+    with pytest.raises(ConfigError, match="'pipeline' is a section, not a key"):
+        Config({"pipeline": 2})
+
+
 def test_equal_by_values_whatever_was_explicit() -> None:
     assert Config({"pipeline.num_micro_batch": 1}) == Config()
     assert Config({"pipeline.num_micro_batch": 2}) != Config()
@@ -78,7 +95,7 @@ def test_prints_as_a_recipe() -> None:
         ("pipeline.strategy", "1f1b", "pipeline.strategy is one of PreferForward, PreferBackward ('1f1b' is not)"),
         ("pipeline.num_micro_batches", 4, "hint: did you mean 'pipeline.num_micro_batch'?"),
         ("num_micro_batch", 4, "hint: did you mean 'pipeline.num_micro_batch'?"),
-        ("pipeline", {"num_micro_batch": 4}, "'pipeline' is a section, not a key"),
+        ("pipeline", 3, "'pipeline' is a section, not a key"),
         ("quux.zzz", 1, "hint: sections: pipeline, cluster, memory"),
         ("pipeline.zzzzz", 1, "hint: keys of pipeline: num_micro_batch, num_stages"),
         ("zero.level", "v1", "configuration key zero.level of EPL does not carry over"),

@@ -12,13 +12,13 @@ from whale.runtime.state.scaling import scale
 
 
 class Clipping:
-    """Clips the gradients of this rank; what it answers for is worked out here, once.
+    """The norm of all gradients, by which those of this rank are clipped; what it answers for is worked out here, once.
 
     Args:
         holdings: who holds which part of what.
         rank: this rank of the plan; None if idle.
         parameters: what this rank owns, by name.
-        limit: the largest norm.
+        limit: the largest norm; None for none.
         add: sums a tensor over all ranks, in place; says what for while it waits.
         device: where this rank computes.
     """
@@ -28,7 +28,7 @@ class Clipping:
         holdings: Holdings,
         rank: int | None,
         parameters: Mapping[str, torch.nn.Parameter],
-        limit: float,
+        limit: float | None,
         add: Callable[[torch.Tensor, str], None],
         device: torch.device,
     ) -> None:
@@ -52,6 +52,13 @@ class Clipping:
         self._add(total, "summing the norm of the gradients")
         return total.sqrt()
 
-    def clip(self) -> None:
-        """Scales gradients in place so that the global norm is at most the limit, as `torch.nn.utils.clip_grad_norm_` does."""
-        scale((self._limit / (self.norm() + 1e-6)).clamp(max=1.0), self._parameters)
+    def clip(self) -> torch.Tensor:
+        """Scales gradients in place so that the global norm is at most the limit, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Returns:
+            The norm before: 0-dim float64, equal on every rank.
+        """
+        norm = self.norm()
+        if self._limit is not None:
+            scale((self._limit / (norm + 1e-6)).clamp(max=1.0), self._parameters)
+        return norm

@@ -49,11 +49,11 @@ class EngineState:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def advance(self) -> None:
-        """Applies the gradients that the parameters have: one step."""
-        if self.optimizer is not None:
+    def advance(self, *, applies: bool = True) -> None:
+        """One step: applies the gradients that the parameters have, or leaves them out."""
+        if self.optimizer is not None and applies:
             self.optimizer.step()
-        if self.scheduler is not None:
+        if self.scheduler is not None and applies:
             self.scheduler.step()
         self.step_number += 1
         self.has_moved_statistics = True

@@ -1,0 +1,167 @@
+"""What people do around a training loop is exact, or is answered in one clear error or warning."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from whale.errors import CaptureError, RuntimeFault
+
+torch.set_num_threads(1)
+
+GENERATOR = torch.Generator().manual_seed(0)
+BATCH = {"input": torch.randn(8, 4, generator=GENERATOR), "target": torch.randn(8, 1, generator=GENERATOR)}
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(output, batch["target"])
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def parallelize(model: nn.Module | None = None, **changes: Any) -> whale.Engine:
+    return whale.parallelize(model or make_model(), **{"loss": loss, "optimizer": SGD, "batch": BATCH, **changes})
+
+
+def weights(engine: whale.Engine) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in (engine.state_dict() or {}).items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def test_a_step_without_an_optimizer_warns_once_at_the_users_line() -> None:
+    engine = parallelize(optimizer=None)
+    with pytest.warns(UserWarning, match="step computes gradients and applies none: parallelize was given no optimizer=") as caught:
+        engine.step(BATCH)
+        engine.step(BATCH)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def bad(value: float) -> dict[str, Tensor]:
+    return {**BATCH, "target": torch.full((8, 1), value)}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_does_not_go_into_the_weights(value: float) -> None:
+    engine = parallelize()
+    engine.step(BATCH)
+    before = weights(engine)
+    with pytest.raises(RuntimeFault) as caught:
+        engine.step(bad(value))
+    assert caught.value.message == (
+        f"the loss of a step is a finite number (step 2: {value}, on rank(s) 0; the weights are those before it)"
+    )
+    assert "gradient.skip_nonfinite" in str(caught.value)
+    assert same(before, weights(engine)) and engine.step_number == 1
+    engine.step(BATCH)
+
+
+class Root(nn.Module):
+    """Its gradient is infinite where its output is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return (input * self.scale).sum(1, keepdim=True).abs().sqrt()
+
+
+def test_such_steps_are_left_out_on_demand() -> None:
+    engine = parallelize(config={"gradient.skip_nonfinite": True})
+    reference = parallelize()
+    with pytest.warns(UserWarning, match=r"step 2 is left out: its loss is nan on rank\(s\) 0, the norm of its gradients nan") as caught:
+        losses = [float(engine.step(batch)) for batch in (BATCH, bad(float("nan")), BATCH)]
+    assert len(caught) == 1
+    expected = [float(reference.step(BATCH)) for _ in range(2)]
+    assert [losses[0], losses[2]] == expected and losses[1] != losses[1]
+    assert same(weights(reference), weights(engine)) and engine.step_number == 3
+
+
+def test_infinite_gradients_of_a_finite_loss_are_left_out_too() -> None:
+    engine = parallelize(Root(), config={"gradient.skip_nonfinite": True, "gradient.clip_norm": 1.0})
+    with pytest.warns(UserWarning, match=r"step 1 is left out: its loss is [0-9.]+, the norm of its gradients (inf|nan)"):
+        engine.step({**BATCH, "input": torch.zeros(8, 4)})
+    assert torch.equal(weights(engine)["scale"], torch.ones(4))
+
+
+def test_autocast_belongs_into_the_model() -> None:
+    engine = parallelize()
+    for action in (lambda: engine.step(BATCH), lambda: engine.evaluate(BATCH), parallelize):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError) as caught:
+            action()
+        assert "(torch.autocast to bfloat16 is in force on cpu)" in caught.value.message
+        assert "inside the model's forward" in str(caught.value)
+    engine.step(BATCH)
+
+
+class Lower(nn.Module):
+    """Computes its first layer in a lower precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            value = self.layers[0](input)
+        output: Tensor = self.layers[1:](value.float())
+        return output
+
+
+def test_autocast_in_forward_is_captured() -> None:
+    model = Lower()
+    assert float(parallelize(model).step(BATCH)) == pytest.approx(float(loss(model(BATCH["input"]), BATCH).detach()))
+
+
+def test_what_is_trained_is_decided_at_the_capture() -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    engine = parallelize(model)
+    engine.step(BATCH)
+    model[0].requires_grad_(True)
+    with pytest.raises(CaptureError) as caught:
+        engine.step(BATCH)
+    assert caught.value.message == ("which parameters are trained is decided when the model is captured (unfrozen since: 0.weight, 0.bias)")
+    assert "call parallelize again" in str(caught.value)
+    model[0].requires_grad_(False)
+    engine.parameters["2.bias"].requires_grad_(False)
+    with pytest.raises(CaptureError, match=r"frozen since: 2\.bias"):
+        engine.step(BATCH)
+
+
+def test_forward_hooks_are_told_that_they_are_called_once() -> None:
+    model, seen = make_model(), []
+
+    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        seen.append(output.shape)
+
+    model[0].register_forward_hook(keep)
+    with pytest.warns(
+        UserWarning,
+        match=rf"forward hooks are called while the model is captured and never again.*\(0: keep at .*{__name__.split('.')[-1]}.py",
+    ):
+        engine = parallelize(model)
+    calls = len(seen)
+    engine.step(BATCH)
+    assert len(seen) == calls
+
+
+def test_hooks_of_torch_are_operations() -> None:
+    model = make_model()
+    nn.utils.spectral_norm(model[0]).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallelize(model)

@@ -1,0 +1,87 @@
+"""Finding a loss that is no number before it goes into the weights, and saying on which ranks it arose.
+
+Where ranks compute on the host, each loss is looked at before the optimizer's step. A GPU is not waited for: there a loss is
+looked at two steps later, when it has long been copied to the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from whale.comm import World
+from whale.errors import RuntimeFault
+from whale.runtime.execute.loss import LossAccount
+
+NUM_STEPS_AHEAD = 2
+"""Steps that a GPU may be behind the host."""
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A loss on its way to the host."""
+
+    step_number: int
+    account: LossAccount
+    value: torch.Tensor
+    arrived: torch.cuda.Event
+
+
+class LossWatch:
+    """Looks at the losses of a training; all ranks see the same losses, and raise together.
+
+    Args:
+        world: this process among its peers.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._copied: deque[_Copied] = deque()
+
+    def look(self, step_number: int, account: LossAccount, loss: torch.Tensor) -> None:
+        """Looks at a loss, or at an earlier one.
+
+        Args:
+            step_number: of this step, from 0.
+            account: of this rank's part in it.
+            loss: of the global batch.
+
+        Raises:
+            RuntimeFault: it is infinite or no number.
+        """
+        if loss.device.type == "cpu":
+            self._check(step_number, account, float(loss), "the weights are those before it")
+        elif loss.device.type == "cuda":
+            value = torch.empty((), dtype=loss.dtype, pin_memory=True)
+            value.copy_(loss, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+            self._copied.append(_Copied(step_number, account, value, arrived))
+            self.settle(NUM_STEPS_AHEAD)
+
+    def settle(self, num_left: int = 0) -> None:
+        """Looks at what has been copied, but for the last `num_left` losses.
+
+        Raises:
+            RuntimeFault: as `look`.
+        """
+        while len(self._copied) > num_left:
+            first = self._copied.popleft()
+            first.arrived.synchronize()
+            self._check(first.step_number, first.account, float(first.value), "it has gone into the weights since: load a checkpoint")
+
+    def ranks_of(self, account: LossAccount) -> str:
+        """The ranks whose own part of the loss is no number, in words; all ranks of the world call it."""
+        own = bool(account.vector().isfinite().all())
+        ranks = [rank for rank, is_finite in enumerate(self._world.gather_objects(own)) if not is_finite]
+        return f"on rank(s) {', '.join(map(str, ranks))}" if ranks else "on no rank by itself, in their sum"
+
+    def _check(self, step_number: int, account: LossAccount, loss: float, kept: str) -> None:
+        if not math.isfinite(loss):
+            raise RuntimeFault(
+                f"the loss of a step is a finite number (step {step_number + 1}: {loss}, {self.ranks_of(account)}; {kept})",
+                hint="lower the learning rate, or set gradient.clip_norm; gradient.skip_nonfinite leaves out such steps, with a warning",
+            )
