@@ -16,7 +16,7 @@ from whale.capture.flops import op_flops
 from whale.capture.gradients import gradient_flow
 from whale.capture.scopes import DEFAULT_KEY, PATH_KEY, under_default
 from whale.capture.source import line_of_stack_trace
-from whale.capture.tagging import default_tags, effective_tags
+from whale.capture.tagging import default_tags, effective_tags, parameter_tags
 from whale.errors import CaptureError
 from whale.ir.graph import Argument, Op, OpKind, Ref, TensorSpec
 from whale.ir.scope import Scope, ScopePath
@@ -36,7 +36,7 @@ def describe(flat: Flat, model: nn.Module, default: Scope | None) -> tuple[Op, .
     flow = gradient_flow(flat.graph)
     tags = effective_tags(model)
     rest = () if default is None or tags else (default,)
-    known = Tags(tags, default_tags(model), rest)
+    known = Tags(tags, default_tags(model), _scopes_of_parameters(flat, model), rest)
     return tuple(_op(node, flat, flow, known) for node in flat.graph.nodes if node.op != "output")
 
 
@@ -47,12 +47,31 @@ class Tags:
     Attributes:
         scopes: per path of a tagged module, its scopes.
         defaults: per path of a module, the default strategy under which it was made, if any.
+        of_parameters: per node that reads a parameter with scopes of its own, those.
         rest: the scopes of everything else.
     """
 
     scopes: Mapping[str, ScopePath]
     defaults: Mapping[str, ScopePath]
+    of_parameters: Mapping[fx.Node, ScopePath]
     rest: ScopePath
+
+
+def _scopes_of_parameters(flat: Flat, model: nn.Module) -> dict[fx.Node, ScopePath]:
+    """The scopes of the ops that read a bare parameter made under them, directly or through ops on nothing else (a transpose)."""
+    known = parameter_tags(model)
+    first = {id(value): name for name, value in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    by_name = {first[id(model.get_parameter(name))]: path for name, path in known.items()}
+    alone: dict[fx.Node, ScopePath] = {}
+    found: dict[fx.Node, ScopePath] = {}
+    for node in flat.graph.nodes if by_name else ():
+        sources = node.all_input_nodes
+        path = by_name.get(flat.sources.get(node.name, "")) or next((alone[source] for source in sources if source in alone), None)
+        if path is not None:
+            found[node] = path
+            if all(source in alone for source in sources):
+                alone[node] = path
+    return found
 
 
 def _op(node: fx.Node, flat: Flat, flow: Mapping[fx.Node, bool], tags: Tags) -> Op:
@@ -129,7 +148,7 @@ def _scope(node: fx.Node, modules: list[str], tags: Tags) -> ScopePath:
     if custom.get(PATH_KEY):
         opened = cast(ScopePath, custom[PATH_KEY])
         return under_default(opened, default or _innermost(modules, tags.defaults) or tags.rest)
-    tag = _innermost(modules, tags.scopes)
+    tag = tags.of_parameters.get(node) or _innermost(modules, tags.scopes)
     if default and (not tag or tag[-1].is_default):
         return default
     return tag or tags.rest

@@ -171,11 +171,14 @@ def tag(module: nn.Module, scope: Annotation) -> nn.Module:
     """
     outer = _nested(_open.get(), scope.entry())
     default = _default.get()
-    for inner in module.modules():
-        path = tagging.tag_of(inner) or ()
+
+    def placed(path: ScopePath) -> ScopePath:
         around = tuple(each for each in path if each.is_default) or (() if default is None else (default,))
         own = functools.reduce(_nested, (each for each in path if not each.is_default), outer)
-        tagging.set_tag(inner, under_default(own, around))
+        return under_default(own, around)
+
+    for inner in module.modules():
+        tagging.retag(inner, placed)
     return module
 
 

@@ -1,7 +1,8 @@
-"""Tags on modules: while a scope is open, every module that is made carries the scope's path in its `__dict__`.
+"""Tags on modules and bare parameters: while a scope is open, every module that is made carries the scope's path in its `__dict__`.
 
 `nn.Module.__init__` is wrapped for that time. Registration hooks would miss a scope's root modules and modules without
-parameters, and would tag modules that were built elsewhere and only passed in. A tag in `__dict__` survives `deepcopy`.
+parameters, and would tag modules that were built elsewhere and only passed in. For parameters that a module made elsewhere
+registers meanwhile torch's own hook serves. A tag in `__dict__` survives `deepcopy`.
 """
 
 from __future__ import annotations
@@ -12,24 +13,29 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from whale.ir.scope import ScopePath
 
 Init = Callable[..., None]
 
 _TAG = "_whale_scope_path"
+_PARAMETER_TAGS = "_whale_parameter_scope_paths"
 _lock = threading.Lock()
 _depth = 0
 _wrapped: tuple[Init, Init] | None = None  # what `nn.Module.__init__` was, and what it was replaced by
+_registration: RemovableHandle | None = None
 
 
 def install(path: Callable[[], ScopePath]) -> None:
-    """Wraps `nn.Module.__init__`, once however often it is asked for; `path` gives the tag of a module made now."""
-    global _depth, _wrapped
+    """Wraps `nn.Module.__init__`, once however often it is asked for; `path` gives the tag of a module or parameter made now."""
+    global _depth, _wrapped, _registration
     with _lock:
         if _depth == 0:
             _wrapped = (nn.Module.__init__, _tagging(nn.Module.__init__, path))
             nn.Module.__init__ = _wrapped[1]  # type: ignore[method-assign]
+            _registration = register_module_parameter_registration_hook(_tagging_parameters(path))
         _depth += 1
 
 
@@ -38,13 +44,14 @@ def uninstall() -> None:
 
     If another library has wrapped it meanwhile, our wrapper stays underneath and does nothing while no scope is open.
     """
-    global _depth, _wrapped
+    global _depth, _wrapped, _registration
     with _lock:
         _depth -= 1
-        if _depth == 0 and _wrapped is not None:
+        if _depth == 0 and _wrapped is not None and _registration is not None:
+            _registration.remove()
             if nn.Module.__init__ is _wrapped[1]:
                 nn.Module.__init__ = _wrapped[0]  # type: ignore[method-assign]
-            _wrapped = None
+            _wrapped = _registration = None
 
 
 def _tagging(original: Init, path: Callable[[], ScopePath]) -> Init:
@@ -55,6 +62,35 @@ def _tagging(original: Init, path: Callable[[], ScopePath]) -> Init:
             set_tag(self, found)
 
     return init
+
+
+def _tagging_parameters(path: Callable[[], ScopePath]) -> Callable[[nn.Module, str, nn.Parameter | None], None]:
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        found = path()
+        if found and parameter is not None and tag_of(module) != found:
+            module.__dict__.setdefault(_PARAMETER_TAGS, {})[name] = found
+
+    return register
+
+
+def retag(module: nn.Module, place: Callable[[ScopePath], ScopePath]) -> None:
+    """Writes a module's tag and those of its own parameters anew, from what they were."""
+    set_tag(module, place(tag_of(module) or ()))
+    for name, path in _own_parameter_tags(module).items():
+        module.__dict__[_PARAMETER_TAGS][name] = place(path)
+
+
+def _own_parameter_tags(module: nn.Module) -> dict[str, ScopePath]:
+    return dict(module.__dict__.get(_PARAMETER_TAGS, {}))
+
+
+def parameter_tags(model: nn.Module) -> dict[str, ScopePath]:
+    """The scopes of parameters that were registered under others than their modules were made in, by full name."""
+    return {
+        f"{path}.{name}" if path else name: found
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, found in _own_parameter_tags(module).items()
+    }
 
 
 def set_tag(module: nn.Module, path: ScopePath) -> None:
@@ -68,7 +104,7 @@ def tag_of(module: nn.Module) -> ScopePath | None:
 
 
 def effective_tags(model: nn.Module) -> dict[str, ScopePath]:
-    """Tags by module path. The default strategy's tag does not count on a module that holds others.
+    """Tags by module path. The default strategy's tag does not count on a module that holds others, or parameters with others.
 
     Ops that such a module runs itself stand between TaskGraphs (a residual addition, say) and join
     their neighbours instead.
@@ -78,7 +114,7 @@ def effective_tags(model: nn.Module) -> dict[str, ScopePath]:
         path = tag_of(module)
         if path is None:
             continue
-        if path[-1].is_default and any(tag_of(inner) not in (None, path) for inner in module.modules()):
+        if path[-1].is_default and any(_has_others(inner, path) for inner in module.modules()):
             continue
         tags[name] = path
     return tags
@@ -88,3 +124,7 @@ def default_tags(model: nn.Module) -> dict[str, ScopePath]:
     """The default strategy, alone, that was in force where each module was made, by module path."""
     paths = ((name, tag_of(module)) for name, module in model.named_modules(remove_duplicate=False))
     return {name: path[:1] for name, path in paths if path is not None and path[0].is_default}
+
+
+def _has_others(module: nn.Module, path: ScopePath) -> bool:
+    return tag_of(module) not in (None, path) or bool(_own_parameter_tags(module))

@@ -187,6 +187,45 @@ def test_tag_reaches_every_submodule_and_keeps_inner_scopes() -> None:
     assert names(model) == ["outer", "outer/block"]
 
 
+class Bare(nn.Module):
+    """Two products with parameters of its own, one of them transposed first."""
+
+    def __init__(self, scope: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        with scope:
+            self.up = nn.Parameter(torch.randn(6, 4))
+            self.down = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.first(x).relu() @ self.up.t(), self.down)
+
+
+def paths(model: nn.Module) -> dict[str, str]:
+    graph, _ = capture(model, torch.randn(4, 4), lambda output, batch: output.square().mean())
+    return {op.target.split(".")[1] + op.module: "/".join(scope.key for scope in op.scope) for op in graph.ops if op.kind == "call"}
+
+
+def test_bare_parameters_bring_the_ops_that_read_them() -> None:
+    found = paths(Bare(split(2, name="own")))
+    assert {name: found[name] for name in ("linearfirst", "relu", "t", "matmul", "linear")} == {
+        "linearfirst": "", "relu": "", "t": "own", "matmul": "own", "linear": "own",
+    }  # fmt: skip
+    with replicate(2, name="outer"):
+        model = Bare(split(2, name="own"))
+    assert paths(copy.deepcopy(model))["matmul"] == "outer/own" and paths(model)["linearfirst"] == "outer"
+    assert paths(tag(Bare(split(2, name="own")), replicate(2, name="late")))["linear"] == "late/own"
+
+
+def test_bare_parameters_under_a_default_strategy() -> None:
+    set_default_strategy(replicate(name="rest"))
+    model = Bare(split(2, name="own"))
+    set_default_strategy(None)
+    found = paths(model)
+    assert (found["linearfirst"], found["matmul"], found["linear"]) == ("rest", "rest/own", "rest/own")
+    assert found["relu"] == "", "what the module does itself joins its neighbours"
+
+
 def test_modules_built_elsewhere_are_not_tagged() -> None:
     elsewhere = nn.Linear(4, 4)
     with replicate(name="late"):

@@ -2,40 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from whale.errors import AnnotationError
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import ModelGraph, Op
 from whale.ir.scope import Scope, ScopePath
 
 
 @dataclass
 class ScopeNode:
-    """A scope with the scopes inside it, in order of first appearance; a leaf is one TaskGraph.
+    """A scope with the scopes inside it.
 
-    `number` counts nodes in the order of their first op. `default` is the key of the default strategy under which a split
-    stands.
+    Attributes:
+        scope: as it was entered first.
+        number: counts nodes in the order of their first op.
+        inner: the scopes inside, by key, in order of first appearance; they have devices of their own, and this one stands
+            for copies of them.
+        hosted: the scopes that run on this one's devices: inside of a scope with layers of its own all that are there, under
+            a default strategy the splits.
     """
 
     scope: Scope
     number: int
     inner: dict[str, ScopeNode] = field(default_factory=dict)
-    default: str | None = None
+    hosted: list[ScopeNode] = field(default_factory=list)
 
     @property
     def leaves(self) -> Iterator[ScopeNode]:
         """The TaskGraphs under this node."""
         if not self.inner:
             yield self
-        for node in self.inner.values():
+        for node in (*self.hosted, *self.inner.values()):
             yield from node.leaves
 
     @property
+    def count(self) -> int | None:
+        """Devices that it asks for: what is written on it, else the most that a scope on its devices asks for."""
+        asked = [leaf.count for leaf in self.hosted if leaf.count is not None]
+        return self.scope.device_count if self.scope.device_count is not None or not asked else max(asked)
+
+    @property
     def states_count(self) -> bool:
-        """Whether a device count is written on it or on any scope inside."""
-        return self.scope.device_count is not None or any(node.states_count for node in self.inner.values())
+        """Whether it, or any scope inside, asks for a number of devices."""
+        return self.count is not None or any(node.states_count for node in self.inner.values())
+
+
+@dataclass(frozen=True)
+class ScopeTree:
+    """The scopes of a model.
+
+    Attributes:
+        roots: the outermost ones that run on no other's devices, in order of first appearance.
+        by_path: every scope, by the keys of the scopes around it and its own.
+    """
+
+    roots: tuple[ScopeNode, ...]
+    by_path: Mapping[tuple[str, ...], ScopeNode]
+
+    def task_graph_of(self, op: Op) -> ScopeNode | None:
+        """The TaskGraph of an op; None for one that has no scope, stands between scopes, or is no call."""
+        if op.kind != "call" or not op.scope:
+            return None
+        node = self.by_path[_keys(effective_path(op.scope))]
+        return None if node.inner else node
 
 
 def effective_path(path: ScopePath) -> ScopePath:
@@ -44,44 +75,97 @@ def effective_path(path: ScopePath) -> ScopePath:
     return chosen or path[-1:]
 
 
-def scope_tree(graph: ModelGraph) -> tuple[dict[str, ScopeNode], list[AnnotationError]]:
-    """The outermost scopes by key, in order of first appearance, and what is wrong with them."""
-    roots: dict[str, ScopeNode] = {}
+def _keys(path: ScopePath) -> tuple[str, ...]:
+    return tuple(scope.key for scope in path)
+
+
+def scope_tree(graph: ModelGraph) -> tuple[ScopeTree, list[AnnotationError]]:
+    """The scopes as a tree, and what is wrong with them."""
+    by_path: dict[tuple[str, ...], ScopeNode] = {}
     parents: dict[str, tuple[str, ...]] = {}
-    faults: dict[str, AnnotationError] = {}
+    faults: list[AnnotationError] = []
     number = 0
+    defaults: dict[tuple[str, ...], str] = {}
     for full in dict.fromkeys(op.scope for op in graph.ops if op.kind == "call" and op.scope):
         path = effective_path(full)
-        level: dict[str, ScopeNode] = roots
-        above: tuple[str, ...] = ()
-        for outer, inner in pairwise(path):
-            if outer.kind == "split":
-                fault = AnnotationError(
-                    f"only replicate encloses other scopes ({outer} at {outer.where} encloses {inner})",
-                    where=inner.where,
-                    hint="end the split before, or put replicate around it",
-                )
-                faults[str(fault)] = fault
-        for scope in path:
-            node = level.setdefault(scope.key, ScopeNode(scope, number))
+        faults += _split_faults(path)
+        for depth, scope in enumerate(path, start=1):
+            keys = _keys(path[:depth])
+            if keys not in by_path:
+                by_path[keys] = ScopeNode(scope, number)
+                if depth > 1:
+                    by_path[keys[:-1]].inner[scope.key] = by_path[keys]
             number += 1
-            faults.update((str(fault), fault) for fault in _faults(scope, node.scope))
-            if scope.name is not None and parents.setdefault(scope.key, above) != above:
-                fault = AnnotationError(
-                    f"scopes of one name are one TaskGraph and stand in the same scope (name {scope.name!r} stands in several)",
-                    where=scope.where,
+            faults += _name_faults(scope, by_path[keys].scope)
+            if scope.name is not None and parents.setdefault(scope.key, keys[:-1]) != keys[:-1]:
+                faults.append(
+                    AnnotationError(
+                        f"scopes of one name are one TaskGraph and stand in the same scope (name {scope.name!r} stands in several)",
+                        where=scope.where,
+                    )
                 )
-                faults[str(fault)] = fault
-            level, above = node.inner, (*above, scope.key)
         if len(path) == 1 and path[0].kind == "split" and full[0].is_default and full[0] is not path[0]:
-            roots[path[0].key].default = full[0].key
-    return roots, list(faults.values())
+            defaults[_keys(path)] = full[0].key
+    faults += _host_beside_layers(graph, by_path)
+    hosted = {keys: default for keys, default in defaults.items() if (default,) in by_path}
+    for keys, default in hosted.items():
+        by_path[default,].hosted.append(by_path[keys])
+    roots = tuple(node for keys, node in by_path.items() if len(keys) == 1 and keys not in hosted)
+    return ScopeTree(roots, by_path), list({str(fault): fault for fault in faults}.values())
 
 
-def _faults(scope: Scope, first: Scope) -> Iterable[AnnotationError]:
+def _split_faults(path: ScopePath) -> Iterator[AnnotationError]:
+    for outer, inner in pairwise(path):
+        if outer.kind == "split":
+            yield AnnotationError(
+                f"only replicate encloses other scopes ({outer} at {outer.where} encloses {inner})",
+                where=inner.where,
+                hint="end the split before, or put replicate around it",
+            )
+
+
+def _name_faults(scope: Scope, first: Scope) -> Iterator[AnnotationError]:
     asked = [(each.kind, each.device_count, each.axis) for each in (scope, first)]
     if asked[0] != asked[1]:
         yield AnnotationError(f"scopes of one name are one TaskGraph: {scope} and {first} (at {first.where})", where=scope.where)
+
+
+def _host_beside_layers(graph: ModelGraph, by_path: Mapping[tuple[str, ...], ScopeNode]) -> Iterator[AnnotationError]:
+    """Where layers stand beside scopes in one scope, all of them run on its devices; says where the numbers do not fit that.
+
+        with replicate(2): a; with split(2): b; c        a and c are copied, b is split, on the same two devices
+
+    What has no parameters (a residual between two scopes) joins its neighbours and makes no such case.
+    """
+    beside: dict[tuple[str, ...], Op] = {}
+    for op in graph.ops:
+        if op.kind == "call" and op.scope and any(graph.by_name[source].kind == "parameter" for source in op.inputs):
+            beside.setdefault(_keys(effective_path(op.scope)), op)
+    for keys in sorted(by_path, key=len, reverse=True):
+        node = by_path[keys]
+        if not node.inner or keys not in beside:
+            continue
+        inside = [by_path[below] for below in by_path if len(below) > len(keys) and below[: len(keys)] == keys]
+        stated = node.scope.device_count or next((each.scope.device_count for each in inside if each.scope.device_count), None)
+        for each in inside:
+            if each.scope.device_count not in (None, stated):
+                yield _two_readings(node.scope, each.scope, beside[keys])
+        node.hosted = [leaf for child in node.inner.values() for leaf in child.leaves]
+        for leaf in node.hosted:
+            leaf.hosted = []
+        node.inner = {}
+
+
+def _two_readings(outer: Scope, inner: Scope, layer: Op) -> AnnotationError:
+    wide, narrow = outer.device_count, inner.device_count
+    together = f"on the same devices, if both ask for as many ({inner.kind}({wide if wide else ''}))"
+    copies = f"in {wide or 'several'} copies of {narrow} device(s), if the layers beside it stand in a scope of their own"
+    return AnnotationError(
+        f"a scope inside another one that has layers of its own can be read in two ways ({inner} inside {outer} from {outer.where}, "
+        f"beside {layer.name} at {layer.where})",
+        where=inner.where,
+        hint=f"it runs {together}; or {copies}",
+    )
 
 
 @dataclass(frozen=True)
@@ -119,23 +203,20 @@ class Sizes:
     widths: Mapping[int, int]
 
 
-def resolve_sizes(roots: Mapping[str, ScopeNode], num_devices: int, *, colocate: bool) -> Sizes:
+def resolve_sizes(nodes: Sequence[ScopeNode], num_devices: int, *, colocate: bool) -> Sizes:
     """How many devices each TaskGraph gets, by the rules for scopes.
 
     None means all devices of the enclosing scope, together with its siblings, if none of these states a count, and
     else 1. TaskGraphs are colocated on one virtual device if `colocate` says so, if each asks for all devices there are, or
-    if they are a default strategy and the splits under it.
+    if one hosts the others.
 
     Args:
+        nodes: the outermost scopes.
         num_devices: devices of the cluster.
 
     Raises:
         AnnotationError: a split does not divide the devices that it is colocated on.
     """
-    hosted = {key: node for key, node in roots.items() if node.default in roots}
-    if hosted and not colocate:
-        return _with_hosted(roots, hosted, num_devices)
-    nodes = list(roots.values())
     stated = any(node.states_count for node in nodes)
     all_leaves = not any(node.inner for node in nodes)
     if colocate or (all_leaves and all(_leaf_count(node, num_devices, stated) == num_devices for node in nodes)):
@@ -146,29 +227,6 @@ def resolve_sizes(roots: Mapping[str, ScopeNode], num_devices: int, *, colocate:
     walk = _Walk()
     copies = Copies(1, walk.level(nodes, num_devices, 1))
     return _in_order_of_appearance(walk, copies)
-
-
-def _with_hosted(roots: Mapping[str, ScopeNode], hosted: Mapping[str, ScopeNode], num_devices: int) -> Sizes:
-    """Sizes where splits stand under a default strategy: they run on its devices.
-
-    A default strategy without a count has as many as the widest split under it asks for.
-    """
-    others = {key: node for key, node in roots.items() if key not in hosted}
-    asked: dict[str, int] = {}
-    for node in hosted.values():
-        assert node.default is not None
-        asked[node.default] = max(asked.get(node.default, 0), node.scope.device_count or 0)
-    sized = {
-        key: replace(node, scope=replace(node.scope, device_count=node.scope.device_count or asked.get(key) or None))
-        for key, node in others.items()
-    }
-    sizes = resolve_sizes(sized, num_devices, colocate=False)
-    place_of, widths = dict(sizes.place_of), dict(sizes.widths)
-    for node in hosted.values():
-        assert node.default is not None
-        place_of[node.number] = place_of[roots[node.default].number]
-        widths[node.number] = _divisor(node, sizes.devices[place_of[node.number]])
-    return Sizes(place_of, sizes.devices, sizes.copies, widths)
 
 
 def _divisor(leaf: ScopeNode, size: int) -> int:
@@ -197,8 +255,8 @@ def _in_order_of_appearance(walk: _Walk, copies: Copies) -> Sizes:
 
 
 def _leaf_count(node: ScopeNode, budget: int, stated: bool) -> int:
-    if node.scope.device_count is not None:
-        return node.scope.device_count
+    if node.count is not None:
+        return node.count
     return 1 if stated else max(budget, 1)
 
 
@@ -243,3 +301,7 @@ class _Walk:
         self.place_of[node.number] = len(self.devices)
         if node.scope.kind == "split":
             self.widths[node.number] = width
+        for leaf in node.hosted:
+            self.place_of[leaf.number] = len(self.devices)
+            if leaf.scope.kind == "split":
+                self.widths[leaf.number] = _divisor(leaf, width)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from whale.config import Config
 from whale.errors import AnnotationError, WhaleError, raise_faults
-from whale.ir.graph import ModelGraph, Op
+from whale.ir.graph import ModelGraph
 from whale.ir.plan import TaskGraph
 from whale.ir.scope import Scope
 from whale.planning.annotations.phases import find_phases
-from whale.planning.annotations.scope_tree import Copies, ScopeNode, Sizes, effective_path, resolve_sizes, scope_tree
+from whale.planning.annotations.scope_tree import Copies, ScopeNode, Sizes, resolve_sizes, scope_tree
 from whale.planning.structure.stages import Assignment, Late, Wish, assign
 from whale.planning.structure.structure import Structure, analyse
 
@@ -58,17 +58,17 @@ def read_scopes(graph: ModelGraph, config: Config, num_devices: int) -> Annotati
     Raises:
         AnnotationError: scopes that cannot be honoured; all reasons at once.
     """
-    roots, faults = scope_tree(graph)
+    tree, faults = scope_tree(graph)
     raise_faults(faults)
-    if not roots:
+    if not tree.roots:
         return None
-    sizes = resolve_sizes(roots, num_devices, colocate=config.cluster.colocate_split_and_replicate)
-    leaves = sorted((leaf for node in roots.values() for leaf in node.leaves), key=lambda leaf: leaf.number)
+    sizes = resolve_sizes(tree.roots, num_devices, colocate=config.cluster.colocate_split_and_replicate)
+    leaves = sorted((leaf for node in tree.roots for leaf in node.leaves), key=lambda leaf: leaf.number)
     index = {leaf.number: position for position, leaf in enumerate(leaves)}
     task_graph_of = {}
     for op in graph.ops:
-        node = _node_of(op, roots)
-        if node is not None and not node.inner:
+        node = tree.task_graph_of(op)
+        if node is not None:
             task_graph_of[op.name] = index[node.number]
     if _is_mixed(leaves, sizes):
         return _by_phases(graph, leaves, sizes, task_graph_of)
@@ -117,17 +117,6 @@ def _by_phases(graph: ModelGraph, leaves: Sequence[ScopeNode], sizes: Sizes, tas
         places=tuple(phase.place for phase in phases),
         widths=tuple(widths[phase.kind - 1] if phase.kind else 1 for phase in phases),
     )
-
-
-def _node_of(op: Op, roots: Mapping[str, ScopeNode]) -> ScopeNode | None:
-    """The innermost scope around an op; None for one that has no scope, or is no call."""
-    if op.kind != "call" or not op.scope:
-        return None
-    level, node = roots, None
-    for scope in effective_path(op.scope):
-        node = level[scope.key]
-        level = node.inner
-    return node
 
 
 def _names(leaves: Sequence[ScopeNode]) -> Iterator[str]:

@@ -7,6 +7,8 @@ import pytest
 from tests.unit.planning.graphs import Graph, chain, cluster, scope
 from whale.config import Config
 from whale.errors import AnnotationError, ConfigError
+from whale.ir.graph import ModelGraph
+from whale.ir.scope import Scope, ScopePath
 from whale.planning import make_plan
 from whale.planning.annotations.taskgraphs import read_scopes
 
@@ -53,6 +55,66 @@ def test_nested_scopes_multiply() -> None:
     assert stages([(outer, A), (outer, B)], 4) == (2, 2)
     assert stages([(outer, A), (outer, B), (scope(9, 3, "tail"),)], 8) == (2, 2, 3)
     assert stages([(scope(0, 2, "outer"), scope(1, None, "inner"))], 8) == (8,)
+
+
+OUTER = scope(0, 2, "outer")
+
+
+def beside(*inner: Scope, outer: Scope = OUTER) -> ModelGraph:
+    """Layers directly under a scope, before, between and after scopes inside."""
+    paths: list[ScopePath] = [(outer,)]
+    for each in inner:
+        paths += [(outer, each), (outer,)]
+    return chain(len(paths), paths)
+
+
+@pytest.mark.parametrize("count", [2, None])
+@pytest.mark.parametrize("outer", [2, None])
+def test_layers_beside_a_split_are_copied_on_its_devices(outer: int | None, count: int | None) -> None:
+    """The natural spelling of a mixture of experts."""
+    path = scope(0, outer, "outer")
+    plan = make_plan(beside(scope(1, count, "experts", "split"), outer=path), cluster((1e7, 1e7)), Config())
+    assert [(graph.name, graph.strategy, graph.ops) for graph in plan.task_graphs] == [
+        ("outer", "replicate", ("layer0",)),
+        ("experts", "split", ("layer1",)),
+        ("outer.1", "replicate", ("layer2", "loss")),
+    ]
+    stages = plan.replicas[0].stages
+    assert [stage.virtual_device.devices for stage in stages] == [("h0/0", "h0/1")] * 3 and [stage.split for stage in stages] == [1, 2, 1]
+
+
+def test_more_devices_make_replicas_of_nested_scopes() -> None:
+    plan = make_plan(beside(scope(1, None, "experts", "split")), FOUR, Config())
+    assert len(plan.replicas) == 2 and all(stage.split == (2 if stage.index == 1 else 1) for stage in plan.replicas[0].stages)
+
+
+def test_replicates_inside_one_with_layers_share_its_devices() -> None:
+    found = read_scopes(beside(scope(1, 2, "a"), scope(2, None, "b")), Config(), 4)
+    assert found is not None and found.devices == (2,) and found.names == ("outer", "a", "b")
+    deep = chain(3, [(OUTER,), (OUTER, scope(1, None, "a")), (OUTER, scope(1, None, "a"), scope(2, 2, "b", "split"))])
+    found = read_scopes(deep, Config(), 4)
+    assert found is not None and found.names == ("outer", "a", "b") and set(found.devices) == {2} and found.widths == (1, 2)
+
+
+def test_what_has_no_parameters_stands_between_scopes() -> None:
+    graph = Graph()
+    x = graph.input("x")
+    graph.path = (OUTER, scope(1, 2, "experts", "split"))
+    y = graph.linear("layer", x)
+    graph.path = (OUTER,)
+    y = graph.call("residual", "aten.add.Tensor", x, y)
+    graph.sum_loss(y)
+    found = read_scopes(graph.build(), Config(), 4)
+    assert found is not None and found.names == ("experts",) and found.devices == (4,) and found.copies.members != ()
+
+
+@pytest.mark.parametrize("kind", ["split", "replicate"])
+def test_two_readings_of_nested_scopes(kind: str) -> None:
+    with pytest.raises(AnnotationError) as caught:
+        make_plan(beside(scope(1, 2, "inner", kind), outer=scope(0, 4, "outer")), FOUR, Config())
+    said = str(caught.value)
+    assert f"can be read in two ways ({kind}(2, name='inner') inside replicate(4, name='outer') from model.py:1, beside layer0" in said
+    assert f"it runs on the same devices, if both ask for as many ({kind}(4)); or in 4 copies of 2 device(s)" in said
 
 
 def test_colocation_by_configuration() -> None:
