@@ -48,17 +48,17 @@ def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
 
 def reduce_scatter(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
     """The own part of the sum of the devices' values."""
-    pieces = [slots.take(value, device).contiguous() for device in range(group.size)]
+    pieces = [slots.take(value, device) for device in range(group.size)]
     own = pieces[slots.position]
     if group.is_gloo:
         return _swap(pieces, [tuple(own.shape)] * group.size, _sum, group, f"reduce-scatter of {what}")
-    total = torch.empty_like(own)
-    in_order = [pieces[device] for device in group.order]
+    total = torch.empty_like(own, memory_format=torch.contiguous_format)
+    in_order = [pieces[device].contiguous() for device in group.order]
     return Pending(lambda: total, group.reduce_scatter(total, in_order, f"reduce-scatter of {what}"))
 
 
 def _sum(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(values)).sum(0) if len(values) > 2 else values[0] + values[1]
+    return torch.stack(list(values)).sum(0) if len(values) > 2 else (values[0] + values[1]).contiguous()
 
 
 def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, what: str) -> Pending:
