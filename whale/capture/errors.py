@@ -13,13 +13,9 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-import torch.export._trace
 import torch.utils.checkpoint
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException, UserError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
 
 from whale.capture.source import line_of_traceback, user_line
@@ -32,6 +28,9 @@ _RECOMPUTE_HINT = "switch the model's gradient checkpointing off (model.gradient
 
 def as_capture_error(error: Exception) -> WhaleError:
     """The error that the user sees for an exception that ended a capture."""
+    from torch._dynamo.exc import TorchDynamoException, UserError  # seconds to load, and only a capture needs it
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
     if isinstance(error, WhaleError):
         return error
     where = line_of_traceback(error.__traceback__)
@@ -85,6 +84,8 @@ def watched() -> Iterator[None]:
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
     """Keeps torch from printing the graph so far, and its own advice, when an export fails: the error says it all."""
+    import torch.export._trace  # seconds to load, and only a capture needs it
+    from torch.fx.experimental import symbolic_shapes
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
