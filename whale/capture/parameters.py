@@ -30,7 +30,7 @@ def holdings(model: nn.Module) -> Holdings:
     """Finds a model's parameters and buffers; ties by object identity."""
     names: dict[int, list[str]] = {}
     tensors: dict[str, Tensor] = {}
-    kinds: dict[str, tuple[Literal["parameter", "buffer"], bool]] = {}
+    kinds: dict[str, Literal["parameter", "buffer"]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         held = [(name, tensor, "parameter") for name, tensor in module._parameters.items()]
         held += [(name, tensor, "buffer") for name, tensor in module._buffers.items()]
@@ -40,13 +40,13 @@ def holdings(model: nn.Module) -> Holdings:
             full = f"{path}.{name}" if path else name
             names.setdefault(id(tensor), []).append(full)
             tensors[full] = tensor
-            kinds[full] = ("parameter" if kind == "parameter" else "buffer", name not in module._non_persistent_buffers_set)
+            kinds[full] = "parameter" if kind == "parameter" else "buffer"
     found = [_describe(same, tensors[same[0]], kinds[same[0]]) for same in names.values()]
     canonical = {name: same[0] for same in names.values() for name in same}
     return Holdings(tuple(found), {parameter.name: tensors[parameter.name] for parameter in found}, canonical)
 
 
-def _describe(names: list[str], tensor: Tensor, kind: tuple[Literal["parameter", "buffer"], bool]) -> Parameter:
+def _describe(names: list[str], tensor: Tensor, kind: Literal["parameter", "buffer"]) -> Parameter:
     spec = TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype), (0,) * tensor.dim())
-    trainable = kind[0] == "parameter" and tensor.requires_grad
-    return Parameter(names[0], spec, kind[0], trainable, tuple(names[1:]), kind[1])
+    trainable = kind == "parameter" and tensor.requires_grad
+    return Parameter(names[0], spec, kind, trainable, tuple(names[1:]))

@@ -169,12 +169,11 @@ class Parameter:
     """A parameter or buffer of the model.
 
     Attributes:
-        name: its first name in ``model.state_dict()``.
+        name: its first name in the model.
         spec: shape and type.
         kind: ``parameter`` or ``buffer``.
         trainable: whether it gets a gradient.
         ties: its other names, where one tensor has several.
-        persistent: whether ``state_dict`` holds it.
     """
 
     name: str
@@ -182,7 +181,6 @@ class Parameter:
     kind: Literal["parameter", "buffer"] = "parameter"
     trainable: bool = True
     ties: tuple[str, ...] = ()
-    persistent: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from whale.comm import close_at_exit
 from whale.config import Config
 from whale.errors import BatchError, RuntimeFault
 from whale.ir.plan import Plan
-from whale.ir.reach import reached_parameters
 from whale.ir.schedule import Schedule
 from whale.ir.writes import written_buffers
 from whale.runtime.execute.batch_view import BatchView
@@ -27,8 +26,10 @@ from whale.runtime.program.captured import Captured
 from whale.runtime.state.buffers import merge_buffers
 from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.engine_state import EngineState
-from whale.runtime.state.gradient_sync import BucketPlan, GradientSync, plan_buckets
+from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.schedules import alike_schedules
+from whale.sharding.buckets import Bucket, plan_buckets
 from whale.sharding.communicators import channels_of, groups_of
 
 
@@ -62,7 +63,7 @@ class Runtime:
         graph = captured.graph
         self.roster, self.schedules, self.holdings = roster, schedules, holdings
         self.config, self._captured, self._tensors = config, captured, state.tensors
-        buckets = plan_buckets(holdings, graph, reached_parameters(graph), config.communication.bucket_bytes)
+        buckets = plan_buckets(holdings.shardings, graph, alike_schedules(roster.plan), config.communication.bucket_bytes)
         groups = groups_of(roster.plan, graph, holdings.shardings)
         self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph))
         self._sync = self._make_sync(buckets, state)
@@ -187,7 +188,7 @@ class Runtime:
             self._sync.close()
         self._connections.close()
 
-    def _make_sync(self, buckets: Sequence[BucketPlan], state: EngineState) -> GradientSync | None:
+    def _make_sync(self, buckets: Sequence[Bucket], state: EngineState) -> GradientSync | None:
         seat, roster = self.roster.seat, self.roster
         if seat is None:
             return None

@@ -7,7 +7,7 @@ from whale.schedules.edges import Edges
 from whale.schedules.execution import Execution, Stuck, execute
 from whale.schedules.forward_only import forward_only
 from whale.schedules.in_flight import count_in_flight, count_recomputed
-from whale.schedules.of_plan import alike_schedules, edge_pairs, forward_schedules_of, is_at_one_place, schedules_of, training_schedule
+from whale.schedules.of_plan import alike_schedules, edge_pairs, forward_schedules_of, schedules_of, training_schedule
 from whale.schedules.recompute import insert_recompute
 from whale.schedules.releases import Releases, releases
 from whale.schedules.rendezvous import Blocked, replay
@@ -35,7 +35,6 @@ __all__ = [
     "forward_schedules_of",
     "insert_communication",
     "insert_recompute",
-    "is_at_one_place",
     "peak_in_flight",
     "placement",
     "places",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 from whale.errors import ScheduleError
@@ -72,16 +72,6 @@ def alike_schedules(plan: Plan) -> tuple[int, ...]:
     """Per replica a number, equal for those that run equal schedules; numbered from 0 in order of their first replica."""
     numbers: dict[tuple[Pipeline, Pairs], int] = {}
     return tuple(numbers.setdefault((replica.pipeline, edge_pairs(replica)), len(numbers)) for replica in plan.replicas)
-
-
-def is_at_one_place(alike: Sequence[int], holders: Iterable[tuple[int, int]]) -> bool:
-    """Whether all who hold a parameter end its gradient at the same place of equal schedules.
-
-    Args:
-        alike: of `alike_schedules`.
-        holders: (replica, stage) pairs.
-    """
-    return len({(alike[replica], stage) for replica, stage in holders}) == 1
 
 
 def _forward_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:

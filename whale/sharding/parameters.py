@@ -152,11 +152,6 @@ class ParameterShardings:
     def _worked_out(self) -> dict[Forms, Sharding]:
         return {}
 
-    @property
-    def num_worked_out(self) -> int:
-        """How many shardings there are of the parameters that were asked for."""
-        return len(self._worked_out)
-
     def is_sharded(self, name: str) -> bool:
         """Whether some device holds only a part."""
         return self.gradient(name).is_sharded
@@ -164,6 +159,12 @@ class ParameterShardings:
     def space(self, name: str) -> IndexSpace:
         """Where the elements of a parameter's regions lie in it; of one that no op reads nothing is known, and it is whole."""
         return IndexSpace(self._dimensions(name), self._sizes)
+
+    def num_elements(self, model: ModelGraph, name: str, region: Region) -> int:
+        """Elements of a region of a parameter of a model."""
+        if self.is_sharded(name):
+            return self.space(name).num_elements(region)
+        return model.parameter_by_name[name].spec.num_elements
 
     def _dimensions(self, name: str) -> tuple[Dimension, ...]:
         return () if self.axes is None else self.axes.parameters.get(name, ())

@@ -38,7 +38,7 @@ def test_without_communication_the_bound_is_the_estimate(schedule: str) -> None:
     ranks = [sum(span.end - span.start for span in each.compute if span.action.micro_batch == 0) for each in found.devices]
     optimizer = max(each.optimizer for each in found.devices)
     assert found.step_seconds == pytest.approx(float(pipeline_seconds(schedule, ranks, 4)) + optimizer, rel=0.03)
-    assert found.exposed_communication == pytest.approx(0.0, abs=1e-9)
+    assert found.straggler.exposed == pytest.approx(0.0, abs=1e-9)
 
 
 def test_the_plan_has_the_estimates_time_and_memory() -> None:

@@ -31,7 +31,7 @@ def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) ->
         num_rows: rows of a micro-batch on this device, about which the lines are taken.
         costs: efficiency, launches and traffic.
     """
-    efficiency = costs.efficiency(device)
+    efficiency = device.efficiency
     peaks = np.array([device.peak_flops(dtype) * efficiency for dtype in table.dtypes])[table.dtype]
     launch = table.launches * costs.launch_seconds
     forward = _rule(

@@ -17,22 +17,18 @@ class Costs:
         message_seconds: what starting one message or collective costs beside the latency of its link.
         backward_traffic: memory traffic of a backward pass relative to its forward pass: the gradient and the saved values
             are both read.
-        efficiencies: by device model, the share of the peak that large matrix products reach, instead of the device's own.
         optimizer_states: tensors that the optimizer keeps per parameter (Adam 2).
         bucket_bytes: gradients are synchronised in buckets of about this size.
         memory_fraction: share of each device's memory that a plan may use. The rest is the allowance for the driver's
             context, communicators and fragmentation.
-        context_bytes: what a device keeps for these within that share, where more is known of it.
     """
 
     launch_seconds: float = 4e-6
     message_seconds: float = 0.0
     backward_traffic: float = 2.0
-    efficiencies: tuple[tuple[str, float], ...] = ()
     optimizer_states: int = 2
     bucket_bytes: int = 25 * 2**20
     memory_fraction: float = 0.9
-    context_bytes: int = 0
 
     @staticmethod
     def of(config: Config) -> Costs:
@@ -42,10 +38,6 @@ class Costs:
             bucket_bytes=config.communication.bucket_bytes,
             memory_fraction=config.memory.fraction,
         )
-
-    def efficiency(self, device: Device) -> float:
-        """The share of its peak that large matrix products reach on a device."""
-        return dict(self.efficiencies).get(device.model, device.efficiency)
 
     def capacity(self, device: Device) -> int:
         """Bytes that a plan may use on a device."""

@@ -56,6 +56,6 @@ def gather(plan: Plan, prices: Prices) -> Gathered:
         found |= makers.of(replica, schedule, number)
     links = Links(prices)
     rank = plan.rank_of
-    wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links, rank))
+    wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links))
     workers = tuple(found[device] for device in plan.devices)
     return Gathered(plan.devices, workers, tuple(links.found), wires, tuple(dict(zip(alike, schedules, strict=True)).values()))

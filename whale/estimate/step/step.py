@@ -60,7 +60,6 @@ class MemoryUse:
         received: tensors that arrive, or have arrived, ahead of their use.
         sent: gradients on their way.
         working: of the op at work.
-        context: allowance for the driver and communicators within the plan's share of the device.
     """
 
     weights: float = 0.0
@@ -71,7 +70,6 @@ class MemoryUse:
     received: float = 0.0
     sent: float = 0.0
     working: float = 0.0
-    context: float = 0.0
 
     @property
     def total(self) -> float:
@@ -205,11 +203,6 @@ class StepEstimate:
     def straggler(self) -> DeviceEstimate:
         """The devices that compute longest: what the others wait for."""
         return max(self.devices, key=lambda each: each.busy)
-
-    @property
-    def exposed_communication(self) -> float:
-        """Seconds for which the straggler waits for what is on its way."""
-        return self.straggler.exposed
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

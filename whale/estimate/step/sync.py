@@ -1,75 +1,25 @@
-"""Gradient synchronisation as the runtime does it: the buckets, their owners, and when in the last backward pass each is ready."""
+"""When the runtime sums gradients: the buckets of a plan, and when in the last backward pass each is ready."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Plan, Stage
-from whale.schedules import alike_schedules, is_at_one_place
+from whale.schedules import alike_schedules
+from whale.sharding.buckets import Bucket, plan_buckets
 from whale.sharding.parameters import parameter_shardings
-
-Holder = tuple[int, int]
-"""Replica and stage."""
-
-_Key = tuple[tuple[Holder, ...], tuple[str, ...], str]
-"""Who makes gradients, who owns them, and their dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Gradients that are summed together.
-
-    Attributes:
-        names: of their parameters.
-        num_bytes: of the gradients.
-        owners: the devices that sum them, in the order of the plan's ranks.
-        stages: who makes them: (replica, stage).
-        is_at_one_place: whether they end them at one place of equal schedules; else it starts when all else is done.
-    """
-
-    names: tuple[str, ...]
-    num_bytes: float
-    owners: tuple[str, ...]
-    stages: tuple[Holder, ...]
-    is_at_one_place: bool
 
 
 def buckets(plan: Plan, prices: Prices) -> tuple[Bucket, ...]:
     """All buckets, in the order in which they start."""
-    graph, costs = prices.graph, prices.costs
     if not prices.training:
         return ()
     is_sharded = any(stage.shards for replica in plan.replicas for stage in replica.stages)
-    found = parameter_shardings(plan, graph, prices.axes if is_sharded else None)
-    last, known = graph.last_reads, set(found.parameters)
-    trained = [p.name for p in graph.parameters if p.kind == "parameter" and p.trainable and p.name in known and p.name in last]
-    growing: dict[_Key, tuple[list[str], float]] = {}
-    closed, alike = list[Bucket](), alike_schedules(plan)
-    for name in sorted(trained, key=lambda each: (-last[each], each)):
-        spec = graph.parameter_by_name[name].spec
-        gradient = found.gradient(name)
-        for piece in gradient.pieces:
-            if piece.is_complete:
-                continue
-            key = found.places(name), tuple(plan.devices[owner] for owner in piece.owners), spec.dtype
-            names, num_bytes = growing.get(key, ([], 0.0))
-            growing[key] = [*names, name], num_bytes + spec.num_bytes * piece.region.volume / gradient.hull.volume
-            if growing[key][1] >= costs.bucket_bytes:
-                closed.append(_close(key, growing.pop(key), alike))
-    closed += [_close(key, grown, alike) for key, grown in growing.items()]
-
-    def order(bucket: Bucket) -> tuple[object, ...]:
-        return not bucket.is_at_one_place, -max(stage for _, stage in bucket.stages), -last[bucket.names[0]], bucket.names[0]
-
-    return tuple(sorted(closed, key=order))
-
-
-def _close(key: _Key, found: tuple[list[str], float], alike: Sequence[int]) -> Bucket:
-    return Bucket(tuple(dict.fromkeys(found[0])), found[1], key[1], key[0], is_at_one_place(alike, key[0]))
+    found = parameter_shardings(plan, prices.graph, prices.axes if is_sharded else None)
+    return plan_buckets(found, prices.graph, alike_schedules(plan), prices.costs.bucket_bytes)
 
 
 def ready_share(prices: Prices, stage: Stage, device: str, names: Sequence[str], first: Mapping[str, int]) -> float:

@@ -9,9 +9,10 @@ from itertools import pairwise
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Role, Wire
 from whale.estimate.step.crossings import Crossings
-from whale.estimate.step.sync import Bucket, buckets, first_uses, ready_share
+from whale.estimate.step.sync import buckets, first_uses, ready_share
 from whale.ir.cluster import Device, Link
 from whale.ir.plan import Plan, Stage
+from whale.sharding.buckets import Bucket
 
 _SENDS_AND_RECEIVES: tuple[Role, ...] = ((0,), (1,))
 
@@ -104,22 +105,22 @@ def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str,
                         yield Wire(kind, (number[source], number[target]), _SENDS_AND_RECEIVES, links.path(source, target))
 
 
-def sum_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str, int]) -> Iterator[Wire]:
+def sum_wires(plan: Plan, prices: Prices, links: Links) -> Iterator[Wire]:
     """Collectives of gradients: rings of 2 (k - 1) rounds, in each of which 1/k of the bytes passes every link of the ring."""
-    queues: dict[tuple[str, ...], int] = {}
-    rings: dict[tuple[str, ...], tuple[float, tuple[int, ...], tuple[int, ...]]] = {}
+    queues: dict[tuple[int, ...], int] = {}
+    rings: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
     roles = _Roles(plan, prices)
     for bucket in buckets(plan, prices):
         queues[bucket.owners] = position = queues.get(bucket.owners, -1) + 1
         rounds = 2 * (len(bucket.owners) - 1)
         if bucket.owners not in rings:
-            ring = list(pairwise((*bucket.owners, bucket.owners[0])))
+            ring = list(pairwise(plan.devices[owner] for owner in (*bucket.owners, bucket.owners[0])))
             latency = rounds * max(prices.link(a, b).latency for a, b in ring) + prices.costs.message_seconds
             passed = tuple(link for a, b in ring for link in links.path(a, b))
-            rings[bucket.owners] = latency, tuple(number[owner] for owner in bucket.owners), passed
-        latency, parties, passed = rings[bucket.owners]
-        kind = Sums(bucket.num_bytes, rounds * bucket.num_bytes / len(bucket.owners), latency, position)
-        yield Wire(kind, parties, roles.of(bucket), passed)
+            rings[bucket.owners] = latency, passed
+        latency, passed = rings[bucket.owners]
+        kind = Sums(float(bucket.num_bytes), rounds * bucket.num_bytes / len(bucket.owners), latency, position)
+        yield Wire(kind, bucket.owners, roles.of(bucket), passed)
 
 
 class _Roles:
@@ -144,7 +145,7 @@ class _Roles:
                 devices = stage.virtual_device.devices
                 share = self._share(replica, stage, bucket.names) if bucket.is_at_one_place else 1.0
                 found |= dict.fromkeys(devices, (tuple(indices), share, not bucket.is_at_one_place))
-        return tuple(found[owner] for owner in bucket.owners)
+        return tuple(found[self._plan.devices[owner]] for owner in bucket.owners)
 
     def _share(self, replica: int, stage: Stage, names: tuple[str, ...]) -> float:
         key = self._class(replica, stage), names

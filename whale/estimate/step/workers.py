@@ -136,6 +136,5 @@ class _Held:
             float(sum(each.compute for each in held)),
             float(sum(each.gradient for each in held)),
             float(sum(each.optimizer for each in held)),
-            context=float(prices.costs.context_bytes),
         )
         return use, float(sum(each.compute for each in held if each.gradient))

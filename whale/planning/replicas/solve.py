@@ -44,7 +44,6 @@ class Solution:
         end: what follows the last backward pass.
         step_seconds: predicted.
         partitions: per replica its cut; None where scopes say it.
-        rounds: how often cut and rows were weighed against each other.
     """
 
     placement: Placement
@@ -53,7 +52,6 @@ class Solution:
     end: EndOfStep
     step_seconds: float
     partitions: tuple[Partition | None, ...]
-    rounds: int
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,7 @@ def solve_together(placement: Placement, solvers: Sequence[Solver], num_rows: in
             if all(solver.fixed is not None for solver in solvers) and not recomputes:
                 break
             continue
-        solution = _solution(solvers[0].prices, placement, models, divided, tuple(partition for _, partition in found), round_number)
+        solution = _solution(solvers[0].prices, placement, models, divided, tuple(partition for _, partition in found))
         if best is None or solution.step_seconds < best.step_seconds:
             best = solution
         if divided == rows:
@@ -290,8 +288,7 @@ def _solution(
     models: tuple[ReplicaModel, ...],
     rows: tuple[int, ...],
     partitions: tuple[Partition | None, ...],
-    round_number: int,
 ) -> Solution:
     end = end_of_step(prices, models, rows)
     slowest = max(float(model.curve.seconds[share]) for model, share in zip(models, rows, strict=True))
-    return Solution(placement, models, rows, end, slowest + end.exposed + end.optimizer, partitions, round_number)
+    return Solution(placement, models, rows, end, slowest + end.exposed + end.optimizer, partitions)

@@ -1,11 +1,7 @@
-"""Gradient synchronisation: one bucket per set of owners, reduced while the backward pass still runs.
+"""Gradient synchronisation: buckets of what equal ranks own, each reduced while the backward pass still runs.
 
-Every parameter lies on the ranks that own it; its gradient is the sum over them. Parameters of equal owners share flat
-buckets, in reverse order of use, and a bucket is sent once each of its gradients is final:
-
-    backward   |layer 3|layer 2|layer 1|
-    bucket 0           |--- layers 3, 2 ---|
-    bucket 1                           |-- layer 1 --|
+Every parameter lies on the ranks that own it; its gradient is the sum over them. What shares a flat bucket says
+`whale.sharding.buckets`; a bucket is sent once each of its gradients is final.
 
 Gradients are accumulated in the buckets themselves: `p.grad` is a view of its place from the start of the step. Only a part
 of a parameter, or a gradient that another rank answers for, is kept apart and copied when its bucket starts.
@@ -19,83 +15,16 @@ done, so that no rank that waits in one is missed elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from whale.comm import Groups, Launched, Waits
-from whale.ir.graph import DTYPE_BYTES, ModelGraph
 from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
 from whale.runtime.state.holdings import Holdings
-from whale.schedules import alike_schedules, is_at_one_place
-from whale.sharding import Piece
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """Parameters whose gradients travel together.
-
-    Attributes:
-        pieces: of the parameters, with their names, in the order of the flat buffer.
-        owners: ranks of the plan that hold them.
-        stages: stages (by replica) that use them.
-        is_at_one_place: whether all who hold it come to it at the same place of equal schedules.
-    """
-
-    pieces: tuple[tuple[str, Piece], ...]
-    owners: tuple[int, ...]
-    stages: tuple[tuple[int, int], ...]
-    is_at_one_place: bool
-
-
-def plan_buckets(holdings: Holdings, model: ModelGraph, reached: frozenset[str], bucket_bytes: int) -> tuple[BucketPlan, ...]:
-    """The buckets of the whole plan, equal on every rank; pieces that nobody has to wait for are in none.
-
-    Args:
-        holdings: who owns what.
-        model: sizes, and the order of use.
-        reached: parameters that get a gradient.
-        bucket_bytes: a bucket is closed when it has this many bytes.
-    """
-    shardings, last_use, alike = holdings.shardings, model.last_reads, alike_schedules(holdings.plan)
-
-    def bucket_of(pieces: Sequence[tuple[str, Piece]], stages: Stages) -> BucketPlan:
-        return BucketPlan(tuple(pieces), pieces[0][1].owners, stages, is_at_one_place(alike, stages))
-
-    open_buckets: dict[tuple[Stages, tuple[int, ...], str], _OpenBucket] = {}
-    closed: list[BucketPlan] = []
-    for name in sorted(reached.intersection(shardings.parameters), key=lambda n: (-last_use.get(n, 0), n)):
-        spec = model.parameter_by_name[name].spec
-        for piece in holdings.pieces(name):
-            if piece.is_complete:
-                continue
-            key = (shardings.places(name), piece.owners, spec.dtype)
-            bucket = open_buckets.setdefault(key, _OpenBucket())
-            bucket.pieces.append((name, piece))
-            bucket.num_bytes += holdings.num_elements(name, piece.region, spec.shape) * DTYPE_BYTES[spec.dtype]
-            if bucket.num_bytes >= bucket_bytes:
-                closed.append(bucket_of(open_buckets.pop(key).pieces, key[0]))
-    closed += [bucket_of(bucket.pieces, stages) for (stages, *_), bucket in open_buckets.items()]
-    return tuple(sorted(closed, key=lambda bucket: _order(bucket, last_use)))
-
-
-Stages = tuple[tuple[int, int], ...]
-
-
-@dataclass
-class _OpenBucket:
-    """A bucket that still takes pieces."""
-
-    pieces: list[tuple[str, Piece]] = field(default_factory=list)
-    num_bytes: int = 0
-
-
-def _order(bucket: BucketPlan, last_use: Mapping[str, int]) -> tuple[object, ...]:
-    """Later stages first, and in a stage what is used last first: the order in which gradients come."""
-    name, piece = bucket.pieces[0]
-    return -max(stage for _, stage in bucket.stages), -last_use.get(name, 0), name, piece.region.intervals
+from whale.sharding.buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -134,7 +63,7 @@ class _Slot:
 class _Bucket:
     """One bucket on this rank, through one step."""
 
-    plan: BucketPlan
+    plan: Bucket
     ranks: tuple[int, ...]
     slots: list[_Slot]
     stages: frozenset[int]
@@ -177,7 +106,7 @@ class GradientSync:
 
     def __init__(
         self,
-        buckets: Sequence[BucketPlan],
+        buckets: Sequence[Bucket],
         holdings: Holdings,
         rank: int,
         stages: Collection[tuple[int, int]],
@@ -303,7 +232,7 @@ class GradientSync:
 
 
 def _make_bucket(
-    plan: BucketPlan,
+    plan: Bucket,
     holdings: Holdings,
     rank: int,
     stages: Collection[tuple[int, int]],

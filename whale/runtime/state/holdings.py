@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from torch import Tensor
 
@@ -50,10 +49,6 @@ class Holdings:
         if region == outer:
             return None
         return tuple(map(as_index, self.shardings.space(name).positions(region, outer)))
-
-    def num_elements(self, name: str, region: Region, shape: tuple[int, ...]) -> int:
-        """Elements of a region of a parameter of this (whole) shape."""
-        return self.shardings.space(name).num_elements(region) if self.is_sharded(name) else prod(shape)
 
     def cut_out(self, name: str, rank: int, whole: Tensor) -> Tensor:
         """The part of a parameter or buffer that a rank holds; a view of it where that can be."""

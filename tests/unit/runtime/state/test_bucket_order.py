@@ -19,9 +19,10 @@ from whale.ir.plan import Plan
 from whale.ir.schedule import LAUNCHES, POSTS, Action, Kind
 from whale.planning import make_plan
 from whale.runtime.execute.seat import find_seat
-from whale.runtime.state.gradient_sync import BucketPlan, GradientSync, plan_buckets
+from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings
-from whale.schedules import schedules_of
+from whale.schedules import alike_schedules, schedules_of
+from whale.sharding.buckets import Bucket, plan_buckets
 
 GRAPH = chain(8, width=16)
 NAMES = [parameter.name for parameter in GRAPH.parameters]
@@ -49,7 +50,11 @@ class Launches:
         self.found.append((NAMES[round(float(flat[0])) - 1], tuple(ranks)))
 
 
-def launches_of(plan: Plan, rank: int, holdings: Holdings, buckets: Sequence[BucketPlan], seed: int) -> list[Hashable]:
+def buckets_of(plan: Plan, holdings: Holdings, bucket_bytes: int) -> tuple[Bucket, ...]:
+    return plan_buckets(holdings.shardings, GRAPH, alike_schedules(plan), bucket_bytes)
+
+
+def launches_of(plan: Plan, rank: int, holdings: Holdings, buckets: Sequence[Bucket], seed: int) -> list[Hashable]:
     """What a rank launches, in order; the gradients of a stage come in any order during its last backward."""
     shuffled = random.Random(seed + rank)
     seat = find_seat(plan, rank)
@@ -102,7 +107,7 @@ def stuck(launches: Sequence[Sequence[Hashable]]) -> list[int]:
 @given(unlike_plans(), st.integers(1, 4000), st.integers(0, 99))
 def test_all_ranks_start_their_buckets_in_one_order(plan: Plan, bucket_bytes: int, seed: int) -> None:
     holdings = Holdings.of(plan, GRAPH, None)
-    buckets = plan_buckets(holdings, GRAPH, frozenset(NAMES), bucket_bytes)
+    buckets = buckets_of(plan, holdings, bucket_bytes)
     launches = [launches_of(plan, rank, holdings, buckets, seed) for rank in range(len(plan.devices))]
     for ranks in {bucket.owners for bucket in buckets}:
         orders = [[launch for launch in launches[rank] if isinstance(launch, tuple) and launch[1] == ranks] for rank in ranks]
@@ -116,7 +121,7 @@ def test_buckets_of_unlike_replicas_that_start_early_would_block_them() -> None:
     blocks = [{"num_stages": 2, "schedule": "zb_v", "num_micro_batch": count} for count in (1, 4)]
     plan = make_plan(GRAPH, SIX, Config({"replicas": blocks}), rows=64)
     holdings = Holdings.of(plan, GRAPH, None)
-    buckets = plan_buckets(holdings, GRAPH, frozenset(NAMES), 1)
+    buckets = buckets_of(plan, holdings, 1)
     assert not any(bucket.is_at_one_place for bucket in buckets)
     early = [replace(bucket, is_at_one_place=True) for bucket in buckets]
     for found, blocked in ((buckets, False), (early, True)):

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from whale.comm import Waits
-from whale.runtime.state.gradient_sync import BucketPlan, GradientSync
+from whale.runtime.state.gradient_sync import GradientSync
 from whale.sharding import Piece, Region
+from whale.sharding.buckets import Bucket
 
 PIECE = Piece(Region(), (0, 1), frozenset((0, 1)))
 
@@ -41,7 +42,7 @@ def make(names: Sequence[str], stages: Sequence[int], contributors: tuple[int, .
     owners = Owners()
     parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in names}
     buckets = [
-        BucketPlan(((name, Piece(Region(), (0, 1), frozenset(contributors))),), (0, 1), ((0, stage), (1, stage)), True)
+        Bucket(((name, Piece(Region(), (0, 1), frozenset(contributors))),), 4, (0, 1), ((0, stage), (1, stage)), True)
         for name, stage in zip(names, stages, strict=True)
     ]
     held = {(0, stage) for stage in stages}
@@ -88,8 +89,8 @@ def test_parameters_of_several_stages_start_last() -> None:
     owners = Owners()
     parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("tied", "own")}
     buckets = [
-        BucketPlan((("tied", PIECE),), (0, 1), ((0, 0), (0, 1)), False),
-        BucketPlan((("own", PIECE),), (0, 1), ((0, 0), (1, 0)), True),
+        Bucket((("tied", PIECE),), 4, (0, 1), ((0, 0), (0, 1)), False),
+        Bucket((("own", PIECE),), 4, (0, 1), ((0, 0), (1, 0)), True),
     ]
     sync = GradientSync(buckets, Whole(), 0, {(0, 0)}, (0, 1), parameters, owners, Waits(timedelta(seconds=1)))  # type: ignore[arg-type]
     sync.begin()
