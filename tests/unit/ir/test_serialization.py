@@ -68,7 +68,7 @@ ops = st.builds(
     tuples(arguments), tuples(st.tuples(names, arguments)), tuples(specs), tuples(scopes), names,
     optional(lines), counts, counts, st.frozensets(names, max_size=2), st.booleans(),
 )  # fmt: skip
-parameters = st.builds(Parameter, names, specs, st.sampled_from(["parameter", "buffer"]), st.booleans(), tuples(names), st.booleans())
+parameters = st.builds(Parameter, names, specs, st.sampled_from(["parameter", "buffer"]), st.booleans(), tuples(names))
 terms = st.builds(LossTerm, seconds, names, optional(names), st.booleans(), optional(lines), seconds, optional(seconds), names)
 graphs = st.builds(
     ModelGraph, tuples(ops), tuples(parameters), counts, tuples(terms), tuples(names), st.sampled_from(["train", "eval", "predict"]),
