@@ -119,7 +119,8 @@ def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
     for number, block in enumerate(blocks):
         for name in block.devices if isinstance(block.devices, tuple) else ():
             if name in first:
-                yield ConfigError(
-                    f"a device belongs to one replica ({name}: to {first[name]} and {number})", where=where(number, "devices")
-                )
+                message = f"a device belongs to one replica ({name}: to {first[name]} and {number})"
+                if first[name] == number:
+                    message = f"a replica has each of its devices once ({name}: twice in replica {number})"
+                yield ConfigError(message, where=where(number, "devices"))
             first.setdefault(name, number)

@@ -30,7 +30,11 @@ def schedules_of(plan: Plan) -> tuple[Schedule, ...]:
 
 
 def forward_schedules_of(plan: Plan) -> tuple[Schedule, ...]:
-    """Per replica the forward passes of its pipeline alone, with communication, for evaluation and prediction."""
+    """Per replica the forward passes of its pipeline alone, with communication, verified, for evaluation and prediction.
+
+    Raises:
+        ScheduleError: a schedule is not complete, or comes to a deadlock.
+    """
     return _per_replica(plan, _forward_schedule)
 
 
@@ -75,8 +79,9 @@ def alike_schedules(plan: Plan) -> tuple[int, ...]:
 
 
 def _forward_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
-    order = forward_only(pipeline.num_ranks, pipeline.num_micro_batch, pipeline.stage_rank)
-    return insert_communication(order, pairs)
+    schedule = insert_communication(forward_only(pipeline.num_ranks, pipeline.num_micro_batch, pipeline.stage_rank), pairs)
+    verify(schedule, pairs)
+    return schedule
 
 
 def _per_replica(plan: Plan, make: Callable[[Pipeline, Pairs], Schedule]) -> tuple[Schedule, ...]:

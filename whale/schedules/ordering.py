@@ -50,7 +50,7 @@ def end_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
     """SYNC after the stage's last backward, STEP last of all."""
     for stage, found in enumerate(positions.syncs):
         rank = positions.stage_rank[stage]
-        last = max(max(positions.of(kind, stage), default=ABSENT) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+        last = positions.last_backward(stage)
         if found and found[0] < last:
             late = schedule.ranks[rank][last]
             yield rank, f"{stage}SYNC (action {found[0] + 1} of rank {rank}) stands before {late} (action {last + 1})"
@@ -77,7 +77,7 @@ def bucket_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
     """No launch stands between a stage's last backward, during which buckets of gradients start, and its SYNC."""
     for stage, found in enumerate(positions.syncs):
         rank = positions.stage_rank[stage]
-        last = max(max(positions.of(kind, stage), default=ABSENT) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+        last = positions.last_backward(stage)
         between = schedule.ranks[rank][last + 1 : found[0]] if found else ()
         for action in between:
             if action.kind in LAUNCHES:

@@ -36,6 +36,11 @@ class Positions:
         """Per micro-batch, the position of a stage's action."""
         return self.slots[kind][stage * self.num_micro_batch : (stage + 1) * self.num_micro_batch]
 
+    def last_backward(self, stage: int) -> int:
+        """The position of the last action of a stage that adds to its gradients."""
+        kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        return max(max(self.of(kind, stage), default=ABSENT) for kind in kinds)
+
     def any(self, *kinds: Kind) -> bool:
         """Whether the schedule has an action of one of these kinds."""
         return any(max(self.slots[kind], default=ABSENT) > ABSENT for kind in kinds)

@@ -71,6 +71,9 @@ def _read(
     own = config.with_values({f"pipeline.{key}": value for key, value in asked.pipeline})
     stated = len(asked.devices) if isinstance(asked.devices, tuple) else asked.devices
     annotations = read_scopes(graph, own, stated or len(free))
+    if annotations is None and (own.pipeline.num_stages or 1) > (stated or len(free)):
+        there = f"devices: {stated}" if stated else f"devices left: {len(free)}"
+        raise ConfigError(f"each stage of a replica takes a device ({name}, num_stages: {own.pipeline.num_stages or 1}, {there})")
     pipeline = shape_pipeline(own, annotations, stated or len(free))
     if annotations is None and asked.split is not None:
         devices = (asked.split,) * pipeline.num_ranks

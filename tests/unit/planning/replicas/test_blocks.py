@@ -76,6 +76,8 @@ def test_every_row_is_given_out(shapes: list[tuple[int, int]]) -> None:
         ([{"devices": 3, "num_stages": 2}], r"replica 0, devices: 3, stages: 1 \+ 1"),
         ([{"devices": 3, "split": 2}], "replica 0, devices: 3, stages: 2"),
         ([{"num_stages": 3}, {"split": 2}], "replica 1 takes 2, left: 1"),
+        ([{"num_stages": 2}, {"num_stages": 3}], r"takes a device \(replica 1, num_stages: 3, devices left: 2\)"),
+        ([{"devices": ["h0/0", "h0/0"], "num_stages": 2}], r"each of its devices once \(h0/0: twice in replica 0\)"),
         ([{"num_stages": 3, "schedule": "interleaved", "num_chunks": 9}], "needs 27 TaskGraphs"),
     ],
 )
