@@ -225,7 +225,7 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotation
     mixing = explain_mixing(mixed_apart(plan, graph, solver.prices.axes))
     choices = (*explain_choices(annotations[0], found, plan.replicas), *borders, *mixing, *explain_step(step))
     plan = dataclasses.replace(plan, choices=choices)
-    verify(plan, graph, cluster, solver.prices.axes if is_split else None, step=step)
+    verify(plan, graph, cluster, solver.prices.axes if is_split or axes else None, step=step)
     return plan
 
 

@@ -57,7 +57,8 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
         batch_axes=batch_axes,
         choices=(),
     )
-    raise_faults(list(shard_faults(carried, other, axes)))
+    if axes is not None:
+        raise_faults(list(shard_faults(carried, other, axes)))
     return carried
 
 

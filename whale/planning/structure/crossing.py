@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+from whale.axes import Axes, batch_axes
 from whale.errors import PlanError, WhaleError
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import BatchAxis, Replica
+from whale.ir.plan import BatchAxis, Plan, Replica
 
 
 def crossing(replicas: Iterable[Replica]) -> dict[str, bool]:
@@ -18,6 +19,19 @@ def crossing(replicas: Iterable[Replica]) -> dict[str, bool]:
             for name in edge.tensors:
                 found[name] = found.get(name, False) or wide
     return found
+
+
+def batch_axis_faults(plan: Plan, graph: ModelGraph, axes: Axes) -> Iterator[PlanError]:
+    """Tensors of which a plan says wrongly where their batch is."""
+    found = batch_axes(graph, axes)
+    for name, given in plan.batch_axes:
+        if name not in graph.by_name:
+            yield PlanError(f"a plan names tensors of its model (batch axes: {name} is none)")
+        elif found.get(name) != given:
+            known = str(found[name]) if name in found else "it has none"
+            yield PlanError(
+                f"a plan says where the batch is in what travels ({name}: {given}; by the model: {known})", where=graph.by_name[name].where
+            )
 
 
 def crossing_faults(graph: ModelGraph, replicas: Iterable[Replica], batch_axes: Mapping[str, BatchAxis]) -> list[WhaleError]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from whale.axes import Axes, discover
+from whale.axes import Axes
 from whale.axes.labels import label
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
@@ -12,11 +12,10 @@ from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
 from whale.ir.writes import MemoryWrites
 
 
-def shard_faults(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> Iterator[PlanError]:
-    """Everything that is wrong with the cuts of a plan; `axes` are the graph's, where they are known already."""
+def shard_faults(plan: Plan, graph: ModelGraph, axes: Axes) -> Iterator[PlanError]:
+    """Everything that is wrong with the cuts of a plan; `axes` are the graph's."""
     if all(stage.split == 1 and not stage.shards for replica in plan.replicas for stage in replica.stages):
         return
-    axes = axes or discover(graph)
     seen: dict[tuple[object, ...], None] = {}
     for replica in plan.replicas:
         for stage in replica.stages:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from whale.axes import Axes
+from whale.axes import Axes, discover
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Pipeline, Plan, Replica, Stage
 from whale.planning.shard.overlapping import overlap_faults
-from whale.planning.structure.crossing import crossing_faults
+from whale.planning.structure.crossing import batch_axis_faults, crossing_faults
 from whale.planning.verify.names import name_faults
 from whale.planning.verify.shape import shape_faults
 from whale.planning.verify.shards import shard_faults
@@ -57,7 +57,12 @@ def verify(
         if key not in seen:  # equal replicas have equal faults
             seen[key] = None
             faults += [fault for check in _CHECKS for fault in check(plan, graph, replica)]
-    faults += shard_faults(plan, graph, axes)
+    is_split = any(stage.split > 1 or stage.shards for replica in plan.replicas for stage in replica.stages)
+    if axes is None and (is_split or plan.batch_axes):
+        axes = discover(graph)
+    if axes is not None:
+        faults += shard_faults(plan, graph, axes)
+        faults += batch_axis_faults(plan, graph, axes)
     faults += overlap_faults(plan, graph, axes)
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)

@@ -11,7 +11,7 @@ from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.errors import PlanError
 from whale.estimate import Costs, estimate
-from whale.ir.plan import Edge, Form, Plan, VirtualDevice
+from whale.ir.plan import BatchAxis, Edge, Form, Plan, VirtualDevice
 from whale.planning import make_plan
 from whale.planning.verify import verify
 
@@ -45,6 +45,11 @@ def with_edges(*edges: Edge) -> Plan:
         (lambda: replace(PLAN, model="other"), "a plan is for one model"),
         (lambda: replace(PLAN, devices=("h0/0", "nowhere")), "nowhere not in test"),
         (lambda: with_edges(), "layer2 lacks layer1"),
+        (
+            lambda: replace(PLAN, batch_axes=(("layer1", BatchAxis(1, 1, 1)),)),
+            r"where the batch is in what travels \(layer1: BatchAxis\(dim=1",
+        ),
+        (lambda: replace(PLAN, batch_axes=(("layer9", BatchAxis(0, 1, 1)),)), r"names tensors of its model \(batch axes: layer9 is none\)"),
         (lambda: with_edges(Edge(1, 0, ("layer2",), 1), *PLAN.replicas[0].edges), "travel to later stages"),
         (lambda: with_edges(Edge(1, 2, ("layer2",), 1), *PLAN.replicas[0].edges), r"edge 1 -> 2, the last stage: 1"),
         (lambda: with_pipeline(stage_rank=(0,)), "every stage of its pipeline .replica 0: 2 of 1"),
