@@ -53,7 +53,7 @@ from whale.planning.replicas.end_of_step import end_of_step
 from whale.planning.replicas.replica import make_replica, model_replica
 from whale.planning.shard.overlapping import Overlapper
 from whale.planning.shard.scattering import scatter_all
-from whale.planning.shard.sharding import Cutter
+from whale.planning.shard.sharding import Sharder
 from whale.planning.structure.structure import analyse
 from whale.planning.verify import verify
 
@@ -75,7 +75,7 @@ PASSES: dict[str, Callable[..., object]] = {
     "partition": cut_into_stages,
     "recompute": Chooser.choose,
     "models of replicas": model_replica,
-    "cutting": Cutter.choose,
+    "sharding": Sharder.choose,
     "overlapping": Overlapper.choose,
     "end of step": end_of_step,
     "replicas of the plan": make_replica,

@@ -6,32 +6,32 @@ from collections.abc import Iterator, Sequence
 
 from whale.ir.plan import Choice, Replica, describe_shards
 from whale.planning.replicas.solve import Solution
-from whale.planning.shard.sharding import Cutting
+from whale.planning.shard.sharding import StageSharding
 from whale.units import format_bytes, format_seconds
 
 
 def explain_sharding(best: Solution, replicas: Sequence[Replica]) -> Iterator[Choice]:
     """One choice per split stage, replicas that cut alike together."""
-    found: dict[tuple[int, Cutting], list[int]] = {}
+    found: dict[tuple[int, StageSharding], list[int]] = {}
     for index, model in enumerate(best.replicas):
-        for stage, cutting in enumerate(model.cuttings):
-            if cutting is not None:
-                found.setdefault((stage, cutting), []).append(index)
-    for (stage, cutting), members in found.items():
+        for stage, sharding in enumerate(model.shardings):
+            if sharding is not None:
+                found.setdefault((stage, sharding), []).append(index)
+    for (stage, sharding), members in found.items():
         copies = f" of replica {', '.join(map(str, members))}" if len(members) < len(replicas) else ""
         yield Choice(
             "sharding",
             f"axes of stage {stage}{copies}",
             describe_shards(replicas[members[0]].stages[stage].shards),
-            cost=f"{format_seconds(cutting.seconds)} per micro-batch, {_memory(replicas[members[0]], stage)}",
-            bound=_bound(cutting),
-            runner_up="; ".join(_others(cutting)),
+            cost=f"{format_seconds(sharding.seconds)} per micro-batch, {_memory(replicas[members[0]], stage)}",
+            bound=_bound(sharding),
+            runner_up="; ".join(_others(sharding)),
         )
 
 
-def _bound(cutting: Cutting) -> str:
-    text = "memory" if cutting.bound_by_memory else "time of the slowest device and of its reductions"
-    return text + (f"; the search ended within {cutting.gap:.1%} of the optimum" if cutting.gap > 0 else "")
+def _bound(sharding: StageSharding) -> str:
+    text = "memory" if sharding.bound_by_memory else "time of the slowest device and of its reductions"
+    return text + (f"; the search ended within {sharding.gap:.1%} of the optimum" if sharding.gap > 0 else "")
 
 
 def _memory(replica: Replica, stage: int) -> str:
@@ -42,16 +42,16 @@ def _memory(replica: Replica, stage: int) -> str:
     return f"{' | '.join(texts)} per device"
 
 
-def _others(cutting: Cutting) -> Iterator[str]:
+def _others(sharding: StageSharding) -> Iterator[str]:
     """The next best set, told by what differs; and no cut at all."""
-    names, seconds = cutting.runner_up
+    names, seconds = sharding.runner_up
     if names:
-        chosen = {shard.axis for shard in cutting.shards}
-        less = _listed([shard.axis for shard in cutting.shards if shard.axis not in names])
+        chosen = {shard.axis for shard in sharding.shards}
+        less = _listed([shard.axis for shard in sharding.shards if shard.axis not in names])
         more = _listed([axis for axis in names if axis not in chosen])
         words = [text for text in (f"without {less}" if less else "", f"with {more}" if more else "") if text]
         yield f"{' and '.join(words)}: {format_seconds(seconds)}"
-    yield f"nothing cut: {format_seconds(cutting.uncut_seconds)}"
+    yield f"nothing cut: {format_seconds(sharding.whole_seconds)}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -93,8 +93,8 @@ def _shardings(prices: Prices, replicas: Sequence[ReplicaModel]) -> ParameterSha
     holders = []
     for index, replica in enumerate(replicas):
         for stage, part in enumerate(replica.assignment.parts):
-            cutting, pipeline = replica.cuttings[stage], replica.pipeline
-            pattern = Pattern(part.parameters, pipeline.width(stage), cutting.shards if cutting else ())
+            sharding, pipeline = replica.shardings[stage], replica.pipeline
+            pattern = Pattern(part.parameters, pipeline.width(stage), sharding.shards if sharding else ())
             devices = tuple(number[device] for device in replica.placed[pipeline.stage_rank[stage]])
             holders.append(Holder((index, stage), devices, pattern))
     is_sharded = any(holder.pattern.shards for holder in holders)

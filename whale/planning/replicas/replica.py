@@ -18,7 +18,7 @@ from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.stage_costs import DeviceCost
 from whale.planning.shard.overlapping import Overlapping
-from whale.planning.shard.sharding import Cutting
+from whale.planning.shard.sharding import StageSharding
 from whale.planning.shard.stage_price import StagePricing
 from whale.planning.structure.stages import Assignment
 
@@ -38,7 +38,7 @@ class ReplicaModel:
         recomputes: per stage, what it computes again.
         lanes: curves over the rows of a micro-batch.
         curve: of the whole replica, over its rows of a step.
-        cuttings: per stage, how it is split.
+        shardings: per stage, how it is split.
         overlappings: per stage that is split, whether it computes its rows in two halves.
     """
 
@@ -49,7 +49,7 @@ class ReplicaModel:
     recomputes: tuple[Recompute, ...]
     lanes: Curves
     curve: Curve
-    cuttings: tuple[Cutting | None, ...] = ()
+    shardings: tuple[StageSharding | None, ...] = ()
     overlappings: tuple[Overlapping | None, ...] = ()
 
 
@@ -74,8 +74,8 @@ def model_replica(
     most = -(-num_rows // pipeline.num_micro_batch)
     lanes = {lane: _lane_curves(pipeline, placed, costs, stages, most, rows_about) for lane, stages in enumerate(pipeline.lanes)}
     curve = _replica_curve(pipeline, lanes, num_rows, most)
-    cuttings, overlappings = tuple(stage.cutting for stage in priced), tuple(stage.overlapping for stage in priced)
-    return ReplicaModel(pipeline, placed, assignment, costs, recomputes, lanes, curve, cuttings, overlappings)
+    shardings, overlappings = tuple(stage.sharding for stage in priced), tuple(stage.overlapping for stage in priced)
+    return ReplicaModel(pipeline, placed, assignment, costs, recomputes, lanes, curve, shardings, overlappings)
 
 
 def _lane_curves(
@@ -218,7 +218,7 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
     stages = []
     for stage, rank in enumerate(pipeline.stage_rank):
         part, shares, width = model.assignment.parts[stage], rows[pipeline.lane(stage)], pipeline.width(stage)
-        cutting = model.cuttings[stage] if model.cuttings else None
+        sharding = model.shardings[stage] if model.shardings else None
         overlapping = model.overlappings[stage] if model.overlappings else None
         recomputed = [(segment[0], segment[-1]) for segment in model.recomputes[stage].segments]
         in_halves = overlapping is not None and overlapping.is_chosen
@@ -231,7 +231,7 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
                 shares,
                 part.parameters,
                 split=width,
-                shards=tuple(_with_rows(shard, pipeline, stage, rows) for shard in cutting.shards) if cutting else (),
+                shards=tuple(_with_rows(shard, pipeline, stage, rows) for shard in sharding.shards) if sharding else (),
                 program=program_of(part.ops, recomputed, in_halves=in_halves),
             )
         )

@@ -1,4 +1,4 @@
-"""The ops of a stage in classes of alike ones, and the labels that each class may have: the cutting decides once per class.
+"""The ops of a stage in classes of alike ones, and the labels that each class may have: the sharding pass decides once per class.
 
 Ops are alike if they compute the same from the same shapes along axes of the same kinds, and what they read and what reads
 them is alike too. Forty-eight equal blocks so become a first, a middle and a last one. Whatever the classes, prices are exact:
@@ -16,7 +16,7 @@ from whale.axes.labels import may_scatter
 from whale.ir.graph import Op, Ref
 from whale.ir.plan import BATCH
 from whale.ir.writes import MemoryWrites
-from whale.planning.shard.space import CutSpace, Scene
+from whale.planning.shard.space import Scene, ShardSpace
 
 WHOLE = -1
 """In place of a kind: along none."""
@@ -102,7 +102,7 @@ class Classes:
         kept: per op, the tensors that it keeps for backward, by owner of their memory.
     """
 
-    def __init__(self, scene: Scene, space: CutSpace, kept: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, scene: Scene, space: ShardSpace, kept: Mapping[str, tuple[str, ...]]) -> None:
         self.scene, self.space, self._kept = scene, space, kept
         self._writes = MemoryWrites(scene.graph, scene.ops)
         self._added = {name: added_operand(scene.graph.by_name[name]) for name in scene.ops}

@@ -8,13 +8,13 @@ from difflib import get_close_matches
 from whale.errors import AnnotationError, WhaleError
 from whale.ir.plan import BATCH
 from whale.ir.scope import Scope
-from whale.planning.shard.space import CutSpace, Refusal, Scene, whole_refusal
+from whale.planning.shard.space import Refusal, Scene, ShardSpace, whole_refusal
 
 MAX_NAMES = 5
 """At most this many names are listed in an error."""
 
 
-def find_insisted(scene: Scene, space: CutSpace, scopes: Sequence[Scope], width: int) -> tuple[tuple[int, ...], list[WhaleError]]:
+def find_insisted(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], width: int) -> tuple[tuple[int, ...], list[WhaleError]]:
     """The kinds that the scopes ask for by `axis`, and what is wrong with what they ask."""
     kinds: dict[int, None] = {}
     faults: list[WhaleError] = []
@@ -55,7 +55,7 @@ def _holding(wanted: str, scene: Scene) -> list[str]:
     return [axis for axis in scene.members if axis != BATCH and wanted in scene.axes.held_by.get(axis, ())]
 
 
-def no_axis_fault(scene: Scene, space: CutSpace, scopes: Sequence[Scope], width: int) -> AnnotationError:
+def no_axis_fault(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], width: int) -> AnnotationError:
     """Nothing at all can be cut."""
     held = [axis for axis in space.refused if scene.axes.held_by.get(axis)] or list(space.refused)
     reasons = "; ".join(f"{axis}: {_text(space.refused[axis])}" for axis in held[:MAX_NAMES])

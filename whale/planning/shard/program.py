@@ -26,10 +26,11 @@ from whale.planning.shard.classes import WHOLE, Use
 Expression = dict[int, float]
 """A linear expression: per variable its factor."""
 
-SEARCH_SECONDS = 10.0
-"""A search for the optimum ends after this time with the best that it has found, and says how far that may be from it."""
+MAX_NODES = 1000
+"""A search for the optimum looks at this many nodes of its tree, then ends with the best that it has found, and says how far that may
+be from it. Nearly all end at the root. A count, not a time: the same plan comes out on any machine."""
 
-OUT_OF_TIME = 1
+OUT_OF_NODES = 1
 """SciPy's status of a search that ended so."""
 
 LEAST_BYTES = 1.0
@@ -119,7 +120,7 @@ class Selection:
         kinds: in use.
         seconds: of the stage for one micro-batch.
         excess: bytes by which it overflows the memory of the tightest device.
-        gap: how far it may be from the optimum at most, as a share; 0 unless the search ran out of time.
+        gap: how far it may be from the optimum at most, as a share; 0 unless the search ran out of nodes.
     """
 
     labels: tuple[int, ...]
@@ -193,12 +194,13 @@ def _bridges_of(tensor: TensorFigures, labels: Sequence[int]) -> tuple[float, Fl
     return seconds, held
 
 
-def solve(program: Program, other_than: Collection[int] | None = None) -> Selection | None:
+def solve(program: Program, other_than: Collection[int] | None = None, max_nodes: int = MAX_NODES) -> Selection | None:
     """The best labels.
 
     Args:
         program: the problem.
         other_than: a set of kinds that is not to be found again, for the runner-up.
+        max_nodes: of the tree of the search.
 
     Returns:
         None where there are none.
@@ -206,18 +208,19 @@ def solve(program: Program, other_than: Collection[int] | None = None) -> Select
     rows = _Rows(program)
     if other_than is not None:
         rows.forbid(other_than)
-    found = rows.minimise(rows.cost, 0.0)
+    found = rows.minimise(rows.cost, 0.0, max_nodes)
     if found is None:  # nothing fits: what overflows least, and of that the fastest
-        least = rows.minimise({rows.overflow: 1.0}, np.inf)
-        found = None if least is None else rows.minimise(rows.cost, float(least[rows.overflow]) * (1 + 1e-9) + LEAST_BYTES * rows.scale)
+        least = rows.minimise({rows.overflow: 1.0}, np.inf, max_nodes)
+        if least is not None:
+            found = rows.minimise(rows.cost, float(least[rows.overflow]) * (1 + 1e-9) + LEAST_BYTES * rows.scale, max_nodes)
     if found is None:
-        return _along_one_kind(program) if rows.ran_out_of_time and other_than is None else None
+        return _along_one_kind(program) if rows.ran_out_of_nodes and other_than is None else None
     selection = program.evaluate([int(np.argmax([found[variable] for variable in own])) for own in rows.labels])
     return selection and replace(selection, gap=rows.gap)
 
 
 def _along_one_kind(program: Program) -> Selection | None:
-    """The best of the simplest choices: everything that may works along one kind. For a search that found nothing in its time."""
+    """The best of the simplest choices: everything that may works along one kind. For a search that found nothing."""
     found = []
     for kind in range(program.num_kinds):
         ways = [next((index for index, label in enumerate(node) if label.kinds == {kind}), 0) if node else 0 for node in program.nodes]
@@ -233,7 +236,7 @@ class _Rows:
 
     program: Program
     cost: Expression = field(default_factory=dict)
-    ran_out_of_time: bool = False
+    ran_out_of_nodes: bool = False
     gap: float = 0.0
     _upper: list[float] = field(default_factory=list)
     _integral: list[int] = field(default_factory=list)
@@ -412,7 +415,7 @@ class _Rows:
                 row[used] = -1.0 if kind in kinds else 1.0
         self._add(row, 1.0 - len(set(kinds)), np.inf)
 
-    def minimise(self, cost: Expression, most_excess: float) -> NDArray[np.float64] | None:
+    def minimise(self, cost: Expression, most_excess: float, max_nodes: int) -> NDArray[np.float64] | None:
         """The cheapest assignment whose overflow is at most so much; None where there is none."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # half a second to load, and only a split needs it
         from scipy.sparse import csr_array
@@ -432,10 +435,10 @@ class _Rows:
             integrality=np.array(self._integral),
             bounds=Bounds(np.zeros(width), upper),
             constraints=LinearConstraint(matrix, np.array(self._low), np.array(self._high)),
-            options={"mip_rel_gap": 0.0, "time_limit": SEARCH_SECONDS},
+            options={"mip_rel_gap": 0.0, "node_limit": max_nodes},
         )
-        if found.status == OUT_OF_TIME:
-            self.ran_out_of_time = True
+        if found.status == OUT_OF_NODES:
+            self.ran_out_of_nodes = True
             self.gap = max(self.gap, float(found.mip_gap)) if found.x is not None else 1.0
         result: NDArray[np.float64] | None = found.x
         return result

@@ -5,7 +5,7 @@ each kind is balanced by itself, first that of all ops that might, then that of 
 optimum of an integer program over these sizes. Where the choice overflows a device, sizes are divided again within the memory
 that it leaves, and the choice is made once more.
 
-The program's optimum is exact (HiGHS, gap 0; a search that runs out of time says its gap) for given sizes, for alike ops
+The program's optimum is exact (HiGHS, gap 0; a search that runs out of nodes says its gap) for given sizes, for alike ops
 that are labelled alike, and for prices by the cost model. Sizes and labels are settled in turn: that is a heuristic where
 devices are unlike or memory is short.
 """
@@ -32,26 +32,26 @@ from whale.planning.shard.figures import Figures, Load, Sizes
 from whale.planning.shard.insisting import find_insisted, no_axis_fault
 from whale.planning.shard.outline import outline_of
 from whale.planning.shard.program import Selection
-from whale.planning.shard.space import Scene, find_cut_space
+from whale.planning.shard.space import Scene, find_shard_space
 from whale.planning.shard.write import names_of, write_shards
 
 
 @dataclass(frozen=True)
-class Cutting:
+class StageSharding:
     """What was decided for one stage.
 
     Attributes:
         shards: per cut axis its sizes, in the model's order of axes.
         seconds: of the stage for one micro-batch on the slowest devices, with bridges and a share of the optimizer's step.
-        uncut_seconds: the same if every device computed everything.
+        whole_seconds: the same if every device computed everything.
         bound_by_memory: whether memory changed sizes or axes.
-        gap: how far the labels may be from the optimum at most, as a share of the seconds; 0 unless the search ran out of time.
+        gap: how far the labels may be from the optimum at most, as a share of the seconds; 0 unless the search ran out of nodes.
         problem: what was solved.
     """
 
     shards: tuple[Shard, ...]
     seconds: float
-    uncut_seconds: float
+    whole_seconds: float
     bound_by_memory: bool
     gap: float
     problem: Problem = field(compare=False, repr=False)
@@ -66,7 +66,7 @@ class Cutting:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the cutting of a stage solved.
+    """What the sharding of a stage solved.
 
     Attributes:
         classes: of its ops.
@@ -134,7 +134,7 @@ class _Choice:
 
 
 @dataclass(eq=False)
-class Cutter:
+class Sharder:
     """The pass over the stages of one model: equal stages on equal devices are solved once.
 
     Args:
@@ -146,9 +146,9 @@ class Cutter:
     _classes: dict[tuple[Scene, int], Classes] = field(default_factory=dict, init=False)
     _figures: dict[Question, Figures] = field(default_factory=dict, init=False)
     _settled: dict[tuple[Question, tuple[int, ...]], _Choice | None] = field(default_factory=dict, init=False)
-    _cuttings: dict[tuple[Scene, Question, Load, tuple[Scope, ...]], Cutting] = field(default_factory=dict, init=False)
+    _shardings: dict[tuple[Scene, Question, Load, tuple[Scope, ...]], StageSharding] = field(default_factory=dict, init=False)
 
-    def choose(self, scene: Scene, site: Site, num_bytes: Line, scopes: tuple[Scope, ...] = ()) -> Cutting:
+    def choose(self, scene: Scene, site: Site, num_bytes: Line, scopes: tuple[Scope, ...] = ()) -> StageSharding:
         """Chooses the axes of one stage, the ops that work along them, and the sizes.
 
         Args:
@@ -166,13 +166,13 @@ class Cutter:
         question = Question(self._outlines[scene], groups, site.num_rows, site.num_micro_batch)
         load = Load(num_bytes.at(site.num_rows), site.in_flight)
         key = scene, question, load, scopes
-        if key not in self._cuttings:
-            self._cuttings[key] = self._cut(scene, site, question, load, scopes)
-        return self._cuttings[key]
+        if key not in self._shardings:
+            self._shardings[key] = self._cut(scene, site, question, load, scopes)
+        return self._shardings[key]
 
-    def _cut(self, scene: Scene, site: Site, question: Question, load: Load, scopes: tuple[Scope, ...]) -> Cutting:
+    def _cut(self, scene: Scene, site: Site, question: Question, load: Load, scopes: tuple[Scope, ...]) -> StageSharding:
         if (scene, site.width) not in self._classes:
-            self._classes[scene, site.width] = Classes(scene, find_cut_space(scene, site.width), self.prices.kept)
+            self._classes[scene, site.width] = Classes(scene, find_shard_space(scene, site.width), self.prices.kept)
         classes = self._classes[scene, site.width]
         insisted, faults = find_insisted(scene, classes.space, scopes, site.width)
         raise_faults(faults)
@@ -188,10 +188,10 @@ class Cutter:
         assert at_first is not None
         first = _Choice(first.sizes, replace(at_first, gap=first.selection.gap))
         best = _within_memory(figures, first, insisted, load)
-        return Cutting(
+        return StageSharding(
             shards=write_shards(classes, best.selection.labels, best.sizes),
             seconds=best.selection.seconds,
-            uncut_seconds=figures.whole,
+            whole_seconds=figures.whole,
             bound_by_memory=best.sizes != first.sizes or best.selection != first.selection or best.selection.excess > 0,
             gap=best.selection.gap,
             problem=Problem(classes, figures, best.sizes, insisted, load, best.selection.kinds),

@@ -30,7 +30,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Scene:
-    """One stage as the cutting sees it; of one model, scenes with equal names are equal.
+    """One stage as the sharding pass sees it; of one model, scenes with equal names are equal.
 
     Attributes:
         graph: the whole model; `axes` are its axes.
@@ -99,7 +99,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class CutSpace:
+class ShardSpace:
     """What may be cut.
 
     Attributes:
@@ -118,7 +118,7 @@ class CutSpace:
         return {axis: index for index, kind in enumerate(self.kinds) for axis in kind}
 
 
-def find_cut_space(scene: Scene, width: int) -> CutSpace:
+def find_shard_space(scene: Scene, width: int) -> ShardSpace:
     """Finds what may be cut.
 
     Args:
@@ -131,7 +131,7 @@ def find_cut_space(scene: Scene, width: int) -> CutSpace:
         if refusal is not None:
             refused[axis] = refusal
     allowed = tuple(axis.name for axis in scene.axes.axes if axis.name in scene.members and axis.name not in refused)
-    return CutSpace(allowed, refused, _fold(scene, allowed, _meetings(scene, frozenset(allowed))))
+    return ShardSpace(allowed, refused, _fold(scene, allowed, _meetings(scene, frozenset(allowed))))
 
 
 def whole_refusal(op: Op, role: Role) -> Refusal:

@@ -15,7 +15,7 @@ from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.stage_costs import DeviceCost, stage_costs
 from whale.planning.shard.overlapping import Overlapper, Overlapping
-from whale.planning.shard.sharding import Cutter, Cutting, Group, group_of
+from whale.planning.shard.sharding import Group, Sharder, StageSharding, group_of
 from whale.planning.shard.space import Scene
 from whale.planning.structure.stages import Assignment
 
@@ -26,17 +26,17 @@ class PricedStage:
 
     Attributes:
         costs: per device.
-        cutting: what is cut and why; None for a stage that is not split.
+        sharding: what is cut and why; None for a stage that is not split.
         overlapping: whether it computes its rows in two halves, and why; None likewise.
     """
 
     costs: tuple[DeviceCost, ...]
-    cutting: Cutting | None = None
+    sharding: StageSharding | None = None
     overlapping: Overlapping | None = None
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        return self.cutting.shards if self.cutting else ()
+        return self.sharding.shards if self.sharding else ()
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class StagePricing:
 
     Attributes:
         prices: of the graph on the cluster.
-        cutter: decides what is cut.
+        sharder: decides what is cut.
         overlapper: decides whether rows are computed in halves.
     """
 
     prices: Prices
-    cutter: Cutter
+    sharder: Sharder
     overlapper: Overlapper
 
     @staticmethod
@@ -60,7 +60,7 @@ class StagePricing:
         Args:
             overlap: whether split stages compute their rows in halves; None where that pays.
         """
-        return StagePricing(prices, Cutter(prices), Overlapper(prices, overlap))
+        return StagePricing(prices, Sharder(prices), Overlapper(prices, overlap))
 
     def price(
         self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recompute: Recompute
@@ -81,8 +81,8 @@ class StagePricing:
         site = Site(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
         part = self.prices.part(assignment.parts[stage], recompute)
         num_bytes = Line(float(part.parameter_bytes)) + part.activation * site.in_flight + part.working
-        cutting = self.cutter.choose(scene, site, num_bytes, pipeline.splits[stage].scopes)
-        return self._of_parts(pipeline, assignment, stage, devices, scene, site, cutting, recompute)
+        sharding = self.sharder.choose(scene, site, num_bytes, pipeline.splits[stage].scopes)
+        return self._of_parts(pipeline, assignment, stage, devices, scene, site, sharding, recompute)
 
     def _of_parts(
         self,
@@ -92,11 +92,11 @@ class StagePricing:
         devices: Sequence[Sequence[str]],
         scene: Scene,
         site: Site,
-        cutting: Cutting,
+        sharding: StageSharding,
         recompute: Recompute,
     ) -> PricedStage:
         """Prices a stage that is cut."""
-        prices, shards = self.prices, cutting.shards
+        prices, shards = self.prices, sharding.shards
         parts = [
             stage_costs(prices.local(scene.ops, shards, position), assignment, stage, devices, site.num_rows, recompute)
             for position in range(site.width)
@@ -123,7 +123,7 @@ class StagePricing:
             )
             for index, own in enumerate(own_costs)
         )
-        return PricedStage(costs, cutting, overlapping)
+        return PricedStage(costs, sharding, overlapping)
 
 
 def unlike_groups(groups: Iterable[tuple[str, ...]], prices: Prices) -> tuple[tuple[str, ...], ...]:
@@ -140,7 +140,7 @@ def groups_of(devices: Sequence[str], width: int) -> tuple[tuple[str, ...], ...]
 
 
 def make_scene(prices: Prices, assignment: Assignment, stage: int, pipeline: PipelineShape) -> Scene:
-    """One stage of an assignment as the cutting sees it."""
+    """One stage of an assignment as the sharding pass sees it."""
     stage_rank = pipeline.stage_rank
     part = assignment.parts[stage]
     beside = [index for index, rank in enumerate(stage_rank) if rank == stage_rank[stage] and index != stage]

@@ -47,4 +47,4 @@ def test_stages_priced_together_cost_what_each_costs_alone(speeds: list[int], ro
     for stage in range(NUM_STAGES):
         found = together.price(pipeline, assignment, stage, placed, rows, NOTHING)
         assert found == StagePricing.of(prices).price(pipeline, assignment, stage, placed, rows, NOTHING)
-        assert found.cutting is not None and found.cutting.shards
+        assert found.sharding is not None and found.sharding.shards

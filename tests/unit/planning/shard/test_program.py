@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -80,3 +81,14 @@ def test_the_program_finds_the_best_labels_and_the_next_set_of_kinds(program: Pr
     if other is not None:
         assert other.kinds != found.kinds
         assert abs(other.seconds - min(each.seconds for each in others if each.excess <= other.excess + 1e-6)) < 1e-6
+
+
+@pytest.mark.slow
+@given(programs(), st.integers(0, 2))
+@at_most(50)
+def test_a_search_that_ends_early_says_how_far_from_the_optimum_it_may_be(program: Program, max_nodes: int) -> None:
+    roomy = replace(program, capacity=(1000.0,) * 2)
+    expected, found = by_trying(roomy), solve(roomy, max_nodes=max_nodes)
+    assert found == solve(roomy, max_nodes=max_nodes)
+    if found is not None:
+        assert expected[0].seconds >= found.seconds * (1 - found.gap) - 1e-6
