@@ -9,6 +9,17 @@ STRATEGIES: Mapping[str, str] = {"PreferForward": "gpipe", "PreferBackward": "1f
 """Values of EPL's ``pipeline.strategy`` and the ``pipeline.schedule`` that each is carried to."""
 
 
+AUTO = "auto.auto_parallel"
+"""A flag of EPL that asks for what Whale does anyway."""
+
+OF_THE_PAPER: Mapping[str, str] = {
+    "num_micro_batch": "pipeline.num_micro_batch",
+    "num_task_graph": "pipeline.num_stages",
+    "auto_parallel": AUTO,
+}
+"""Keys as Whale's paper writes them, without a section."""
+
+
 @dataclass(frozen=True, slots=True)
 class EplKey:
     """One key of EPL.
@@ -32,9 +43,7 @@ EPL_KEYS = (
     EplKey("cluster.device_place_prefer_intra_node", True, "the same"),
     EplKey("cluster.run_visible_devices", False, "which GPUs a run sees is said by the environment variable CUDA_VISIBLE_DEVICES"),
     EplKey(
-        "auto.auto_parallel",
-        False,
-        "searching for the best plan is not there yet; without scopes the model is copied, or cut as `pipeline.num_stages` says",
+        "auto.auto_parallel", True, "accepted and not needed: a model without scopes is always cut as `pipeline.num_stages` says, or copied"
     ),
     EplKey("gradient_checkpoint.type", False, "replaced by `recompute.policy`"),
     EplKey(

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from whale.config.config import Config
-from whale.config.epl import EPL_KEYS
+from whale.config.epl import EPL_KEYS, OF_THE_PAPER
 from whale.config.nearest import did_you_mean, nearest
 from whale.config.replicas import REPLICAS
 from whale.config.settings import KEYS, SECTIONS, Setting, check, expand, from_text, hint_for_key, is_section
@@ -118,7 +118,7 @@ def _section(document: Document, section: str, content: object) -> Iterable[Sett
     where = document.place(section)
     if section == REPLICAS:
         return [Setting(section, content, where, partial(document.place, section))]
-    if not is_section(section):
+    if section not in OF_THE_PAPER and not is_section(section):
         hint = did_you_mean(section, (*SECTIONS, REPLICAS))
         if section.partition(".")[0] in SECTIONS:
             head, _, tail = section.partition(".")

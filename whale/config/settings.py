@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from whale.config.epl import EPL_KEYS, REFUSED, STRATEGIES
-from whale.config.keys import Key, Shares, keys_of
+from whale.config.epl import AUTO, EPL_KEYS, OF_THE_PAPER, REFUSED, STRATEGIES
+from whale.config.keys import TYPE_WORDS, Key, Shares, keys_of
 from whale.config.nearest import did_you_mean, nearest
 from whale.config.replicas import REPLICAS, Place, read_blocks
 from whale.config.sections import Cluster, Communication, Gradient, Memory, Pipeline, Recompute, Runtime
@@ -62,7 +62,11 @@ def is_section(name: object) -> bool:
 def expand(setting: Setting) -> list[Setting]:
     """The settings in a section, which is a mapping of its keys, or stands for one of them (``recompute: auto``); any other as it is."""
     name, content = setting.name, setting.value
-    if not isinstance(name, str) or not is_section(name):
+    if not isinstance(name, str):
+        return [setting]
+    if name in OF_THE_PAPER:
+        return [Setting(OF_THE_PAPER[name], content, setting.where)]
+    if not is_section(name):
         return [setting]
     if name in _SHORT and (isinstance(content, str) or _is_by_stage(_SHORT[name], content)):
         return [Setting(_SHORT[name], content, setting.where)]
@@ -89,6 +93,9 @@ def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleErr
             faults += wrong
             continue
         try:
+            if setting.name == AUTO:
+                _check_flag(setting)
+                continue
             name, value = _carried(setting) if setting.name == STRATEGY else _read(setting)
             if values.setdefault(name, value) != value:  # only these two names can meet
                 raise ConfigError(
@@ -105,6 +112,11 @@ def _places_in(setting: Setting) -> Place:
 
 def _checked_at(key: Key, value: object, where: object) -> object:
     return _checked(key, Setting(key.name, value, where))
+
+
+def _check_flag(setting: Setting) -> None:
+    if not isinstance(setting.value, bool) and str(setting.value).lower() not in _BOOLEANS:
+        raise ConfigError(f"{AUTO} takes {TYPE_WORDS['bool']} ({setting.value!r} is not)", where=setting.where)
 
 
 def _carried(setting: Setting) -> tuple[str, object]:

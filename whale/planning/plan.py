@@ -28,8 +28,9 @@ from whale.planning.replicas.blocks import read_replicas
 from whale.planning.replicas.group_size import Outcome, choose_group
 from whale.planning.replicas.replica import make_replica
 from whale.planning.replicas.solve import Solution, Solver, solve_together
+from whale.planning.shard.insisting import check_axes
 from whale.planning.shard.scattering import scatter_all
-from whale.planning.shard.stage_price import StagePricing
+from whale.planning.shard.stage_price import StagePricing, make_scene
 from whale.planning.structure.crossing import crossing, crossing_faults
 from whale.planning.structure.structure import analyse
 from whale.planning.verify.verify import verify
@@ -80,6 +81,10 @@ def _solver(pricing: StagePricing, config: Config, pipeline: PipelineShape, anno
         points = find_cut_points(graph, structure, prices, kept_under(prices, policy))
         return Solver(graph, structure, pricing, pipeline, num_rows, points=points, policy=policy)
     assignment, structure = assign_by_scopes(graph, annotations)
+    for index, (scope, stage) in enumerate(zip(annotations.scopes, annotations.stages, strict=True)):
+        if scope.axis is not None and annotations.widths[stage] == 1:
+            own = tuple(name for name in assignment.parts[stage].ops if annotations.task_graph_of.get(name) == index)
+            check_axes(dataclasses.replace(make_scene(prices, assignment, stage, pipeline), ops=own), (scope,))
     return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
 
 

@@ -94,7 +94,7 @@ def test_prints_as_a_recipe() -> None:
         ("pipeline.schedule", "PreferForward", "hint: PreferForward of EPL is pipeline.schedule: gpipe"),
         ("pipeline.strategy", "1f1b", "pipeline.strategy is one of PreferForward, PreferBackward ('1f1b' is not)"),
         ("pipeline.num_micro_batches", 4, "hint: did you mean 'pipeline.num_micro_batch'?"),
-        ("num_micro_batch", 4, "hint: did you mean 'pipeline.num_micro_batch'?"),
+        ("num_micro_batches", 4, "hint: did you mean 'pipeline.num_micro_batch'?"),
         ("pipeline", 3, "'pipeline' is a section, not a key"),
         ("quux.zzz", 1, "hint: sections: pipeline, cluster, memory"),
         ("pipeline.zzzzz", 1, "hint: keys of pipeline: num_micro_batch, num_stages"),

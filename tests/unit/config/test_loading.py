@@ -165,11 +165,23 @@ def test_every_key_of_epl_carries_over_or_says_why_not(entry: object) -> None:
     from whale.config.epl import EplKey
 
     assert isinstance(entry, EplKey)
-    known = {*dict(Config().items()), "pipeline.strategy"}
+    known = {*dict(Config().items()), "pipeline.strategy", "auto.auto_parallel"}
     assert entry.carries == (entry.name in known)
     if not entry.carries:
         with pytest.raises(ConfigError, match="does not carry over"):
             load_config(None, environment={variable_of(entry.name): "1"})
+
+
+def test_the_papers_own_spelling(tmp_path: Path) -> None:
+    expected = Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4})
+    assert Config({"num_task_graph": 2, "num_micro_batch": 4, "auto_parallel": True}) == expected
+    path = tmp_path / "r.yaml"
+    path.write_text("num_task_graph: 2\nnum_micro_batch: 4\nauto:\n  auto_parallel: true\n")
+    assert load_config(path, environment={"WHALE_AUTO_AUTO_PARALLEL": "true"}) == expected
+    with pytest.raises(ConfigError, match=r"auto\.auto_parallel takes true or false \('maybe' is not\)"):
+        Config({"auto.auto_parallel": "maybe"})
+    with pytest.raises(ConfigError, match=r"pipeline\.num_stages must be at least 1"):
+        Config({"num_task_graph": 0})
 
 
 @given(st.dictionaries(st.sampled_from([name for name, _ in Config().items()]), st.integers(1, 9)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-from whale.errors import AnnotationError, WhaleError
+from whale.errors import AnnotationError, WhaleError, raise_faults
 from whale.ir.plan import BATCH
 from whale.ir.scope import Scope
-from whale.planning.shard.space import Refusal, Scene, ShardSpace, whole_refusal
+from whale.planning.shard.space import Refusal, Scene, ShardSpace, find_shard_space, whole_refusal
 
 MAX_NAMES = 5
 """At most this many names are listed in an error."""
@@ -40,6 +40,16 @@ def find_insisted(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], widt
             )
         kinds |= dict.fromkeys(sorted(own))
     return tuple(kinds), faults
+
+
+def check_axes(scene: Scene, scopes: Sequence[Scope]) -> None:
+    """Checks the axes that splits ask for where they have one device: what is wrong there would be wrong on several.
+
+    Raises:
+        AnnotationError: an axis that is not there, or cannot be cut.
+    """
+    _, faults = find_insisted(scene, find_shard_space(scene, 1), scopes, 1)
+    raise_faults(faults)
 
 
 def matches(wanted: str, names: Iterable[str]) -> list[str]:

@@ -70,6 +70,13 @@ def test_every_other_axis_of_equal_layers_in_a_row_is_cut() -> None:
     assert shard in (["layer0", "layer2", "layer4"], ["layer1", "layer3", "layer5"])
 
 
+@pytest.mark.parametrize("count", [1, None])
+def test_an_axis_that_is_not_there_is_found_on_one_device_too(count: int | None) -> None:
+    with pytest.raises(AnnotationError, match=r"(?s)axis='up0.wight:0': none of that name.*nearest: up0.weight:0"):
+        make_plan(mlp((split(0, count, axis="up0.wight:0"),)), cluster((1e7,)), Config())
+    assert make_plan(mlp((split(0, count, axis="up0.weight:0"),)), cluster((1e7,)), Config()).replicas[0].stages[0].split == 1
+
+
 def test_replicate_around_split_makes_groups_that_share_rows_by_speed() -> None:
     path = (scope(0, 2), split(1, 2))
     plan = make_plan(mlp(path), cluster((3e7, 3e7), (1e7, 1e7)), Config(), rows=16)
