@@ -165,3 +165,27 @@ def test_hooks_of_torch_are_operations() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parallelize(model)
+
+
+class WithMean(nn.Module):
+    """Returns one value per row, one of the batch and one of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value = self.layers(input)
+        return value, value.mean(), self.layers[0].weight.sum()
+
+
+def test_an_output_without_rows_is_told_to_be_of_one_piece() -> None:
+    model = WithMean()
+    engine = parallelize(model, loss=lambda output, batch: loss(output[0], batch), config={"pipeline.num_micro_batch": 2})
+    with pytest.warns(
+        UserWarning, match=r"is that of the first of 2 pieces of the batch: rows 0 to 3 \(%mean.* at .*test_habits.py:\d+\)"
+    ) as caught:
+        values, mean, total = engine.predict({"input": BATCH["input"]})
+    assert len(caught) == 1 and caught[0].filename == __file__
+    expected = model(BATCH["input"])
+    assert torch.allclose(values, expected[0]) and torch.allclose(total, expected[2]) and torch.allclose(mean, expected[0][:4].mean())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from whale.axes import batch_axes, discover
 from whale.comm import World
 from whale.errors import PlanError
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, Plan
 from whale.runtime.program.shard.pieces import Index, as_index, part, write_part
 from whale.runtime.state.holdings import Holdings
@@ -103,6 +104,8 @@ def gather_outputs(
 ) -> list[torch.Tensor]:
     """The graph's outputs for the whole batch, on every rank.
 
+    An output without rows that depends on them (a mean, say) is that of the first piece, and rank 0 warns.
+
     Args:
         model: the captured model, with its `outputs`.
         plan: which rank computes which rows of which output.
@@ -123,6 +126,8 @@ def gather_outputs(
         spec = model.by_name[name].outputs[0]
         if axis is None:
             _check_whole(model, name, len(owners))
+            if len(owners) > 1 and world.rank == 0 and _depends_on_rows(model, name):
+                _warn_of_one_piece(model.by_name[name], owners)
             owners = owners[:1]
         space = row_space(spec, axis, num_rows)
         whole = torch.empty(space.shape(Region()), dtype=getattr(torch, spec.dtype), device=world.device)
@@ -143,6 +148,27 @@ def _check_whole(model: ModelGraph, name: str, num_pieces: int) -> None:
             where=op.where,
             hint="predict with a plan of one replica and one micro-batch, or return a tensor whose dimension 0 is the batch",
         )
+
+
+def _depends_on_rows(model: ModelGraph, name: str) -> bool:
+    """Whether an op reads, through whatever others, something that has rows."""
+    left, seen = [name], {name}
+    while left:
+        op = model.by_name[left.pop()]
+        if op.kind == "input" and ("reads_rows" in op.tags or any(spec.has_rows for spec in op.outputs)):
+            return True
+        left += [source for source in op.inputs if source not in seen]
+        seen.update(op.inputs)
+    return False
+
+
+def _warn_of_one_piece(op: Op, owners: Sequence[tuple[int, int, int]]) -> None:
+    _, start, stop = owners[0]
+    warnings.warn(
+        f"an output without rows is that of the first of {len(owners)} pieces of the batch: rows {start} to {stop - 1} "
+        f"(%{op.name} at {op.where}); return one value per row, or predict with one replica and one micro-batch",
+        stacklevel=4,
+    )
 
 
 def _owners(plan: Plan, world_ranks: Sequence[int], name: str, num_rows: int) -> list[tuple[int, int, int]]:
