@@ -6,16 +6,17 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch
-from torch import nn
 
 from whale.api.batches import view_of
+from whale.api.elsewhere import answer, call_answer
 from whale.api.forward_modes import prepare_forward
 from whale.api.loader import Loader, make_loader
 from whale.api.mode import ModeName
 from whale.api.modes import Modes
+from whale.api.owned import OwnedParameters
 from whale.api.since_capture import SinceCapture
 from whale.errors import WhaleError
 from whale.ir.graph import ModelGraph
@@ -27,6 +28,7 @@ from whale.runtime.execute.executor import StepState
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.training import train_step
+from whale.runtime.weights.filling import fill_tensors
 from whale.runtime.weights.gathering import gather_outputs, gather_tensors
 
 
@@ -124,6 +126,7 @@ class Engine:
         Args:
             rank: gather on this rank's CPU only (the others get None); None gathers on every rank.
         """
+        self.runtime.call_together("state_dict")
         self.runtime.merge_statistics(self.state)
         graph, roster, holdings = self.model_graph, self.runtime.roster, self.runtime.holdings
         found = gather_tensors(graph, holdings, roster.rank, self.state.tensors, roster.world_ranks, roster.world, only=rank)
@@ -131,11 +134,25 @@ class Engine:
             return None
         return {key: found[graph.parameter_by_name[key].name] for key in self.modes.model.state_dict()}
 
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes the weights of a ``model.state_dict()``, whatever trained them; all ranks call it with the same one.
+
+        The optimizer keeps its state, as torch's do. `load` reads whole checkpoints.
+
+        Raises:
+            CheckpointError: keys are missing or unknown, shapes differ, or ranks were given unlike ones. Nothing has changed.
+        """
+        self.runtime.call_together("load_state_dict")
+        graph, roster, keys = self.model_graph, self.runtime.roster, self.modes.model.state_dict().keys()
+        fill_tensors(graph, self.runtime.holdings, roster.rank, self.state.tensors, state, keys, roster.world)
+        self.state.has_moved_statistics = False
+
     def save(self, path: str | Path) -> None:
         """Writes a checkpoint: parameters, buffers, optimizer, scheduler, step, random state and data position.
 
         It is written aside and renamed when complete, so a checkpoint at the path is never a half one.
         """
+        self.runtime.call_together("save")
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         state = self.state if self._loader is None else replace(self.state, position=self._loader.position)
@@ -149,6 +166,7 @@ class Engine:
         Raises:
             CheckpointError: it is incomplete, or of another model.
         """
+        self.runtime.call_together("load")
         load_state(Path(path), self.state, self.runtime.roster, self.runtime.holdings, self.model_graph)
         self._take_position()
 
@@ -185,9 +203,9 @@ class Engine:
         return self.state.tensors
 
     @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that this rank owns, by name."""
-        return self.state.parameters
+    def parameters(self) -> OwnedParameters:
+        """The parameters that this rank owns, by name; called, as a module's are, an iterator over them."""
+        return OwnedParameters(self.state.parameters)
 
     @property
     def model_graph(self) -> ModelGraph:
@@ -204,10 +222,19 @@ class Engine:
         """The most micro-batches, over this rank's stages, whose activations the last step held at once: from F to B or W."""
         return self.runtime.peak_in_flight
 
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Says what to call instead."""
+        raise call_answer()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Says how an engine does what modules and trainers do by this name."""
+        raise answer(name)
+
     # ---- parts -----------------------------------------------------------------------------------------------
 
-    def _forward(self, name: ModeName, batch: Any) -> tuple[StepState, BatchView]:
+    def _forward(self, name: Literal["eval", "predict"], batch: Any) -> tuple[StepState, BatchView]:
         self.runtime.check_open()
+        self.runtime.call_together("evaluate" if name == "eval" else "predict")
         self.runtime.merge_statistics(self.state)
         self.modes.ensure(name, batch)
         view = self._view(name, batch)

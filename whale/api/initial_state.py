@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from whale.api.modes import Modes
 from whale.api.weights import agree_on_weights
 from whale.comm import together
+from whale.errors import ConfigError
 from whale.runtime.execute.roster import Roster
 from whale.runtime.state.elementwise import check_elementwise
 from whale.runtime.state.engine_state import EngineState
@@ -41,7 +43,7 @@ def initial_state(
         scheduler: called with the optimizer, if there is one.
 
     Raises:
-        ConfigError: the optimizer would step a part of a parameter otherwise than the whole.
+        ConfigError: the optimizer would step a part of a parameter otherwise than the whole, or needs a closure.
     """
     world = roster.world
 
@@ -55,5 +57,16 @@ def initial_state(
     owned = list(state.parameters.items())
     state.optimizer = together(world, lambda: optimizer(owned) if optimizer is not None and owned else None)
     state.scheduler = together(world, lambda: scheduler(state.optimizer) if scheduler is not None and state.optimizer is not None else None)
+    together(world, lambda: _check_no_closure(state.optimizer))
     together(world, lambda: check_elementwise(state.optimizer, [name for name, _ in owned if holdings.is_sharded(name)]))
     return state
+
+
+def _check_no_closure(optimizer: torch.optim.Optimizer | None) -> None:
+    closure = None if optimizer is None else inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"an optimizer steps once for each batch, by the gradients at hand ({type(optimizer).__name__}.step needs a closure "
+            "that computes the loss several times)",
+            hint="use an optimizer without a closure, such as torch.optim.AdamW",
+        )

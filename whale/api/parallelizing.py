@@ -16,6 +16,7 @@ from whale.api.deciding import decide
 from whale.api.engine import Engine
 from whale.api.hooks import warn_of_hooks
 from whale.api.initial_state import initial_state
+from whale.api.losses import as_loss
 from whale.api.modes import Modes
 from whale.api.session import resolve_config
 from whale.api.since_capture import check_types
@@ -46,7 +47,8 @@ def parallelize(
 
     Args:
         model: any model that `torch.export` captures; it may be on the meta device.
-        loss: ``loss(output, batch)`` returns a scalar, or ``(sum, weight)``; None takes ``output.loss``.
+        loss: ``loss(output, batch)`` returns a scalar, or ``(sum, weight)``; None takes ``output.loss``. One whose second
+            argument is called ``target``, as those of torch, gets the one part of the batch that forward does not take.
         optimizer: called once with the list of (name, owned parameter); None trains nothing by itself
             (`Engine.gradients` has the gradients).
         scheduler: called with the optimizer, stepped after each applied step.
@@ -73,7 +75,7 @@ def parallelize(
     if world.rank == 0:
         warn_of_hooks(model)
     attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
-    modes = Modes(model, loss, batch, world)
+    modes = Modes(model, together(world, lambda: as_loss(loss, model, batch)), batch, world)
     graph = modes.train.graph
     decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings))
     warn_where_apart(decided, graph, world)

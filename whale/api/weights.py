@@ -69,7 +69,8 @@ def _take_from_rank_0(
         if world.rank in ranks:
             own = real[name]
             value = own.to(world.device).contiguous() if world.rank == 0 else torch.empty(own.shape, dtype=own.dtype, device=world.device)
-            dist.broadcast(value, src=0, group=groups[ranks])
+            with world.speaking(f"taking {name} from rank 0"):
+                dist.broadcast(value, src=0, group=groups[ranks])
             if world.rank != 0:
                 tensors[name].detach().copy_(shard(name, value))
     groups.close()

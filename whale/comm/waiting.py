@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -117,11 +118,33 @@ class Waits:
         )  # the host may be held up by the device, and never come to raise it
 
 
+_LEFT = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket closed")
+_LATE = ("timed out", "timeout", "still waits")
+
+
 def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseException) -> RuntimeFault:
-    """The error for communication that did not complete."""
+    """The error for communication that did not complete, in our words: what the backend says is its cause."""
     peers = ", ".join(str(rank) for rank in ranks)
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return RuntimeFault(
-        f"{action} with rank(s) {peers} did not complete: {reason}",
-        hint=f"a peer died, or is slower than communication.timeout_seconds ({timeout.total_seconds():g}); see that rank's own output",
-    )
+    text = f"{type(error).__name__} {error}".lower()
+    if any(word in text for word in _LEFT):
+        reason, hint = "a rank has left: its process has ended, or its engine was closed", "that rank's own output says why"
+    elif any(word in text for word in _LATE):
+        seconds = f"{timeout.total_seconds():g}"
+        reason = f"nothing has come within communication.timeout_seconds ({seconds})"
+        hint = "that rank's own output says what it does; raise the limit if it is only slow"
+    else:
+        reason, hint = f"the backend failed ({type(error).__name__})", "that rank's own output, and the cause below, say more"
+    return RuntimeFault(f"{action} with rank(s) {peers} did not complete: {reason}", hint=hint)
+
+
+@contextmanager
+def in_our_words(action: str, ranks: Sequence[int], timeout: timedelta) -> Iterator[None]:
+    """Turns what a backend raises into the error that says what was being done, and with whom.
+
+    Raises:
+        RuntimeFault: the communication inside failed.
+    """
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        raise fault(action, ranks, timeout, error) from error

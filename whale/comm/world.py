@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from whale.comm.waiting import Waits
+from whale.comm.waiting import Waits, in_our_words
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class World:
         if self.is_alone:
             return [value]
         values: list[object] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with self.speaking("comparing notes"):
+            dist.all_gather_object(values, value)
         return values
 
     def broadcast_object(self, value: object) -> object:
@@ -60,13 +62,19 @@ class World:
         if self.is_alone:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        with self.speaking("waiting for what rank 0 decides"):
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def barrier(self) -> None:
         """Waits for all ranks."""
         if not self.is_alone:
-            dist.barrier()
+            with self.speaking("waiting for all ranks"):
+                dist.barrier()
+
+    def speaking(self, action: str) -> AbstractContextManager[None]:
+        """Around communication with all ranks: what fails in it is a `RuntimeFault` that names the action."""
+        return in_our_words(action, [rank for rank in range(self.size) if rank != self.rank], self.timeout)
 
 
 def connect(timeout_seconds: float) -> World:

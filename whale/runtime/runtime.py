@@ -19,6 +19,7 @@ from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.executor import StepState
 from whale.runtime.execute.finite import LossWatch
+from whale.runtime.execute.roll_call import Call, call_together
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
@@ -134,6 +135,16 @@ class Runtime:
         """
         with self.status.reporting():
             return self._workers[mode].run(batch, (self.config.runtime.seed, step_number), with_gradients=False)
+
+    def call_together(self, call: Call) -> None:
+        """Waits until all ranks of the world make this call. When this is closed they are no longer compared.
+
+        Raises:
+            RuntimeFault: some rank calls something else, or has left.
+        """
+        if self._workers:
+            with self.status.reporting():
+                call_together(call, self.roster.world, self._connections.everyone)
 
     def refuse(self, mode: str) -> None:
         """Tells the other ranks, which are about to run a step, that this rank does not."""

@@ -42,7 +42,7 @@ def train_step(runtime: Runtime, state: EngineState, batch: BatchView) -> torch.
     with runtime.status.reporting():
         applies = _is_fit(runtime, state.step_number, step.account, loss, norm)
     runtime.status.set("STEP")
-    state.advance(applies=applies)
+    state.advance(loss, applies=applies)
     return loss
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
-from whale.errors import CaptureError, RuntimeFault
+from whale.errors import CaptureError, CheckpointError, ConfigError, RuntimeFault
 
 torch.set_num_threads(1)
 
@@ -186,6 +186,80 @@ def test_an_output_without_rows_is_told_to_be_of_one_piece() -> None:
         UserWarning, match=r"is that of the first of 2 pieces of the batch: rows 0 to 3 \(%mean.* at .*test_habits.py:\d+\)"
     ) as caught:
         values, mean, total = engine.predict({"input": BATCH["input"]})
-    assert len(caught) == 1 and caught[0].filename == __file__
+    assert [each.filename for each in caught if "first of 2 pieces" in str(each.message)] == [__file__]
     expected = model(BATCH["input"])
     assert torch.allclose(values, expected[0]) and torch.allclose(total, expected[2]) and torch.allclose(mean, expected[0][:4].mean())
+
+
+@pytest.mark.parametrize("given", [nn.MSELoss(), nn.functional.mse_loss])
+def test_a_loss_of_torch_gets_the_part_that_the_model_leaves_over(given: Any) -> None:
+    pair = (BATCH["input"], BATCH["target"])
+    assert (
+        float(parallelize(loss=given).step(BATCH))
+        == float(parallelize().step(BATCH))
+        == float(parallelize(loss=given, batch=pair).step(pair))
+    )
+
+
+def test_a_loss_whose_target_is_unclear_says_how_to_pass_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parallelize(loss=nn.MSELoss(), batch={**BATCH, "weight": torch.ones(8)})
+    assert "MSELoss takes the output and one target, the part of the batch that forward leaves over (left over: 'target', 'weight')" in str(
+        caught.value
+    )
+    assert "loss=lambda output, batch: MSELoss(output, batch['target'])" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"TripletMarginLoss takes \(anchor, positive, negative\)"):
+        parallelize(loss=nn.TripletMarginLoss())
+
+
+def test_an_optimizer_with_a_closure_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"LBFGS\.step needs a closure"):
+        parallelize(optimizer=lambda named: torch.optim.LBFGS([value for _, value in named]))
+
+
+def test_a_scheduler_that_goes_by_a_metric_gets_the_loss() -> None:
+    def plateau(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9, threshold_mode="abs")
+
+    engine = parallelize(scheduler=plateau)
+    for _ in range(3):
+        engine.step(BATCH)
+    assert engine.optimizer is not None and engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+def test_what_modules_have_is_answered() -> None:
+    engine = parallelize()
+    for name, said in {
+        "train": "step trains",
+        "backward": "runs forward, backward",
+        "cuda": "the plan says",
+        "named_parameters": "items()",
+    }.items():
+        with pytest.raises(AttributeError, match=f"an engine has no {name}") as caught:
+            getattr(engine, name)()
+        assert said in str(caught.value) and isinstance(caught.value, ConfigError) and not hasattr(engine, name)
+    with pytest.raises(ConfigError, match=r"(?s)not called as a module.*engine.predict\(batch\) the output"):
+        engine(BATCH)
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'quux'"):
+        engine.quux  # noqa: B018
+    assert sum(parameter.numel() for parameter in engine.parameters()) == 19
+    assert list(engine.parameters) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_a_state_dict_is_loaded_as_a_module_does() -> None:
+    engine = parallelize()
+    torch.manual_seed(7)
+    other = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    engine.load_state_dict(other.state_dict())
+    assert same(other.state_dict(), weights(engine))
+    assert torch.allclose(engine.predict({"input": BATCH["input"]}), other(BATCH["input"]))
+    wrong = {
+        "0.weight": torch.zeros(4, 3),
+        **{name: value for name, value in other.state_dict().items() if name not in ("0.weight", "2.bias")},
+        "x": torch.zeros(1),
+    }
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_state_dict(wrong)
+    said = str(caught.value)
+    assert "2.bias is missing" in said and "x is none of them" in said and "0.weight: [4, 3], the model's: [3, 4]" in said
+    assert same(other.state_dict(), weights(engine))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from whale.comm import Launched, Waits
+from whale.comm.waiting import in_our_words
 from whale.errors import RuntimeFault
 
 
@@ -42,7 +43,7 @@ def test_the_host_waits_with_the_limit() -> None:
     waits.wait(None, "1RECV_F0", (1,))
     waits.wait(launched(work, blocks_host=True), "1RECV_F0", (1,))
     assert work.waited == [LIMIT]
-    with pytest.raises(RuntimeFault, match=r"1RECV_F3 with rank\(s\) 2 did not complete: Connection closed by peer"):
+    with pytest.raises(RuntimeFault, match=r"1RECV_F3 with rank\(s\) 2 did not complete: a rank has left: its process has ended"):
         waits.wait(launched(Work(fails=True), blocks_host=True), "1RECV_F3", (2,))
 
 
@@ -65,3 +66,22 @@ def test_what_is_done_is_forgotten() -> None:
     for work in works:
         waits.wait(launched(work, blocks_host=False), "1RECV_F0", (1,))
     assert waits.look(1e12) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("[gloo/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"), "a rank has left"),
+        (RuntimeError("[gloo/tcp/pair.cc:100] read: Connection reset by peer"), "a rank has left"),
+        (
+            RuntimeError("[gloo/unbound_buffer.cc:84] Timed out waiting 300000ms"),
+            "nothing has come within communication.timeout_seconds (1000)",
+        ),
+        (RuntimeError("something unheard of"), "the backend failed (RuntimeError)"),
+    ],
+)
+def test_what_a_backend_says_is_put_in_our_words(error: RuntimeError, said: str) -> None:
+    with pytest.raises(RuntimeFault) as caught, in_our_words("gathering a.weight", (1, 2), LIMIT):
+        raise error
+    assert caught.value.message.startswith(f"gathering a.weight with rank(s) 1, 2 did not complete: {said}")
+    assert "gloo" not in str(caught.value) and caught.value.__cause__ is error

@@ -13,6 +13,7 @@ by which plan a checkpoint was written, and no rank needs more of a tensor than 
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
@@ -31,7 +33,7 @@ from whale.comm import World, on_first_rank, together
 from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
 from whale.runtime.checkpoint.boxes import Share
-from whale.runtime.checkpoint.files import aside, check_complete, complete, prepare
+from whale.runtime.checkpoint.files import aside, check_complete, complete, discard, prepare
 from whale.runtime.checkpoint.planners import ShareLoadPlanner, ShareSavePlanner
 from whale.runtime.state.optimizer_state import OptimizerState
 
@@ -85,8 +87,13 @@ def save(
     entries = _entries(tensors, optimizer, extras, [name for name in tensors if writers[name] == world.rank], world.rank)
     entries.update({key: part for key, (part, _) in parts.items()})
     planner = ShareSavePlanner({key: share for key, (_, share) in parts.items()})
-    metadata = _quietly(path, lambda: write_entries(entries, checkpoint_id=aside(path), planner=planner, no_dist=world.is_alone))
-    on_first_rank(world, lambda: _writing(path, lambda: complete(path, _files(metadata), plan)))
+    try:
+        metadata = _quietly(path, lambda: write_entries(entries, checkpoint_id=aside(path), planner=planner, no_dist=world.is_alone), world)
+        on_first_rank(world, lambda: _writing(path, lambda: complete(path, _files(metadata), plan)))
+    except CheckpointError:  # on all ranks: nothing half is left behind, which would fill the disk for the next attempt
+        if world.rank == 0:
+            discard(path)
+        raise
 
 
 def load(
@@ -230,17 +237,43 @@ def _files(metadata: Metadata) -> set[str]:
     return {".metadata", *(place.relative_path for place in places.values())}
 
 
-def _quietly(path: Path, action: Callable[[], T]) -> T:
-    """Runs a part of torch's checkpoint code, with its failures as ours."""
+def _quietly(path: Path, action: Callable[[], T], world: World | None = None) -> T:
+    """Runs a part of torch's checkpoint code, with its failures as ours.
+
+    Args:
+        path: of the checkpoint.
+        action: to run.
+        world: whose ranks speak in it.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             return action()
     except CheckpointException as failure:  # a BaseException, with each rank's own
-        reasons = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in sorted(failure.failures.items()))
+        reasons = "; ".join(f"rank {rank}: {_reason(error)}" for rank, (error, _) in sorted(failure.failures.items()))
         raise CheckpointError(f"{path} can be neither written nor read in full: {reasons}") from failure
+    except (RuntimeError, DistError) as error:
+        if world is None or world.is_alone:
+            raise CheckpointError(f"{path} can be neither written nor read in full: {_reason(error)}") from error
+        with world.speaking(f"saving {path}"):
+            raise
     except Exception as error:
-        raise CheckpointError(f"{path} can be neither written nor read in full: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} can be neither written nor read in full: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What failed, in words: the system's own where it has them, which torch's writers raise others over."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, OSError):
+        inner = inner.__cause__ or inner.__context__
+    if inner is not None:
+        return _told(inner)
+    text = str(error)
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+
+
+def _told(error: OSError) -> str:
+    return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"{error.strerror or error}"
 
 
 def _writing(path: Path, action: Callable[[], None]) -> None:
@@ -248,4 +281,4 @@ def _writing(path: Path, action: Callable[[], None]) -> None:
     try:
         action()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+        raise CheckpointError(f"{path} cannot be written: {_told(error)}") from error

@@ -42,8 +42,13 @@ def prepare(path: Path) -> None:
             f"a checkpoint is a folder of its own, and replaces nothing else ({path} holds {next(_contents(path))!r})",
             hint=f"save to {path / 'step_1'}, for one",
         )
-    shutil.rmtree(aside(path), ignore_errors=True)
+    discard(path)
     aside(path).mkdir(parents=True)
+
+
+def discard(path: Path) -> None:
+    """Removes what was written aside."""
+    shutil.rmtree(aside(path), ignore_errors=True)
 
 
 def _contents(path: Path) -> Iterator[str]:

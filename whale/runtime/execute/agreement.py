@@ -10,12 +10,13 @@ from typing import NoReturn, cast
 
 import torch
 
+import whale.runtime.execute.roll_call as roll_call
 from whale.comm import Launched
 from whale.errors import BatchError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime.execute.batch_view import BatchView
-from whale.runtime.execute.digest import digests, on_host, together
+from whale.runtime.execute.digest import combined, digests, on_host
 from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.loss import WeightProgram
 from whale.runtime.execute.rank_batch import check_rows
@@ -25,8 +26,7 @@ from whale.runtime.execute.seat_stages import SeatStages
 DEVICE_STEPS = 3
 """Steps whose batches are compared by content where they lie on a device, which has to be waited for."""
 
-_HEAD = 5
-"""Numbers in front of the weights: rows, their square; ranks that have a digest, the sum of the digests, of their squares."""
+_CALLS: Mapping[str, roll_call.Call] = {"train": "step", "eval": "evaluate", "predict": "predict"}
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class _Told:
     num_rows: float
     contents: Mapping[str, int] | None = None
 
-    def numbers(self) -> torch.Tensor:
-        """To be summed over all ranks: exact integers in float64."""
-        digest = 0 if self.contents is None else together(self.contents)
-        values = [self.num_rows, self.num_rows**2, self.contents is not None, digest, digest**2]
-        return torch.tensor(values, dtype=torch.float64)
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Rows, their square; whether there is a digest, the digest, its square: exact in float64 when summed over all ranks."""
+        digest = 0 if self.contents is None else combined(self.contents)
+        return self.num_rows, self.num_rows**2, self.contents is not None, digest, digest**2
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Agreement:
         self._seat, self._world, self._everyone = roster.seat, roster.world, everyone
         self._divided: dict[int, tuple[tuple[int, int], ...]] = {}
         self._num_compared = 0
+        self._call = _CALLS[model.mode]
 
     def micro_batches(self, num_rows: int) -> tuple[tuple[int, int], ...]:
         """Global row intervals of this rank's micro-batches.
@@ -145,8 +146,7 @@ class Agreement:
         """Sums over all ranks; what is told of the batch stays off a GPU, which is not to be waited for."""
         if self._world.is_alone:
             return [(measured, None)]
-        head = told.numbers()
-        vectors = [torch.cat([head, measured])] if measured.device.type == "cpu" else [head, measured]
+        vectors = [roll_call.numbers(self._call, self._world.rank, told.numbers), *([measured] if len(measured) else [])]
         return [(vector, self._everyone.start(vector)) for vector in vectors]
 
     def _end(self, parts: list[tuple[torch.Tensor, Launched | None]], told: _Told) -> list[torch.Tensor]:
@@ -154,7 +154,7 @@ class Agreement:
             self._everyone.finish(work, "comparing the batch")
         if self._world.is_alone:
             return list(parts[0][0])
-        count, squares, *of_contents = parts[0][0][:_HEAD].tolist()
+        count, squares, *of_contents = roll_call.read(parts[0][0], self._call, self._world.size)
         if math.isnan(count):
             raise BatchError("every rank needs a good batch (another rank has refused its own)", hint="see that rank's error")
         if not _are_equal(self._world.size, count, squares):
@@ -164,7 +164,7 @@ class Agreement:
             )
         if not _are_equal(*of_contents):
             self._refuse_contents(told)
-        return list(parts[0][0][_HEAD:] if len(parts) == 1 else parts[1][0])
+        return list(parts[1][0]) if len(parts) > 1 else []
 
     def _refuse_contents(self, told: _Told) -> NoReturn:
         """Says which tensors of the batch differ on which ranks; all ranks come here together."""

@@ -23,7 +23,7 @@ def digests(leaves: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: _digest(leaf.detach()) for name, leaf in leaves.items()}
 
 
-def together(of_leaves: Mapping[str, int]) -> int:
+def combined(of_leaves: Mapping[str, int]) -> int:
     """The digests of all tensors as one of `BITS` bits."""
     mixed = reduce(lambda total, value: zlib.crc32(value.to_bytes(4, "little"), total), of_leaves.values(), 0)
     return mixed & ((1 << BITS) - 1)

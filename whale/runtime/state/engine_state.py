@@ -6,6 +6,7 @@ the same plan takes it over as it is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +41,11 @@ class EngineState:
         """The tensors that are trained, by name."""
         return {name: value for name, value in self.tensors.items() if isinstance(value, nn.Parameter)}
 
+    @cached_property
+    def _scheduler_reads_loss(self) -> bool:
+        """Whether the scheduler's step needs a metric."""
+        return any(each.default is inspect.Parameter.empty for each in inspect.signature(self.scheduler.step).parameters.values())
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that parameters have now, by name."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -49,11 +55,16 @@ class EngineState:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def advance(self, *, applies: bool = True) -> None:
-        """One step: applies the gradients that the parameters have, or leaves them out."""
+    def advance(self, loss: torch.Tensor, *, applies: bool = True) -> None:
+        """One step: applies the gradients that the parameters have, or leaves them out.
+
+        Args:
+            loss: of the step, for a scheduler that goes by it, as `torch.optim.lr_scheduler.ReduceLROnPlateau` does.
+            applies: whether the gradients are applied.
+        """
         if self.optimizer is not None and applies:
             self.optimizer.step()
         if self.scheduler is not None and applies:
-            self.scheduler.step()
+            self.scheduler.step(*([loss] if self._scheduler_reads_loss else []))
         self.step_number += 1
         self.has_moved_statistics = True

@@ -54,7 +54,8 @@ def gather_tensors(
             index = holdings.index(name, piece.region)
             holder = world_ranks[piece.owners[0]]
             mine = _own_piece(holdings, name, piece, rank, tensors) if holder == world.rank else None
-            _gather_piece(whole, index, mine, holder, world, only)
+            with world.speaking(f"gathering {name}"):
+                _gather_piece(whole, index, mine, holder, world, only)
         if whole is not None:
             found[name] = whole
     return found if only in (None, world.rank) else None
@@ -189,4 +190,5 @@ def _share(piece: torch.Tensor, mine: torch.Tensor | None, holder: int, world: W
         assert mine is not None
         piece.copy_(mine)
     if not world.is_alone:
-        dist.broadcast(_wire(piece), src=holder)
+        with world.speaking("gathering predictions"):
+            dist.broadcast(_wire(piece), src=holder)

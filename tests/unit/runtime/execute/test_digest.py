@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whale.runtime.execute.digest import BITS, SAMPLE, digests, together
+from whale.runtime.execute.digest import BITS, SAMPLE, combined, digests
 
 
 @pytest.mark.parametrize("shape", [(8,), (64, 3), (128, 28, 28), (SAMPLE * 2 + 2, 2)])
@@ -32,5 +32,5 @@ def test_any_tensor_has_a_digest() -> None:
         "every": image[:, :, ::2],
     }
     found = digests(leaves)
-    assert found == digests({name: leaf.clone() for name, leaf in leaves.items()}) and 0 <= together(found) < 1 << BITS
-    assert together(found) != together({**found, "number": found["number"] ^ 1})
+    assert found == digests({name: leaf.clone() for name, leaf in leaves.items()}) and 0 <= combined(found) < 1 << BITS
+    assert combined(found) != combined({**found, "number": found["number"] ^ 1})

@@ -1,0 +1,85 @@
+"""A rank that does something alone is an error on all ranks at once, in our words, and so is one that has left."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import whale
+from tests.distributed.test_bad_batches import captured_scopes, loss, make_batch
+from tests.distributed.training import make_cluster
+from tests.distributed.world import RankFailure, World
+from whale.errors import RuntimeFault, WhaleError
+
+
+def make_engine(num_ranks: int) -> whale.Engine:
+    made = captured_scopes("none")
+    return whale.parallelize(
+        made.model,
+        loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        batch=made.batch,
+        config={"communication.timeout_seconds": 60.0},
+        cluster=make_cluster((1.0,) * num_ranks),
+    )
+
+
+def act(engine: whale.Engine, action: str, path: str) -> None:
+    if action in ("save", "load"):
+        getattr(engine, action)(Path(path))
+    elif action == "load_state_dict":
+        engine.load_state_dict(captured_scopes("none").model.state_dict())
+    elif action == "state_dict":
+        engine.state_dict()
+    else:
+        getattr(engine, action)(make_batch(8))
+
+
+def act_alone(rank: int, num_ranks: int, actions: tuple[tuple[str, str], ...], path: str) -> list[tuple[str, str]]:
+    """What is said where rank 0 does the first thing and the others the second, one pair after the other."""
+    engine, said = make_engine(num_ranks), []
+    for alone, others in actions:
+        engine.step(make_batch(8))
+        with pytest.raises(RuntimeFault) as caught:
+            act(engine, others if rank else alone, path)
+        said.append((caught.value.message, str(caught.value.hint)))
+    engine.step(make_batch(8))
+    engine.close()
+    return said
+
+
+def test_what_one_rank_does_alone_is_named_on_all(world: World, tmp_path: Path) -> None:
+    actions = tuple((alone, "step") for alone in ("save", "evaluate", "state_dict", "load", "predict", "load_state_dict"))
+    for said in world.run(act_alone, (*actions, ("step", "save")), str(tmp_path / "c"), num_ranks=3, timeout=120):
+        for (alone, _), (message, hint) in zip(actions, said, strict=False):
+            rule = "all ranks call the same methods of an engine in the same order"
+            assert sorted(message.removeprefix(rule).strip(" ()").split("; ")) == sorted(
+                [f"{alone}: rank 0 alone", "step: all ranks but 0"]
+            )
+            assert message.startswith(rule) and hint.startswith(f"call engine.{alone} on every rank")
+        assert "step: rank 0 alone" in said[-1][0], "one batch fewer on the others"
+
+
+def leave(rank: int, num_ranks: int, action: str, path: str) -> str:
+    """What is said where rank 1 ends before the others come to an action."""
+    engine = make_engine(num_ranks)
+    engine.step(make_batch(8))
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(WhaleError) as caught:
+        act(engine, action, path)
+    raise caught.value
+
+
+@pytest.mark.parametrize("action", ["step", "save", "state_dict"])
+def test_a_rank_that_has_left_is_told_in_our_words(world: World, tmp_path: Path, action: str) -> None:
+    with pytest.raises(RankFailure) as caught:
+        world.run(leave, action, str(tmp_path / "c"), num_ranks=2, timeout=120)
+    error = caught.value.errors[0]
+    what = "comparing the batch" if action == "step" else action
+    assert isinstance(error, RuntimeFault)
+    assert error.message.startswith(f"{what} with rank(s) 1 did not complete: a rank has left"), error.message

@@ -1,0 +1,57 @@
+"""What a module or a trainer has and an engine does in another way: asking for it says how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from whale.errors import ConfigError
+
+_NO_MODE = "step trains; evaluate and predict run in evaluation mode; no call changes that"
+_NO_BACKWARD = "engine.step(batch) runs forward, backward and the optimizer; engine.gradients() has the gradients"
+_NO_MOVE = "the plan says where a parameter lives, and the model its type: set it before parallelize (model.to(torch.bfloat16))"
+
+_ANSWERS: Mapping[str, str] = {
+    "train": _NO_MODE,
+    "eval": _NO_MODE,
+    "training": _NO_MODE,
+    "forward": "engine.step(batch) trains, engine.evaluate(batch) gives the loss, engine.predict(batch) the output",
+    "backward": _NO_BACKWARD,
+    "zero_grad": _NO_BACKWARD,
+    "scale": "loss scaling is for float16, which is not trained here; bfloat16 needs none",
+    "unscale_": "gradient.clip_norm clips the gradients of a step",
+    "clip_grad_norm_": "gradient.clip_norm clips the gradients of a step",
+    "no_sync": "pipeline.num_micro_batch accumulates gradients over parts of a batch",
+    "fit": "call engine.step(batch) in a loop over engine.loader(dataset, global_batch_size=...)",
+    "named_parameters": "engine.parameters is a mapping: engine.parameters.items()",
+    "buffers": "engine.tensors is a mapping of parameters and buffers",
+    "named_buffers": "engine.tensors is a mapping of parameters and buffers",
+    "modules": "the model is captured as a graph: see engine.model_graph",
+    "module": "your model object is left as it was; engine.state_dict() has the trained weights",
+    "to": _NO_MOVE,
+    "cuda": _NO_MOVE,
+    "cpu": _NO_MOVE,
+    "half": _NO_MOVE,
+    "bfloat16": _NO_MOVE,
+    "float": _NO_MOVE,
+    "double": _NO_MOVE,
+    "requires_grad_": "set requires_grad before parallelize: the capture decides what is trained",
+    "register_forward_hook": "return what you want to see from forward; engine.predict(batch) gives it",
+    "save_checkpoint": "engine.save(path)",
+    "load_checkpoint": "engine.load(path)",
+}
+
+
+class NotOfAnEngine(ConfigError, AttributeError):
+    """An attribute of modules or trainers that an engine has not."""
+
+
+def answer(name: str) -> AttributeError:
+    """The error for an attribute that an engine has not."""
+    if name not in _ANSWERS:
+        return AttributeError(f"'Engine' object has no attribute {name!r}", name=name)
+    return NotOfAnEngine(f"an engine has no {name}", hint=_ANSWERS[name])
+
+
+def call_answer() -> ConfigError:
+    """The error for ``engine(batch)``."""
+    return ConfigError("an engine is not called as a module is", hint=_ANSWERS["forward"])

@@ -1,0 +1,71 @@
+"""Whether all ranks do the same thing: each says what it does in the first message of it, which has one size whatever that is.
+
+A rank that saves alone, or has one batch fewer, meets the others in this message, so it is an error on all of them at once
+instead of a wait without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+
+from whale.comm import World
+from whale.errors import RuntimeFault
+from whale.runtime.execute.everyone import Everyone
+
+Call = Literal["step", "evaluate", "predict", "state_dict", "load_state_dict", "save", "load"]
+
+_CALLS: tuple[Call, ...] = get_args(Call)
+NUM_TOLD = 5
+"""Numbers that a call may tell beside itself."""
+NUM_NUMBERS = 2 * len(_CALLS) + NUM_TOLD
+
+
+def numbers(call: Call, rank: int, told: Sequence[float] = (0.0,) * NUM_TOLD) -> torch.Tensor:
+    """What a rank says, to be summed over all of them: per call, whether it is this rank's, and the rank's number; and what it tells."""
+    assert len(told) == NUM_TOLD
+    values = [0.0] * (2 * len(_CALLS))
+    index = 2 * _CALLS.index(call)
+    values[index], values[index + 1] = 1.0, float(rank)
+    return torch.tensor([*values, *told], dtype=torch.float64)
+
+
+def read(summed: torch.Tensor, call: Call, size: int) -> list[float]:
+    """What all ranks together tell.
+
+    Raises:
+        RuntimeFault: some do something else; the same on all.
+    """
+    values = summed.tolist()
+    told = values[2 * len(_CALLS) :]
+    counts = {each: (int(values[2 * index]), int(values[2 * index + 1])) for index, each in enumerate(_CALLS) if values[2 * index]}
+    if counts[call][0] != size:
+        alone = min(counts, key=lambda each: counts[each][0])
+        said = "; ".join(f"{each}: {_who(*found, size)}" for each, found in counts.items())
+        raise RuntimeFault(
+            f"all ranks call the same methods of an engine in the same order ({said})",
+            hint=f"call engine.{alone} on every rank, as often as on the others; rank 0 alone may print, and write files of its own",
+        )
+    return told
+
+
+def _who(count: int, ranks: int, size: int) -> str:
+    if count == 1:
+        return f"rank {ranks} alone"
+    if count == size - 1:
+        return f"all ranks but {size * (size - 1) // 2 - ranks}"
+    return f"{count} ranks"
+
+
+def call_together(call: Call, world: World, everyone: Everyone) -> None:
+    """Waits until all ranks are here.
+
+    Raises:
+        RuntimeFault: some call something else, or have left.
+    """
+    if not world.is_alone:
+        summed = numbers(call, world.rank)
+        everyone.add(summed, call)
+        read(summed, call, world.size)

@@ -1,0 +1,70 @@
+"""Whole tensors into what a rank holds of them: a state dict of the model, loaded under any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from whale.comm import World, together
+from whale.errors import CheckpointError, WhaleError, raise_faults
+from whale.ir.graph import ModelGraph
+from whale.runtime.execute.digest import combined, digests
+from whale.runtime.state.holdings import Holdings
+
+
+def fill_tensors(
+    model: ModelGraph,
+    holdings: Holdings,
+    rank: int | None,
+    tensors: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+    keys: Collection[str],
+    world: World,
+) -> None:
+    """Copies a state dict into the tensors of this rank; nothing has changed where it raises.
+
+    Args:
+        model: names and shapes.
+        holdings: who holds which part.
+        rank: this rank of the plan; None if idle.
+        tensors: what this rank holds, by canonical name.
+        given: the state dict, equal on every rank.
+        keys: that it must have.
+        world: this process among its peers.
+
+    Raises:
+        CheckpointError: keys are missing or unknown, shapes differ, or ranks were given different ones.
+    """
+    together(world, lambda: _check(model, given, keys))
+    odd = _unlike_rank_0(combined(digests({key: given[key] for key in sorted(keys)})), world)
+    if odd:
+        raise CheckpointError(
+            f"every rank loads the same state dict (rank(s) {', '.join(map(str, odd))} differ from rank 0)",
+            hint="read the same file on every rank, or send it from rank 0",
+        )
+    with torch.no_grad():
+        for key in keys:
+            name = model.parameter_by_name[key].name
+            if name in tensors:
+                assert rank is not None, "an idle rank owns nothing"
+                tensors[name].copy_(holdings.cut_out(name, rank, given[key]))
+
+
+def _check(model: ModelGraph, given: Mapping[str, torch.Tensor], keys: Collection[str]) -> None:
+    faults: list[WhaleError] = [
+        CheckpointError(f"a state dict has the keys of the model's ({key} is missing)") for key in keys if key not in given
+    ]
+    faults += [CheckpointError(f"a state dict has the keys of the model's ({key} is none of them)") for key in given if key not in keys]
+    for key in keys:
+        here = model.parameter_by_name[key].spec.shape
+        if key in given and tuple(given[key].shape) != here:
+            faults.append(
+                CheckpointError(f"a state dict has the shapes of the model's ({key}: {list(given[key].shape)}, the model's: {list(here)})")
+            )
+    raise_faults(faults)
+
+
+def _unlike_rank_0(digest: int, world: World) -> list[int]:
+    found = world.gather_objects(digest)
+    return [rank for rank, other in enumerate(found) if other != found[0]]
