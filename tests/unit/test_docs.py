@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
-CHEAP = ("axes", "capture", "plan", "explain", "schedule")
+CHEAP = ("axes", "capture", "doctor", "plan", "explain", "schedule")
 
 
 @dataclass(frozen=True)

@@ -46,17 +46,26 @@ def read_graph(source: str, pairs: Sequence[str]) -> ModelGraph:
     """
     if source.endswith(".json"):
         return _read_captured(Path(source), pairs)
-    build = load_function(source)
+    model, batch, loss = build_model(source, pairs)
     from whale.capture import capture
 
+    graph, _ = capture(model, batch, loss)
+    return graph
+
+
+def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any]:
+    """The (model, batch, loss) that ``FILE.py:FUNCTION`` returns, called with the ``--arg`` pairs.
+
+    Raises:
+        CaptureError: there is no such file or function, or it returns something else.
+    """
+    build = load_function(source)
     values = parse_pairs(pairs, "--arg")
     _check_names(source, build, values)
     result = build(**values)
     if not isinstance(result, tuple) or len(result) != 3:
         raise CaptureError(f"{source} must return (model, batch, loss), not {_kind(result)}")
-    model, batch, loss = result
-    graph, _ = capture(model, batch, loss)
-    return graph
+    return result
 
 
 def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, object]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import whale.cli.axes as axes
 import whale.cli.capture as capture
+import whale.cli.doctor as doctor
 import whale.cli.explain as explain
 import whale.cli.launch as launch
 import whale.cli.plan as plan
@@ -43,6 +44,6 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of all verbs; each verb's file adds its own part."""
     parser = argparse.ArgumentParser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (capture, axes, plan, explain, schedule, launch):
+    for verb in (doctor, capture, axes, plan, explain, schedule, launch):
         verb.add_parser(verbs)
     return parser

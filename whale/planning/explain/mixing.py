@@ -46,7 +46,7 @@ def warn_of_mixing(mixing: Sequence[Mixing], plan: Plan, graph: ModelGraph) -> s
         return ""
     places: dict[str, str] = {}
     for found in mixing:
-        places.setdefault(_place(found, graph), found.reason)
+        places.setdefault(place_of(found, graph), found.reason)
     shown = [f"  {place}: {reason}" for place, reason in list(places.items())[:MAX_PLACES]]
     more = [f"  and {len(places) - MAX_PLACES} more places, which `whale explain` tells"] if len(places) > MAX_PLACES else []
     counts = [pipeline.num_micro_batch for pipeline in plan.pipelines]
@@ -55,7 +55,7 @@ def warn_of_mixing(mixing: Sequence[Mixing], plan: Plan, graph: ModelGraph) -> s
     return "\n".join([first, *shown, *more])
 
 
-def _place(mixing: Mixing, graph: ModelGraph) -> str:
+def place_of(mixing: Mixing, graph: ModelGraph) -> str:
     """The user's line, or the module where the line is torch's own."""
     module = graph.by_name[mixing.op].module
     return str(mixing.where or (f"module {module}" if module else f"%{mixing.op}"))

@@ -1,0 +1,151 @@
+"""What `whale doctor` finds out of a model: whether it is captured, how its rows may change, and under what it stays exact.
+
+Nothing is analysed here. The captured model is planned in a few ways on devices that are made up; what capture, planner and
+axes say of it is put together, with the user's lines.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from whale.axes import Axes, Mixing, discover
+from whale.config import Config
+from whale.errors import WhaleError
+from whale.hardware import CPU, DeviceProfile, make_cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan, describe_shards
+from whale.ir.scope import Scope
+from whale.planning import make_plan
+from whale.planning.explain.mixing import mixed_apart, place_of
+
+Answer = Literal["yes", "exact", "not exact", "cannot tell", "refused"]
+PLENTY_BYTES = 1 << 50
+"""Memory of a made-up device: what fits is no question here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's that is the reason for an answer.
+
+    Attributes:
+        where: ``file:line``; a module or an op where the line is not the user's.
+        text: what is written there; "" where that is not known.
+        reason: what it does; "" where the answer says it.
+    """
+
+    where: str
+    text: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The answer to one question.
+
+    Attributes:
+        question: ``capture``, ``rows``, ``replicas``, ``micro-batches``, ``stages`` or ``split``.
+        answer: ``refused`` where there is an error in place of numbers, ``cannot tell`` where an operator has no rule.
+        detail: in words.
+        hint: what to do; "" where that is not known.
+        places: the lines that are the reason.
+    """
+
+    question: str
+    answer: Answer
+    detail: str
+    hint: str = ""
+    places: tuple[Place, ...] = ()
+
+
+def diagnose(graph: ModelGraph, capture_at: Callable[[int], object] | None = None) -> tuple[Finding, ...]:
+    """Answers all questions about a captured model.
+
+    Args:
+        graph: the captured training.
+        capture_at: captures the model at another number of rows, or raises a `WhaleError`; None where the model is not there.
+    """
+    return (Finding("capture", "yes", f"one graph of {len(graph.ops)} ops"), _rows(graph, capture_at), *exactness(graph))
+
+
+def refused(question: str, error: WhaleError) -> Finding:
+    """The answer that is an error."""
+    places = () if error.where is None else (Place(str(error.where), _text_at(str(error.where))),)
+    return Finding(question, "refused", error.message, error.hint or "", places)
+
+
+def exactness(graph: ModelGraph) -> tuple[Finding, ...]:
+    """Whether the numbers are those of one device where the model is copied, given its rows in turns, cut in stages, or split.
+
+    The scopes are left out: whether they can be honoured depends on the devices, and `whale plan` says it.
+
+    Args:
+        graph: the captured training.
+    """
+    bare = _under(graph, ())
+    axes = discover(bare)
+    return (
+        _apart("replicas", bare, axes, 2, {}, "2 copies of the model, half of the rows each"),
+        _apart("micro-batches", bare, axes, 1, {"pipeline.num_micro_batch": 2}, "the rows in 2 turns"),
+        _apart("stages", bare, axes, 2, {"pipeline.num_stages": 2}, "cut in 2, one after the other"),
+        _split(graph),
+    )
+
+
+def _apart(question: str, graph: ModelGraph, axes: Axes, num_devices: int, settings: Mapping[str, object], detail: str) -> Finding:
+    try:
+        plan = _plan(graph, num_devices, settings)
+    except WhaleError as error:
+        return refused(question, error)
+    found = mixed_apart(plan, graph, axes)
+    if not found:
+        return Finding(question, "exact", detail)
+    answer: Answer = "not exact" if any(mixing.kind == "mixes" for mixing in found) else "cannot tell"
+    return Finding(question, answer, f"{detail}: rows that belong together are apart", places=tuple(_places(found, graph)))
+
+
+def _split(graph: ModelGraph) -> Finding:
+    whole = Scope("split", 2, None, None, None, 0)
+    try:
+        plan = _plan(_under(graph, (whole,)), 2, {})
+    except WhaleError as error:
+        return refused("split", error)
+    return Finding("split", "exact", f"all of it over 2 devices would cut {describe_shards(plan.replicas[0].stages[0].shards)}")
+
+
+def _plan(graph: ModelGraph, num_devices: int, settings: Mapping[str, object]) -> Plan:
+    cluster, _ = make_cluster([DeviceProfile("host", CPU, PLENTY_BYTES, 1.0)] * num_devices)
+    return make_plan(graph, cluster, Config().with_values(settings))
+
+
+def _under(graph: ModelGraph, scope: tuple[Scope, ...]) -> ModelGraph:
+    return replace(graph, ops=tuple(replace(op, scope=scope) for op in graph.ops))
+
+
+def _rows(graph: ModelGraph, capture_at: Callable[[int], object] | None) -> Finding:
+    """Whether batches may have other numbers of rows: tried, where one capture does not serve all."""
+    if graph.dynamic:
+        return Finding("rows", "yes", "any number of them, with one capture")
+    if capture_at is None:
+        return Finding("rows", "cannot tell", "the code reads their number, and it is not here to be captured for another one")
+    try:
+        capture_at(graph.num_rows // 2)
+    except WhaleError as error:
+        return refused("rows", error)
+    return Finding("rows", "yes", "any number of them, with a capture for each: the code reads it as a number")
+
+
+def _places(found: Iterable[Mixing], graph: ModelGraph) -> Iterable[Place]:
+    """The lines, each once, with the first reason."""
+    reasons: dict[str, str] = {}
+    for mixing in found:
+        reasons.setdefault(place_of(mixing, graph), mixing.reason)
+    return (Place(where, _text_at(where), reason) for where, reason in reasons.items())
+
+
+def _text_at(where: str) -> str:
+    """What is written at ``file:line``; "" where there is no such file or line."""
+    file, _, line = where.rpartition(":")
+    return linecache.getline(file, int(line)).strip() if line.isdecimal() else ""

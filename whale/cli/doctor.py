@@ -1,0 +1,82 @@
+"""``whale doctor``: whether a model will be captured, under what its numbers stay exact, and which lines are the reason."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from whale.cli.diagnosis import Finding, Place, diagnose, refused
+from whale.cli.inputs import add_source_arguments, build_model, read_graph
+from whale.errors import WhaleError
+
+WIDTH = 80
+NOT_EXACT = 3
+"""The command's end where the model is captured and something is not exact."""
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Adds the verb's words."""
+    parser = verbs.add_parser(
+        "doctor",
+        help="say whether a model is captured and stays exact",
+        description="Says whether a model is captured, under what its numbers stay those of one device, and which lines are the reason. "
+        f"Ends with 0 where all is well, 1 where the capture is refused, {NOT_EXACT} where something else is refused or not exact.",
+    )
+    add_source_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Captures the model, tries a few plans, and prints what is found."""
+    findings = _examine(arguments.source, arguments.arg)
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        print("\n".join(_lines(findings)))
+    return end_of(findings)
+
+
+def end_of(findings: Sequence[Finding]) -> int:
+    """The exit code of findings."""
+    if findings[0].answer == "refused":
+        return 1
+    return 0 if all(finding.answer in ("yes", "exact") for finding in findings) else NOT_EXACT
+
+
+def _examine(source: str, pairs: Sequence[str]) -> tuple[Finding, ...]:
+    if source.endswith(".json"):
+        return diagnose(read_graph(source, pairs))
+    model, batch, loss = build_model(source, pairs)
+    from whale.api.mode import CapturedMode
+
+    try:
+        captured = CapturedMode(model, batch, loss, "train")
+    except WhaleError as error:
+        return (refused("capture", error),)
+    return diagnose(captured.graph, captured.graph_for)
+
+
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """One paragraph per finding; lines that several have are printed with the first."""
+    first: dict[tuple[Place, ...], str] = {}
+    for finding in findings:
+        start = f"{finding.question:<15}{finding.answer:<13}"
+        yield from textwrap.wrap(start + finding.detail, WIDTH, subsequent_indent=" " * len(start), break_long_words=False)
+        known = first.setdefault(finding.places, finding.question)
+        if finding.places and known != finding.question:
+            yield f"  the lines under {known}"
+        else:
+            for place in finding.places:
+                yield from _place(place)
+        if finding.hint:
+            yield from textwrap.wrap(f"hint: {finding.hint}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _place(place: Place) -> Iterator[str]:
+    yield f"  {place.where}" + (f": {place.text}" if place.text else "")
+    yield from textwrap.wrap(place.reason, WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
