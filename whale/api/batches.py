@@ -22,7 +22,7 @@ def view_of(structure: BatchStructure, batch: Any) -> BatchView:
     with_rows = frozenset(part.name for part in structure.inputs if part.has_rows and part.name is not None)
     if isinstance(batch, RankBatch):
         leaves = {} if batch.data is None else structure.leaves(batch.data)
-        return BatchView(leaves, with_rows, batch.num_rows, batch.rows)
+        return BatchView(leaves, with_rows, batch.num_rows, batch.rows, is_own=True)
     leaves = structure.leaves(batch)
     num_rows = leaves[next(iter(with_rows))].shape[0]
     return BatchView(leaves, with_rows, num_rows, ((0, num_rows),))

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from whale.api.sample_randomness import own_random_numbers
 from whale.errors import BatchError
 from whale.ir.plan import Plan
 from whale.runtime.execute.randomness import seed_of
@@ -119,7 +120,8 @@ class IndexedSource:
         return length // size if self.division.drop_last else -(-length // size)
 
     def read(self, epoch: int, row: int) -> dict[str, Any]:
-        return {"dataset": _IndexedShares(self.dataset, self.division), "sampler": _Requests(self, epoch, row)}
+        shares = _IndexedShares(self.dataset, self.division, ("sample", self.seed, epoch))
+        return {"dataset": shares, "sampler": _Requests(self, epoch, row)}
 
     def order(self, epoch: int) -> torch.Tensor:
         """Sample numbers in the order of an epoch, equal on every rank."""
@@ -146,14 +148,24 @@ class _Requests:
 
 
 class _IndexedShares(Dataset[Share]):
-    def __init__(self, dataset: Sized, division: Division) -> None:
-        self.dataset, self.division = dataset, division
+    """Reads samples with random numbers of their own, so that what is random in a dataset is equal on all ranks that read it."""
+
+    def __init__(self, dataset: Sized, division: Division, place: tuple[str, int, int]) -> None:
+        self.dataset, self.division, self.place = dataset, division, place
 
     def __getitem__(self, request: tuple[int, list[int]]) -> Share:
         num_rows, indices = request
         fetch_all = getattr(self.dataset, "__getitems__", None)  # torch's protocol for reading several at once
-        samples = fetch_all(indices) if fetch_all is not None and indices else [self.dataset[index] for index in indices]
-        return self.division.share(num_rows, samples)
+        with own_random_numbers() as seed:
+            if fetch_all is not None and indices:
+                seed(seed_of(*self.place, *indices[:1]))
+                return self.division.share(num_rows, fetch_all(indices))
+            return self.division.share(num_rows, list(self._samples(indices, seed)))
+
+    def _samples(self, indices: list[int], seed: Callable[[int], None]) -> Iterator[Any]:
+        for index in indices:
+            seed(seed_of(*self.place, index))
+            yield self.dataset[index]
 
 
 @dataclass(frozen=True)

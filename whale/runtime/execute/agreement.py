@@ -22,6 +22,7 @@ from whale.runtime.execute.loss import WeightProgram
 from whale.runtime.execute.rank_batch import check_rows
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.seat_stages import SeatStages
+from whale.runtime.execute.shared_rows import SharedPiece, balance, shared_pieces
 
 DEVICE_STEPS = 3
 """Steps whose batches are compared by content where they lie on a device, which has to be waited for."""
@@ -35,17 +36,19 @@ class _Told:
 
     Attributes:
         num_rows: NaN where it refuses the batch.
-        contents: a digest of each tensor; None where it cannot be compared, or is not this time.
+        contents: a digest of each tensor of a global batch; None where it cannot be compared, or is not this time.
+        balance: of the rows that this rank has read for itself beside others (`shared_rows`).
     """
 
     num_rows: float
     contents: Mapping[str, int] | None = None
+    balance: int = 0
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Rows, their square; whether there is a digest, the digest, its square: exact in float64 when summed over all ranks."""
+        """Rows, their square; whether there is a digest, the digest, its square; the balance: sums over all ranks are exact in float64."""
         digest = 0 if self.contents is None else combined(self.contents)
-        return self.num_rows, self.num_rows**2, self.contents is not None, digest, digest**2
+        return self.num_rows, self.num_rows**2, self.contents is not None, digest, digest**2, self.balance
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Agreement:
         self._seat, self._world, self._everyone = roster.seat, roster.world, everyone
         self._divided: dict[int, tuple[tuple[int, int], ...]] = {}
         self._num_compared = 0
+        self._shared: dict[int, tuple[SharedPiece, ...]] = {}
         self._call = _CALLS[model.mode]
 
     def micro_batches(self, num_rows: int) -> tuple[tuple[int, int], ...]:
@@ -109,12 +113,13 @@ class Agreement:
         Raises:
             BatchError: the batch is too small for the plan, or its rows differ between ranks.
         """
-        told = _Told(batch.num_rows, self._contents(batch))
         try:
             self.micro_batches(batch.num_rows)
         except BatchError as refusal:
+            told = _Told(batch.num_rows)
             self._end(self._start(told, self._none()), told)
             raise refusal
+        told = self._told(batch)
         if batch.is_global:
             parts = self._start(told, self._none())
             return Pending(self._measure_whole(batch), lambda: self._end(parts, told))
@@ -135,12 +140,21 @@ class Agreement:
     def _none(self) -> torch.Tensor:
         return torch.zeros(len(self._weights.measured), dtype=torch.float64, device=self._world.device)
 
-    def _contents(self, batch: BatchView) -> Mapping[str, int] | None:
-        """Digests of a global batch; of one on a device in the first steps alone, and of no batch of which a rank has its rows only."""
-        if self._world.is_alone or not batch.is_global:
-            return None
+    def _told(self, batch: BatchView) -> _Told:
+        """What is said of a batch: digests of it where all ranks have it, of the rows that others read too where each reads its own.
+
+        What lies on a device is looked at in the first steps alone.
+        """
         self._num_compared += 1
-        return digests(batch.leaves) if on_host(batch.leaves) or self._num_compared <= DEVICE_STEPS else None
+        if self._world.is_alone or not (on_host(batch.leaves) or self._num_compared <= DEVICE_STEPS):
+            return _Told(batch.num_rows)
+        if not batch.is_own:
+            return _Told(batch.num_rows, digests(batch.leaves))
+        if self._seat is None:
+            return _Told(batch.num_rows)
+        if batch.num_rows not in self._shared:
+            self._shared[batch.num_rows] = shared_pieces(self._plan, self._seat, batch.num_rows)
+        return _Told(batch.num_rows, balance=balance(batch, self._shared[batch.num_rows]))
 
     def _start(self, told: _Told, measured: torch.Tensor) -> list[tuple[torch.Tensor, Launched | None]]:
         """Sums over all ranks; what is told of the batch stays off a GPU, which is not to be waited for."""
@@ -154,7 +168,7 @@ class Agreement:
             self._everyone.finish(work, "comparing the batch")
         if self._world.is_alone:
             return list(parts[0][0])
-        count, squares, *of_contents = roll_call.read(parts[0][0], self._call, self._world.size)
+        count, squares, *of_contents, rest = roll_call.read(parts[0][0], self._call, self._world.size)
         if math.isnan(count):
             raise BatchError("every rank needs a good batch (another rank has refused its own)", hint="see that rank's error")
         if not _are_equal(self._world.size, count, squares):
@@ -164,6 +178,12 @@ class Agreement:
             )
         if not _are_equal(*of_contents):
             self._refuse_contents(told)
+        if rest and not of_contents[0]:
+            raise BatchError(
+                "a sample must be the same on every rank that reads it (some rank has read other values)",
+                hint="draw what is random in a dataset from Python's, NumPy's or torch's own random numbers, which the loader seeds for "
+                "each sample; or seed it by the sample's index",
+            )
         return list(parts[1][0]) if len(parts) > 1 else []
 
     def _refuse_contents(self, told: _Told) -> NoReturn:

@@ -16,13 +16,15 @@ class BatchView:
         leaves: tensors by the name of their input op.
         with_rows: names of the leaves whose dimension 0 is the batch; the others are whole.
         num_rows: rows of the global batch.
-        held: global row intervals that the leaves hold, ascending; the whole batch by default.
+        held: global row intervals that the leaves hold, ascending.
+        is_own: whether this rank has read them for itself; else all ranks were given the same batch.
     """
 
     leaves: Mapping[str, torch.Tensor]
     with_rows: frozenset[str]
     num_rows: int
     held: tuple[tuple[int, int], ...]
+    is_own: bool = False
 
     @property
     def is_global(self) -> bool:
