@@ -31,11 +31,7 @@ ENTRIES = (
     entry("convnextv2_atto", depths=(1, 1, 1, 1), dims=(8, 12, 16, 20)),
     entry("davit_tiny", depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 32), num_heads=(2, 2, 2, 2), window_size=2),
     entry("deit_tiny_distilled_patch16_224", **VIT),
-    entry("densenet121", growth_rate=4, block_config=(2, 2)),
-    entry("edgenext_xx_small"),
-    entry("efficientnet_lite0"),
     entry("eva02_tiny_patch14_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4),
-    entry("ghostnet_050"),
     Entry(
         "timm/gmlp",
         partial(
@@ -60,10 +56,8 @@ ENTRIES = (
         class_loss,
     ),
     entry("mobilenetv3_small_050"),
-    entry("mobilevit_xxs", 64),
     entry("pit_ti_224", img_size=32, patch_size=8, stride=4, base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(2, 2, 2)),
     entry("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 32), num_heads=(1, 2, 2, 4)),
-    entry("repvgg_a0"),
     Entry(
         "timm/resmlp",
         partial(
@@ -80,7 +74,6 @@ ENTRIES = (
         image_classes(32),
         class_loss,
     ),
-    entry("resnet10t"),
     entry("seresnet18", layers=(1, 1, 1, 1)),
     entry("swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=8, depths=(1, 2), num_heads=(2, 4)),
     entry("tnt_s_patch16_224", img_size=32, patch_size=8, embed_dim=32, inner_dim=8, depth=2, num_heads_inner=2, num_heads_outer=4),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.densenet import DenseNet
-from torchvision.models.resnet import BasicBlock, Bottleneck
+from torchvision.models.resnet import BasicBlock
 
 from zoo.entry import Batch, Entry, class_loss, image_classes, images
 
@@ -83,8 +83,6 @@ def own(output: Tensor, batch: Batch) -> Tensor:
 ENTRIES = (
     entry("convnext", models.ConvNeXt, block_setting=[CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)], num_classes=5),
     entry("densenet", DenseNet, growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=5),
-    entry("efficientnet-b0", models.efficientnet_b0, num_classes=5, stochastic_depth_prob=0.0),
-    entry("googlenet", models.googlenet, middle, auxiliary_loss, num_classes=5, aux_logits=True, init_weights=False),
     entry(
         "maxvit",
         models.MaxVit,
@@ -98,12 +96,8 @@ ENTRIES = (
         stochastic_depth_prob=0.0,
         num_classes=5,
     ),
-    entry("mnasnet0-5", models.mnasnet0_5, num_classes=5),
     entry("mobilenet-v2", models.mobilenet_v2, num_classes=5, width_mult=0.25),
-    entry("mobilenet-v3-small", models.mobilenet_v3_small, num_classes=5, width_mult=0.5),
-    entry("regnet-y-400mf", models.regnet_y_400mf, num_classes=5),
     entry("resnet", models.ResNet, block=BasicBlock, layers=[1, 1, 1, 1], num_classes=5),
-    entry("resnet-bottleneck", models.ResNet, block=Bottleneck, layers=[1, 1, 1, 1], num_classes=5, groups=2, width_per_group=8),
     entry("resnet-group-norm", models.ResNet, block=BasicBlock, layers=[1, 1, 1, 1], num_classes=5, norm_layer=partial(nn.GroupNorm, 4)),
     entry("shufflenet-v2", models.shufflenet_v2_x0_5, num_classes=5),
     entry("squeezenet", models.squeezenet1_1, num_classes=5),
@@ -117,19 +111,6 @@ ENTRIES = (
         window_size=[4, 4],
         stochastic_depth_prob=0.0,
         num_classes=5,
-    ),
-    entry(
-        "swin-v2",
-        models.SwinTransformer,
-        patch_size=[4, 4],
-        embed_dim=8,
-        depths=[2, 1],
-        num_heads=[2, 4],
-        window_size=[4, 4],
-        stochastic_depth_prob=0.0,
-        num_classes=5,
-        block=torchvision.models.swin_transformer.SwinTransformerBlockV2,
-        downsample_layer=torchvision.models.swin_transformer.PatchMergingV2,
     ),
     entry("vgg", vgg, norm=False),
     entry("vgg-batch-norm", vgg, norm=True),

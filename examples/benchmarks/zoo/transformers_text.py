@@ -106,18 +106,14 @@ ENCODERS = (
     encoder("deberta-v2", "DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8, max_relative_positions=8),
     encoder("distilbert", "DistilBert", dim=32, n_heads=4, n_layers=2, hidden_dim=48),
     encoder("electra", "Electra"),
-    encoder("ernie", "Ernie"),
     encoder("esm", "Esm", mask_token_id=3),
     encoder("fnet", "FNet", batch=causal_batch),
-    encoder("layoutlm", "LayoutLM"),
     encoder("longformer", "Longformer", attention_window=4),
-    encoder("mobilebert", "MobileBert", intra_bottleneck_size=32, true_hidden_size=32),
     encoder("modernbert", "ModernBert", reference_compile=False, local_attention=4, global_attn_every_n_layers=2),
     encoder("mpnet", "MPNet"),
     encoder("roberta", "Roberta"),
     encoder("roformer", "RoFormer"),
     encoder("squeezebert", "SqueezeBert", embedding_size=32),
-    encoder("xlm-roberta", "XLMRoberta"),
 )
 
 DECODERS = (
@@ -153,7 +149,6 @@ DECODERS = (
 PAIRS = (
     both("bart", "Bart"),
     both("blenderbot", "Blenderbot"),
-    entry("encoder-decoder-marian", "Marian", "MTModel", pair_batch),
     both("m2m-100", "M2M100"),
     both("mbart", "MBart"),
     both("pegasus", "Pegasus"),
