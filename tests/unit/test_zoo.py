@@ -53,6 +53,8 @@ LOST = RuntimeFault("rank 0 is gone")
     ("errors", "kind", "reason"),
     [
         ({0: ERROR, 1: LOST}, "refused", "one graph (two found) (at model.py:7)"),
+        ({0: LOST, 1: LOST}, "refused", "rank 0 is gone"),
+        ({0: LOST, 1: RuntimeFault("rank 1 is gone")}, "raised", "rank 1: RuntimeFault: rank 1 is gone"),
         ({0: KeyError("x"), 1: LOST}, "raised", "KeyError: 'x'"),
         ({0: None}, "raised", "not done after 9 s"),
     ],

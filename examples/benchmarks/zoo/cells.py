@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -160,24 +161,24 @@ def present(run: reference.Run, expected: reference.Run) -> reference.Run:
 
 
 def failed(failure: RankFailure) -> Cell:
-    """An error of Whale's is a refusal; the loss of a peer only where there is nothing else."""
-    errors = [error for error in failure.errors.values() if isinstance(error, WhaleError)]
-    errors.sort(key=lambda error: isinstance(error, RuntimeFault))
-    details = str(failure)
-    raw = [text for rank, text in failure.texts.items() if not isinstance(failure.errors[rank], WhaleError)]
-    if errors and not isinstance(errors[0], RuntimeFault):
-        return Cell("refused", refusal(errors[0]), details=details)
-    text = (raw or list(failure.texts.values()))[0]
-    return Cell("raised", one_line(text.strip().splitlines()[-1]), details=details)
+    """An error of Whale's is a refusal. That a peer was lost is one only where all ranks say the same, as of a loss that is no number."""
+    known = {rank: error for rank, error in failure.errors.items() if isinstance(error, WhaleError)}
+    causes = [error for error in known.values() if not isinstance(error, RuntimeFault)]
+    if not causes and len(known) == len(failure.errors) and len({str(error) for error in known.values()}) == 1:
+        causes = list(known.values())
+    if causes:
+        return Cell("refused", refusal(causes[0]), details=str(failure))
+    text = next((text for rank, text in failure.texts.items() if rank not in known), str(failure))
+    return Cell("raised", one_line(text.strip().splitlines()[-1]), details=str(failure))
 
 
 def refusal(error: WhaleError) -> str:
     """The rule that was broken, with its place in the model."""
-    place = "" if error.where is None else f" (at {str(error.where).rsplit('/', 1)[-1]})"
-    return one_line(" ".join(error.message.splitlines()[:2])) + place
+    place = "" if error.where is None else f" (at {error.where})"
+    return one_line(" ".join(error.message.splitlines()[:2]) + place)
 
 
-def one_line(text: str, width: int = 200) -> str:
-    """A text without line breaks, cut where it is long."""
-    text = " ".join(text.split())
+def one_line(text: str, width: int = 240) -> str:
+    """A text without line breaks and folders, cut where it is long."""
+    text = re.sub(r"\S*/([\w.]+:\d+)", r"\1", " ".join(text.split()))
     return text if len(text) <= width else text[: width - 3] + "..."

@@ -73,13 +73,13 @@ def versions() -> Iterator[str]:
 
 def reasons(rows: Mapping[str, Mapping[str, Cell]]) -> Iterator[str]:
     """What was said where a model is not exact, each reason once, with its models and plans."""
-    said = sorted((cell.kind, cell.reason, name, plan) for name, row in rows.items() for plan, cell in row.items() if cell.kind != "exact")
+    said = sorted((cell.kind, name, cell.reason, plan) for name, row in rows.items() for plan, cell in row.items() if cell.kind != "exact")
     if not said:
         return
     yield "## What is not exact, and why\n"
     yield "| model | plans | cell | what was said |"
     yield "|---|---|---|---|"
-    for (kind, reason, name), group in groupby(said, key=lambda each: each[:3]):
+    for (kind, name, reason), group in groupby(said, key=lambda each: each[:3]):
         plans = [plan for *_, plan in group]
         which = "all" if len(plans) == len(rows[name]) else ", ".join(sorted(plans))
         yield f"| {name} | {which} | {kind} | {escaped(reason)} |"
