@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure
+from whale.capture.known_values import KnownValues
 from whale.capture.program import OutputStructure
 from whale.capture.source import line_of_function
 from whale.errors import BatchError, CaptureError
@@ -48,7 +49,11 @@ class Wrapper(nn.Module):
         self._mode = mode
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
-        batch = self._structure.unflatten(list(tensors))
+        with KnownValues():
+            return self._results(list(tensors))
+
+    def _results(self, tensors: list[Tensor]) -> tuple[Any, ...]:
+        batch = self._structure.unflatten(tensors)
         args, kwargs = call_arguments(self.model, batch)
         output = self.model(*args, **kwargs)
         if self._mode == "predict":
