@@ -9,7 +9,7 @@ from typing import Any
 
 from whale.axes import Axes, AxisRow, describe, discover
 from whale.cli.inputs import add_source_arguments, read_graph
-from whale.cli.tables import make_console, make_table
+from whale.cli.tables import print_table
 from whale.ir.graph import ModelGraph
 
 
@@ -36,14 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def print_axes(rows: list[AxisRow], axes: Axes, graph: ModelGraph) -> None:
     """Prints one table per TaskGraph, then the ops that mix samples."""
-    console = make_console()
-    for name in dict.fromkeys(row.task_graph for row in rows):
+    for number, name in enumerate(dict.fromkeys(row.task_graph for row in rows)):
         own = [row for row in rows if row.task_graph == name]
         title = f"TaskGraph {name}" if name else "ops under no scope"
         body = [(row.axis, str(row.size), _holders(row), "yes" if row.may_be_cut else row.why) for row in own]
-        console.print(make_table(f"{title} (sizes at {graph.num_rows} rows)", ("axis", "size", "held by", "may be cut"), body, ("size",)))
+        print("\n" * bool(number), end="")
+        print_table(f"{title} (sizes at {graph.num_rows} rows)", ("axis", "size", "held by", "may be cut"), body, ("size",))
     for mixing in axes.mixing:
-        console.print(f"samples are not independent: {mixing}", markup=False)
+        print(f"samples are not independent: {mixing}")
 
 
 def _holders(row: AxisRow) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from whale.cli.inputs import add_source_arguments, read_graph, write_text
-from whale.cli.tables import make_console, make_table
+from whale.cli.tables import print_table
 from whale.ir.graph import ModelGraph, Op
+from whale.ir.scope import ScopePath
 from whale.ir.serialization import to_json
 from whale.units import format_bytes, format_count
 
@@ -38,23 +39,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_summary(graph: ModelGraph) -> None:
-    console = make_console()
-    title = f"model: {len(graph.ops)} ops, {graph.num_rows} rows, fingerprint {graph.fingerprint}"
-    right = ("ops", "parameters", "activations", "forward FLOPs")
-    console.print(make_table(title, ("scope", "where", *right), _rows(graph), right))
+    title = f"model: {len(graph.ops)} ops, {graph.num_rows} rows, fingerprint {graph.fingerprint}; FLOPs of one forward"
+    right = ("ops", "parameters", "activations", "FLOPs")
+    print_table(title, ("scope", "where", *right), _rows(graph), right)
     ties = [parameter for parameter in graph.parameters if parameter.ties]
     for parameter in ties:
-        console.print(f"tied: {' = '.join((parameter.name, *parameter.ties))}", markup=False)
+        print(f"tied: {' = '.join((parameter.name, *parameter.ties))}")
     for warning in graph.warnings:
-        console.print(f"warning: {warning}", markup=False)
+        print(f"warning: {warning}")
 
 
 def _rows(graph: ModelGraph) -> Iterable[tuple[str, ...]]:
     groups: dict[str, list[Op]] = {}
     for op in graph.ops:
-        groups.setdefault(" / ".join(str(scope) for scope in op.scope), []).append(op)
+        groups.setdefault(" / ".join(str(scope) for scope in _scope(op, graph)), []).append(op)
     for path, ops in groups.items():
-        places = [scope.where for op in ops[:1] for scope in op.scope if scope.where is not None]
+        places = [scope.where for op in ops[:1] for scope in _scope(op, graph) if scope.where is not None]
         held = sum(op.num_bytes for op in ops if op.kind in ("parameter", "buffer"))
         calls = [op for op in ops if op.kind == "call"]
         yield (
@@ -65,3 +65,9 @@ def _rows(graph: ModelGraph) -> Iterable[tuple[str, ...]]:
             format_bytes(sum(op.num_bytes for op in calls)),
             format_count(sum(op.forward_flops for op in calls)),
         )
+
+
+def _scope(op: Op, graph: ModelGraph) -> ScopePath:
+    """The scopes around an op; around its first reader for a parameter or buffer that has none of its own."""
+    readers = graph.users[op.name] if op.kind in ("parameter", "buffer") and not op.scope else ()
+    return graph.by_name[readers[0]].scope if readers else op.scope

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from whale.cli.diagnosis import Finding, Place, diagnose, refused
 from whale.cli.inputs import add_source_arguments, build_model, read_graph
+from whale.cli.tables import paragraph
 from whale.errors import WhaleError
 
-WIDTH = 80
 NOT_EXACT = 3
 """The command's end where the model is captured and something is not exact."""
 
@@ -66,7 +65,7 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
     first: dict[tuple[Place, ...], str] = {}
     for finding in findings:
         start = f"{finding.question:<15}{finding.answer:<13}"
-        yield from textwrap.wrap(start + finding.detail, WIDTH, subsequent_indent=" " * len(start), break_long_words=False)
+        yield from paragraph(start, finding.detail)
         known = first.setdefault(finding.places, finding.question)
         if finding.places and known != finding.question:
             yield f"  the lines under {known}"
@@ -74,9 +73,9 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
             for place in finding.places:
                 yield from _place(place)
         if finding.hint:
-            yield from textwrap.wrap(f"hint: {finding.hint}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+            yield from paragraph("  hint: ", finding.hint)
 
 
 def _place(place: Place) -> Iterator[str]:
     yield f"  {place.where}" + (f": {place.text}" if place.text else "")
-    yield from textwrap.wrap(place.reason, WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
+    yield from paragraph("    ", place.reason)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph
 from whale.cli.plan import print_plan
-from whale.cli.tables import make_console, make_table
+from whale.cli.tables import paragraph
+from whale.ir.plan import Choice
 from whale.ir.serialization import encode
 from whale.planning import make_plan
 
@@ -30,9 +32,17 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"choices": encode(plan.choices), "warnings": list(graph.warnings)}, indent=1))
         return 0
     print_plan(plan)
-    columns = ("pass", "choice", "decision", "cost", "bound by", "runner-up")
-    rows = [(c.pass_name, c.subject, c.decision, c.cost, c.bound, c.runner_up) for c in plan.choices]
-    make_console().print(make_table("why", columns, rows))
+    for choice in plan.choices:
+        print("\n".join(_lines(choice)))
     for warning in graph.warnings:
         print(f"warning: {warning}")
     return 0
+
+
+def _lines(choice: Choice) -> Iterator[str]:
+    """A choice as a heading with a line for each thing that there is to say of it."""
+    yield from paragraph("", f"{choice.pass_name}: {choice.subject}")
+    said = (("decision", choice.decision), ("cost", choice.cost), ("bound by", choice.bound), ("runner-up", choice.runner_up))
+    for name, text in said:
+        if text:
+            yield from paragraph(f"  {name:<11}", text)

@@ -69,13 +69,20 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "whale run"
+    parser.usage = (
+        "whale run [--ranks N] [--recipe R.yaml] [--timeout SECONDS]\n                 [torchrun's flags] SCRIPT [the script's own words]"
+    )
     parser.description = "Start a training script on several ranks. Accepts torchrun's flags beside its own."
-    own = parser.add_argument_group("whale")
-    own.add_argument("--ranks", dest="nproc_per_node", default=argparse.SUPPRESS, help="ranks on this host (torchrun's --nproc-per-node)")
+    own = parser.add_argument_group("whale's own flags")
+    own.add_argument(
+        "--ranks", dest="nproc_per_node", default=argparse.SUPPRESS, metavar="N", help="ranks on this host (torchrun's --nproc-per-node)"
+    )
     own.add_argument("--recipe", metavar="R.yaml", help="configuration of the engines that the script makes")
     own.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="longest that a rank waits for another (communication.timeout_seconds)"
     )
+    parser._action_groups.insert(0, parser._action_groups.pop())  # help lists the groups in this order
+    parser._optionals.title = "torchrun's flags"
     return parser
 
 
@@ -90,6 +97,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:
     variables = {}
+    if "PYTHONHASHSEED" not in os.environ:
+        variables["PYTHONHASHSEED"] = "0"  # a model's code may go through a set; all ranks capture it in one order
     if str(arguments.nproc_per_node) != "1" and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = "1"  # torchrun's default, without its banner
     if arguments.recipe is not None:

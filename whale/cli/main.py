@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
+import whale
 import whale.cli.axes as axes
 import whale.cli.capture as capture
 import whale.cli.doctor as doctor
@@ -29,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["run"]:  # its words after SCRIPT belong to the script, so torchrun's own parser reads them
             return launch.run(words[1:])
+        if not words:
+            make_parser().print_help()
+            return 0
         arguments = make_parser().parse_args(words)
         code: int = arguments.run(arguments)
         return code
@@ -43,7 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all verbs; each verb's file adds its own part."""
     parser = argparse.ArgumentParser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
+    parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in (doctor, capture, axes, plan, explain, schedule, launch):
         verb.add_parser(verbs)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the versions that a report of a fault needs; they are looked up only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the versions of whale, torch and Python")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"whale {whale.__version__}, torch {version('torch')}, Python {platform.python_version()}")
+        parser.exit()

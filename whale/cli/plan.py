@@ -8,7 +8,7 @@ from typing import Any
 
 from whale.axes import discover
 from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph, write_text
-from whale.cli.tables import make_console, make_table
+from whale.cli.tables import print_table
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
 from whale.planning import make_plan
@@ -47,24 +47,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 def print_plan(plan: Plan) -> None:
     """Prints a plan as a table of its devices."""
-    console = make_console()
     title = (
         f"{describe_shape(plan.replicas)} on {len(plan.devices)} device(s) of {plan.cluster}: "
         f"{describe_order(plan.replicas)}, {plan.planned_rows} rows"
     )
-    columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "tensors", "forward", "backward", "memory")
+    columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "forward", "backward", "memory")
     rows = [row for replica in plan.replicas for stage in replica.stages for row in _stage_rows(plan, replica, stage)]
-    console.print(make_table(title, columns, rows, ("rank", "replica", "stage", "rows", "tensors", "forward", "backward")))
+    print_table(title, columns, rows, ("rank", "replica", "stage", "rows", "forward", "backward", "memory"))
     for line in _shards(plan):
-        console.print(line, markup=False, soft_wrap=True)
+        print(line)
     for line in _edges(plan):
-        console.print(line, markup=False)
-    console.print(f"predicted: {format_seconds(plan.step_seconds)} per step")
+        print(line)
+    print(f"predicted: {format_seconds(plan.step_seconds)} per step")
     for choice in plan.choices:
         if choice.pass_name == "estimate":
-            console.print(f"{choice.subject}: {choice.decision}; {choice.cost}", markup=False, soft_wrap=True)
+            print(f"{choice.subject}: {choice.decision}; {choice.cost}")
     if plan.idle_devices:
-        console.print(f"idle: {', '.join(plan.idle_devices)}", markup=False)
+        print(f"idle: {', '.join(plan.idle_devices)}")
 
 
 def _shards(plan: Plan) -> Iterable[str]:
@@ -105,9 +104,8 @@ def _stage_rows(plan: Plan, replica: Replica, stage: Stage) -> Iterable[tuple[st
         times: tuple[str, ...] = ("", "", "")
         if stage.estimates:
             e = stage.estimates[position]
-            used = format_bytes(e.parameter_bytes + e.activation_bytes)
-            times = (format_seconds(e.forward), format_seconds(e.backward), f"{used} of {format_bytes(e.capacity)}")
+            held = e.parameter_bytes + e.activation_bytes
+            times = (format_seconds(e.forward), format_seconds(e.backward), f"{format_bytes(held)} ({held / e.capacity:.0%})")
         names = ", ".join(stage.task_graphs)
-        held = str(len(stage.parameters))
         rows = str(sum(piece[position] for piece in pieces))
-        yield (str(plan.rank_of[device]), device, str(replica.index), str(stage.index), names, rows, held, *times)
+        yield (str(plan.rank_of[device]), device, str(replica.index), str(stage.index), names, rows, *times)

@@ -81,17 +81,26 @@ def test_words_before_the_script_are_ours_and_torchruns_those_after_are_its_own(
     assert arguments.training_script_args == ["--ranks", "7", "--recipe", "x"]
 
 
-def test_ranks_get_the_recipe_the_timeout_and_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_our_own_flags_first() -> None:
+    text = launch.make_parser().format_help()
+    assert text.startswith("usage: whale run [--ranks N] [--recipe R.yaml]")
+    assert text.index("--timeout SECONDS     longest") < text.index("torchrun's flags:") < text.index("--nnodes NNODES")
+
+
+def test_ranks_get_the_recipe_the_timeout_one_thread_and_a_hash_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text("pipeline:\n  num_micro_batch: 2\n")
     words = ["--ranks", "2", "--recipe", "recipe.yaml", "--timeout", "5", "train.py"]
     assert launch._variables(launch.make_parser().parse_args(words)) == {
+        "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "WHALE_RECIPE": str(tmp_path / "recipe.yaml"),
         "WHALE_COMMUNICATION_TIMEOUT_SECONDS": "5.0",
     }
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
     assert launch._variables(launch.make_parser().parse_args(["train.py"])) == {}
 
 

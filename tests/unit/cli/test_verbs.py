@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
+import whale
 from whale.cli import main
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -102,11 +105,42 @@ def test_faults_are_told_plainly_and_end_with_1(model: str, words: list[str], sa
     assert error.startswith("whale: ") and said in error
 
 
-@pytest.mark.parametrize("words", [[], ["paln"], ["plan"], ["plan", "a.py:f", "--no-such-flag"]])
+@pytest.mark.parametrize("words", [["paln"], ["plan"], ["plan", "a.py:f", "--no-such-flag"]])
 def test_a_wrong_command_line_ends_with_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
+
+
+def test_whale_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "say whether a model is captured and stays exact" in capsys.readouterr().out
+
+
+def test_versions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"whale {whale.__version__}, torch {version('torch')}, Python {platform.python_version()}\n"
+
+
+def test_parameters_are_listed_under_the_scope_that_reads_them(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capture", model]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (nowhere,) = (row for row in rows if row[:1] == ["(none)"])
+    assert nowhere[2:4] == ["0", "B"]  # after the number of ops
+    assert sum(row[-5:-3] == ["288", "B"] for row in rows) == 2
+
+
+@pytest.mark.parametrize("words", [["capture"], ["axes"], ["plan", "--ranks", "4"], ["explain", "--ranks", "4"]])
+def test_tables_fit_80_columns(words: list[str], model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([words[0], model, *words[1:]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    headings = [index + 1 for index, line in enumerate(lines) if line and not line.strip("─")]
+    assert headings or words[0] == "explain"
+    for start in headings:
+        table = [lines[start - 2], *lines[start : start + 4]]
+        assert max(map(len, table[:2])) <= 80, table
 
 
 def test_planning_a_captured_model_needs_no_torch(model: str) -> None:
