@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
+from types import FrameType
 from typing import NoReturn
 
 
@@ -96,3 +99,12 @@ def _raise_together(faults: Sequence[WhaleError]) -> NoReturn:
     kind = kinds.pop() if len(kinds) == 1 else WhaleError
     listing = "\n".join(f"{number}. {fault}" for number, fault in enumerate(faults, start=1))
     raise kind(f"{len(faults)} faults\n{listing}")
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the user's code that called Whale."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("whale."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

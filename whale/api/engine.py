@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,10 @@ from whale.api.loader import Loader, make_loader
 from whale.api.mode import ModeName
 from whale.api.modes import Modes
 from whale.api.owned import OwnedParameters
+from whale.api.progress import told_if_long
 from whale.api.since_capture import SinceCapture
-from whale.errors import WhaleError
+from whale.api.tracebacks import in_short
+from whale.errors import WhaleError, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
@@ -48,12 +49,14 @@ class Engine:
     def __init__(self, modes: Modes, state: EngineState, runtime: Runtime, *, trains: bool) -> None:
         self.modes, self.state, self.runtime = modes, state, runtime
         self._loader: Loader | None = None
+        self._first_step = state.step_number
         world = runtime.roster.world
         self._since = SinceCapture(modes.train.graph, modes.train.program.tensors, state.tensors, world.device)
         self._warns_of_no_optimizer = not trains and world.rank == 0
 
     # ---- work ------------------------------------------------------------------------------------------------
 
+    @in_short
     def step(self, batch: Any) -> torch.Tensor:
         """Trains on one global batch.
 
@@ -73,11 +76,18 @@ class Engine:
         self.runtime.check_open()
         if self._warns_of_no_optimizer:
             self._warns_of_no_optimizer = False
-            warnings.warn("step computes gradients and applies none: parallelize was given no optimizer=", stacklevel=2)
+            warn("step computes gradients and applies none: parallelize was given no optimizer=")
+        if self.state.step_number == self._first_step:
+            with told_if_long("taking the first step", self.runtime.roster.world):
+                return self._train(batch)
+        return self._train(batch)
+
+    def _train(self, batch: Any) -> torch.Tensor:
         loss = train_step(self.runtime, self.state, self._view("train", batch))
         self._rest()
         return loss
 
+    @in_short
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of a global batch in evaluation mode, equal on all ranks; nothing is trained."""
         step, _ = self._forward("eval", batch)
@@ -85,6 +95,7 @@ class Engine:
         self._rest()
         return loss
 
+    @in_short
     def predict(self, batch: Any) -> Any:
         """The model's output for the whole global batch, in evaluation mode, on every rank."""
         step, view = self._forward("predict", batch)
@@ -94,13 +105,15 @@ class Engine:
         self._rest()
         return mode.program.outputs.rebuild(outputs)
 
+    @in_short
     def loader(self, dataset: Any, *, global_batch_size: int, **options: Any) -> Loader:
         """Batches of a dataset, of which every rank reads its own rows only.
 
         Args:
             dataset: of `torch.utils.data`.
             global_batch_size: rows over all ranks.
-            **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers`` as `whale.api.loader.make_loader` takes them.
+            **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers``, ``progress`` as
+                `whale.api.loader.make_loader` takes them.
         """
         roster = self.runtime.roster
         self._loader = make_loader(dataset, global_batch_size=global_batch_size, plan=roster.plan, rank=roster.rank, **options)
@@ -120,6 +133,7 @@ class Engine:
         """
         return self.state.gradients()
 
+    @in_short
     def state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor] | None:
         """All parameters and buffers under the keys of ``model.state_dict()``, tied names included.
 
@@ -134,6 +148,7 @@ class Engine:
             return None
         return {key: found[graph.parameter_by_name[key].name] for key in self.modes.model.state_dict()}
 
+    @in_short
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes the weights of a ``model.state_dict()``, whatever trained them; all ranks call it with the same one.
 
@@ -147,6 +162,7 @@ class Engine:
         fill_tensors(graph, self.runtime.holdings, roster.rank, self.state.tensors, state, keys, roster.world)
         self.state.has_moved_statistics = False
 
+    @in_short
     def save(self, path: str | Path) -> None:
         """Writes a checkpoint: parameters, buffers, optimizer, scheduler, step, random state and data position.
 
@@ -156,8 +172,10 @@ class Engine:
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         state = self.state if self._loader is None else replace(self.state, position=self._loader.position)
-        save_state(Path(path), state, self.runtime.roster, self.runtime.holdings, self.model_graph)
+        with told_if_long(f"saving {path}", self.runtime.roster.world):
+            save_state(Path(path), state, self.runtime.roster, self.runtime.holdings, self.model_graph)
 
+    @in_short
     def load(self, path: str | Path) -> None:
         """Reads a checkpoint that any plan of the same model wrote.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 from torch import nn
 
 from whale.capture.source import line_of_function
+from whale.errors import warn
 
 _SHOWN = 3
 
@@ -16,10 +16,9 @@ def warn_of_hooks(model: nn.Module) -> None:
     """Warns of forward hooks of the user's own: torch's own (weight norm) are tensor operations alone."""
     forward = list(_hooks(model, "_forward_hooks", "_forward_pre_hooks"))
     if forward:
-        warnings.warn(
+        warn(
             "forward hooks are called while the model is captured and never again: the tensor operations in them stay in the model, "
-            f"nothing else that they do is repeated ({_listing(forward)})",
-            stacklevel=3,
+            f"nothing else that they do is repeated ({_listing(forward)})"
         )
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
@@ -32,6 +34,7 @@ def make_loader(
     drop_last: bool = False,
     collate: Collate | None = None,
     num_workers: int = 0,
+    progress: bool = False,
     **options: Any,
 ) -> Loader:
     """Makes a loader of a rank's rows.
@@ -47,6 +50,7 @@ def make_loader(
         drop_last: leaves out a last batch of fewer rows, which otherwise is divided again in proportion.
         collate: makes a batch of a list of samples, dimension 0 of its tensors being the samples; torch's default otherwise.
         num_workers: processes that read ahead.
+        progress: shows a bar per epoch on standard error, on the plan's rank 0.
         **options: of `torch.utils.data.DataLoader`: ``pin_memory``, ``prefetch_factor``, ``worker_init_fn``, ``timeout`` ...
 
     Raises:
@@ -69,7 +73,7 @@ def make_loader(
         indexed = IndexedSource(dataset, division, shuffle, seed)
         indexed.check()
         source = indexed
-    return Loader(source, seed, {"num_workers": num_workers, **options})
+    return Loader(source, seed, {"num_workers": num_workers, **options}, shows_progress=progress and rank == 0)
 
 
 class Loader:
@@ -78,8 +82,9 @@ class Loader:
     An iteration starts with the epoch's first batch, or where a `position` that was set says. An epoch left early starts again.
     """
 
-    def __init__(self, source: RowSource, seed: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, source: RowSource, seed: int, options: Mapping[str, Any], *, shows_progress: bool = False) -> None:
         self._source, self._seed, self._options = source, seed, dict(options)
+        self._shows_progress = shows_progress
         self._epoch, self._row, self._resumes = 0, 0, False
 
     @property
@@ -119,6 +124,17 @@ class Loader:
         return self._source.num_batches()
 
     def __iter__(self) -> Iterator[RankBatch]:
+        batches = self._batches()
+        return self._with_bar(batches) if self._shows_progress else batches
+
+    def _with_bar(self, batches: Iterator[RankBatch]) -> Iterator[RankBatch]:
+        try:
+            total: int | None = len(self)
+        except TypeError:  # a stream
+            total = None
+        return iter(track(batches, f"epoch {self._epoch + 1}", total, console=Console(stderr=True)))
+
+    def _batches(self) -> Iterator[RankBatch]:
         self._row = self._row if self._resumes else 0
         self._resumes = False
         epoch, division = self._epoch, self._source.division

@@ -18,8 +18,10 @@ from whale.api.hooks import warn_of_hooks
 from whale.api.initial_state import initial_state
 from whale.api.losses import as_loss
 from whale.api.modes import Modes
+from whale.api.progress import told_if_long
 from whale.api.session import resolve_config
 from whale.api.since_capture import check_types
+from whale.api.tracebacks import in_short
 from whale.comm import connect, on_first_rank, together
 from whale.config import Config
 from whale.ir.cluster import Cluster
@@ -29,6 +31,7 @@ from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.schedules import schedules_of
 
 
+@in_short
 def parallelize(
     model: nn.Module,
     *,
@@ -75,14 +78,17 @@ def parallelize(
     if world.rank == 0:
         warn_of_hooks(model)
     attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
-    modes = Modes(model, together(world, lambda: as_loss(loss, model, batch)), batch, world)
+    with told_if_long("capturing the model", world):
+        modes = Modes(model, together(world, lambda: as_loss(loss, model, batch)), batch, world)
     graph = modes.train.graph
-    decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings))
+    with told_if_long("planning", world):
+        decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings))
     warn_where_apart(decided, graph, world)
     schedules = schedules_of(decided)
     roster = attachment.roster(decided, world)
     axes = discover_if_sharded(decided, graph)
     holdings = Holdings.of(decided, graph, axes)
-    state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
-    runtime = Runtime(roster=roster, schedules=schedules, holdings=holdings, captured=modes.train, state=state, config=settings)
+    with told_if_long("making weights and process groups", world):
+        state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
+        runtime = Runtime(roster=roster, schedules=schedules, holdings=holdings, captured=modes.train, state=state, config=settings)
     return Engine(modes, state, runtime, trains=optimizer is not None)

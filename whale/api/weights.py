@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.comm import Groups, World, together
+from whale.errors import warn
 from whale.runtime.weights.checksums import checksums
 from whale.runtime.weights.initialize import initial_tensors
 
@@ -63,7 +63,7 @@ def _take_from_rank_0(
         return
     if world.rank == 0:
         shown = ", ".join(list(differing)[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
-        warnings.warn(f"ranks built the model with different weights ({shown}); rank 0's are taken", stacklevel=4)
+        warn(f"ranks built the model with different weights ({shown}); rank 0's are taken")
     groups = Groups(world, differing.values())
     for name, ranks in differing.items():
         if world.rank in ranks:

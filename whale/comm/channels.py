@@ -56,7 +56,8 @@ class Channels:
         if has_nccl if own_groups is None else own_groups:
             # All ranks take part, as in `Groups`: else members with unlike numbers of groups name this one differently.
             for channel in sorted({channel for channel in channels if channel.source != channel.target}):
-                group = dist.new_group(sorted((channel.source, channel.target)), timeout=world.timeout)
+                with world.speaking("making process groups"):
+                    group = dist.new_group(sorted((channel.source, channel.target)), timeout=world.timeout)
                 if world.rank in (channel.source, channel.target):
                     self._groups[channel] = group
             self._warm_up(world)

@@ -38,7 +38,8 @@ class Groups:
                 continue
             # All ranks take part: where members alone do, torch names a group by how many each has already, and
             # members that have unlike numbers of groups wait for each other under unlike names.
-            group = dist.new_group(list(ranks), timeout=world.timeout)
+            with world.speaking("making process groups"):
+                group = dist.new_group(list(ranks), timeout=world.timeout)
             if world.rank in ranks:
                 self._groups[ranks] = group
         self._warm_up()

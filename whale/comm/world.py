@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from whale.comm.backend import backend_of
 from whale.comm.waiting import Waits, in_our_words
+from whale.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ def connect(timeout_seconds: float) -> World:
 
     Args:
         timeout_seconds: the longest that any wait may take.
+
+    Raises:
+        ConfigError: the group that is there carries no messages of host memory.
     """
     timeout = timedelta(seconds=timeout_seconds)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -91,6 +96,7 @@ def connect(timeout_seconds: float) -> World:
         atexit.register(_leave)
     if not dist.is_initialized():
         return World(0, 1, 0, 1, device, timeout)
+    _check_group()
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     return World(dist.get_rank(), size, local_rank, local_size, device, timeout)
@@ -152,6 +158,19 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     if backend == "gloo" and rank == 0 and any(gpus):
         warnings.warn(
             f"messages between GPUs go through host memory, by Gloo: {_reason(gpus)}; NCCL wants a GPU for each rank", stacklevel=3
+        )
+
+
+def _check_group() -> None:
+    """Checks that the group, which a user may have made, carries what lies on the host.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if backend_of(torch.device("cpu")) is None:
+        raise ConfigError(
+            f"the process group carries messages of host memory too (torch.distributed was initialised with {dist.get_backend_config()!r})",
+            hint='init_process_group("cpu:gloo,cuda:nccl", ...), or leave it out: whale.parallelize makes the group from the environment',
         )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 
+from whale.errors import warn
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.loss import LossAccount
 from whale.runtime.runtime import Runtime
@@ -57,5 +57,5 @@ def _is_fit(runtime: Runtime, step_number: int, account: LossAccount, loss: torc
         return True
     where = "" if math.isfinite(found) else f" {runtime.losses.ranks_of(account)}"
     if runtime.roster.world.rank == 0:
-        warnings.warn(f"step {step_number + 1} is left out: its loss is {found:g}{where}, the norm of its gradients {size:g}", stacklevel=4)
+        warn(f"step {step_number + 1} is left out: its loss is {found:g}{where}, the norm of its gradients {size:g}")
     return False

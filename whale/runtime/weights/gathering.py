@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from whale.axes import batch_axes, discover
 from whale.comm import World
-from whale.errors import PlanError
+from whale.errors import PlanError, warn
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, Plan
 from whale.runtime.program.shard.pieces import Index, as_index, part, write_part
@@ -165,10 +164,9 @@ def _depends_on_rows(model: ModelGraph, name: str) -> bool:
 
 def _warn_of_one_piece(op: Op, owners: Sequence[tuple[int, int, int]]) -> None:
     _, start, stop = owners[0]
-    warnings.warn(
+    warn(
         f"an output without rows is that of the first of {len(owners)} pieces of the batch: rows {start} to {stop - 1} "
-        f"(%{op.name} at {op.where}); return one value per row, or predict with one replica and one micro-batch",
-        stacklevel=4,
+        f"(%{op.name} at {op.where}); return one value per row, or predict with one replica and one micro-batch"
     )
 
 

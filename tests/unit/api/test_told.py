@@ -1,0 +1,83 @@
+"""What is told around the work: short tracebacks, long work, a bar, a warning at the user's own line."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import whale.api.progress
+from tests.unit.api.test_habits import BATCH, parallelize
+from whale.api.progress import told_if_long
+from whale.comm import World, connect
+from whale.errors import BatchError, ConfigError
+
+
+def files_of(error: BaseException) -> list[str]:
+    return [frame.filename.rpartition("/")[2] for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_an_error_shows_the_users_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = parallelize()
+    with pytest.raises(BatchError) as caught:
+        engine.step({"input": BATCH["input"]})
+    assert files_of(caught.value) == ["test_told.py", "tracebacks.py"] and caught.value.__cause__ is None
+    with pytest.raises(ConfigError) as unknown:
+        parallelize(config={"pipeline.stages": 2})
+    assert files_of(unknown.value)[-1] == "tracebacks.py"
+    monkeypatch.setenv("WHALE_DEBUG", "1")
+    with pytest.raises(BatchError) as whole:
+        engine.step({"input": BATCH["input"]})
+    assert "batch.py" in files_of(whole.value)
+
+
+class Lines:
+    """A standard error that says when something has been written."""
+
+    def __init__(self) -> None:
+        self.text, self.has_text = "", threading.Event()
+
+    def write(self, text: str) -> None:
+        self.text += text
+        self.has_text.set()
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_long_work_is_told_on_one_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    lines = Lines()
+    monkeypatch.setattr("sys.stderr", lines)
+    world: Any = World(rank, 2, rank, 2, torch.device("cpu"), timeout=None)  # type: ignore[arg-type]
+    with told_if_long("planning", world):
+        pass
+    assert lines.text == "", "what is quick is not told"
+    monkeypatch.setattr(whale.api.progress, "FIRST_SECONDS", 1e-3)
+    with told_if_long("planning", world):
+        assert rank or lines.has_text.wait(60)
+    assert lines.text.startswith("whale: still planning, for 0 s\n") if rank == 0 else lines.text == ""
+
+
+def test_a_loader_shows_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = parallelize()
+    samples = [{name: value[index] for name, value in BATCH.items()} for index in range(8)]
+    rows = [batch.num_rows for batch in engine.loader(samples, global_batch_size=4, progress=True)]
+    assert rows == [4, 4]
+    shown = capsys.readouterr()
+    assert "epoch 1" in shown.err and "100%" in shown.err and shown.out == ""
+    list(engine.loader(samples, global_batch_size=4))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_group_that_carries_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+    with pytest.raises(ConfigError) as caught:
+        connect(1.0)
+    assert "carries messages of host memory too (torch.distributed was initialised with 'cuda:nccl')" in str(caught.value)
+    assert 'init_process_group("cpu:gloo,cuda:nccl", ...)' in str(caught.value)
