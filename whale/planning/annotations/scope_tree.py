@@ -236,7 +236,7 @@ def _divisor(leaf: ScopeNode, size: int) -> int:
         raise AnnotationError(
             f"a split divides the devices that it is colocated on into equal groups ({leaf.scope}: {width} of {size} devices)",
             where=leaf.scope.where,
-            hint="a count that divides them, or devices of its own",
+            hint=f"a count that divides them, devices of its own, or {width} devices for the scope that it runs in",
         )
     return width
 
