@@ -46,7 +46,7 @@ class Engine:
         modes, state, runtime: as given.
     """
 
-    def __init__(self, modes: Modes, state: EngineState, runtime: Runtime, *, trains: bool) -> None:
+    def __init__(self, modes: Modes, state: EngineState, runtime: Runtime, *, trains: bool = True) -> None:
         self.modes, self.state, self.runtime = modes, state, runtime
         self._loader: Loader | None = None
         self._first_step = state.step_number
