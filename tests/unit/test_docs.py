@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import contextvars
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.pages import FENCE, PAGES, ROOT, Block, blocks, run_python
 from whale.cli import main
 from whale.cli.launch import make_parser as make_run_parser
 from whale.cli.main import make_parser
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 CHEAP = ("axes", "capture", "doctor", "plan", "explain", "schedule")
-
-
-@dataclass(frozen=True)
-class Block:
-    page: Path
-    line: int
-    language: str
-    text: str
-
-
-def blocks(page: Path, *languages: str) -> Iterator[Block]:
-    text = page.read_text()
-    for match in FENCE.finditer(text):
-        if match[1] in languages:
-            yield Block(page, text[: match.start(2)].count("\n") + 1, match[1], match[2])
 
 
 def commands(page: Path) -> Iterator[tuple[Block, list[str]]]:
@@ -65,15 +46,7 @@ RUN = [pytest.param(p, marks=[] if p.name == "README.md" else pytest.mark.slow) 
 
 @pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_python_runs(page: Path, workplace: Path) -> None:
-    torch.set_num_threads(1)
-    namespace: dict[str, object] = {"__name__": "__main__"}
-
-    def run() -> None:
-        for block in blocks(page, "python"):
-            # Blank lines before it give the code its line numbers in the page.
-            exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
-
-    contextvars.copy_context().run(run)
+    run_python(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

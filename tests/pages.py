@@ -1,0 +1,43 @@
+"""The pages of the documentation: their code blocks, and how a reader runs them, one after another."""
+
+from __future__ import annotations
+
+import contextvars
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+
+
+def blocks(page: Path, *languages: str) -> Iterator[Block]:
+    text = page.read_text()
+    for match in FENCE.finditer(text):
+        if match[1] in languages:
+            yield Block(page, text[: match.start(2)].count("\n") + 1, match[1], match[2])
+
+
+def run_python(page: Path) -> None:
+    """Runs the Python of a page as one script, in a context of its own."""
+    torch.set_num_threads(1)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+
+    def run() -> None:
+        for block in blocks(page, "python"):
+            # Blank lines before it give the code its line numbers in the page.
+            exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+
+    contextvars.copy_context().run(run)
