@@ -60,7 +60,7 @@ class _Search:
             return f"combines samples by {role.combine} ({op.target})"
         if role == NUMBERS:
             return "" if op.name in self._positions else f"{op.target} {role.reason}, rows by their places"
-        if role.kind != "whole" or self._is_inherited(op, role):
+        if role.kind not in ("whole", "pooled") or self._is_inherited(op, role):
             return ""
         return f"{op.target}: no rule{_CANNOT_TELL}" if role == NO_RULE else f"{op.target} {role.reason}"
 

@@ -11,6 +11,7 @@
     ...          any number of dimensions, broadcast against each other from the right
     i!           must be whole
     (i) (i:how)  contracted: results for parts of it are combined, by `sum` or as `how` says
+    i~           kept, with statistics over all of it
     i^           made by the op, which can make any part of it alone
     i=4          has this size
     -> [..] [..] the results
@@ -36,7 +37,7 @@ COMBINES = ("sum", "mean", "weighted_mean", "max", "min", "any", "all", "prod", 
 
 _OPERAND = re.compile(r"\s*(\+?)(\w+)\[([^\]]*)\]")
 _RESULT = re.compile(r"\s*\[([^\]]*)\]\s*,?")
-_FACTOR = re.compile(r"(?P<open>\()?(?P<letter>\.\.\.|[A-Za-z_]\w*)(?::(?P<how>\w+))?(?(open)\))(?:=(?P<size>\d+))?(?P<mark>[!^]?)$")
+_FACTOR = re.compile(r"(?P<open>\()?(?P<letter>\.\.\.|[A-Za-z_]\w*)(?::(?P<how>\w+))?(?(open)\))(?:=(?P<size>\d+))?(?P<mark>[!^~]?)$")
 
 Term = tuple[str, ...]
 """One dimension in a rule: the letters it is the product of; empty for a dimension of size 1."""
@@ -174,6 +175,8 @@ class _Reader:
             return Role("contracted", mark)
         if mark == "!":
             return Role("whole", reason="reads all of it at once" if taken else "makes all of it at once")
+        if mark == "~":
+            return Role("pooled", reason="takes statistics over all of it")
         if given and not taken:
             return Role("broadcast") if mark == "^" else Role("whole", reason="makes it without saying how")
         if taken and not given:

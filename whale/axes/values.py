@@ -9,7 +9,7 @@ from typing import Literal, Union
 
 from whale.ir.source import SourceLine
 
-RoleKind = Literal["kept", "contracted", "whole", "broadcast"]
+RoleKind = Literal["kept", "pooled", "contracted", "whole", "broadcast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Role:
     """What an op does with an axis.
 
     Attributes:
-        kind: ``kept`` (each part of the result needs that part of the operands), ``contracted`` (results for parts
+        kind: ``kept`` (each part of the result needs that part of the operands), ``pooled`` (that part, and statistics of
+            all of it, for which parts exchange their sums), ``contracted`` (results for parts
             are combined), ``broadcast`` (made by the op, any part alone) or ``whole`` (not to be cut here).
         combine: for a contracted axis, how: ``sum``, ``mean``, ``lookup``, ...
         reason: for a whole axis, why; for one that the op makes, why a part by itself would not have the same values.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from whale.axes import batch_axes, discover
 from whale.config import Config
-from whale.errors import WhaleError, raise_faults
+from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
@@ -16,6 +16,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis, Choice, Plan, Replica
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
 from whale.planning.explain.choices import explain_choices
+from whale.planning.explain.joining import explain_joining
 from whale.planning.explain.mixing import explain_mixing, mixed_apart
 from whale.planning.explain.step import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
@@ -26,6 +27,7 @@ from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing.estimating import with_estimate
 from whale.planning.replicas.blocks import read_replicas
 from whale.planning.replicas.group_size import Outcome, choose_group
+from whale.planning.replicas.joining import join_replicas
 from whale.planning.replicas.replica import make_replica
 from whale.planning.replicas.solve import Solution, Solver, solve_together
 from whale.planning.shard.insisting import check_axes
@@ -213,25 +215,61 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotation
     is_split = any(model.pipeline.splits for model in best.replicas)
     if is_split:
         replicas, borders = scatter_all(replicas, solver.prices)
-    axes = find_batch_axes(graph, replicas, solver.prices)
-    raise_faults(crossing_faults(graph, replicas, dict(axes)))
-    plan = Plan(
-        model=graph.fingerprint,
-        cluster=cluster.name,
-        devices=tuple(device for model in best.replicas for names_of_rank in model.placed for device in names_of_rank),
-        idle_devices=best.placement.idle,
-        task_graphs=task_graphs(graph, annotations[0], best.replicas[0].assignment.stage_of),
-        replicas=replicas,
-        batch_axes=axes,
-        planned_rows=solver.num_rows,
-        parameter_states=solver.pricing.prices.states,
-    )
-    plan, step = with_estimate(plan, solver.prices)
-    mixing = explain_mixing(mixed_apart(plan, graph, solver.prices.axes))
-    choices = (*explain_choices(annotations[0], found, plan.replicas), *borders, *mixing, *explain_step(step))
-    plan = dataclasses.replace(plan, choices=choices)
-    verify(plan, graph, cluster, solver.prices.axes if is_split or axes else None, step=step)
-    return plan
+    draft = _Draft(graph, cluster, annotations, found, replicas, borders)
+    joined = join_replicas(replicas, graph, solver.prices.axes)
+    if joined != replicas:
+        with contextlib.suppress(PlanError):  # what is gathered may not fit in memory
+            return draft.stated(joined)
+    return draft.stated(replicas)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draft:
+    """What is decided of a plan but for how its replicas divide the rows.
+
+    Attributes:
+        annotations: of each replica.
+        found: the outcome of the search.
+        apart: the replicas by themselves.
+        borders: choices about what crosses stages.
+    """
+
+    graph: ModelGraph
+    cluster: Cluster
+    annotations: Sequence[Annotations | None]
+    found: Outcome
+    apart: tuple[Replica, ...]
+    borders: tuple[Choice, ...]
+
+    def stated(self, replicas: tuple[Replica, ...]) -> Plan:
+        """The plan with these replicas, estimated and verified."""
+        graph, solver, best = self.graph, self.found.solver, self.found.best
+        prices = solver.prices
+        axes = find_batch_axes(graph, replicas, prices)
+        raise_faults(crossing_faults(graph, replicas, dict(axes)))
+        plan = Plan(
+            model=graph.fingerprint,
+            cluster=self.cluster.name,
+            devices=_devices(replicas),
+            idle_devices=best.placement.idle,
+            task_graphs=task_graphs(graph, self.annotations[0], best.replicas[0].assignment.stage_of),
+            replicas=replicas,
+            batch_axes=axes,
+            planned_rows=solver.num_rows,
+            parameter_states=solver.pricing.prices.states,
+        )
+        plan, step = with_estimate(plan, prices)
+        own = explain_choices(self.annotations[0], self.found, plan.replicas if replicas == self.apart else self.apart)
+        rows = (*explain_joining(self.apart, plan, prices), *self.borders, *explain_mixing(mixed_apart(plan, graph, prices.axes)))
+        plan = dataclasses.replace(plan, choices=(*own, *rows, *explain_step(step)))
+        verify(plan, graph, self.cluster, prices.axes, step=step)
+        return plan
+
+
+def _devices(replicas: Sequence[Replica]) -> tuple[str, ...]:
+    """The devices in use, replica by replica and rank by rank."""
+    stages = (replica.stages[replica.pipeline.stage_rank.index(rank)] for replica in replicas for rank in range(replica.pipeline.num_ranks))
+    return tuple(device for stage in stages for device in stage.virtual_device.devices)
 
 
 def _stage_names(pipeline: PipelineShape, annotations: Annotations | None) -> list[list[str]]:

@@ -58,7 +58,11 @@ MIXING: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Batch], Te
     "roll": (lambda h: h.roll(1, 0), mean_square, "aten.roll.default reads all of it at once"),
     "flip": (lambda h: h.flip(0), mean_square, "aten.flip.default reads all of it at once"),
     "normalisation": (lambda h: F.normalize(h, dim=0), mean_square, "aten.linalg_vector_norm.default reads all of it at once"),
-    "batch norm": (lambda h: F.batch_norm(h, None, None, training=True), mean_square, "aten.batch_norm.default reads all of it at once"),
+    "batch norm": (
+        lambda h: F.batch_norm(h, None, None, training=True),
+        mean_square,
+        "aten.batch_norm.default takes statistics over all of it",
+    ),
     "attention": (lambda h: (h @ h.T).softmax(-1) @ h, mean_square, "aten.matmul.default meets it twice"),
     "arange": (lambda h: h * torch.arange(h.shape[0])[:, None], mean_square, "aten.mul.Tensor computes with the places of rows"),
     "eye": (lambda h: torch.eye(h.shape[0]) @ h, mean_square, "aten.eye.default"),
@@ -110,7 +114,7 @@ def test_nothing_is_said_where_the_batch_is_whole(name: str) -> None:
 def test_what_mixes_in_training_alone_is_not_said_of_evaluation() -> None:
     batch = {"input": torch.randn(8, 4), "y": torch.randn(8, 3)}
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    with pytest.warns(UserWarning, match="module 1: aten.batch_norm.default reads all of it at once"):
+    with pytest.warns(UserWarning, match="module 1: aten.batch_norm.default takes statistics over all of it"):
         engine = whale.parallelize(model, loss=mean_square, batch=batch, config={"pipeline.num_micro_batch": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -102,10 +102,10 @@ class Law:
         return {kind: sorted(sizes) for kind, sizes in sorted(found.items())}
 
     def check(self) -> None:
-        """Every axis that may be cut, cut in two uneven parts, forward and gradient."""
+        """Every axis that may be cut and of which parts need not exchange anything, cut in two uneven parts, forward and gradient."""
         for leaf, role in self.roles.items():
             size = self.reading.atoms.size((leaf,))
-            if role.kind != "whole" and role.combine != "softmax" and size > 1:
+            if role.kind not in ("whole", "pooled") and role.combine != "softmax" and size > 1:
                 self._check_axis(leaf, role, [(0, max(1, size // 3)), (max(1, size // 3), size)])
 
     def _check_axis(self, leaf: int, role: Role, parts: list[Part]) -> None:

@@ -151,7 +151,9 @@ NORMALISATIONS = [
     Case("layer_norm.default", (x(2, 3, 5), [3, 5]), {"kept": [2], "whole": [3, 5]}),
     Case("native_layer_norm.default", (x(2, 3, 5), [5], x(5), x(5), 1e-5), {"kept": [2, 3], "whole": [5]}),
     Case("rms_norm.default", (x(2, 3, 5), [5], x(5)), {"kept": [2, 3], "whole": [5]}),
-    Case("batch_norm.default", (x(5, 3, 4), x(3), x(3), None, None, True, 0.1, 1e-5, False), {"kept": [3], "whole": [4, 5]}),
+    Case(
+        "batch_norm.default", (x(5, 3, 4), x(3), x(3), None, None, True, 0.1, 1e-5, False), {"kept": [3], "pooled": [5], "whole": [4]}
+    ),
     Case(
         "batch_norm.default", (x(5, 3, 4), x(3), x(3), x(3), x(3).abs(), False, 0.1, 1e-5, False), {"kept": [3, 4, 5]}, grad=False
     ),

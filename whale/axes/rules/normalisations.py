@@ -22,14 +22,15 @@ def normalized(*results: str, position: int = 1) -> Template:
 
 
 def batch_norm(training: int, num_results: int = 1) -> Template:
-    """Batch normalisation: in training it reads the whole batch and space; afterwards it is pointwise per channel."""
+    """Batch normalisation: in training it takes statistics over batch and space; afterwards it is pointwise per channel."""
 
     def rule(op: Op, reading: Reading) -> str:
         mark = "!" if argument(op, training, "training", False) is True else ""
         rest = "" if len(operand(op, reading)) == 2 else f" ...{mark}"
         statistics = " [channels]" * (num_results - 1) if mark else " [_none!]" * (num_results - 1)
-        operands = f"input[n{mark} channels{rest}] weight[channels] bias[channels] running_mean[channels] running_var[channels]"
-        return f"{operands} -> [n{mark} channels{rest}]{statistics}"
+        rows = "n~" if mark and num_results == 1 else f"n{mark}"
+        operands = f"input[{rows} channels{rest}] weight[channels] bias[channels] running_mean[channels] running_var[channels]"
+        return f"{operands} -> [{rows} channels{rest}]{statistics}"
 
     return rule
 

@@ -8,8 +8,9 @@ from whale.axes import Axes, discover
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Line, spec_line
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Edge, Plan, Replica, TaskGraph, program_of
+from whale.ir.plan import BATCH, Edge, Plan, Replica, Shard, TaskGraph, program_of
 from whale.planning.plan import find_batch_axes
+from whale.planning.replicas.joining import cut_rows
 from whale.planning.retarget.shards import retarget_shards, same_axes
 from whale.planning.structure.crossing import crossing_faults
 from whale.planning.structure.stages import Assignment, Late, Wish, assign
@@ -45,7 +46,8 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
         if held not in assignments:
             assignments[held] = _assign_by_holders(other, structure, held)
         rows = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
-        replicas.append(_carry_replica(replica, other, assignments[held], rows[1] - rows[0], axes, names))
+        carried_replica = _carry_replica(replica, other, assignments[held], rows[1] - rows[0], axes, names)
+        replicas.append(_with_rows_cut(carried_replica, replica, other, axes) if axes else carried_replica)
     batch_axes = find_batch_axes(other, replicas)
     raise_faults(crossing_faults(other, replicas, dict(batch_axes)))
     first = next(iter(assignments.values()))
@@ -135,6 +137,16 @@ def _carry_replica(
         payload = Line.sum(spec_line(spec, graph.num_rows) for name in tensors for spec in graph.by_name[name].outputs)
         edges.append(Edge(source, target, tensors, round(payload.at(num_rows))))
     return dataclasses.replace(replica, stages=stages, edges=tuple(edges))
+
+
+def _with_rows_cut(carried: Replica, replica: Replica, graph: ModelGraph, axes: Axes) -> Replica:
+    """The carried replica, where joined replicas divide the rows of a stage: so they do here."""
+    cuts = [stage.row_shard if len(stage.shards) == 1 else None for stage in replica.stages]
+    stages = tuple(
+        dataclasses.replace(stage, shards=(Shard(BATCH, cut.sizes),)) if cut and stage.ops else stage
+        for stage, cut in zip(carried.stages, cuts, strict=True)
+    )
+    return dataclasses.replace(carried, stages=cut_rows(stages, carried.edges, graph, axes))
 
 
 def _task_graphs(plan: Plan, graph: ModelGraph, assignment: Assignment) -> tuple[TaskGraph, ...]:

@@ -33,17 +33,17 @@ def _stage(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[P
     for axis in sorted({axis for axis in shard if shard.count(axis) > 1}):
         yield PlanError(f"a stage cuts an axis once ({name}: {axis} {shard.count(axis)} times)")
     for each in stage.shards:
-        yield from _sizes(each, stage, axes, name)
+        yield from _sizes(each, stage, axes, name, training=graph.mode == "train")
     yield from _names(stage, graph, axes, name)
     yield from _ops(stage, graph, axes, name)
 
 
-def _sizes(shard: Shard, stage: Stage, axes: Axes, name: str) -> Iterator[PlanError]:
+def _sizes(shard: Shard, stage: Stage, axes: Axes, name: str, *, training: bool) -> Iterator[PlanError]:
     axis = axes.by_name.get(shard.axis)
     if axis is None:
         yield PlanError(f"a cut names an axis of the model ({name}: {shard.axis})", hint="whale axes lists them")
         return
-    if shard.axis == BATCH and not shard.arriving and not shard.handed_on:
+    if shard.axis == BATCH and training and not (shard.arriving or shard.handed_on or axes.mixing):
         yield PlanError(f"the rows of the batch are divided by shares, not by a cut ({name})")
     if len(shard.sizes) != stage.split:
         yield PlanError(f"a cut has a size for each device of a group ({name}: {shard} for {stage.split} devices)")

@@ -15,6 +15,7 @@ import whale.runtime.program.shard.contractions as contractions
 import whale.runtime.program.shard.shapes as shapes
 import whale.runtime.program.shard.tables as tables
 from whale.runtime.program.shard.call import Call
+from whale.runtime.program.shard.statistics import part_batch_norm
 
 Lowering = Callable[[Call], fx.Node]
 
@@ -33,10 +34,20 @@ def group_norm(call: Call) -> fx.Node:
     return call.same(**{name: call.raw[name] * channels.count // channels.units})
 
 
+def batch_norm(call: Call) -> fx.Node:
+    """Batch normalisation: where its samples are cut, the statistics are of all parts."""
+    if call.role.kind != "pooled":
+        return contractions.same(call)
+    held = call.held(call.dimensions("input")[0])
+    names = ("input", "weight", "bias", "running_mean", "running_var")
+    values = [call.value(name) for name in names]
+    return call.emit(part_batch_norm, *values, call.raw["momentum"], call.raw["eps"], held.count / held.units, call.writer.group)
+
+
 _AS_THEY_ARE = """
 mm bmm matmul mv dot outer einsum tensordot cdist
 bucketize searchsorted scatter scatter_add scatter_reduce index_add index_fill index_copy index_put select_scatter slice_scatter
-layer_norm native_layer_norm rms_norm _fused_rms_norm batch_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm
+layer_norm native_layer_norm rms_norm _fused_rms_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm
 instance_norm softmax _softmax _safe_softmax log_softmax _log_softmax glu
 mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss binary_cross_entropy
 binary_cross_entropy_with_logits
@@ -76,6 +87,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
             ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward"), contractions.classification_loss
         ),
         "scaled_dot_product_attention": attention,
+        "batch_norm": batch_norm,
         "group_norm": group_norm,
         "embedding": tables.embedding,
         "index": tables.index,

@@ -1,0 +1,115 @@
+"""Replicas whose samples depend on one another are joined: one replica, whose stages divide its rows over split groups.
+
+    replica 0   [a/0] ---> [a/1]    rows 0..4              replica 0   [a/0 b/0] ---> [a/1 b/1]    rows 0..7
+    replica 1   [b/0] ---> [b/1]    rows 5..7      ==>                 groups of 2, cut batch 5:3
+
+The batch is then one more axis that is cut: an op that needs it whole gathers it, and its gradient is scattered on the way
+back; all other ops work on the rows of their device, as they would in replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from whale.axes import Axes
+from whale.axes.labels import Labels, label
+from whale.axes.values import may_lie_in_parts
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice
+from whale.ir.writes import MemoryWrites
+
+
+def join_replicas(replicas: Sequence[Replica], graph: ModelGraph, axes: Axes) -> tuple[Replica, ...]:
+    """Joins replicas where some op needs rows of several devices at once; otherwise, and where they cannot be joined, as they are.
+
+    They can be where they are alike, have one micro-batch and nothing is split.
+    """
+    stages = [stage for replica in replicas for stage in replica.stages]
+    is_divided = len(replicas) > 1 or any(len(stage.shares) > 1 for stage in stages)
+    if not axes.mixing or not is_divided or BATCH not in axes.by_name or not _are_alike(replicas):
+        return tuple(replicas)
+    if any(stage.split > 1 for stage in stages) or replicas[0].pipeline.num_micro_batch > 1:
+        return tuple(replicas)
+    first = replicas[0]
+    joined = tuple(_joined([replica.stages[index] for replica in replicas], replicas) for index in range(len(first.stages)))
+    edges = tuple(
+        Edge(own[0].source, own[0].target, own[0].tensors, sum(edge.num_bytes for edge in own))
+        for own in zip(*(replica.edges for replica in replicas), strict=True)
+    )
+    rows = sum(replica.share for replica in replicas)
+    return (replace(first, share=rows, stages=cut_rows(joined, edges, graph, axes), edges=edges),)
+
+
+def _are_alike(replicas: Sequence[Replica]) -> bool:
+    """Whether all have equal pipelines of the same ops."""
+    forms = {
+        (replica.pipeline, tuple((stage.ops, stage.program) for stage in replica.stages), tuple(edge.tensors for edge in replica.edges))
+        for replica in replicas
+    }
+    return len(forms) == 1
+
+
+def _joined(stages: Sequence[Stage], replicas: Sequence[Replica]) -> Stage:
+    """One stage on the devices of all, which form one split group; the rows of each device are its size of the batch."""
+    devices = tuple(device for stage in stages for device in stage.virtual_device.devices)
+    if len(devices) == 1:
+        return stages[0]
+    sizes = tuple(rows for stage, replica in zip(stages, replicas, strict=True) for rows in stage.rows(replica.share))
+    cut = (Shard(BATCH, sizes),)
+    return replace(stages[0], virtual_device=VirtualDevice(devices), shares=(sum(sizes),), split=len(devices), shards=cut)
+
+
+def cut_rows(stages: Sequence[Stage], edges: Iterable[Edge], graph: ModelGraph, axes: Axes) -> tuple[Stage, ...]:
+    """Stages whose only cut is the batch, with what is whole in them and what crosses their borders in parts."""
+    found = []
+    travelling = list(edges)
+    for stage in stages:
+        shard = stage.row_shard
+        if shard is None or len(stage.shards) > 1:
+            found.append(stage)
+            continue
+        arriving = [name for edge in travelling if edge.target == stage.index for name in edge.tensors]
+        leaving = [name for edge in travelling if edge.source == stage.index for name in edge.tensors]
+        plain = Shard(BATCH, shard.sizes, (), tuple(_with_rows(stage.parameters, axes)), (), _in_parts(arriving, axes), ())
+        labels = _labels(stage, plain, graph, axes)
+        handed_on = tuple(name for name in _in_parts(leaving, axes) if labels.held(name) == BATCH)
+        found.append(replace(stage, shards=(replace(labels.shards[0], handed_on=handed_on),)))
+    return tuple(found)
+
+
+def _labels(stage: Stage, shard: Shard, graph: ModelGraph, axes: Axes) -> Labels:
+    """All ops that may work on rows of their own do, but for those that share memory which others need to lie otherwise."""
+    writes = MemoryWrites(graph, stage.ops)
+    whole = {name for name in stage.ops if name in axes.ops and _is_whole(name, axes)}
+    while True:
+        meeting = tuple(name for name in stage.ops if name in axes.ops and BATCH in axes.ops[name].roles and name in whole)
+        labels = label(graph, axes, stage.ops, (replace(shard, whole_in=meeting),))
+        clash = {
+            graph.storage[name]
+            for op in stage.ops
+            if graph.by_name[op].target != "operator.getitem"
+            for operand in graph.by_name[op].inputs
+            if labels.held(operand) != labels.use(op, operand).axis and writes.need_same(operand, op)
+            for name in (op, operand)
+        }
+        more = {name for name in stage.ops if graph.storage[name] in clash} - whole
+        if not more:
+            return labels
+        whole |= more
+
+
+def _is_whole(name: str, axes: Axes) -> bool:
+    role = axes.ops[name].roles.get(BATCH)
+    return role is not None and role.kind == "whole"
+
+
+def _in_parts(names: Iterable[str], axes: Axes) -> tuple[str, ...]:
+    return tuple(
+        name for name in sorted(set(names)) if len(axes.ops[name].outputs) == 1 and may_lie_in_parts(axes.ops[name].outputs[0], BATCH)
+    )
+
+
+def _with_rows(parameters: Iterable[str], axes: Axes) -> Iterable[str]:
+    held = {holder.rpartition(":")[0] for holder in axes.held_by[BATCH]}
+    return (name for name in parameters if name in held)
