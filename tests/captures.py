@@ -60,10 +60,12 @@ def captured_once(builder: Callable[..., tuple[Any, ...]], *arguments: Any) -> C
 def at_hand() -> Iterator[None]:
     """Whoever captures one of these models meanwhile is given what has been made already."""
 
-    def given(model: nn.Module, batch: Any, loss: Any, *, mode: Any, static: bool = False) -> tuple[ModelGraph, Program]:
+    def given(
+        model: nn.Module, batch: Any, loss: Any, *, mode: Any, static: bool = False, batch_dims: Any = None
+    ) -> tuple[ModelGraph, Program]:
         made = _FOUND.get(model)
-        if made is None or loss is not made.loss:
-            return capture(model, batch, loss, mode=mode, static=static)
+        if made is None or loss is not made.loss or batch_dims:
+            return capture(model, batch, loss, mode=mode, static=static, batch_dims=batch_dims)
         return made.capture(mode, batch, static)
 
     with mock.patch.object(whale.api.mode, "capture", given):

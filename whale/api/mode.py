@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
-from whale.capture import BatchStructure, Program, capture
+from whale.capture import BatchDims, BatchStructure, Program, capture
 from whale.errors import BatchError, CaptureError
 from whale.ir.graph import ModelGraph
 
@@ -24,6 +23,7 @@ class CapturedMode:
         batch: the example.
         loss: the user's loss.
         name: which mode.
+        batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
 
     Attributes:
         graph: the captured model as a value.
@@ -31,11 +31,13 @@ class CapturedMode:
         example: the batch.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Callable[..., Any] | None, name: ModeName) -> None:
-        self._model, self.example, self._loss, self._name = model, batch, loss, name
+    def __init__(
+        self, model: nn.Module, batch: Any, loss: Callable[..., Any] | None, name: ModeName, batch_dims: BatchDims | None = None
+    ) -> None:
+        self._model, self.example, self._loss, self._name, self._batch_dims = model, batch, loss, name, batch_dims
         self.graph: ModelGraph
         self.program: Program
-        self.graph, self.program = capture(model, batch, loss, mode=name)
+        self.graph, self.program = capture(model, batch, loss, mode=name, batch_dims=batch_dims)
         self._by_rows: dict[int, fx.Graph] = {self.graph.num_rows: self.program.graph}
 
     @property
@@ -57,13 +59,8 @@ class CapturedMode:
 
     def _capture_at(self, num_rows: int) -> fx.Graph:
         example = self.graph.num_rows
-
-        def resize(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == example:
-                return leaf[torch.arange(num_rows, device=leaf.device) % example]
-            return leaf
-
-        _, program = capture(self._model, pytree.tree_map(resize, self.example), self._loss, mode=self._name, static=True)
+        resized = self.program.batch.at_rows(self.example, num_rows)
+        _, program = capture(self._model, resized, self._loss, mode=self._name, static=True, batch_dims=self._batch_dims)
         ours = [node.name for node in self.program.graph.nodes]
         theirs = [node.name for node in program.graph.nodes]
         if ours != theirs:
@@ -75,7 +72,7 @@ class CapturedMode:
         return program.graph
 
 
-def example_like(batch: Any, known: Any) -> Any:
+def example_like(batch: Any, known: Any, batch_dims: BatchDims | None = None) -> Any:
     """An example of a batch's form: what is known already where it fits, else the batch.
 
     The known example is the same on every rank, and has rows enough; a rank's own rows may be one, or none.
@@ -83,13 +80,14 @@ def example_like(batch: Any, known: Any) -> Any:
     Args:
         batch: the batch to come; None where this rank has no rows of it.
         known: the training's example, which may have parts that the batch lacks.
+        batch_dims: which tensors have rows, where that is stated.
     """
     if batch is None:
         return known
     if isinstance(batch, Mapping) and isinstance(known, Mapping):
         known = {key: value for key, value in known.items() if key in batch}
     try:
-        BatchStructure.of(known).leaves(batch)
+        BatchStructure.of(known, batch_dims=batch_dims).leaves(batch)
     except BatchError:
         return batch
     return known

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from whale.api.mode import CapturedMode, ModeName, example_like
+from whale.capture import BatchDims, check_batch_dims
 from whale.comm import World, together
 from whale.errors import CaptureError
 from whale.ir.graph import ModelGraph
@@ -22,6 +23,7 @@ class Modes:
         loss: the user's loss.
         batch: the example.
         world: this process among its peers; all ranks capture together.
+        batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
 
     Attributes:
         model: as given.
@@ -31,9 +33,13 @@ class Modes:
         CaptureError: the model cannot be captured, or ranks have captured different ones.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, batch: Any, world: World) -> None:
-        self.model, self._loss, self._world = model, loss, world
-        self.train = together(world, lambda: CapturedMode(model, batch, loss, "train"))
+    def __init__(
+        self, model: nn.Module, loss: Callable[..., Any] | None, batch: Any, world: World, batch_dims: BatchDims | None = None
+    ) -> None:
+        self.model, self._loss, self._world, self._batch_dims = model, loss, world, batch_dims
+        if batch_dims:
+            check_batch_dims(batch, batch_dims)
+        self.train = together(world, lambda: CapturedMode(model, batch, loss, "train", batch_dims))
         _compare_captures(self.train.graph, world)
         self._found: dict[ModeName, CapturedMode] = {"train": self.train}
 
@@ -48,8 +54,8 @@ class Modes:
             batch: the batch to come, of which one rank may have no rows.
         """
         if name not in self._found:
-            example = example_like(batch.data if isinstance(batch, RankBatch) else batch, self.train.example)
-            self._found[name] = together(self._world, lambda: CapturedMode(self.model, example, self._loss, name))
+            example = example_like(batch.data if isinstance(batch, RankBatch) else batch, self.train.example, self._batch_dims)
+            self._found[name] = together(self._world, lambda: CapturedMode(self.model, example, self._loss, name, self._batch_dims))
         return self._found[name]
 
 

@@ -22,6 +22,7 @@ from whale.api.progress import told_if_long
 from whale.api.session import resolve_config
 from whale.api.since_capture import check_types
 from whale.api.tracebacks import in_short
+from whale.capture import BatchDims
 from whale.comm import connect, on_first_rank, together
 from whale.config import Config
 from whale.ir.cluster import Cluster
@@ -43,6 +44,7 @@ def parallelize(
     cluster: Cluster | str | Path | None = None,
     plan: Plan | str | Path | None = None,
     initialize: Callable[[nn.Module], None] | None = None,
+    batch_dims: BatchDims | None = None,
 ) -> Engine:
     """Plans a model for a cluster and makes the engine that trains it there.
 
@@ -61,6 +63,8 @@ def parallelize(
         cluster: a cluster file or value; None takes the devices at hand.
         plan: a plan made before, as a value or a JSON file; None plans.
         initialize: fills the tensors of one module of a model on the meta device.
+        batch_dims: per tensor of the batch, by its key, 0 where it has rows and None where it is whole on every rank; of the others,
+            those have rows whose dimension 0 is as large as that of most.
 
     Returns:
         The engine, on every rank.
@@ -79,7 +83,7 @@ def parallelize(
         warn_of_hooks(model)
     attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
     with told_if_long("capturing the model", world):
-        modes = Modes(model, together(world, lambda: as_loss(loss, model, batch)), batch, world)
+        modes = Modes(model, together(world, lambda: as_loss(loss, model, batch)), batch, world, batch_dims)
     graph = modes.train.graph
     with told_if_long("planning", world):
         decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings))

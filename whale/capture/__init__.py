@@ -1,17 +1,19 @@
 """Scopes as the user writes them, and the capture of model and loss as one graph."""
 
-from whale.capture.batch import BatchStructure, Leaf
+from whale.capture.batch import BatchDims, BatchStructure, Leaf, check_batch_dims
 from whale.capture.capture import capture
 from whale.capture.program import OutputStructure, Program
 from whale.capture.scopes import Annotation, replicate, set_default_strategy, split, tag
 
 __all__ = [
     "Annotation",
+    "BatchDims",
     "BatchStructure",
     "Leaf",
     "OutputStructure",
     "Program",
     "capture",
+    "check_batch_dims",
     "replicate",
     "set_default_strategy",
     "split",

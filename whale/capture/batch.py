@@ -14,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 from whale.errors import BatchError, WhaleError, raise_faults
 
+BatchDims = Mapping[str | int, int | None]
+"""Per tensor of the batch, by its key or its whole place (``['inputs']['x']``), 0 where it has rows, None where it has none."""
+
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
@@ -53,18 +56,26 @@ class BatchStructure:
     example_rows: int
 
     @staticmethod
-    def of(batch: object, least_rows: int = 2) -> BatchStructure:
+    def of(batch: object, least_rows: int = 2, batch_dims: BatchDims | None = None) -> BatchStructure:
         """Reads the structure of an example batch.
 
+        Args:
+            batch: the example.
+            least_rows: it must have.
+            batch_dims: which of its tensors have rows and which have not, where that is not plain from their sizes.
+
         Raises:
-            BatchError: no tensor in it, too few rows, or a leaf that is neither tensor nor constant.
+            BatchError: no tensor in it, too few rows, a leaf that is neither tensor nor constant, or sizes that leave open which
+                dimension is the batch.
         """
         leaves, spec = pytree.tree_flatten_with_path(_plain(batch))
         _check_leaves(leaves)
-        rows = _most_common_rows([leaf for _, leaf in leaves if isinstance(leaf, Tensor)], least_rows)
+        stated = [_stated(path, batch_dims or {}) for path, _ in leaves]
+        rows = _example_rows(leaves, stated, least_rows)
         names = fx.Graph()  # its placeholders are named as those of the captured graph will be
         names.placeholder("num_rows")
-        return BatchStructure(spec, tuple(_describe(path, leaf, rows, names) for path, leaf in leaves), rows)
+        parts = [_describe(path, leaf, rows, own, names) for (path, leaf), own in zip(leaves, stated, strict=True)]
+        return BatchStructure(spec, tuple(parts), rows)
 
     @property
     def inputs(self) -> tuple[Leaf, ...]:
@@ -95,6 +106,12 @@ class BatchStructure:
         """The batch with these tensors, given in the order of `inputs`."""
         remaining = iter(tensors)
         return pytree.tree_unflatten([part.value if part.name is None else next(remaining) for part in self.parts], self.spec)
+
+    def at_rows(self, batch: object, num_rows: int) -> Any:
+        """The example with another number of rows, which repeat its own."""
+        found = self._by_path(batch)
+        order = [row % self.example_rows for row in range(num_rows)]
+        return self.unflatten([found[part.path][order] if part.has_rows else found[part.path] for part in self.inputs])
 
     def _by_path(self, batch: object) -> dict[str, Any]:
         plain = _plain(batch)
@@ -138,9 +155,54 @@ def _check_leaves(leaves: list[tuple[Any, Any]]) -> None:
         raise BatchError("a batch holds at least one tensor whose dimension 0 is the rows (this one has none)")
 
 
-def _most_common_rows(tensors: list[Tensor], least_rows: int) -> int:
-    counts = Counter(tensor.shape[0] for tensor in tensors if tensor.dim() > 0)
-    rows = counts.most_common(1)[0][0]
+def check_batch_dims(batch: object, batch_dims: BatchDims) -> None:
+    """Checks that what is stated of tensors is of tensors that are there.
+
+    Raises:
+        BatchError: a name that the batch has not, or a dimension other than the first.
+    """
+    known = {name for path, _ in pytree.tree_flatten_with_path(_plain(batch))[0] for name in _names(path)}
+    faults: list[WhaleError] = []
+    for name, dim in batch_dims.items():
+        if name not in known:
+            shown = ", ".join(sorted(map(repr, known)))
+            faults.append(BatchError(f"batch_dims= names tensors of the batch ({name!r} is none; it has {shown})"))
+        elif dim is not None and (isinstance(dim, bool) or dim != 0):
+            hint = "put the batch first where the loader collates, and transpose it in forward"
+            faults.append(BatchError(f"the batch is dimension 0 of a tensor, or None for one without rows ({name!r}: {dim!r})", hint=hint))
+    raise_faults(faults)
+
+
+def _names(path: Any) -> tuple[object, ...]:
+    """What a leaf may be called: by the first key on its way, or by all of them."""
+    first = path[0] if path else None
+    return (getattr(first, "key", getattr(first, "idx", getattr(first, "name", ""))), pytree.keystr(path))
+
+
+def _stated(path: Any, batch_dims: BatchDims) -> bool | None:
+    """Whether a leaf is stated to have rows, or to have none; None where nothing is stated."""
+    found = [batch_dims[name] for name in _names(path) if name in batch_dims]  # type: ignore[index]
+    return found[-1] is not None if found else None
+
+
+def _example_rows(leaves: list[tuple[Any, Any]], stated: list[bool | None], least_rows: int) -> int:
+    """The number of rows: of the tensors that are stated to have some, else of most of those of which nothing is stated."""
+    tensors = [(path, leaf, own) for (path, leaf), own in zip(leaves, stated, strict=True) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    told = {pytree.keystr(path): leaf.shape[0] for path, leaf, own in tensors if own}
+    if len(set(told.values())) > 1:
+        listing = ", ".join(f"{path}: {size}" for path, size in told.items())
+        raise BatchError(f"all tensors of a batch have the same number of rows ({listing})")
+    sizes = {pytree.keystr(path): leaf.shape[0] for path, leaf, own in tensors if own is None}
+    counts = Counter(told.values() or sizes.values()).most_common()
+    if not counts:
+        raise BatchError("a batch holds at least one tensor with rows (batch_dims= says that none has)")
+    if len(counts) > 1 and counts[0][1] == counts[1][1]:
+        listing = ", ".join(f"batch{path}: {size}" for path, size in sizes.items())
+        raise BatchError(
+            f"the batch is the dimension 0 that most tensors of the example share ({listing})",
+            hint="say which tensors have rows: batch_dims={NAME: 0, OTHER: None}",
+        )
+    rows = counts[0][0]
     if rows < least_rows:
         raise BatchError(
             f"the example batch has at least {least_rows} rows ({rows})", hint="one row cannot be told from a dimension of size one"
@@ -148,14 +210,15 @@ def _most_common_rows(tensors: list[Tensor], least_rows: int) -> int:
     return int(rows)
 
 
-def _describe(path: Any, leaf: object, rows: int, names: fx.Graph) -> Leaf:
+def _describe(path: Any, leaf: object, rows: int, stated: bool | None, names: fx.Graph) -> Leaf:
     text = pytree.keystr(path)
     if not isinstance(leaf, Tensor):
         return Leaf(text, None, value=leaf)
     words = [re.sub(r"\W", "_", str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))) for key in path]
     name = "_".join(words) if words and not words[0][:1].isdigit() else "_".join(["input", *(words or ["0"])])
     name = names.placeholder(name).name  # unique, and no word of Python: "input" becomes "input_1"
-    return Leaf(text, name, tuple(leaf.shape), leaf.dtype, leaf.dim() > 0 and leaf.shape[0] == rows)
+    has_rows = leaf.dim() > 0 and leaf.shape[0] == rows and stated is not False
+    return Leaf(text, name, tuple(leaf.shape), leaf.dtype, has_rows)
 
 
 def _mismatch(part: Leaf, leaf: object) -> WhaleError | None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import fx, nn
 
 from whale.capture.aliasing import memory_roots, written_arguments
-from whale.capture.batch import BatchStructure
+from whale.capture.batch import BatchDims, BatchStructure
 from whale.capture.errors import check_model
 from whale.capture.flatten import Flat, flatten
 from whale.capture.liveness import drop_needless_detaches, remove_dead_code
@@ -36,7 +36,13 @@ from whale.ir.source import SourceLine
 
 
 def capture(
-    model: nn.Module, batch: object, loss: Loss | None = None, *, mode: Mode = "train", static: bool = False
+    model: nn.Module,
+    batch: object,
+    loss: Loss | None = None,
+    *,
+    mode: Mode = "train",
+    static: bool = False,
+    batch_dims: BatchDims | None = None,
 ) -> tuple[ModelGraph, Program]:
     """Captures a model and its loss as one graph, for any number of rows where its code allows that.
 
@@ -49,12 +55,14 @@ def capture(
         loss: ``loss(output, batch)`` returns a scalar or a pair (sum, weight); None takes the output's own ``loss``.
         mode: ``train`` and ``eval`` return the loss, ``predict`` the model's output.
         static: capture for the example's number of rows alone (which may then be 1).
+        batch_dims: per tensor of the batch, by its key, 0 where it has rows and None where it has none; of the others, those have
+            rows whose dimension 0 is as large as that of most.
 
     Raises:
         CaptureError: something in the model would be lost, or depends on values in tensors.
         BatchError: the example is no batch, or lacks what forward requires.
     """
-    structure = BatchStructure.of(batch, 1 if static else 2)
+    structure = BatchStructure.of(batch, 1 if static else 2, batch_dims)
     check_model(model)
     default = default_scope()
     first, double = trace(model, loss, structure, mode, static)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from whale.capture import BatchStructure
+from whale.capture import BatchStructure, check_batch_dims
 from whale.errors import BatchError
 
 
@@ -64,3 +64,45 @@ def test_what_a_later_batch_may_not_change(change: dict[str, Any], message: str)
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(BatchError, match="2 faults"):
         BatchStructure.of(example()).leaves(example() | {"scale": 3.0, "ids": 3})
+
+
+def test_sizes_that_leave_the_batch_open() -> None:
+    batch = {"codebook": torch.zeros(16, 4), "x": torch.zeros(8, 4)}
+    with pytest.raises(BatchError) as caught:
+        BatchStructure.of(batch)
+    assert str(caught.value) == (
+        "the batch is the dimension 0 that most tensors of the example share (batch['codebook']: 16, batch['x']: 8)\n"
+        "  hint: say which tensors have rows: batch_dims={NAME: 0, OTHER: None}"
+    )
+
+
+@pytest.mark.parametrize("stated", [{"x": 0}, {"codebook": None}, {"['x']": 0}, {"x": 0, "codebook": None}])
+def test_stated_rows(stated: dict[str | int, int | None]) -> None:
+    structure = BatchStructure.of({"codebook": torch.zeros(16, 4), "x": torch.zeros(8, 4)}, batch_dims=stated)
+    assert structure.example_rows == 8 and [leaf.has_rows for leaf in structure.parts] == [False, True]
+    resized = structure.at_rows({"codebook": torch.zeros(16, 4), "x": torch.arange(8.0)[:, None].expand(8, 4)}, 11)
+    assert resized["codebook"].shape == (16, 4) and resized["x"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
+
+
+def test_a_tensor_as_large_as_the_batch_may_be_whole() -> None:
+    batch = ({"x": torch.zeros(4, 3), "weights": torch.zeros(4)}, torch.zeros(4))
+    assert [leaf.has_rows for leaf in BatchStructure.of(batch).parts] == [True, True, True]
+    structure = BatchStructure.of(batch, batch_dims={"[0]['weights']": None})
+    assert [leaf.has_rows for leaf in structure.parts] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({"y": 0}, "batch_dims= names tensors of the batch .'y' is none; it has .*'codebook', 'x'"),
+        ({"x": 1}, "(?s)the batch is dimension 0 of a tensor, or None for one without rows .'x': 1.*transpose it in forward"),
+    ],
+)
+def test_statements_that_cannot_be(stated: dict[str | int, int | None], said: str) -> None:
+    with pytest.raises(BatchError, match=said):
+        check_batch_dims({"codebook": torch.zeros(16, 4), "x": torch.zeros(8, 4)}, stated)
+
+
+def test_stated_rows_must_agree() -> None:
+    with pytest.raises(BatchError, match=r"the same number of rows .\['a'\]: 16, \['x'\]: 8"):
+        BatchStructure.of({"a": torch.zeros(16, 4), "x": torch.zeros(8, 4)}, batch_dims={"a": 0, "x": 0})
