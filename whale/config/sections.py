@@ -65,6 +65,9 @@ class Communication:
     overlap: bool | None = key(
         None, "compute the rows of split stages in two halves, one while the other's messages travel; null: where that is predicted to pay"
     )
+    gather_rows: bool = key(
+        True, "replicas gather the rows that ops need which mix samples; false: each computes them on its own rows, with a warning"
+    )
 
 
 @dataclass(frozen=True, slots=True)

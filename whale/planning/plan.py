@@ -56,8 +56,9 @@ def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int 
     """
     num_rows = graph.num_rows if rows is None else rows
     pricing = StagePricing.of(Prices(graph, cluster, Costs.of(config)), config.communication.overlap)
+    gather_rows = config.communication.gather_rows
     if config.replicas:
-        return _state(graph, cluster, *_plan_blocks(pricing, config, num_rows))
+        return _state(graph, cluster, *_plan_blocks(pricing, config, num_rows), gather_rows=gather_rows)
     annotations = read_scopes(graph, config, len(cluster.devices))
     pipeline = shape_pipeline(config, annotations, len(cluster.devices))
     if annotations is not None:
@@ -73,7 +74,7 @@ def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int 
             prefers_intra_node=prefers_intra_node,
         ),
     )
-    return _state(graph, cluster, [annotations] * len(found.best.replicas), found)
+    return _state(graph, cluster, [annotations] * len(found.best.replicas), found, gather_rows=gather_rows)
 
 
 def _solver(pricing: StagePricing, config: Config, pipeline: PipelineShape, annotations: Annotations | None, num_rows: int) -> Solver:
@@ -204,7 +205,7 @@ def _best(solve: Callable[[Placement], Solution], candidates: Sequence[Placement
     return best, remarks
 
 
-def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotations | None], found: Outcome) -> Plan:
+def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotations | None], found: Outcome, *, gather_rows: bool) -> Plan:
     """The plan of an outcome; `annotations` are those of each replica."""
     solver, best = found.solver, found.best
     replicas = tuple(
@@ -216,7 +217,7 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotation
     if is_split:
         replicas, borders = scatter_all(replicas, solver.prices)
     draft = _Draft(graph, cluster, annotations, found, replicas, borders)
-    joined = join_replicas(replicas, graph, solver.prices.axes)
+    joined = join_replicas(replicas, graph, solver.prices.axes) if gather_rows else replicas
     if joined != replicas:
         with contextlib.suppress(PlanError):  # what is gathered may not fit in memory
             return draft.stated(joined)

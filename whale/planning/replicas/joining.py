@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from whale.axes import Axes
+from whale.axes import Axes, Mixing
 from whale.axes.labels import Labels, label
 from whale.axes.values import may_lie_in_parts
 from whale.ir.graph import ModelGraph
@@ -27,9 +27,9 @@ def join_replicas(replicas: Sequence[Replica], graph: ModelGraph, axes: Axes) ->
     """
     stages = [stage for replica in replicas for stage in replica.stages]
     is_divided = len(replicas) > 1 or any(len(stage.shares) > 1 for stage in stages)
-    if not axes.mixing or not is_divided or BATCH not in axes.by_name or not _are_alike(replicas):
+    if not is_divided or BATCH not in axes.by_name or not any(_surely_mixes(found, graph) for found in axes.mixing):
         return tuple(replicas)
-    if any(stage.split > 1 for stage in stages) or replicas[0].pipeline.num_micro_batch > 1:
+    if not _are_alike(replicas) or any(stage.split > 1 for stage in stages) or replicas[0].pipeline.num_micro_batch > 1:
         return tuple(replicas)
     first = replicas[0]
     joined = tuple(_joined([replica.stages[index] for replica in replicas], replicas) for index in range(len(first.stages)))
@@ -39,6 +39,11 @@ def join_replicas(replicas: Sequence[Replica], graph: ModelGraph, axes: Axes) ->
     )
     rows = sum(replica.share for replica in replicas)
     return (replace(first, share=rows, stages=cut_rows(joined, edges, graph, axes), edges=edges),)
+
+
+def _surely_mixes(found: Mixing, graph: ModelGraph) -> bool:
+    """Whether an op needs rows of others; of a user's operator without a rule it is only said that nobody can tell."""
+    return found.kind == "mixes" or graph.by_name[found.op].target.startswith("aten.")
 
 
 def _are_alike(replicas: Sequence[Replica]) -> bool:

@@ -94,3 +94,9 @@ def test_rows_are_no_cut_where_nothing_mixes() -> None:
     plan = replace(plan, replicas=(replace(plan.replicas[0], stages=(joined,)),))
     with pytest.raises(PlanError, match="the rows of the batch are divided by shares, not by a cut"):
         verify(plan, graph, make_cluster(SPEEDS))
+
+
+def test_replicas_may_be_left_by_themselves() -> None:
+    graph = graph_of("softmax")
+    plan = make_plan(graph, make_cluster(SPEEDS), resolve_config({"communication.gather_rows": False}))
+    assert len(plan.replicas) == 2 and [found.op for found in mixed_apart(plan, graph)] == ["softmax"]
