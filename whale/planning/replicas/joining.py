@@ -110,9 +110,9 @@ def _is_whole(name: str, axes: Axes) -> bool:
 
 
 def _in_parts(names: Iterable[str], axes: Axes) -> tuple[str, ...]:
-    return tuple(
-        name for name in sorted(set(names)) if len(axes.ops[name].outputs) == 1 and may_lie_in_parts(axes.ops[name].outputs[0], BATCH)
-    )
+    """The tensors among some values that can be handed from stage to stage by rows."""
+    made = {name: axes.ops[name].outputs for name in set(names) if name in axes.ops}
+    return tuple(sorted(name for name, outputs in made.items() if len(outputs) == 1 and may_lie_in_parts(outputs[0], BATCH)))
 
 
 def _with_rows(parameters: Iterable[str], axes: Axes) -> Iterable[str]:
