@@ -50,11 +50,11 @@ def end_of(findings: Sequence[Finding]) -> int:
 def _examine(source: str, pairs: Sequence[str]) -> tuple[Finding, ...]:
     if source.endswith(".json"):
         return diagnose(read_graph(source, pairs))
-    model, batch, loss = build_model(source, pairs)
+    model, batch, loss, batch_dims = build_model(source, pairs)
     from whale.api.mode import CapturedMode
 
     try:
-        captured = CapturedMode(model, batch, loss, "train")
+        captured = CapturedMode(model, batch, loss, "train", batch_dims)
     except WhaleError as error:
         return (refused("capture", error),)
     return diagnose(captured.graph, captured.graph_for)

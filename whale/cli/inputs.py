@@ -46,15 +46,15 @@ def read_graph(source: str, pairs: Sequence[str]) -> ModelGraph:
     """
     if source.endswith(".json"):
         return _read_captured(Path(source), pairs)
-    model, batch, loss = build_model(source, pairs)
+    model, batch, loss, batch_dims = build_model(source, pairs)
     from whale.capture import capture
 
-    graph, _ = capture(model, batch, loss)
+    graph, _ = capture(model, batch, loss, batch_dims=batch_dims)
     return graph
 
 
-def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any]:
-    """The (model, batch, loss) that ``FILE.py:FUNCTION`` returns, called with the ``--arg`` pairs.
+def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any, Any]:
+    """The (model, batch, loss, batch_dims) that ``FILE.py:FUNCTION`` returns, called with the ``--arg`` pairs; None for no batch_dims.
 
     Raises:
         CaptureError: there is no such file or function, or it returns something else.
@@ -63,9 +63,9 @@ def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any]:
     values = parse_pairs(pairs, "--arg")
     _check_names(source, build, values)
     result = build(**values)
-    if not isinstance(result, tuple) or len(result) != 3:
-        raise CaptureError(f"{source} must return (model, batch, loss), not {_kind(result)}")
-    return result
+    if not isinstance(result, tuple) or len(result) not in (3, 4):
+        raise CaptureError(f"{source} must return (model, batch, loss), or (model, batch, loss, batch_dims), not {_kind(result)}")
+    return (*result, None)[:4]
 
 
 def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, object]) -> None:

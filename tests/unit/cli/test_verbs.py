@@ -30,6 +30,11 @@ def build(width=8, stages=2):
     batch = (torch.randn(8, width),)
     return model, batch, lambda output, batch: output.square().mean()
 
+def codes():
+    model, (x,), loss = build()
+    batch = {"input": x, "codebook": torch.randn(16, 8)}
+    return model, batch, lambda output, batch: (output.square().sum(1) * batch["codebook"].sum()).mean(), {"codebook": None}
+
 def only_model():
     return torch.nn.Linear(2, 2)
 """
@@ -64,6 +69,12 @@ def test_capture_prints_the_scopes_and_writes_the_graph(model: str, capsys: pyte
     assert "aten.gelu.default" in capsys.readouterr().out
 
 
+def test_a_function_may_say_which_tensors_have_rows(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capture", "verb_model.py:codes", "--json"]) == 0
+    assert from_json(ModelGraph, capsys.readouterr().out).num_rows == 8
+    assert main(["doctor", "verb_model.py:codes"]) == 0
+
+
 def test_a_plan_is_the_same_from_the_function_and_from_the_captured_model(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--ranks", "4", "--set", "pipeline.num_micro_batch=2", "--rows", "16"]
     main(["capture", model, "--output", "model.json"])
@@ -90,7 +101,7 @@ def test_explain_prints_every_choice(model: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan", "verb_model.py:only_model"], "must return (model, batch, loss), not Linear"),
+        (["plan", "verb_model.py:only_model"], "must return (model, batch, loss), or (model, batch, loss, batch_dims), not Linear"),
         (["plan", "verb_model.py:build", "--arg", "no_such=1"], "unexpected keyword argument 'no_such'"),
         (["plan", "verb_model.py:build", "--cluster", "none.yaml"], "none.yaml"),
         (["plan", "verb_model.py:build", "--ranks", "0"], "--ranks must be at least 1, not 0"),
