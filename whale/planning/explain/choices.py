@@ -41,7 +41,7 @@ def explain_choices(annotations: Annotations | None, found: Outcome, replicas: S
     yield from explain_overlap([model.overlappings for model in best.replicas])
     yield _rows(best)
     for replica in replicas:
-        if any(len(stage.shares) > 1 for stage in replica.stages):
+        if any(len(stage.shares) > 1 and stage.estimates for stage in replica.stages):  # of joined replicas, joining tells
             yield _inner_rows(replica)
     yield from explain_recompute(found.solver, best, replicas)
 
