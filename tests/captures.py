@@ -15,12 +15,10 @@ from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import whale.api.mode
-from whale.capture import Program, capture
+from whale.capture import BatchStructure, Program, capture
 from whale.ir.graph import ModelGraph
 
 
@@ -38,9 +36,10 @@ class Captured:
     def capture(self, mode: str = "train", batch: Any = None, static: bool = False) -> tuple[ModelGraph, Program]:
         """The capture in a mode, for batches like the model's own or like another."""
         batch = self.batch if batch is None else batch
-        key = mode, static, _form(batch)
+        structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, 1 if static else 2)
+        key = mode, static, structure
         if key not in self._made:
-            self._made[key] = capture(self.model, batch, self.loss, mode=mode, static=static)  # type: ignore[arg-type]
+            self._made[key] = capture(self.model, structure, self.loss, mode=mode, static=static)  # type: ignore[arg-type]
         return self._made[key]
 
 
@@ -70,8 +69,3 @@ def at_hand() -> Iterator[None]:
 
     with mock.patch.object(whale.api.mode, "capture", given):
         yield
-
-
-def _form(batch: Any) -> str:
-    """What a capture depends on in a batch."""
-    return str(pytree.tree_map(lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf, batch))

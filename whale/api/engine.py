@@ -11,11 +11,11 @@ import torch
 
 from whale.api.batches import view_of
 from whale.api.elsewhere import answer, call_answer
-from whale.api.forward_modes import prepare_forward
 from whale.api.loader import Loader, make_loader
-from whale.api.mode import ModeName
+from whale.api.mode import CapturedMode, ModeName
 from whale.api.modes import Modes
 from whale.api.owned import OwnedParameters
+from whale.api.preparing import prepare_forward, prepare_training
 from whale.api.progress import told_if_long
 from whale.api.since_capture import SinceCapture
 from whale.api.tracebacks import in_short
@@ -83,14 +83,15 @@ class Engine:
         return self._train(batch)
 
     def _train(self, batch: Any) -> torch.Tensor:
-        loss = train_step(self.runtime, self.state, self._view("train", batch))
+        captured, view = self._view("train", batch)
+        loss = train_step(self.runtime, self.state, view, captured.key)
         self._rest()
         return loss
 
     @in_short
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of a global batch in evaluation mode, equal on all ranks; nothing is trained."""
-        step, _ = self._forward("eval", batch)
+        step, _, _ = self._forward("eval", batch)
         loss = step.account.loss(self.runtime.totals(step))
         self._rest()
         return loss
@@ -98,12 +99,12 @@ class Engine:
     @in_short
     def predict(self, batch: Any) -> Any:
         """The model's output for the whole global batch, in evaluation mode, on every rank."""
-        step, view = self._forward("predict", batch)
-        mode, roster, plan = self.modes["predict"], self.runtime.roster, self.runtime.plan_of("predict")
-        assert mode.program.outputs is not None and plan is not None
-        outputs = gather_outputs(mode.graph, plan, roster.world_ranks, roster.world, step.outputs, view.num_rows)
+        step, captured, view = self._forward("predict", batch)
+        roster, plan = self.runtime.roster, self.runtime.plan_of(captured.key)
+        assert captured.program.outputs is not None and plan is not None
+        outputs = gather_outputs(captured.graph, plan, roster.world_ranks, roster.world, step.outputs, view.num_rows)
         self._rest()
-        return mode.program.outputs.rebuild(outputs)
+        return captured.program.outputs.rebuild(outputs)
 
     @in_short
     def loader(self, dataset: Any, *, global_batch_size: int, **options: Any) -> Loader:
@@ -112,7 +113,7 @@ class Engine:
         Args:
             dataset: of `torch.utils.data`.
             global_batch_size: rows over all ranks.
-            **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers``, ``progress`` as
+            **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers``, ``progress``, ``whole_batches`` as
                 `whale.api.loader.make_loader` takes them.
         """
         roster = self.runtime.roster
@@ -250,24 +251,31 @@ class Engine:
 
     # ---- parts -----------------------------------------------------------------------------------------------
 
-    def _forward(self, name: Literal["eval", "predict"], batch: Any) -> tuple[StepState, BatchView]:
+    def _forward(self, name: Literal["eval", "predict"], batch: Any) -> tuple[StepState, CapturedMode, BatchView]:
         self.runtime.check_open()
         self.runtime.call_together("evaluate" if name == "eval" else "predict")
         self.runtime.merge_statistics(self.state)
-        self.modes.ensure(name, batch)
-        view = self._view(name, batch)
-        prepare_forward(self.runtime, self.modes, name, view.num_rows)
-        return self.runtime.forward(name, view, self.state.step_number), view
+        base = self.modes.ensure(name, batch)
+        if self.runtime.plan_of(name) is None:
+            prepare_forward(self.runtime, self.modes, base, base.graph.num_rows)
+        captured, view = self._view(name, batch)
+        return self.runtime.forward(captured.key, view, self.state.step_number), captured, view
 
-    def _view(self, name: ModeName, batch: Any) -> BatchView:
-        """The batch in parts; where it is bad on this rank alone, the others do not wait for it."""
+    def _view(self, name: ModeName, batch: Any) -> tuple[CapturedMode, BatchView]:
+        """The capture for a batch, made ready, and the batch in parts; where that fails on this rank alone, the others do not wait."""
         with self.runtime.status.reporting():
             try:
                 self._since.check()
-                return view_of(self.modes[name].program.batch, batch)
+                captured = self.modes.fitting(name, batch, self.runtime.forget)
+                view = view_of(captured.program.batch, batch)
+                if name == "train":
+                    prepare_training(self.runtime, self.modes, captured)
+                else:
+                    prepare_forward(self.runtime, self.modes, captured, view.num_rows)
             except WhaleError:
                 self.runtime.refuse(name)
                 raise
+            return captured, view
 
     def _take_position(self) -> None:
         """Lets the loader go on where the state says; once."""

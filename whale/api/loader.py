@@ -35,6 +35,7 @@ def make_loader(
     collate: Collate | None = None,
     num_workers: int = 0,
     progress: bool = False,
+    whole_batches: bool = False,
     **options: Any,
 ) -> Loader:
     """Makes a loader of a rank's rows.
@@ -51,6 +52,8 @@ def make_loader(
         collate: makes a batch of a list of samples, dimension 0 of its tensors being the samples; torch's default otherwise.
         num_workers: processes that read ahead.
         progress: shows a bar per epoch on standard error, on the plan's rank 0.
+        whole_batches: lets every rank read all rows of each batch: for a collate function that must see them all, as one that pads to
+            the longest row.
         **options: of `torch.utils.data.DataLoader`: ``pin_memory``, ``prefetch_factor``, ``worker_init_fn``, ``timeout`` ...
 
     Raises:
@@ -61,7 +64,7 @@ def make_loader(
     if global_batch_size < 1:
         raise BatchError(f"global_batch_size must be at least 1 (got {global_batch_size})")
     check_rows(plan, global_batch_size)
-    division = Division(global_batch_size, plan, rank, drop_last, collate or default_collate)
+    division = Division(global_batch_size, plan, rank, drop_last, collate or default_collate, whole_batches)
     source: RowSource
     if isinstance(dataset, IterableDataset):
         if shuffle or num_workers > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,30 +20,49 @@ class CapturedMode:
 
     Args:
         model: the user's model.
-        batch: the example.
+        batch: the example, or its structure.
         loss: the user's loss.
         name: which mode.
         batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
+        key: tells this capture from others of the mode; its name by default.
 
     Attributes:
+        key: as given.
         graph: the captured model as a value.
         program: what runs.
-        example: the batch.
+        structure: of the example.
     """
 
     def __init__(
-        self, model: nn.Module, batch: Any, loss: Callable[..., Any] | None, name: ModeName, batch_dims: BatchDims | None = None
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Callable[..., Any] | None,
+        name: ModeName,
+        batch_dims: BatchDims | None = None,
+        key: str = "",
     ) -> None:
-        self._model, self.example, self._loss, self._name, self._batch_dims = model, batch, loss, name, batch_dims
+        self._model, self._loss, self._name = model, loss, name
+        self.key = key or name
+        self.structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, batch_dims=batch_dims)
         self.graph: ModelGraph
         self.program: Program
-        self.graph, self.program = capture(model, batch, loss, mode=name, batch_dims=batch_dims)
+        self.graph, self.program = capture(model, self.structure, loss, mode=name)
         self._by_rows: dict[int, fx.Graph] = {self.graph.num_rows: self.program.graph}
 
     @property
     def constants(self) -> Mapping[str, torch.Tensor]:
         """Tensors that the model's code made, by op name."""
         return {op.name: self.program.tensors[op.name] for op in self.graph.ops if op.kind == "constant"}
+
+    def prepare(self, row_counts: Collection[int]) -> None:
+        """Captures for pieces of these numbers of rows, where one capture does not serve all.
+
+        Raises:
+            CaptureError: as `graph_for`.
+        """
+        for num_rows in sorted(row_counts):
+            self.graph_for(num_rows)
 
     def graph_for(self, num_rows: int) -> fx.Graph:
         """The program for pieces of this many rows.
@@ -58,22 +77,21 @@ class CapturedMode:
         return self._by_rows[num_rows]
 
     def _capture_at(self, num_rows: int) -> fx.Graph:
-        example = self.graph.num_rows
-        resized = self.program.batch.at_rows(self.example, num_rows)
-        _, program = capture(self._model, resized, self._loss, mode=self._name, static=True, batch_dims=self._batch_dims)
-        ours = [node.name for node in self.program.graph.nodes]
-        theirs = [node.name for node in program.graph.nodes]
-        if ours != theirs:
-            odd = next((a for a, b in zip(ours, theirs, strict=False) if a != b), "the number of ops")
+        graph, program = capture(self._model, self.structure.with_rows(num_rows), self._loss, mode=self._name, static=True)
+        ours = {op.name: op for op in self.graph.ops}
+        odd = next((op for op in graph.ops if op.name not in ours or ours[op.name].target != op.target), None)
+        if odd is not None or len(graph.ops) != len(self.graph.ops):
             raise CaptureError(
-                f"the model must run the same ops for any number of rows ({example} and {num_rows} rows differ from %{odd} on)",
-                hint="a Python loop or a condition in forward depends on the batch size",
+                f"the model must run the same ops for any number of rows ({self.graph.num_rows} and {num_rows} rows differ "
+                f"from %{'the end' if odd is None else odd.name} on)",
+                where=None if odd is None else odd.where,
+                hint="a Python loop or a condition in forward depends on the batch size: write it with tensor operations over all rows",
             )
         return program.graph
 
 
-def example_like(batch: Any, known: Any, batch_dims: BatchDims | None = None) -> Any:
-    """An example of a batch's form: what is known already where it fits, else the batch.
+def structure_for(batch: Any, known: Any, batch_dims: BatchDims | None = None) -> BatchStructure:
+    """The structure of the example of batches like this one, in parts: that of what is known already where it fits.
 
     The known example is the same on every rank, and has rows enough; a rank's own rows may be one, or none.
 
@@ -82,12 +100,14 @@ def example_like(batch: Any, known: Any, batch_dims: BatchDims | None = None) ->
         known: the training's example, which may have parts that the batch lacks.
         batch_dims: which tensors have rows, where that is stated.
     """
-    if batch is None:
-        return known
+    if batch is None or batch is known:
+        return BatchStructure.of(known, batch_dims=batch_dims)
+    rows = BatchStructure.of(known, batch_dims=batch_dims).example_rows
     if isinstance(batch, Mapping) and isinstance(known, Mapping):
         known = {key: value for key, value in known.items() if key in batch}
     try:
-        BatchStructure.of(known, batch_dims=batch_dims).leaves(batch)
+        structure = BatchStructure.of(known, batch_dims=batch_dims)
+        structure.like(batch)
     except BatchError:
-        return batch
-    return known
+        return BatchStructure.of(batch, least_rows=1, batch_dims=batch_dims).with_rows(rows)
+    return structure

@@ -1,16 +1,17 @@
-"""The captures of one model: the training's, and the others when they are first asked for."""
+"""The captures of one model: the training's, the others when they are first asked for, and those of batches of other sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import zip_longest
+from typing import Any, cast
 
 from torch import nn
 
-from whale.api.mode import CapturedMode, ModeName, example_like
-from whale.capture import BatchDims, check_batch_dims
+from whale.api.mode import CapturedMode, ModeName, structure_for
+from whale.capture import BatchDims, BatchStructure, check_batch_dims
 from whale.comm import World, together
-from whale.errors import CaptureError
+from whale.errors import BatchError, CaptureError, warn
 from whale.ir.graph import ModelGraph
 from whale.runtime.execute.rank_batch import RankBatch
 
@@ -23,6 +24,7 @@ class Modes:
         loss: the user's loss.
         batch: the example.
         world: this process among its peers; all ranks capture together.
+        num_sizes: captures that are kept of each mode for batches of other sizes than the example's.
         batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
 
     Attributes:
@@ -34,14 +36,22 @@ class Modes:
     """
 
     def __init__(
-        self, model: nn.Module, loss: Callable[..., Any] | None, batch: Any, world: World, batch_dims: BatchDims | None = None
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any] | None,
+        batch: Any,
+        world: World,
+        num_sizes: int,
+        batch_dims: BatchDims | None = None,
     ) -> None:
-        self.model, self._loss, self._world, self._batch_dims = model, loss, world, batch_dims
+        self.model, self._loss, self._example, self._world, self._num_sizes = model, loss, batch, world, num_sizes
+        self._batch_dims = batch_dims
+        self._found: dict[ModeName, CapturedMode] = {}
+        self._sized: dict[ModeName, dict[BatchStructure, CapturedMode]] = {}
+        self._warned: set[str] = set()
         if batch_dims:
             check_batch_dims(batch, batch_dims)
-        self.train = together(world, lambda: CapturedMode(model, batch, loss, "train", batch_dims))
-        _compare_captures(self.train.graph, world)
-        self._found: dict[ModeName, CapturedMode] = {"train": self.train}
+        self.train = self._capture("train", batch)
 
     def __getitem__(self, name: ModeName) -> CapturedMode:
         return self._found[name]
@@ -52,19 +62,77 @@ class Modes:
         Args:
             name: of the mode.
             batch: the batch to come, of which one rank may have no rows.
+
+        Raises:
+            CaptureError: as `Modes`.
         """
         if name not in self._found:
-            example = example_like(batch.data if isinstance(batch, RankBatch) else batch, self.train.example, self._batch_dims)
-            self._found[name] = together(self._world, lambda: CapturedMode(self.model, example, self._loss, name, self._batch_dims))
+            self._capture(name, batch.data if isinstance(batch, RankBatch) else batch)
         return self._found[name]
 
+    def fitting(self, name: ModeName, batch: Any, forget: Callable[[str], None]) -> CapturedMode:
+        """The capture of a mode that serves a batch of this rank's; one more where its sizes are new. No other rank takes part.
 
-def _compare_captures(graph: ModelGraph, world: World) -> None:
-    """Fails before any group is made where ranks captured different models."""
-    prints = world.gather_objects(graph.fingerprint)
-    odd = [rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0]]
-    if odd:
-        raise CaptureError(
-            f"every rank must capture the same model (ranks {odd} differ from rank 0)",
-            hint="build the model, its scopes and the example batch's shapes the same on every rank; no random structure",
-        )
+        Args:
+            name: of a mode that is there.
+            batch: the batch to come, of which this rank may have no rows.
+            forget: called with the key of a capture that is dropped for it.
+
+        Raises:
+            BatchError: the batch is not like the example, or the model cannot be captured for its sizes.
+        """
+        base = self._found[name]
+        data = batch.data if isinstance(batch, RankBatch) else batch
+        structure = base.structure if data is None else base.structure.like(data)
+        if structure is base.structure:
+            return base
+        sized = self._sized.setdefault(name, {})
+        found = sized.pop(structure, None) or self._capture_sized(name, base.structure, structure)
+        sized[structure] = found  # the last one is the one used last
+        if len(sized) > self._num_sizes:
+            forget(sized.pop(next(iter(sized))).key)
+            self._warn("the model has been captured for so many sizes of batches that the least used are dropped, and captured again")
+        return found
+
+    def _capture(self, name: ModeName, batch: Any) -> CapturedMode:
+        def make() -> CapturedMode:
+            return CapturedMode(self.model, structure_for(batch, self._example, self._batch_dims), self._loss, name)
+
+        captured = together(self._world, make)
+        _compare_captures(None if batch is None else captured.graph, self._world)
+        self._found[name] = captured
+        return captured
+
+    def _capture_sized(self, name: ModeName, known: BatchStructure, structure: BatchStructure) -> CapturedMode:
+        differing = known.differing(structure)
+        try:
+            captured = CapturedMode(self.model, structure, self._loss, name, key=f"{name}: {differing}")
+        except CaptureError as error:
+            raise BatchError(
+                f"the model takes batches of these sizes ({differing}): {error.message}", where=error.where, hint=error.hint
+            ) from None
+        self._warn("a batch has other sizes than the example's, and the model is captured anew for each, as slowly as the first time")
+        return captured
+
+    def _warn(self, text: str) -> None:
+        if self._world.rank == 0 and text not in self._warned:
+            self._warned.add(text)
+            advice = "pad to a few lengths (pad_to_multiple_of of a collator) or set runtime.num_sizes"
+            warn(f"{text} (runtime.num_sizes: {self._num_sizes} are kept); {advice}")
+
+
+def _compare_captures(graph: ModelGraph | None, world: World) -> None:
+    """Fails before anything is sent where ranks captured different models; None for a rank without a batch of its own."""
+    prints = world.gather_objects(None if graph is None else graph.fingerprint)
+    first = next(rank for rank, fingerprint in enumerate(prints) if fingerprint is not None)
+    odd = [rank for rank, fingerprint in enumerate(prints) if fingerprint not in (None, prints[first])]
+    if not odd:
+        return
+    texts = world.gather_objects(None if graph is None or world.rank not in (first, odd[0]) else [str(op) for op in graph.ops])
+    pairs = zip_longest(cast(list[str], texts[first]), cast(list[str], texts[odd[0]]), fillvalue="nothing")
+    mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("the same ops", "the same ops, of another form"))
+    raise CaptureError(
+        f"every rank must capture the same model (rank(s) {', '.join(map(str, odd))} unlike rank {first}: {theirs} in place of {mine})",
+        hint="build the model, its scopes and the example batch's shapes the same on every rank. Code that iterates over a set does so in "
+        "another order in each process unless PYTHONHASHSEED is set, as whale run does",
+    )

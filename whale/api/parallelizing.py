@@ -27,6 +27,7 @@ from whale.comm import connect, on_first_rank, together
 from whale.config import Config
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.runtime.execute.rank_batch import rank_pieces
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.schedules import schedules_of
@@ -83,13 +84,16 @@ def parallelize(
         warn_of_hooks(model)
     attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
     with told_if_long("capturing the model", world):
-        modes = Modes(model, together(world, lambda: as_loss(loss, model, batch)), batch, world, batch_dims)
+        loss_of = together(world, lambda: as_loss(loss, model, batch))
+        modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims)
     graph = modes.train.graph
     with told_if_long("planning", world):
         decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings))
     warn_where_apart(decided, graph, world)
     schedules = schedules_of(decided)
     roster = attachment.roster(decided, world)
+    pieces = rank_pieces(decided, roster.rank, decided.planned_rows)
+    together(world, lambda: modes.train.prepare({stop - start for start, stop in pieces}))
     axes = discover_if_sharded(decided, graph)
     holdings = Holdings.of(decided, graph, axes)
     with told_if_long("making weights and process groups", world):

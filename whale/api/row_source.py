@@ -42,6 +42,7 @@ class Division:
         plan, rank: say which rows are read; rank None reads none.
         drop_last: whether a short last batch is left out.
         collate: makes a batch of samples.
+        whole_batches: whether a rank of the plan reads all rows of each batch, though it needs its own only.
     """
 
     batch_size: int
@@ -49,6 +50,7 @@ class Division:
     rank: int | None
     drop_last: bool
     collate: Collate
+    whole_batches: bool = False
 
     @cached_property
     def _known_rows(self) -> dict[int, Rows]:
@@ -57,7 +59,8 @@ class Division:
     def rows(self, num_rows: int) -> Rows:
         """Intervals of a global batch's rows that this rank reads; worked out once for each number of rows."""
         if num_rows not in self._known_rows:
-            self._known_rows[num_rows] = rank_rows(self.plan, self.rank, num_rows)
+            own = rank_rows(self.plan, self.rank, num_rows)
+            self._known_rows[num_rows] = ((0, num_rows),) if own and self.whole_batches else own
         return self._known_rows[num_rows]
 
     def positions(self, num_rows: int) -> Iterator[int]:

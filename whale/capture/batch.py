@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,16 @@ class Leaf:
     dtype: torch.dtype | None = None
     has_rows: bool = False
     value: object = None
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """The shape, with a word for the rows."""
+        return ("rows", *self.shape[1:]) if self.has_rows else self.shape
+
+    def sized_as(self, tensor: Tensor) -> Leaf:
+        """The leaf with the sizes of a tensor beside the rows."""
+        shape = (*self.shape[:1], *tensor.shape[1:]) if self.has_rows else tuple(tensor.shape)
+        return self if shape == self.shape else replace(self, shape=shape)
 
 
 @dataclass(frozen=True)
@@ -82,14 +92,39 @@ class BatchStructure:
         """The leaves that are tensors."""
         return tuple(part for part in self.parts if part.name is not None)
 
+    def with_rows(self, num_rows: int) -> BatchStructure:
+        """The structure of an example with another number of rows."""
+        parts = (replace(part, shape=(num_rows, *part.shape[1:])) if part.has_rows else part for part in self.parts)
+        return BatchStructure(self.spec, tuple(parts), num_rows)
+
+    def like(self, batch: object) -> BatchStructure:
+        """The structure of batches with the sizes of this one, at the example's number of rows.
+
+        Raises:
+            BatchError: the batch differs from the example in more than sizes.
+        """
+        found = self._by_path(batch)
+        raise_faults([fault for part in self.parts if (fault := _mismatch(part, found[part.path])) is not None])
+        parts = tuple(part if part.name is None else part.sized_as(found[part.path]) for part in self.parts)
+        return self if parts == self.parts else replace(self, parts=parts)
+
+    def differing(self, other: BatchStructure) -> str:
+        """Parts whose sizes differ in another structure, in words."""
+        pairs = zip(self.parts, other.parts, strict=True)
+        return ", ".join(
+            f"batch{part.path} is {_shape(now.sizes)}, the example's {_shape(part.sizes)}" for part, now in pairs if part != now
+        )
+
     def leaves(self, batch: object) -> dict[str, Tensor]:
         """The tensors of a batch by the names of their input ops.
 
         Raises:
-            BatchError: the batch differs from the example in structure, type, shape beside the rows, or constants.
+            BatchError: the batch differs from the example in structure, type, sizes beside the rows, or constants.
         """
         found = self._by_path(batch)
-        faults = [fault for part in self.parts if (fault := _mismatch(part, found[part.path])) is not None]
+        faults = [
+            fault for part in self.parts if (fault := _mismatch(part, found[part.path]) or _unlike(part, found[part.path])) is not None
+        ]
         raise_faults(faults)
         self._rows(found)
         return {part.name: found[part.path] for part in self.inputs if part.name is not None}
@@ -106,12 +141,6 @@ class BatchStructure:
         """The batch with these tensors, given in the order of `inputs`."""
         remaining = iter(tensors)
         return pytree.tree_unflatten([part.value if part.name is None else next(remaining) for part in self.parts], self.spec)
-
-    def at_rows(self, batch: object, num_rows: int) -> Any:
-        """The example with another number of rows, which repeat its own."""
-        found = self._by_path(batch)
-        order = [row % self.example_rows for row in range(num_rows)]
-        return self.unflatten([found[part.path][order] if part.has_rows else found[part.path] for part in self.inputs])
 
     def _by_path(self, batch: object) -> dict[str, Any]:
         plain = _plain(batch)
@@ -230,14 +259,16 @@ def _mismatch(part: Leaf, leaf: object) -> WhaleError | None:
         return BatchError(f"batch{part.path} is a tensor in the example (now {type(leaf).__name__})")
     if leaf.dtype != part.dtype:
         return BatchError(f"batch{part.path} is {part.dtype} in the example (now {leaf.dtype})")
-    start = 1 if part.has_rows else 0
-    if leaf.dim() != len(part.shape) or tuple(leaf.shape[start:]) != part.shape[start:]:
-        wanted = ("rows", *part.shape[1:]) if part.has_rows else part.shape
-        return BatchError(
-            f"batch{part.path} has the example's shape ({_shape(wanted)}; now {_shape(tuple(leaf.shape))})",
-            hint="only the number of rows may change from batch to batch; pad the other dimensions",
-        )
+    if leaf.dim() != len(part.shape):
+        return BatchError(f"batch{part.path} has the example's dimensions ({_shape(part.sizes)}; now {_shape(tuple(leaf.shape))})")
     return None
+
+
+def _unlike(part: Leaf, leaf: Any) -> WhaleError | None:
+    """Whether a tensor has other sizes than the example's, beside the rows."""
+    if part.name is None or part.sized_as(leaf) is part:
+        return None
+    return BatchError(f"batch{part.path} has the example's shape ({_shape(part.sizes)}; now {_shape(tuple(leaf.shape))})")
 
 
 def _shape(sizes: tuple[object, ...]) -> str:

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from whale.capture.aliasing import memory_roots, written_arguments
+from whale.capture.sizes import READS_ROWS
 
 RowFactors = Callable[[Node], tuple[int, ...] | None]
 
@@ -83,8 +84,9 @@ class BatchFacts:
     def proportion(self, count: object) -> Fraction | None:
         """k, if an integer is k x rows; None if it is not known to be."""
         value = value_of(count)
-        if self._rows is None:
-            return Fraction(value, self.num_rows) if isinstance(value, int) else None
+        if self._rows is None or isinstance(self._rows.meta["val"], int):
+            is_known = isinstance(value, int) and (self._rows is None or not isinstance(count, Node) or self.depends(count))
+            return Fraction(value, self.num_rows) if is_known and isinstance(value, int) else None
         if not isinstance(value, torch.SymInt):
             return None
         rows = self._rows.meta["val"]
@@ -163,6 +165,8 @@ def is_scalar(node: object) -> bool:
 def constant_of(argument: object) -> float | None:
     """The number that an argument is in every trace; None for tensors and for what depends on the rows."""
     value = value_of(argument)
+    if isinstance(argument, Node) and READS_ROWS in argument.meta:
+        return None
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 

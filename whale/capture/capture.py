@@ -23,6 +23,7 @@ from whale.capture.loss_terms import TermNodes, split_loss
 from whale.capture.ops import describe
 from whale.capture.parameters import Holdings, holdings
 from whale.capture.program import Program
+from whale.capture.row_constants import write_rows
 from whale.capture.scopes import default_scope, renumber
 from whale.capture.sizes import mark_factors
 from whale.capture.source import line_of_stack_trace
@@ -50,8 +51,8 @@ def capture(
 
     Args:
         model: an ordinary module.
-        batch: an example: a mapping goes to the model as the keyword arguments that its forward takes, a tuple or list
-            by position, a tensor alone. What forward does not take is for the loss.
+        batch: an example, or the structure of one: a mapping goes to the model as the keyword arguments that its forward takes,
+            a tuple or list by position, a tensor alone. What forward does not take is for the loss.
         loss: ``loss(output, batch)`` returns a scalar or a pair (sum, weight); None takes the output's own ``loss``.
         mode: ``train`` and ``eval`` return the loss, ``predict`` the model's output.
         static: capture for the example's number of rows alone (which may then be 1).
@@ -62,7 +63,7 @@ def capture(
         CaptureError: something in the model would be lost, or depends on values in tensors.
         BatchError: the example is no batch, or lacks what forward requires.
     """
-    structure = BatchStructure.of(batch, 1 if static else 2, batch_dims)
+    structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, 1 if static else 2, batch_dims)
     check_model(model)
     default = default_scope()
     first, double = trace(model, loss, structure, mode, static)
@@ -75,13 +76,14 @@ def _build(
     held = holdings(model)
     flat = flatten(first, structure, held)
     second = None if double is None else flatten(double, structure, held)
+    knows_rows = first.dynamic or (second is not None and write_rows(flat, second))
     if not first.dynamic:
         mark_factors(flat.graph, None if second is None else second.graph, first.rows)
     terms: list[TermNodes] = []
     if mode != "predict":
-        terms = _split(flat, first)
-        if second is not None and double is not None:
-            _split(second, double)
+        terms = _split(flat, knows_rows)
+        if second is not None:
+            _split(second, knows_rows)
             mark_factors(flat.graph, second.graph, first.rows)
     returned = [node for term in terms for node in (term.sum, term.weight) if node is not None]
     flat.graph.output(tuple(returned or flat.results))
@@ -102,27 +104,34 @@ def _build(
     return graph, _program(flat, structure, held, first)
 
 
-def _split(flat: Flat, traced: Traced) -> list[TermNodes]:
-    """The terms of the loss that a traced program returns, alone or as a (sum, weight) pair."""
-    total, weight = flat.results[0], flat.results[1] if len(flat.results) > 1 else traced.found.weight
+def _split(flat: Flat, knows_rows: bool) -> list[TermNodes]:
+    """The terms of the loss that a traced program returns, alone or as a (sum, weight) pair.
+
+    Args:
+        flat: the program.
+        knows_rows: whether all that is made from the number of rows is known; else a constant may be a multiple of it.
+    """
+    total, weight = (*flat.results, None)[:2]
     if not isinstance(total, fx.Node):
         raise CaptureError("the loss depends on the model and the batch (it is a constant)")
-    rows = flat.rows if traced.dynamic else None
+    rows = flat.rows if knows_rows else None
     if isinstance(weight, (int, float)):
-        return _over_constant(flat, traced, split_loss(flat.graph, total, None, rows=rows, row_factors=flat.sizes.factors), total, weight)
+        terms = split_loss(flat.graph, total, None, rows=rows, row_factors=flat.sizes.factors)
+        return _over_constant(flat, terms, total, float(weight), knows_rows)
     assert weight is None or isinstance(weight, fx.Node)
     return split_loss(flat.graph, total, weight, rows=rows, row_factors=flat.sizes.factors)
 
 
-def _over_constant(flat: Flat, traced: Traced, terms: list[TermNodes], total: fx.Node, weight: float) -> list[TermNodes]:
-    """A weight that is a plain number: a constant factor; where rows are numbers too, a multiple of them counts rows."""
+def _over_constant(flat: Flat, terms: list[TermNodes], total: fx.Node, weight: float, knows_rows: bool) -> list[TermNodes]:
+    """A weight that is a plain number: a constant factor; where rows may be numbers too, a multiple of them counts rows."""
+    rows = flat.sizes.rows
     if weight == 0:
         raise CaptureError("the weight of a loss is not zero (it is the constant 0)", where=_line(total))
-    if traced.dynamic or weight % traced.rows or any(term.weight is not None for term in terms):
+    if knows_rows or weight % rows or any(term.weight is not None for term in terms):
         return [replace(term, coefficient=term.coefficient / weight) for term in terms]
-    count = flat.graph.call_function(operator.mul, (traced.rows, int(weight) // traced.rows))
+    count = flat.graph.call_function(operator.mul, (rows, int(weight) // rows))
     count.meta["val"] = int(weight)
-    reason = f"captured for {traced.rows} rows only, so the weight {weight:g} is taken for {int(weight) // traced.rows} x the rows"
+    reason = f"captured for {rows} rows only, so the weight {weight:g} is taken for {int(weight) // rows} x the rows"
     return [TermNodes(1.0, total, count, False, total, reason)]
 
 

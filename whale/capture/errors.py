@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import UninitializedParameter
 
@@ -94,6 +95,7 @@ def quiet_export() -> Iterator[None]:
         mock.patch.object(torch.export._trace, "print", nothing, create=True),
         mock.patch.object(torch.export._trace.log, "error", nothing),
         mock.patch.object(symbolic_shapes.log, "warning", nothing),
+        mock.patch.object(fake_tensor.log, "error", nothing),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from whale.capture.batch import BatchStructure
 from whale.capture.errors import INNER_HINT
 from whale.capture.parameters import Holdings
-from whale.capture.sizes import Sizes, tensors_of
+from whale.capture.sizes import READS_ROWS, Sizes, tensors_of
 from whale.capture.source import line_of_stack_trace
 from whale.capture.trace import Traced
 from whale.errors import CaptureError
@@ -49,7 +49,7 @@ class Flat:
     Attributes:
         graph: without an output node.
         rows: the ``num_rows`` placeholder.
-        results: what the exported program returns.
+        results: what the exported program returns; behind the sum of a loss its weight, a number where it is constant.
         sizes: how sizes depend on the rows.
         sources: per parameter, buffer and constant placeholder, the key of its tensor.
         kinds: per placeholder, the kind of its op.
@@ -75,9 +75,12 @@ def flatten(traced: Traced, structure: BatchStructure, held: Holdings) -> Flat:
     graph = fx.Graph()
     node = graph.placeholder(NUM_ROWS)
     node.meta["val"] = rows
+    node.meta[READS_ROWS] = True
     flat = Flat(graph, node, Sizes(rows.node.expr if isinstance(rows, torch.SymInt) else None, traced.rows))
     flat.kinds[node.name] = "input"
     _Flattening(traced, structure, held, flat).run()
+    if traced.found.weight is not None:
+        flat.results = (*flat.results, traced.found.weight)
     return flat
 
 

@@ -169,7 +169,7 @@ def _tags(node: fx.Node, flat: Flat) -> frozenset[str]:
         found.add("view")
     if is_random(node):
         found.add("random")
-    if flat.sizes.reads_rows(node.meta.get("val")):
+    if flat.sizes.reads_rows(node):
         found.add("reads_rows")
     return frozenset(found)
 

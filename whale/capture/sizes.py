@@ -12,6 +12,8 @@ from torch import Tensor, fx
 from whale.ir.graph import TensorSpec
 
 _FACTORS = "whale.row_factors"
+READS_ROWS = "whale.reads_rows"
+"""Marks a node that makes a number that depends on the rows, where that is no symbol."""
 
 
 class Sizes:
@@ -34,9 +36,12 @@ class Sizes:
             self._linear[expression] = self._take_apart(size.node.shape_env.simplify(expression))
         return self._linear[expression]
 
-    def reads_rows(self, value: object) -> bool:
-        """Whether a number depends on the rows."""
-        return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and self._symbol in value.node.expr.free_symbols
+    def reads_rows(self, node: fx.Node) -> bool:
+        """Whether a node makes a number that depends on the rows."""
+        value = node.meta.get("val")
+        return READS_ROWS in node.meta or (
+            isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and self._symbol in value.node.expr.free_symbols
+        )
 
     def spec(self, tensor: Tensor, node: fx.Node, position: int = 0) -> TensorSpec:
         """The spec of an output of a node."""
@@ -87,9 +92,9 @@ def mark_factors(graph: fx.Graph, double: fx.Graph | None, rows: int) -> None:
 
     Where the two graphs are not alike op by op, nothing is known but the inputs: every factor is -1.
     """
+    alike = double is not None and are_alike(graph, double)
     nodes = list(graph.nodes)
-    others = [] if double is None else list(double.nodes)
-    alike = [(n.op, n.target) for n in nodes] == [(n.op, n.target) for n in others]
+    others = list(double.nodes) if double is not None and alike else []
     for index, node in enumerate(nodes):
         shapes = _shapes(node)
         doubled = _shapes(others[index]) if alike else []
@@ -100,6 +105,11 @@ def mark_factors(graph: fx.Graph, double: fx.Graph | None, rows: int) -> None:
         node.meta[_FACTORS] = [tuple(_compared(a, b, rows) for a, b in zip(*pair, strict=True)) for pair in pairs]
         if alike:
             others[index].meta[_FACTORS] = node.meta[_FACTORS]
+
+
+def are_alike(graph: fx.Graph, other: fx.Graph) -> bool:
+    """Whether two graphs call the same ops in the same order."""
+    return [(node.op, node.target) for node in graph.nodes] == [(node.op, node.target) for node in other.nodes]
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:

@@ -54,14 +54,15 @@ def trace(model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: 
         static: export at the example's rows alone.
 
     Returns:
-        The export at the example's rows; and, if rows are not symbolic there, one at twice as many (None if that failed).
+        The export at the example's rows; and, if rows are not symbolic there, one at twice as many (None if that failed): the two
+        tell what grows with the rows.
 
     Raises:
         WhaleError: the model cannot be captured.
     """
     export = _Export(model, loss, structure, mode)
     first = export.attempt(structure.example_rows, dynamic=not static)
-    if isinstance(first, Traced):
+    if isinstance(first, Traced) and first.dynamic:
         return first, None
     fixed = first if static or isinstance(first, WhaleError) else export.attempt(structure.example_rows, dynamic=False)
     if not isinstance(fixed, Traced):

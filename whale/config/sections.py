@@ -75,6 +75,9 @@ class Runtime:
     """How the run is set up."""
 
     seed: int = key(0, "seed of dropout and of weights that Whale initialises", rule=at_least(0))
+    num_sizes: int = key(
+        32, "captures kept for batches of other sizes (lengths) than the example's; the least used of more is dropped", rule=at_least(1)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,6 @@
 
 from whale.planning.pipeline.balance import MemoryLimit, MemoryShortage, balance
 from whale.planning.plan import make_plan
-from whale.planning.retarget import retarget_plan
+from whale.planning.retarget import carry_plan, retarget_plan
 
-__all__ = ["MemoryLimit", "MemoryShortage", "balance", "make_plan", "retarget_plan"]
+__all__ = ["MemoryLimit", "MemoryShortage", "balance", "carry_plan", "make_plan", "retarget_plan"]

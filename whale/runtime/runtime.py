@@ -69,6 +69,7 @@ class Runtime:
         self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph))
         self._sync = self._make_sync(buckets, state)
         self._workers: dict[str, Worker] = {}
+        self._last_training: Worker | None = None
         self.prepare("train", captured, roster.plan, schedules)
         limit = config.gradient.clip_norm
         self.losses = LossWatch(roster.world)
@@ -87,34 +88,39 @@ class Runtime:
             plan: for it; on the same devices.
             schedules: per replica, with communication.
         """
-        if mode in self._workers:
-            self._workers.pop(mode).close()
+        self.forget(mode)
         device = self.roster.world.device
         constants = {name: value.to(device) for name, value in captured.constants.items()}
-        trains = captured is self._captured
+        trains = captured.graph.mode == "train"
         self._workers[mode] = Worker(
             plan=plan,
             schedules=schedules,
             captured=captured,
             tensors={**self._tensors, **constants},
-            axes=self.holdings.shardings.axes if trains else discover_if_sharded(plan, captured.graph),
+            axes=self.holdings.shardings.axes if captured is self._captured else discover_if_sharded(plan, captured.graph),
             connections=self._connections,
             sync=self._sync if trains else None,
         )
+
+    def forget(self, mode: str) -> None:
+        """Lets go of what was prepared for a mode, if anything was."""
+        if mode in self._workers:
+            self._workers.pop(mode).close()
 
     def plan_of(self, mode: str) -> Plan | None:
         """The plan that a mode was prepared for; None where it was not."""
         worker = self._workers.get(mode)
         return None if worker is None else worker.plan
 
-    def train(self, batch: BatchView, step_number: int) -> StepState:
+    def train(self, batch: BatchView, step_number: int, mode: str = "train") -> StepState:
         """Runs the actions of a training step; the parameters' gradients are then sums over their owners.
 
         Raises:
             BatchError: the batch cannot be divided as the plan says, or its rows differ between ranks.
             RuntimeFault: a peer died or a wait outlasted its limit.
         """
-        worker, sync = self._workers["train"], self._sync
+        worker, sync = self._workers[mode], self._sync
+        self._last_training = worker
         with self.status.reporting():
             if sync is None:
                 return worker.run(batch, (self.config.runtime.seed, step_number), with_gradients=True)
@@ -179,7 +185,7 @@ class Runtime:
     @property
     def peak_in_flight(self) -> int:
         """The most micro-batches, over this rank's stages, whose activations the last step held at once: from F to B or W."""
-        return self._workers["train"].peak_in_flight if self._workers else 0
+        return self._last_training.peak_in_flight if self._last_training is not None else 0
 
     def check_open(self) -> None:
         """Fails where it has been closed.
@@ -195,6 +201,7 @@ class Runtime:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
+        self._last_training = None
         if self._sync is not None:
             self._sync.close()
         self._connections.close()

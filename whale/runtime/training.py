@@ -14,7 +14,7 @@ from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.scaling import scale
 
 
-def train_step(runtime: Runtime, state: EngineState, batch: BatchView) -> torch.Tensor:
+def train_step(runtime: Runtime, state: EngineState, batch: BatchView, mode: str = "train") -> torch.Tensor:
     """Trains a state on one global batch.
 
     Args:
@@ -22,6 +22,7 @@ def train_step(runtime: Runtime, state: EngineState, batch: BatchView) -> torch.
         state: is changed in place; where an error is raised before the optimizer's step, only its gradients have, and
             statistics that the model writes.
         batch: the rows in hand.
+        mode: name of the training that was prepared for the sizes of the batch.
 
     Returns:
         The loss of the global batch: 0-dim, on this rank's device, equal on all ranks. The device is not synchronised.
@@ -31,7 +32,7 @@ def train_step(runtime: Runtime, state: EngineState, batch: BatchView) -> torch.
         RuntimeFault: a peer died or a wait outlasted its limit; or the loss is no finite number.
     """
     state.forget_gradients()
-    step = runtime.train(batch, state.step_number)
+    step = runtime.train(batch, state.step_number, mode)
     if step.account.needs_correction:
         scale(step.account.correction(runtime.totals(step)), state.parameters.values())
     norm = None

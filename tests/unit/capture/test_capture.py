@@ -284,6 +284,24 @@ def test_code_that_needs_a_number_of_rows_is_captured_for_that_number() -> None:
     assert [op.name for op in again.ops] == [op.name for op in graph.ops]
 
 
+@pytest.mark.parametrize(
+    ("loss", "coefficient", "count"),
+    [
+        (lambda output, batch: output.square().sum() / len(output), 1.0, "num_rows"),
+        (lambda output, batch: (output.square().sum(), 2 * len(output)), 1.0, "operator.mul(%num_rows, 2)"),
+        (lambda output, batch: output.square().sum() / 8, 0.125, None),
+        (lambda output, batch: (output.square().sum(), 4), 0.25, None),
+    ],
+)
+def test_constants_of_a_loss_where_rows_are_a_number(loss: Any, coefficient: float, count: str | None) -> None:
+    graph, _ = capture(Net(lambda m, x: m.first(x).view(len(x), 6)[: len(x)]), rows(4, 4), loss)
+    assert not graph.dynamic and len(graph.warnings) == 1
+    assert graph.loss[0].exact and graph.loss[0].coefficient == coefficient
+    weight = None if graph.loss[0].weight is None else str(graph.by_name[graph.loss[0].weight])
+    assert weight is None if count is None else weight is not None and count in weight
+    assert ("aten.view.default(%linear, [%num_rows, 6])" in str(graph)) and "reads_rows" in graph.by_name["num_rows"].tags
+
+
 def test_loop_over_the_rows() -> None:
     graph = check(Net(lambda m, x: torch.stack([m.first(row) for row in x])), sizes=(4,))
     assert not graph.dynamic

@@ -16,7 +16,7 @@ from whale.errors import BatchError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime.execute.batch_view import BatchView
-from whale.runtime.execute.digest import combined, digests, on_host
+from whale.runtime.execute.digest import BITS, combined, digests, on_host
 from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.loss import WeightProgram
 from whale.runtime.execute.rank_batch import check_rows
@@ -36,19 +36,23 @@ class _Told:
 
     Attributes:
         num_rows: NaN where it refuses the batch.
+        capture: a number for the capture that it runs: ranks whose batches differ in size would run different ones; None where
+            it has no part of the batch.
         contents: a digest of each tensor of a global batch; None where it cannot be compared, or is not this time.
         balance: of the rows that this rank has read for itself beside others (`shared_rows`).
     """
 
     num_rows: float
+    capture: int | None = None
     contents: Mapping[str, int] | None = None
     balance: int = 0
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Rows, their square; whether there is a digest, the digest, its square; the balance: sums over all ranks are exact in float64."""
-        digest = 0 if self.contents is None else combined(self.contents)
-        return self.num_rows, self.num_rows**2, self.contents is not None, digest, digest**2, self.balance
+        """Rows, their square; of the capture and the contents, whether it tells, what, its square; the balance: sums are exact."""
+        told = (self.capture, None if self.contents is None else combined(self.contents))
+        found = [number for one in told for number in (one is not None, one or 0, (one or 0) ** 2)]
+        return self.num_rows, self.num_rows**2, *found, self.balance
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Agreement:
         self._num_compared = 0
         self._shared: dict[int, tuple[SharedPiece, ...]] = {}
         self._call = _CALLS[model.mode]
+        self._capture = int(model.fingerprint, 16) & ((1 << BITS) - 1)
+        self._sizes = {op.target: str(op.outputs[0]) for op in model.ops if op.kind == "input" and op.outputs}
 
     def micro_batches(self, num_rows: int) -> tuple[tuple[int, int], ...]:
         """Global row intervals of this rank's micro-batches.
@@ -146,15 +152,16 @@ class Agreement:
         What lies on a device is looked at in the first steps alone.
         """
         self._num_compared += 1
+        capture = self._capture if batch.leaves else None
         if self._world.is_alone or not (on_host(batch.leaves) or self._num_compared <= DEVICE_STEPS):
-            return _Told(batch.num_rows)
+            return _Told(batch.num_rows, capture)
         if not batch.is_own:
-            return _Told(batch.num_rows, digests(batch.leaves))
+            return _Told(batch.num_rows, capture, digests(batch.leaves))
         if self._seat is None:
-            return _Told(batch.num_rows)
+            return _Told(batch.num_rows, capture)
         if batch.num_rows not in self._shared:
             self._shared[batch.num_rows] = shared_pieces(self._plan, self._seat, batch.num_rows)
-        return _Told(batch.num_rows, balance=balance(batch, self._shared[batch.num_rows]))
+        return _Told(batch.num_rows, capture, balance=balance(batch, self._shared[batch.num_rows]))
 
     def _start(self, told: _Told, measured: torch.Tensor) -> list[tuple[torch.Tensor, Launched | None]]:
         """Sums over all ranks; what is told of the batch stays off a GPU, which is not to be waited for."""
@@ -168,7 +175,7 @@ class Agreement:
             self._everyone.finish(work, "comparing the batch")
         if self._world.is_alone:
             return list(parts[0][0])
-        count, squares, *of_contents, rest = roll_call.read(parts[0][0], self._call, self._world.size)
+        count, squares, *others, rest = roll_call.read(parts[0][0], self._call, self._world.size)
         if math.isnan(count):
             raise BatchError("every rank needs a good batch (another rank has refused its own)", hint="see that rank's error")
         if not _are_equal(self._world.size, count, squares):
@@ -176,15 +183,38 @@ class Agreement:
                 f"the batch must have the same rows on every rank (here {told.num_rows}, {count / self._world.size:g} on average)",
                 hint="give every rank the same global batch, or use engine.loader",
             )
-        if not _are_equal(*of_contents):
+        if not _are_equal(*others[:3]):
+            self._refuse_capture(told)
+        if not _are_equal(*others[3:]):
             self._refuse_contents(told)
-        if rest and not of_contents[0]:
+        if rest and not others[3]:
             raise BatchError(
                 "a sample must be the same on every rank that reads it (some rank has read other values)",
                 hint="draw what is random in a dataset from Python's, NumPy's or torch's own random numbers, which the loader seeds for "
                 "each sample; or seed it by the sample's index",
             )
         return list(parts[1][0]) if len(parts) > 1 else []
+
+    def _refuse_capture(self, told: _Told) -> NoReturn:
+        """Says whose batch has other sizes; all ranks come here together."""
+        found = cast(list[Mapping[str, str] | None], self._world.gather_objects(None if told.capture is None else self._sizes))
+        known = {rank: sizes for rank, sizes in enumerate(found) if sizes is not None}
+        first, reference = next(iter(known.items()))
+        odd = [
+            f"{name} {sizes[name]} on rank {rank}, {size} on rank {first}"
+            for name, size in reference.items()
+            for rank, sizes in known.items()
+            if sizes[name] != size
+        ]
+        if not odd:
+            raise BatchError(
+                "every rank must capture the same model for the batch's sizes (the ops that were captured differ)",
+                hint="start with whale run, or set PYTHONHASHSEED: the model's code may iterate over a set",
+            )
+        raise BatchError(
+            f"the batch must have the same sizes on every rank (b: rows; {'; '.join(odd)})",
+            hint="what pads to the longest row must see all rows: engine.loader(..., whole_batches=True), or pad to a fixed length",
+        )
 
     def _refuse_contents(self, told: _Told) -> NoReturn:
         """Says which tensors of the batch differ on which ranks; all ranks come here together."""

@@ -106,6 +106,14 @@ class Executor:
         }
         self.peak_in_flight = 0
 
+    def prepare(self, micro_batches: Sequence[tuple[int, int]]) -> None:
+        """Makes the programs of all stages for the rows that this rank takes of these micro-batches."""
+        self._exchange.begin(micro_batches)
+        for stage, runner in self._stages.items():
+            for micro_batch in range(len(micro_batches)):
+                low, high = self._exchange.local_rows(stage, micro_batch)
+                runner.prepare(high - low)
+
     def run(self, state: StepState, agree: Callable[[], None], reduce: Callable[[], None]) -> None:
         """Runs the actions up to the optimizer's step, which is the caller's.
 

@@ -36,8 +36,17 @@ def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
     Raises:
         BatchError: the batch is too small for the plan.
     """
+    return merge(rank_pieces(plan, rank, num_rows))
+
+
+def rank_pieces(plan: Plan, rank: int | None, num_rows: int) -> list[tuple[int, int]]:
+    """The rows that a rank takes of each micro-batch in each stage it runs; none for a rank outside the plan.
+
+    Raises:
+        BatchError: the batch is too small for the plan.
+    """
     if rank is None:
-        return ()
+        return []
     device = plan.devices[rank]
     needed: list[tuple[int, int]] = []
     for replica in plan.replicas:
@@ -47,7 +56,7 @@ def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
                 micro_batches = _micro_batches(plan, replica.index, num_rows)
                 _check_stage(stage, replica.index, min(stop - start for start, stop in micro_batches), num_rows)
                 needed += [stage.row_intervals(stop - start, start)[position] for start, stop in micro_batches]
-    return merge(needed)
+    return needed
 
 
 def _micro_batches(plan: Plan, replica: int, num_rows: int) -> tuple[tuple[int, int], ...]:

@@ -82,6 +82,10 @@ class StageRunner:
         """What the first message in the midst of its computation waits for; None where it has none."""
         return self._split_group.gate if self._split_group is not None else None
 
+    def prepare(self, num_rows: int) -> None:
+        """Makes the program for so many rows, unless there is one."""
+        self._source(num_rows)
+
     def forward(
         self,
         num_rows: int,

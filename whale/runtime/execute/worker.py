@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
 from whale.axes import Axes
+from whale.errors import BatchError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.runtime.execute.agreement import Agreement, Pending
@@ -56,6 +58,7 @@ class Worker:
         self._device, self._everyone = roster.world.device, connections.everyone
         self._weights = weight_program(captured.graph, captured.graph_for(captured.graph.num_rows), self._device)
         self._executor: Executor | None = None
+        self._prepared: set[int] = set()
         stages = SeatStages()
         if self._seat is not None:
             replica, schedule = plan.replicas[self._seat.replica], schedules[self._seat.replica]
@@ -88,8 +91,10 @@ class Worker:
 
         Raises:
             BatchError: the batch cannot be divided as the plan says, or its rows differ between ranks.
+            CaptureError: the model cannot be captured for so few or so many rows.
             RuntimeFault: a peer died or a wait outlasted its limit.
         """
+        self._prepare(batch.num_rows)
         pending = self._agreement.begin(batch)
         account = LossAccount(self._model.loss, batch.num_rows, self._weights.at(batch.num_rows), self._device)
         place = (*seed, -1 if self._seat is None else self._seat.replica)
@@ -109,6 +114,19 @@ class Worker:
         else:
             self._executor.run(state, agree, reduce)
         return state
+
+    def _prepare(self, num_rows: int) -> None:
+        """Makes the programs for the pieces of a batch before anything is sent; where that fails, no other rank waits."""
+        if num_rows in self._prepared or self._executor is None:
+            return
+        with suppress(BatchError):  # of a batch that is too small, which the agreement refuses
+            pieces = self._agreement.micro_batches(num_rows)
+            try:
+                self._executor.prepare(pieces)
+            except WhaleError:
+                self.refuse()
+                raise
+            self._prepared.add(num_rows)
 
     def refuse(self) -> None:
         """Tells the other ranks, which are about to run a step, that this rank's batch is bad."""
