@@ -19,12 +19,12 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import UninitializedParameter
 
+from whale.capture import functions
+from whale.capture.regions import recomputed
 from whale.capture.source import line_of_traceback, user_line
 from whale.errors import CaptureError, WhaleError, raise_faults
 
 INNER_HINT = "write torch.cond, while_loop and the like with ordinary tensor operations"
-_RECOMPUTE = "recompute is Whale's: the model recomputes activations by torch.utils.checkpoint of its own"
-_RECOMPUTE_HINT = "switch the model's gradient checkpointing off (model.gradient_checkpointing_disable(), or no checkpoint call)"
 
 
 def as_capture_error(error: Exception) -> WhaleError:
@@ -76,7 +76,7 @@ def watched() -> Iterator[None]:
                 stack.enter_context(mock.patch.object(owner, name, value))
 
         patch(torch.autograd.Function, "apply", classmethod(_guarded(apply)))
-        patch(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _refuse_recompute)
+        patch(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _checkpointing)
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
             patch(torch.Tensor, name, _refuse_hook)
         yield
@@ -127,20 +127,25 @@ def _guarded(apply: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled() or cls.__module__.startswith("torch._library"):
             return apply(cls, *args, **kwargs)  # of a registered operator: the graph keeps the operator, with its backward
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            _refuse_recompute()
+            return _checkpointed(*args)
         if cls.__module__ == "torch.nn.modules._functions" and cls.__name__ == "BackwardHookFunction":
             _refuse_hook()
-        raise CaptureError(
-            f"a captured model has no custom autograd.Function: the backward of {cls.__name__} would be lost",
-            where=user_line(),
-            hint="write it with differentiable torch operations",
-        )
+        assert not kwargs, "torch's apply takes none"
+        return functions.call(cls, args)
 
     return guarded
 
 
-def _refuse_recompute(*args: Any, **kwargs: Any) -> NoReturn:
-    raise CaptureError(_RECOMPUTE, where=user_line(), hint=_RECOMPUTE_HINT)
+def _checkpointed(function: Callable[..., Any], preserves_random_state: bool, *args: Any) -> Any:
+    """What the reentrant form of `torch.utils.checkpoint` does: the function's ops become a region that is computed again."""
+    with recomputed():
+        return function(*args)
+
+
+def _checkpointing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """What stands around the function in the other form: it runs where this yields."""
+    with recomputed():
+        yield
 
 
 def _refuse_hook(*args: Any, **kwargs: Any) -> NoReturn:

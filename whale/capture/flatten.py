@@ -11,7 +11,7 @@ _assert_tensor_metadata(...)                 ->   nothing
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 
 from whale.capture.batch import BatchStructure
 from whale.capture.errors import INNER_HINT
+from whale.capture.functions import CALL
 from whale.capture.parameters import Holdings
 from whale.capture.sizes import READS_ROWS, Sizes, tensors_of
 from whale.capture.source import line_of_stack_trace
@@ -97,7 +98,7 @@ def _symbolic_rows(traced: Traced, structure: BatchStructure) -> int | torch.Sym
 
 class _Flattening:
     def __init__(self, traced: Traced, structure: BatchStructure, held: Holdings, flat: Flat) -> None:
-        self._exported = traced.exported
+        self._exported, self._calls = traced.exported, traced.calls
         self._structure = structure
         self._held = held
         self._flat = flat
@@ -169,12 +170,23 @@ class _Flattening:
             return self._region(node, args)
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][cast(int, args[1])]
+        if node.target is CALL:
+            return self._function(node, *cast(Any, args))
         target: Any = _SUBSTITUTES.get(cast(Any, node.target), node.target)
         if target is aten.detach_.default and len(node.all_input_nodes[0].users) == 1:
             target = aten.detach.default
         copied = self._graph.create_node("call_function", target, args, kwargs, node.name)
         copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
         return copied
+
+    def _function(self, node: fx.Node, operands: Sequence[Any], number: int) -> fx.Node | tuple[fx.Node]:
+        """A user's autograd function in the place of what stood for it; of a single result there is nothing to be picked out."""
+        copied = self._graph.create_node("call_function", self._calls[number], tuple(operands), {}, node.name)
+        copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+        if len(node.meta["val"]) > 1:
+            return copied
+        copied.meta["val"] = node.meta["val"][0]
+        return (copied,)
 
     def _number(self, node: fx.Node) -> fx.Node | int | None:
         """An integer that is a x rows + b, made from `num_rows` alone whatever tensor it was read from."""

@@ -14,11 +14,12 @@ from whale.capture.aliasing import viewed_arguments, written_arguments
 from whale.capture.flatten import Flat
 from whale.capture.flops import op_flops
 from whale.capture.gradients import gradient_flow
+from whale.capture.regions import region_of
 from whale.capture.scopes import DEFAULT_KEY, PATH_KEY, under_default
 from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import default_tags, effective_tags, parameter_tags
 from whale.errors import CaptureError
-from whale.ir.graph import Argument, Op, OpKind, Ref, TensorSpec
+from whale.ir.graph import REGION, Argument, Op, OpKind, Ref, TensorSpec
 from whale.ir.scope import Scope, ScopePath
 
 _CALL_NUMBER = re.compile(r"@\d+")
@@ -169,6 +170,8 @@ def _tags(node: fx.Node, flat: Flat) -> frozenset[str]:
         found.add("view")
     if is_random(node):
         found.add("random")
+    if (region := region_of(node)) is not None:
+        found.add(f"{REGION}{region}")
     if flat.sizes.reads_rows(node):
         found.add("reads_rows")
     return frozenset(found)

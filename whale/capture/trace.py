@@ -20,7 +20,9 @@ from torch.fx.proxy import TracerBase
 
 from whale.capture.batch import BatchStructure, Leaf
 from whale.capture.errors import as_capture_error, quiet_export, refused_parameters, watched
+from whale.capture.functions import FunctionCall, collected
 from whale.capture.modes import Faker, fake_tensors, training_flags
+from whale.capture.regions import numbered
 from whale.capture.scopes import capturing
 from whale.capture.source import inner_frames
 from whale.capture.wrapper import Findings, Loss, Mode, Wrapper
@@ -38,6 +40,7 @@ class Traced:
         dynamic: whether that number is symbolic.
         found: the output's structure, or the constant weight of the loss.
         entered: the scopes entered in `forward`, in order.
+        calls: of custom autograd functions, in order.
     """
 
     exported: ExportedProgram
@@ -45,6 +48,7 @@ class Traced:
     dynamic: bool
     found: Findings
     entered: tuple[Scope, ...]
+    calls: tuple[FunctionCall, ...]
 
 
 def trace(model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool) -> tuple[Traced, Traced | None]:
@@ -98,11 +102,11 @@ class _Export:
         leaves = [torch.empty(self._shape(leaf, rows), dtype=leaf.dtype, device=device) for leaf in self.structure.inputs]
         size = Dim("rows", min=2)
         shapes = tuple({0: size} if dynamic and leaf.has_rows else None for leaf in self.structure.inputs)
-        with capturing() as scopes:
+        with capturing() as scopes, collected() as calls, numbered():
             wrapper = Wrapper(self.model, self.loss, self.structure, self.mode)
             with _surroundings(self.model, self.mode, fake, fake_mode):
                 exported = torch.export.export(wrapper, tuple(leaves), strict=False, dynamic_shapes=(shapes,))
-        return Traced(exported, rows, dynamic, wrapper.found, tuple(scopes.entered))
+        return Traced(exported, rows, dynamic, wrapper.found, tuple(scopes.entered), tuple(calls))
 
     @staticmethod
     def _shape(leaf: Leaf, rows: int) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[
     Raises:
         BatchError: the batch lacks an argument that `forward` requires.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters.values()  # of torch.compile: it hides them
     kinds = {parameter.kind for parameter in parameters}
     if isinstance(batch, Mapping):
         names = {parameter.name for parameter in parameters if parameter.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)}

@@ -29,6 +29,9 @@ class Ref:
         return f"%{self.op}"
 
 
+REGION = "region "
+"""How the tag begins of an op in a block that the model itself asks to compute again; its number follows."""
+
 Argument = Union[None, bool, int, float, str, Ref, tuple["Argument", ...]]
 """An op's argument: a literal, the result of another op, or a tuple of arguments.
 
@@ -92,7 +95,7 @@ class Op:
         where: the user's line.
         forward_flops, backward_flops: at the example's rows; a multiply-add is 2.
         tags: ``pointwise``, ``view``, ``in_place``, ``random``, ``reads_rows`` (its result is an integer
-            that depends on the rows).
+            that depends on the rows), ``region 0`` (of a block that the model asks to compute again).
         requires_grad: whether a gradient flows into its output.
     """
 
@@ -124,6 +127,11 @@ class Op:
         parts = self.target.split(".")
         name = parts[1] if len(parts) > 1 else self.target
         return name if name.endswith("__") else name.rstrip("_")
+
+    @property
+    def region(self) -> str | None:
+        """Its block among those that the model asks to compute again; None where it is in none."""
+        return next((tag for tag in self.tags if tag.startswith(REGION)), None)
 
     @property
     def num_bytes(self) -> int:

@@ -12,11 +12,11 @@ from whale.errors import ConfigError, raise_faults
 from whale.estimate import Line
 from whale.estimate.costs.op_table import Floats
 from whale.estimate.memory.memory import saved_lines
-from whale.estimate.prices.part import NOTHING, Recompute, Segment
+from whale.estimate.prices.part import Recompute, Segment
 from whale.estimate.prices.prices import PartCost, Prices
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
-from whale.planning.pipeline.segments import find_blocks, find_cores
+from whale.planning.pipeline.segments import find_blocks, find_cores, find_regions
 from whale.planning.structure.stages import Assignment
 
 Recomputes = tuple[Recompute, ...]
@@ -28,8 +28,8 @@ class Policy:
     """What recomputes inside stages. Whole stages that recompute by R actions are the pipeline's (`PipelineShape.recomputed`).
 
     Attributes:
-        kind: ``none``, ``selective`` (the cores of attention), ``shares`` (of each stage's blocks) or ``auto`` (as many
-            blocks as each device's memory demands).
+        kind: ``none`` (but what the model itself asks to compute again), ``selective`` (the cores of attention), ``shares`` (of
+            each stage's blocks) or ``auto`` (as many blocks as each device's memory demands).
         shares: by stage; of those that are not named, 0.
     """
 
@@ -122,7 +122,7 @@ class Chooser:
             for rank in range(self.pipeline.num_ranks):
                 needed |= self._as_needed(placed, assignment, rank, num_rows, margin)
             return tuple(needed[stage] for stage in stages)
-        return (NOTHING,) * len(stages)
+        return tuple(Recompute(self._regions(assignment, stage)) for stage in stages)
 
     def _share(self, placed: Placed, assignment: Assignment, stage: int, num_rows: int) -> Recompute:
         blocks = self._by_worth(placed, assignment, {stage: self._blocks(placed, assignment, stage, num_rows)}, num_rows)
@@ -157,6 +157,9 @@ class Chooser:
 
     def _cores(self, assignment: Assignment, stage: int) -> tuple[Segment, ...]:
         return find_cores(self.prices.graph, assignment.parts[stage].ops, self.prices.activations)
+
+    def _regions(self, assignment: Assignment, stage: int) -> tuple[Segment, ...]:
+        return find_regions(self.prices.graph, assignment.parts[stage].ops)
 
     def _by_worth(
         self, placed: Placed, assignment: Assignment, segments: Mapping[int, Sequence[Segment]], num_rows: int

@@ -146,6 +146,22 @@ def _cut(entering: Floats, inside: Floats, size: float) -> list[int]:
     return bounds[::-1]
 
 
+def find_regions(graph: ModelGraph, ops: Sequence[str]) -> tuple[Segment, ...]:
+    """The runs of a stage's ops that the model itself asks to compute again (`torch.utils.checkpoint`), without what must not be."""
+    regions = [graph.by_name[name].region for name in ops]
+    if not any(regions):
+        return ()
+    ground = find_ground(graph, ops)
+    found = []
+    for region in dict.fromkeys(name for name in regions if name is not None):
+        for start, stop in _runs(np.array([name == region for name in regions])):
+            for low, high in ground.islands:
+                places = [place for place in range(max(low, start), min(high, stop) + 1) if not ground.closed[place]]
+                if len(places) > 1:
+                    found.append((places[0], places[-1]))
+    return tuple(tuple(ops[start:stop]) for start, stop in sorted(found))
+
+
 def find_cores(graph: ModelGraph, ops: Sequence[str], activations: Collection[str]) -> tuple[Segment, ...]:
     """The cores of attention in a stage: from the product of two activations through softmax to the next, found by kinds of ops.
 

@@ -1,0 +1,195 @@
+"""Custom `autograd.Function`s in a capture: each call is one op, with the user's own forward and backward, and is never cut open.
+
+traced as      whale_capture::call([%x, %w], 0)      0: the first call of this capture
+written as     GeLUFunction(%x, %w)                  a `FunctionCall`, which calls `GeLUFunction.apply`
+
+A function whose forward and backward are pointwise throughout is marked so: then parts of its operands give parts of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whale.capture.source import user_line
+from whale.errors import CaptureError
+
+_library = torch.library.Library("whale_capture", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "call(Tensor[] operands, int number) -> Tensor[]"
+)
+CALL = torch.ops.whale_capture.call.default
+"""Stands for a call while a model is traced."""
+
+_MOVES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_calls: ContextVar[list[FunctionCall] | None] = ContextVar("whale_function_calls", default=None)
+
+
+class FunctionCall:
+    """Calls a user's function on tensors; its other arguments are those of the capture.
+
+    Args:
+        function: the `autograd.Function`.
+        arguments: of the call, in a tree.
+
+    Attributes:
+        tags: as torch's operators have them.
+    """
+
+    def __init__(self, function: type[torch.autograd.Function], arguments: Sequence[Any]) -> None:
+        self.function = function
+        leaves, self._spec = pytree.tree_flatten(list(arguments))
+        self._constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        self._is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+        self._outputs: tuple[pytree.TreeSpec, tuple[Any, ...]] | None = None
+        self.tags: tuple[torch.Tag, ...] = ()
+        self.__name__, self.__module__ = function.__name__, function.__module__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FunctionCall) and self._form() == other._form()
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __call__(self, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The tensor that the function returns, or the tensors, with its own backward."""
+        found = self._tensors(self.function.apply(*self._arguments(operands)), operands)  # type: ignore[no-untyped-call]
+        return found[0] if len(found) == 1 else found
+
+    def traced(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """What the function returns for fake tensors; learns whether it is pointwise."""
+        context = _Context(len(self._constants))
+        arguments = self._arguments([operand.detach() for operand in operands])
+        with _Recorder() as forward:  # type: ignore[no-untyped-call]
+            output = _forward(self.function, context, arguments)
+        leaves, spec = pytree.tree_flatten(output)
+        self._outputs = spec, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        found = list(self._tensors(output, arguments))
+        if len(found) == 1 and forward.is_pointwise and self._is_backward_pointwise(context, found[0]):
+            self.tags = (torch.Tag.pointwise,)
+        return found
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """What the function returns, with these tensors in it."""
+        assert self._outputs is not None
+        spec, constants = self._outputs
+        remaining = iter(tensors)
+        leaves = [next(remaining) if constant is None else constant for constant in constants]
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _is_backward_pointwise(self, context: _Context, output: Tensor) -> bool:
+        gradient = torch.empty_like(output)
+        with _Recorder() as seen:  # type: ignore[no-untyped-call]
+            try:
+                self.function.backward(context, gradient)
+            except Exception:  # the user's code sees a context that is not torch's: it may ask for more than that has
+                return False
+        return bool(seen.is_pointwise)
+
+    def _arguments(self, operands: Sequence[Tensor]) -> list[Any]:
+        remaining = iter(operands)
+        pairs = zip(self._is_tensor, self._constants, strict=True)
+        leaves = [next(remaining) if is_tensor else constant for is_tensor, constant in pairs]
+        arguments: list[Any] = pytree.tree_unflatten(leaves, self._spec)
+        return arguments
+
+    def _tensors(self, output: Any, operands: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The tensors of an output, in memory of their own."""
+        lent = {operand.untyped_storage()._cdata for operand in operands if isinstance(operand, Tensor)}
+        found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        return tuple(tensor.clone() if tensor.untyped_storage()._cdata in lent else tensor for tensor in found)
+
+    def _form(self) -> tuple[Any, ...]:
+        return self.function, self._spec, self._is_tensor, self._constants
+
+
+@contextmanager
+def collected() -> Iterator[list[FunctionCall]]:
+    """The calls that are made inside, in order."""
+    calls: list[FunctionCall] = []
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
+
+
+def call(function: type[torch.autograd.Function], arguments: Sequence[Any]) -> Any:
+    """Calls a function as one op of the capture that is under way.
+
+    Raises:
+        CaptureError: the call cannot be repeated on other rows, or writes to what it is given.
+    """
+    calls = _calls.get()
+    assert calls is not None, "a capture collects the calls"
+    leaves = pytree.tree_leaves(list(arguments))
+    if any(isinstance(leaf, _NUMBERS) for leaf in leaves):
+        raise CaptureError(
+            f"an autograd.Function takes tensors and constants ({function.__name__} is given a number that depends on the rows)",
+            where=user_line(),
+            hint="read sizes from the tensors inside the function",
+        )
+    made = FunctionCall(function, arguments)
+    calls.append(made)
+    return made.rebuild(CALL([leaf for leaf in leaves if isinstance(leaf, Tensor)], len(calls) - 1))
+
+
+@torch.library.register_fake("whale_capture::call", lib=_library)  # type: ignore[untyped-decorator]
+def _traced(operands: Sequence[Tensor], number: int) -> list[Tensor]:
+    calls = _calls.get()
+    assert calls is not None, "a capture collects the calls"
+    return calls[number].traced(operands)
+
+
+def _forward(function: type[torch.autograd.Function], context: _Context, arguments: Sequence[Any]) -> Any:
+    if function.setup_context is torch.autograd.Function.setup_context:
+        return function.forward(context, *arguments)
+    output = function.forward(*arguments)
+    function.setup_context(context, tuple(arguments), output)
+    return output
+
+
+class _Context:
+    """What a function's forward leaves for its backward."""
+
+    def __init__(self, num_arguments: int) -> None:
+        self.needs_input_grad = (True,) * num_arguments
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Tensor | None) -> None:
+        """For forward differentiation, which is not done."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Known to torch when it is called."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Known to torch when it is called."""
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        raise CaptureError(
+            "an autograd.Function of a captured model writes to nothing that it is given (mark_dirty was called)",
+            where=user_line(),
+            hint="return a new tensor",
+        )
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at the operators that are called."""
+
+    is_pointwise = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.is_pointwise = self.is_pointwise and (torch.Tag.pointwise in func.tags or func in _MOVES)
+        return func(*args, **(kwargs or {}))
