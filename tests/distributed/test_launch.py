@@ -80,6 +80,7 @@ def test_no_thread_of_a_process_group_outlives_the_script(tmp_path: Path) -> Non
         "names = lambda: sorted(open(f'/proc/self/task/{task}/comm').read().strip() for task in os.listdir('/proc/self/task'))\n"
         "atexit.register(lambda: print(names()))\n"
         "import whale\n"
+        "torch.manual_seed(0)\n"
         "batch = torch.randn(4, 4)\n"
         "engine = whale.parallelize(torch.nn.Linear(4, 4), loss=lambda output, batch: output.square().mean(), batch=batch)\n"
         "engine.step(batch)\n"
