@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Without an NVIDIA GPU one known version is enough, and it must not bring the CUDA libraries where a CPU build is to be had.
-TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+# The version that the tests are run with; where a CPU build is to be had, it must not bring the CUDA libraries.
+TORCH ?= torch==2.13.0
 # Two at a time, each file by one of them, for its tests share what they capture; the small files are the last.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 # What is compiled, the tests too, is kept for the next process.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 
+import torch
 from torch import fx, nn
 
 from whale.capture.aliasing import memory_roots, written_arguments
@@ -29,6 +30,7 @@ from whale.capture.sizes import mark_factors
 from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import tag_of
 from whale.capture.trace import Traced, trace
+from whale.capture.versions import check_version
 from whale.capture.wrapper import Loss, Mode
 from whale.errors import CaptureError
 from whale.ir.graph import LossTerm, ModelGraph, Op
@@ -60,9 +62,10 @@ def capture(
             rows whose dimension 0 is as large as that of most.
 
     Raises:
-        CaptureError: something in the model would be lost, or depends on values in tensors.
+        CaptureError: something in the model would be lost, or depends on values in tensors; or torch's version was not tested.
         BatchError: the example is no batch, or lacks what forward requires.
     """
+    check_version(torch.__version__)
     structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, 1 if static else 2, batch_dims)
     check_model(model)
     default = default_scope()

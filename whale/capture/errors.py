@@ -68,7 +68,7 @@ def check_model(model: nn.Module) -> None:
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     """Raises `CaptureError` where the code that runs inside does what no captured graph keeps."""
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    apply = vars(torch.autograd.Function)["apply"]  # the descriptor: which kind of method it is depends on torch
     with contextlib.ExitStack() as stack:
 
         def patch(owner: object, name: str, value: object) -> None:
@@ -122,10 +122,10 @@ def refused_parameters(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def _guarded(apply: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(apply: Any) -> Callable[..., Any]:
     def guarded(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or cls.__module__.startswith("torch._library"):
-            return apply(cls, *args, **kwargs)  # of a registered operator: the graph keeps the operator, with its backward
+            return apply.__get__(None, cls)(*args, **kwargs)  # of a registered operator: the graph keeps the operator, with its backward
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return _checkpointed(*args)
         if cls.__module__ == "torch.nn.modules._functions" and cls.__name__ == "BackwardHookFunction":
