@@ -69,7 +69,7 @@ Pieces = Sequence[Sequence[Sequence[tuple[int, int]]]]
 def train_in_pieces(model: nn.Module, loss: Callable[[Any, Any], Any], batches: Sequence[Any], pieces: Pieces, optimizer: Optimizer) -> Run:
     """Trains on pieces of each batch, as batch normalisation sees them; each device keeps running statistics of its own.
 
-    At the end they are averaged by the rows that each device saw in the last step.
+    What counts (an integer) moves once per step. At the end they are averaged by the rows that each device saw in the last step.
 
     Args:
         loss: returns (sum, weight).
@@ -83,12 +83,14 @@ def train_in_pieces(model: nn.Module, loss: Callable[[Any, Any], Any], batches: 
         total, weight = 0.0, 0.0
         for own, intervals in zip(kept, devices, strict=True):
             restore(model, own)
+            counted: dict[str, Tensor] = {}
             for start, stop in intervals:
                 piece = rows_of(batch, start, stop)
-                summed, counted = loss(call(model, piece), piece)
+                summed, rows = loss(call(model, piece), piece)
                 summed.backward()
-                total, weight = total + float(summed.detach()), weight + float(counted)
-            own.update(copy_of(dict(model.named_buffers())))
+                total, weight = total + float(summed.detach()), weight + float(rows)
+                counted = counted or {name: b.clone() for name, b in model.named_buffers() if not b.is_floating_point()}
+            own.update(copy_of(dict(model.named_buffers())) | counted)
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= weight
@@ -96,8 +98,8 @@ def train_in_pieces(model: nn.Module, loss: Callable[[Any, Any], Any], batches: 
         if number == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         stepper.step()
-    rows = [sum(stop - start for start, stop in intervals) for intervals in pieces[-1]]
-    merged = {name: sum(own[name] * n for own, n in zip(kept, rows, strict=True)) / sum(rows) for name in kept[0]}
+    shares = [sum(stop - start for start, stop in intervals) for intervals in pieces[-1]]
+    merged = {name: sum(own[name] * n for own, n in zip(kept, shares, strict=True)) / sum(shares) for name in kept[0]}
     restore(model, merged)
     return Run(losses, gradients, copy_of(model.state_dict()))
 

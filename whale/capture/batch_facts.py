@@ -41,8 +41,10 @@ class BatchFacts:
         self._roots = memory_roots(graph)
         self._written = {self._roots[argument] for node in graph.nodes for argument in written_arguments(node)}
         self.num_rows = _example_rows(graph, rows, row_factors)
+        self._writer: dict[Node, Node] = {}
         for node in graph.nodes:
             self._visit(node)
+            self._writer |= {self._roots[base]: node for base in written_arguments(node)}
 
     def depends(self, node: object) -> bool:
         """Whether a value differs between pieces of a batch: it reads rows of the batch, or their number."""
@@ -96,7 +98,7 @@ class BatchFacts:
     def _visit(self, node: Node) -> None:
         factors = self._factors(node)
         has_rows = factors is not None and any(factors)
-        sources = () if getattr(node.target, "overloadpacket", None) in _SHAPE_ONLY else node.all_input_nodes
+        sources = [] if getattr(node.target, "overloadpacket", None) in _SHAPE_ONLY else self._read(node)
         if node is self._rows or has_rows or any(source in self._dependent for source in sources):
             self._dependent.add(node)
         if _is_floating(node) and self._gets_gradient(node):
@@ -109,10 +111,15 @@ class BatchFacts:
             return bool(getattr(node.meta.get("val"), "requires_grad", False))
         if node.target in _DETACH or (str(node.target) == "wrap_with_set_grad_enabled" and node.args[0] is False):
             return False
-        return any(source in self._differentiable for source in node.all_input_nodes)
+        return any(source in self._differentiable for source in self._read(node))
+
+    def _read(self, node: Node) -> list[Node]:
+        """What a node reads: its arguments, and the last write so far to the memory of each."""
+        writers = (self._writer.get(self._roots[source]) for source in node.all_input_nodes)
+        return [*node.all_input_nodes, *(writer for writer in writers if writer is not None)]
 
     def _find_mixing(self, node: Node) -> None:
-        for source in node.all_input_nodes:
+        for source in self._read(node):
             if source in self._mixed:
                 self._mixed[node] = self._mixed[source]
                 return

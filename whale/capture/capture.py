@@ -2,6 +2,7 @@
 
 trace      torch exports model and loss without running them
 flatten    one graph, ties joined, inner regions inlined, one ``num_rows``
+writes     of parameters are refused, of the batch go to a copy
 split      the loss becomes terms of (sum, weight)
 clean      dead code and needless detaches go
 describe   nodes become ops, without torch
@@ -32,6 +33,7 @@ from whale.capture.tagging import tag_of
 from whale.capture.trace import Traced, trace
 from whale.capture.versions import check_version
 from whale.capture.wrapper import Loss, Mode
+from whale.capture.writes import settle_writes
 from whale.errors import CaptureError
 from whale.ir.graph import LossTerm, ModelGraph, Op
 from whale.ir.scope import Scope
@@ -79,6 +81,9 @@ def _build(
     held = holdings(model)
     flat = flatten(first, structure, held)
     second = None if double is None else flatten(double, structure, held)
+    for each in (flat, second):
+        if each is not None:
+            settle_writes(each)
     knows_rows = first.dynamic or (second is not None and write_rows(flat, second))
     if not first.dynamic:
         mark_factors(flat.graph, None if second is None else second.graph, first.rows)

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx.node import map_arg
 
+from whale.capture.aliasing import written_arguments
 from whale.capture.batch import BatchStructure
 from whale.capture.errors import INNER_HINT
 from whale.capture.functions import CALL
@@ -232,9 +233,10 @@ class _Flattening:
                 "a captured model has no enable_grad() inside no_grad()", where=line_of_stack_trace(node.meta.get("stack_trace"))
             )
         before, self._without_gradients = self._without_gradients, not enabled
-        results = self._inline(module, dict(zip(_inputs(module), inputs if enabled else self._detached(inputs), strict=True)))
+        given = list(inputs) if enabled else self._detached(inputs)
+        results = self._inline(module, dict(zip(_inputs(module), given, strict=True)))
         self._without_gradients = before
-        return results
+        return tuple(_written_input(result, given, inputs) for result in results)
 
     def _detached(self, inputs: Iterable[Any]) -> list[Any]:
         """The inputs of a region without gradients; `drop_needless_detaches` takes out those that change nothing."""
@@ -261,6 +263,17 @@ class _Flattening:
             made = self._graph.call_function(aten.to.dtype, (source, dtype))
         made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": source.meta["val"].to(dtype)}
         node.replace_input_with(source, made)
+
+
+def _written_input(result: Any, given: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    """What a region without gradients returns, where that is an input written in place: the input, whose gradient goes on as before.
+
+    The writes go to the detached input, which is the same memory.
+    """
+    source = result
+    while isinstance(source, fx.Node) and written_arguments(source)[:1] == list(source.args[:1]) != []:
+        source = source.args[0]
+    return next((own for own, detached in zip(inputs, given, strict=True) if source is detached is not own), result)
 
 
 def _dtypes_without_casts(node: fx.Node) -> list[torch.dtype]:

@@ -20,11 +20,13 @@ Growth = Literal["sum", "mean"] | None
 
 
 def growth(value: object, facts: BatchFacts) -> Growth:
-    """How a value grows; what does not depend on the batch is the mean of itself."""
+    """How a value grows; what does not depend on the batch is the mean of itself. What is written may do so from then on."""
+    if isinstance(value, Node) and facts.is_written(value):
+        return None
     if not facts.depends(value):
         return "mean"
     assert isinstance(value, Node)
-    if facts.row_dims(value) != () or facts.is_written(value):
+    if facts.row_dims(value) != ():
         return None
     rule = _RULES.get(functional_name(value))
     return None if rule is None else rule(value, facts)

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from whale.capture.batch_facts import BatchFacts, RowFactors
 from whale.capture.loss_parts import Counted, Part, PerRow
+from whale.capture.loss_reads import LossReads
 from whale.capture.loss_walk import LossWalk
 from whale.capture.node_builder import NodeBuilder
 
@@ -59,8 +60,10 @@ def split_loss(graph: Graph, loss: Node, weight: Node | None, *, rows: Node | No
         row_factors: per dimension of a node's tensor f > 0 for a size of f x rows, 0 for a constant, -1 for
             anything else; None for what is no tensor.
     """
+    reads = LossReads(graph)
+    loss, weight = reads.settle(loss), None if weight is None else reads.settle(weight)
     facts = BatchFacts(graph, rows, row_factors)
-    walk = LossWalk(facts, rows)
+    walk = LossWalk(facts, rows, reads.settled)
     parts = walk.parts(loss) if weight is None else walk.pair(loss, weight)
     terms = [_emit(part, graph, rows, facts.num_rows) for part in parts]
     for node in walk.passed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from fractions import Fraction
 from typing import cast
@@ -26,11 +26,17 @@ ONE = Fraction(1)
 class LossWalk:
     """Takes scalars of one graph apart into parts.
 
+    Args:
+        facts: of the graph.
+        rows: the placeholder that holds the number of rows; None in a capture for one number of rows.
+        settled: values that are not to be taken apart.
+
     Attributes:
         passed: the ops that were taken apart.
     """
 
-    def __init__(self, facts: BatchFacts, rows: Node | None) -> None:
+    def __init__(self, facts: BatchFacts, rows: Node | None, settled: Collection[Node] = ()) -> None:
+        self._settled = settled
         self._facts = facts
         self._rows = rows
         self.passed: list[Node] = []
@@ -64,6 +70,8 @@ class LossWalk:
         return [Part(total, the_node(total), Counted(the_node(weight)), exact=not reason, reason=reason)]
 
     def _through(self, node: Node) -> list[Part] | None:
+        if node in self._settled:
+            return None
         rule = _RULES.get(functional_name(node))
         if rule is not None:
             found = rule(self, node)

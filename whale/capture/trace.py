@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 
 from whale.capture.batch import BatchStructure, Leaf
+from whale.capture.data_access import DataAccess
 from whale.capture.errors import as_capture_error, quiet_export, refused_parameters, watched
 from whale.capture.functions import FunctionCall, collected
 from whale.capture.modes import Faker, fake_tensors, training_flags
@@ -126,6 +127,7 @@ def _surroundings(model: nn.Module, mode: Mode, fake: Faker, fake_mode: FakeTens
         torch.fx.traceback.preserve_node_meta(),
         torch.enable_grad(),
         watched(),
+        DataAccess(),
         refused_parameters(fake_mode) if mode == "train" else contextlib.nullcontext(),
         quiet_export(),
     ):

@@ -55,6 +55,13 @@ class Wrapper(nn.Module):
     def _results(self, tensors: list[Tensor]) -> tuple[Any, ...]:
         batch = self._structure.unflatten(tensors)
         args, kwargs = call_arguments(self.model, batch)
+        before = [(module, name, held) for module in self.model.modules() for name, held in module._buffers.items() if held is not None]
+        results = self._results(batch, args, kwargs)
+        for module, name, held in before:
+            _keep_written(module, name, held)
+        return results
+
+    def _results(self, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         output = self.model(*args, **kwargs)
         if self._mode == "predict":
             self.found.outputs, outputs = _take_apart(output)
@@ -64,6 +71,22 @@ class Wrapper(nn.Module):
         total, weight = _checked_loss(value, line_of_function(loss))
         self.found.weight = weight if isinstance(weight, float) else None
         return (total,) if weight is None or isinstance(weight, float) else (total, weight)
+
+
+def _keep_written(module: nn.Module, name: str, held: Tensor) -> None:
+    """Writes what `forward` put in the place of a buffer into the buffer: a captured model has the tensors that it had."""
+    now = module._buffers.get(name)
+    if now is held:
+        return
+    if now is None or now.shape != held.shape or now.dtype != held.dtype:
+        shown = "nothing" if now is None else _describe(now)
+        raise CaptureError(
+            f"a buffer keeps its shape and type in forward ({name} of {type(module).__name__}: {_describe(held)}, then {shown})",
+            hint="write into the buffer, or keep what is made in forward in a plain attribute",
+        )
+    with torch.no_grad():
+        held.copy_(now)
+    module._buffers[name] = held
 
 
 def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,7 +14,7 @@ from whale.config import Config
 from whale.errors import BatchError, RuntimeFault
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
-from whale.ir.writes import written_buffers
+from whale.ir.updates import buffer_updates
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.executor import StepState
@@ -29,6 +29,7 @@ from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.runtime.state.updates import SharedBuffers
 from whale.schedules import alike_schedules
 from whale.sharding.buckets import Bucket, plan_buckets
 from whale.sharding.communicators import channels_of, groups_of
@@ -68,6 +69,7 @@ class Runtime:
         groups = groups_of(roster.plan, graph, holdings.shardings)
         self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph))
         self._sync = self._make_sync(buckets, state)
+        self._buffers = SharedBuffers(holdings, roster.rank, state.tensors, self._connections.everyone.add, roster.world.device)
         self._workers: dict[str, Worker] = {}
         self._last_training: Worker | None = None
         self.prepare("train", captured, roster.plan, schedules)
@@ -122,15 +124,17 @@ class Runtime:
         worker, sync = self._workers[mode], self._sync
         self._last_training = worker
         with self.status.reporting():
-            if sync is None:
-                return worker.run(batch, (self.config.runtime.seed, step_number), with_gradients=True)
-            sync.begin()
+            if sync is not None:
+                sync.begin()
             try:
                 step = worker.run(batch, (self.config.runtime.seed, step_number), with_gradients=True)
             except BatchError:
-                sync.abandon()
+                if sync is not None:
+                    sync.abandon()
                 raise
-            sync.wait()
+            if sync is not None:
+                sync.wait()
+            self._buffers.settle(worker.model, worker.written, worker.made, batch.num_rows)
             return step
 
     def forward(self, mode: str, batch: BatchView, step_number: int) -> StepState:
@@ -140,7 +144,10 @@ class Runtime:
             BatchError, RuntimeFault: as `train`.
         """
         with self.status.reporting():
-            return self._workers[mode].run(batch, (self.config.runtime.seed, step_number), with_gradients=False)
+            worker = self._workers[mode]
+            step = worker.run(batch, (self.config.runtime.seed, step_number), with_gradients=False)
+            self._buffers.settle(worker.model, worker.written, worker.made, batch.num_rows)
+            return step
 
     def call_together(self, call: Call) -> None:
         """Waits until all ranks of the world make this call. When this is closed they are no longer compared.
@@ -172,7 +179,7 @@ class Runtime:
             return
         state.has_moved_statistics = False
         graph = self._captured.graph
-        names = tuple(written_buffers(graph))
+        names = tuple(name for name, update in buffer_updates(graph).items() if update.kind == "statistics")
         device, add = self.roster.world.device, self._connections.everyone.add
         with self.status.reporting():
             merge_buffers(self.holdings, self.roster.rank, graph, state.tensors, names, add, device)

@@ -15,6 +15,7 @@ from whale.planning.retarget.shards import retarget_shards, same_axes
 from whale.planning.structure.crossing import crossing_faults
 from whale.planning.structure.stages import Assignment, Late, Wish, assign
 from whale.planning.structure.structure import Structure, analyse, floating_ops
+from whale.planning.structure.updates import update_faults
 from whale.planning.verify.shards import shard_faults
 
 
@@ -49,7 +50,7 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
         carried_replica = _carry_replica(replica, other, assignments[held], rows[1] - rows[0], axes, names)
         replicas.append(_with_rows_cut(carried_replica, replica, other, axes) if axes else carried_replica)
     batch_axes = find_batch_axes(other, replicas)
-    raise_faults(crossing_faults(other, replicas, dict(batch_axes)))
+    raise_faults([*crossing_faults(other, replicas, dict(batch_axes)), *update_faults(other, replicas)])
     first = next(iter(assignments.values()))
     carried = dataclasses.replace(
         plan,

@@ -12,6 +12,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Pipeline, Plan, Replica, Stage
 from whale.planning.shard.overlapping import overlap_faults
 from whale.planning.structure.crossing import batch_axis_faults, crossing_faults
+from whale.planning.structure.updates import update_faults
 from whale.planning.verify.names import name_faults
 from whale.planning.verify.shape import shape_faults
 from whale.planning.verify.shards import shard_faults
@@ -64,6 +65,7 @@ def verify(
         faults += shard_faults(plan, graph, axes)
         faults += batch_axis_faults(plan, graph, axes)
     faults += overlap_faults(plan, graph, axes)
+    faults += update_faults(graph, plan.replicas)
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)
     raise_faults(list(_memory(estimate(plan, graph, cluster, costs, axes=axes) if step is None else step, cluster)))

@@ -127,6 +127,8 @@ class Executor:
         Raises:
             RuntimeFault: a peer died or a wait outlasted its limit; names the action.
         """
+        for runner in self._stages.values():
+            runner.buffers.begin()
         self._exchange.begin(state.micro_batches)
         self._flights.clear()
         self.peak_in_flight = self._num_in_flight = 0

@@ -11,12 +11,15 @@ from whale.axes import Axes
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica, Stage
 from whale.ir.schedule import Action, Kind
+from whale.ir.updates import UpdateKind
+from whale.ir.writes import written_buffers
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.seat import Seat
 from whale.runtime.execute.stage import StageRunner
 from whale.runtime.program.captured import Captured
 from whale.runtime.program.lowering import StageShards
 from whale.runtime.program.stage_source import StageSource
+from whale.runtime.state.updates import StepBuffers
 from whale.sharding.parameters import shared_parameters
 
 
@@ -50,6 +53,7 @@ def make_stages(
     seat: Seat,
     actions: Sequence[Action],
     captured: Captured,
+    kinds: Mapping[str, UpdateKind],
     known: Collection[int],
     tensors: Mapping[str, torch.Tensor],
     axes: Axes | None,
@@ -62,6 +66,7 @@ def make_stages(
         seat: of this rank.
         actions: of this rank.
         captured: the model in this mode.
+        kinds: of the buffers that the model writes.
         known: loss terms whose weights are known beforehand.
         tensors: what this rank owns, and the constants.
         axes: of the model; None where no stage is cut.
@@ -76,7 +81,9 @@ def make_stages(
         splits = any(action.kind is Kind.BACKWARD_WEIGHT and action.stage == index for action in actions)
         source = StageSource(captured.graph, captured.graph_for, replica, stage, set(known), device, splits, shards)
         group = connections.split_group(stage, seat.position)
-        runners[index] = StageRunner(source, tensors, device, row_group=seat.position // stage.split, split_group=group)
+        written = written_buffers(captured.graph, frozenset(stage.ops))
+        buffers = StepBuffers(tensors, {name: kinds[name] for name in written if kinds[name] != "statistics"})
+        runners[index] = StageRunner(source, tensors, device, buffers, row_group=seat.position // stage.split, split_group=group)
         outputs[index] = source.outputs
     return SeatStages(runners, outputs, frozenset(index for index in mine if seat.position % replica.stages[index].split == 0))
 

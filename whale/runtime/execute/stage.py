@@ -13,6 +13,7 @@ from whale.runtime.execute.randomness import seeded
 from whale.runtime.program.deferred import WeightQueue
 from whale.runtime.program.lowering import QUEUE, StageProgram
 from whale.runtime.program.shard import GROUP, Gate, Group
+from whale.runtime.state.updates import StepBuffers
 
 ProgramSource = Callable[[int], StageProgram]
 """The stage's program for a number of rows; one capture with a dynamic batch serves all."""
@@ -59,8 +60,12 @@ class StageRunner:
         source: the stage's program per number of rows.
         tensors: parameters, buffers (by canonical name) and constants (by op name) that it holds.
         device: where it computes.
+        buffers: those that its program writes, running statistics aside.
         row_group: which of the stage's groups of equal rows it is in.
         split_group: the ranks that share its work, where the stage is split.
+
+    Attributes:
+        buffers, row_group: as given.
     """
 
     def __init__(
@@ -68,10 +73,11 @@ class StageRunner:
         source: ProgramSource,
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
+        buffers: StepBuffers,
         row_group: int = 0,
         split_group: Group | None = None,
     ) -> None:
-        self.row_group = row_group
+        self.buffers, self.row_group = buffers, row_group
         self._split_group = split_group
         self._source = source
         self._tensors = tensors
@@ -109,15 +115,21 @@ class StageRunner:
         arguments = [self._argument(kind, key, flight, inputs) for kind, key in zip(program.kinds, program.keys, strict=True)]
         flight.arguments = arguments
         self._run(flight, program, arguments, with_graph)
+        for kind, key, argument in zip(program.kinds, program.keys, arguments, strict=True):
+            if kind == "buffer" and key in self.buffers:
+                assert isinstance(argument, torch.Tensor)
+                self.buffers.add(key, argument, num_rows)
         return flight
 
     def recompute(self, flight: Flight) -> None:
-        """Runs a micro-batch again, now with what backward needs, and without touching running statistics."""
+        """Runs a micro-batch again, now with what backward needs, from what it has read before, and without writing buffers."""
         program = self._source(flight.num_rows)
         mutated = set(program.mutated)
         arguments = list(flight.arguments)
         for position, (kind, key) in enumerate(zip(program.kinds, program.keys, strict=True)):
-            if kind == "buffer" and key in mutated:
+            if kind == "buffer" and key in self.buffers:
+                arguments[position] = self.buffers.fresh(key)
+            elif kind == "buffer" and key in mutated:
                 arguments[position] = arguments[position].clone()  # type: ignore[attr-defined]
         self._run(flight, program, arguments, True)
 
@@ -154,4 +166,4 @@ class StageRunner:
             return self._split_group
         if kind == "input":
             return flight.num_rows if key == NUM_ROWS else inputs(key)
-        return self._tensors[key]
+        return self.buffers.fresh(key) if kind == "buffer" and key in self.buffers else self._tensors[key]

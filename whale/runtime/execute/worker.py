@@ -11,6 +11,7 @@ from whale.axes import Axes
 from whale.errors import BatchError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
+from whale.ir.updates import buffer_updates
 from whale.runtime.execute.agreement import Agreement, Pending
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.boundary import Boundary
@@ -38,7 +39,8 @@ class Worker:
         sync: gradient synchronisation; None where nothing is trained.
 
     Attributes:
-        plan: as given.
+        plan, model: as given.
+        written: the buffers that the model writes, and how.
         peak_in_flight: the most micro-batches alive at once in the last run, over the rank's stages.
     """
 
@@ -54,7 +56,8 @@ class Worker:
         sync: GradientSync | None,
     ) -> None:
         roster = connections.roster
-        self.plan, self._model, self._seat = plan, captured.graph, roster.seat
+        self.plan, self.model, self._seat = plan, captured.graph, roster.seat
+        self.written = {name: update.kind for name, update in buffer_updates(captured.graph).items()}
         self._device, self._everyone = roster.world.device, connections.everyone
         self._weights = weight_program(captured.graph, captured.graph_for(captured.graph.num_rows), self._device)
         self._executor: Executor | None = None
@@ -64,18 +67,19 @@ class Worker:
             replica, schedule = plan.replicas[self._seat.replica], schedules[self._seat.replica]
             order = Order(schedule.ranks[self._seat.pipeline_rank])
             known = {*self._weights.by_rows, *self._weights.measured}
-            stages = make_stages(replica, self._seat, order.actions, captured, known, tensors, axes, connections)
+            stages = make_stages(replica, self._seat, order.actions, captured, self.written, known, tensors, axes, connections)
             exchange = self._make_exchange(schedule, axes, connections)
-            self._executor = Executor(order, stages.runners, exchange, self._model, stages.counted, sync, connections.status, self._device)
-        self._agreement = Agreement(plan, self._model, self._weights, stages, tensors, roster, connections.everyone)
+            self._executor = Executor(order, stages.runners, exchange, self.model, stages.counted, sync, connections.status, self._device)
+        self._runners = stages.runners
+        self._agreement = Agreement(plan, self.model, self._weights, stages, tensors, roster, connections.everyone)
 
     def _make_exchange(self, schedule: Schedule, axes: Axes | None, connections: Connections) -> Exchange:
         seat, world, ranks = self._seat, connections.roster.world, connections.roster.world_ranks
         assert seat is not None, "an idle rank exchanges nothing"
         replica = self.plan.replicas[seat.replica]
         done = releases(schedule, Edges.of(schedule, edge_pairs(replica)), seat.pipeline_rank)
-        boundary = Boundary(self.plan, replica, self._model, ranks, axes)
-        return Exchange(world.rank, seat.position, boundary, self._model, connections.channels, world.device, world.waits, done)
+        boundary = Boundary(self.plan, replica, self.model, ranks, axes)
+        return Exchange(world.rank, seat.position, boundary, self.model, connections.channels, world.device, world.waits, done)
 
     @property
     def peak_in_flight(self) -> int:
@@ -96,7 +100,7 @@ class Worker:
         """
         self._prepare(batch.num_rows)
         pending = self._agreement.begin(batch)
-        account = LossAccount(self._model.loss, batch.num_rows, self._weights.at(batch.num_rows), self._device)
+        account = LossAccount(self.model.loss, batch.num_rows, self._weights.at(batch.num_rows), self._device)
         place = (*seed, -1 if self._seat is None else self._seat.replica)
         state = StepState(place, batch, self._agreement.micro_batches(batch.num_rows), account, with_gradients, pending.weights is None)
         if pending.weights is not None:
@@ -115,6 +119,7 @@ class Worker:
             self._executor.run(state, agree, reduce)
         return state
 
+<<<<<<< HEAD
     def _prepare(self, num_rows: int) -> None:
         """Makes the programs for the pieces of a batch before anything is sent; where that fails, no other rank waits."""
         if num_rows in self._prepared or self._executor is None:
@@ -127,6 +132,12 @@ class Worker:
                 self.refuse()
                 raise
             self._prepared.add(num_rows)
+=======
+    @property
+    def made(self) -> dict[str, torch.Tensor]:
+        """Buffers, by name, that the micro-batches of the last run have written here."""
+        return {name: value for runner in self._runners.values() for name, value in runner.buffers.made.items()}
+>>>>>>> ce83a73 (Write buffers once per step: what does not depend on rows once, means and sums over all rows; refuse the rest)
 
     def refuse(self) -> None:
         """Tells the other ranks, which are about to run a step, that this rank's batch is bad."""
@@ -142,7 +153,7 @@ class Worker:
             account.know(index, weight, tells=self._agreement.answers_for(index))
 
     def _reduce(self, state: StepState) -> None:
-        if self._model.loss:
+        if self.model.loss:
             vector = state.account.vector()
             state.reduction = vector, self._everyone.start(vector)
 

@@ -46,7 +46,7 @@ def merge_buffers(
         rank: this rank of the plan; None if idle.
         model: shapes of the buffers.
         tensors: what this rank holds.
-        names: buffers to merge, the same on every rank. Counters take part: they are equal wherever they are held.
+        names: buffers to merge, the same on every rank.
         add: sums a tensor over all ranks, in place; says what for while it waits.
         device: where this rank computes.
     """
@@ -60,8 +60,8 @@ def merge_buffers(
         sums, weights = torch.zeros((2, *shapes[name]), dtype=torch.float64, device=device)
         if share := shares.get(name, 0.0) if name in tensors else 0.0:
             held = tensors[name].detach().double().to(device)
-            _write(sums, indices[name], held * share)
-            _write(weights, indices[name], torch.full_like(held, share))
+            write_held(sums, indices[name], held * share)
+            write_held(weights, indices[name], torch.full_like(held, share))
         parts += [sums.reshape(-1), weights.reshape(-1)]
     flat = torch.cat(parts)
     add(flat, "merging running statistics")
@@ -72,11 +72,11 @@ def merge_buffers(
         offset += 2 * count
         if name in tensors:
             index, target = indices[name], tensors[name]
-            rounded = merged if target.is_floating_point() else merged.round()
-            target.detach().copy_((rounded if index is None else part(rounded, index)).to(target.dtype))
+            target.detach().copy_((merged if index is None else part(merged, index)).to(target.dtype))
 
 
-def _write(whole: torch.Tensor, index: tuple[Index, ...] | None, held: torch.Tensor) -> None:
+def write_held(whole: torch.Tensor, index: tuple[Index, ...] | None, held: torch.Tensor) -> None:
+    """Writes what a rank holds into its place in the whole; None for all of it."""
     if index is None:
         whole.copy_(held)
     else:

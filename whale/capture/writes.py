@@ -1,0 +1,99 @@
+"""What a model may write, and how: into activations and buffers, each by an op whose first argument is written.
+
+What a write may reach beyond the step, the user's own batch and tensors that are no state of the model, is left alone or
+refused; so are parameters, which are the optimizer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from whale.capture.aliasing import memory_roots, written_arguments
+from whale.capture.flatten import Flat
+from whale.capture.source import line_of_stack_trace
+from whale.errors import CaptureError, WhaleError, raise_faults
+
+aten = torch.ops.aten
+
+_HINTS = {
+    "parameter": "use a new value in its place (self.weight.clamp(...)), or write it after the step; what forward keeps is a buffer",
+    "constant": "make it a buffer (register_buffer), which belongs to the model's state",
+}
+
+
+def settle_writes(flat: Flat) -> None:
+    """Brings the writes of a flat graph into one form: of an op's own first argument, which is an activation or a buffer.
+
+    Batch inputs that are written are copied first: the user's batch stays as it is.
+
+    Raises:
+        CaptureError: a parameter, or a tensor that is no state of the model, is written; an op writes what is not its
+            first argument. All of them at once, with their lines.
+    """
+    for node in list(flat.graph.nodes):
+        _without_out(node)
+    faults: list[WhaleError] = [fault for node in flat.graph.nodes for fault in _faults(node)]
+    written: set[fx.Node] = set()
+    roots = memory_roots(flat.graph)
+    for node in flat.graph.nodes:
+        for root in {roots[base] for base in written_arguments(node)}:
+            kind = flat.kinds.get(root.name, "")
+            if kind in _HINTS:
+                faults.append(_refused(node, kind, flat.sources.get(root.name, root.name), _HINTS[kind]))
+            elif kind == "input":
+                written.add(root)
+    raise_faults(faults)
+    for root in written:
+        _copy_first(flat.graph, root)
+
+
+def _faults(node: fx.Node) -> Iterator[WhaleError]:
+    if any(base is not node.args[0] for base in written_arguments(node)):
+        text = f"a captured op writes its first argument alone ({node.target} writes others)"
+        yield CaptureError(text, where=line_of_stack_trace(node.meta.get("stack_trace")))
+
+
+def _refused(node: fx.Node, kind: str, name: str, hint: str) -> WhaleError:
+    held = "its parameters" if kind == "parameter" else "tensors that are not its buffers"
+    line = line_of_stack_trace(node.meta.get("stack_trace"))
+    return CaptureError(f"a captured model does not write {held} ({name} is written by {node.target})", where=line, hint=hint)
+
+
+def _copy_first(graph: fx.Graph, root: fx.Node) -> None:
+    """Puts a copy in the place of a placeholder for all that read it."""
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        copied = graph.call_function(aten.clone.default, (root,))
+    copied.meta = {**root.meta, "val": root.meta["val"].clone()}
+    root.replace_all_uses_with(copied, delete_user_cb=lambda user: user is not copied)
+
+
+def _without_out(node: fx.Node) -> None:
+    """Writes ``op(x, out=y)`` as ``y.copy_(op(x))``."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments if argument.is_out] if schema is not None else []
+    if len(names) != 1 or names[0] not in node.kwargs:
+        return
+    functional = _functional(node.target, names[0])
+    if functional is None:
+        return
+    target = node.kwargs[names[0]]
+    assert isinstance(target, fx.Node)
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(functional, node.args, {key: value for key, value in node.kwargs.items() if key != names[0]})
+    made.meta = {**node.meta, "val": node.meta["val"].clone()}
+    node.target, node.args, node.kwargs = aten.copy_.default, (target, made), {}
+
+
+def _functional(target: Any, out: str) -> Any:
+    """The overload that takes the same arguments and makes its result anew."""
+    wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments if argument.name != out]
+    for name in target.overloadpacket.overloads():
+        found = getattr(target.overloadpacket, name)
+        if [(argument.name, str(argument.type)) for argument in found._schema.arguments] == wanted and not found._schema.is_mutable:
+            return found
+    return None
