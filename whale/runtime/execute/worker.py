@@ -119,7 +119,6 @@ class Worker:
             self._executor.run(state, agree, reduce)
         return state
 
-<<<<<<< HEAD
     def _prepare(self, num_rows: int) -> None:
         """Makes the programs for the pieces of a batch before anything is sent; where that fails, no other rank waits."""
         if num_rows in self._prepared or self._executor is None:
@@ -132,12 +131,11 @@ class Worker:
                 self.refuse()
                 raise
             self._prepared.add(num_rows)
-=======
+
     @property
     def made(self) -> dict[str, torch.Tensor]:
         """Buffers, by name, that the micro-batches of the last run have written here."""
         return {name: value for runner in self._runners.values() for name, value in runner.buffers.made.items()}
->>>>>>> ce83a73 (Write buffers once per step: what does not depend on rows once, means and sums over all rows; refuse the rest)
 
     def refuse(self) -> None:
         """Tells the other ranks, which are about to run a step, that this rank's batch is bad."""
