@@ -1,7 +1,8 @@
 """Which ops mix samples: what a cut of the batch would change, and what it would not.
 
 An op mixes samples where it needs rows whole, combines them, computes with their number or with their places. Not so the
-sums of the loss: what leads from rows to an exact term is added up over all pieces of the batch.
+sums of the loss: what leads from rows to an exact term is added up over all pieces of the batch. And what neither the loss nor an
+output depends on, such as what is written into a buffer, is no matter here.
 
     h [b d] -> mean [d]  -> sub [b d] -> mse []    mean mixes: a piece has another mean
     h [b d] -> sum [d]   -> sum []       (a term)  adds up
@@ -16,6 +17,7 @@ from whale.axes.outcome import NUMBERS
 from whale.axes.reading import NO_RULE
 from whale.axes.values import Mixing, OpAxes, Role, axes_of
 from whale.ir.graph import LossTerm, ModelGraph, Op, Ref
+from whale.ir.writes import Reads
 
 
 def find_mixing(graph: ModelGraph, ops: Mapping[str, OpAxes], rows: Collection[str], positions: Collection[str]) -> tuple[Mixing, ...]:
@@ -35,15 +37,18 @@ class _Search:
         self._graph, self._ops, self._rows = graph, ops, rows
         self._positions = {name for name in positions if self._has_rows(name)}
         self._terms = {term.sum: term for term in graph.loss if not term.exact}
+        results = [name for term in graph.loss for name in (term.sum, term.weight) if name is not None]
+        self._needed = Reads(graph).ancestors([*results, *graph.outputs] or graph.by_name)
         chains = {name for term in graph.loss for name in self._chain(term)}
         self._added_up = {name for name in chains if all(user in chains for user in graph.users[name])}
 
     def found(self) -> Iterator[Mixing]:
+        mixers = (self._needed & self._ops.keys()) - self._added_up
         for op in self._graph.ops:
             if op.name in self._terms:
                 term = self._terms[op.name]
                 yield Mixing(op.name, term.reason, term.where, "mixes")
-            elif op.name in self._ops and op.name not in self._added_up and (reason := self._reason(op)):
+            elif op.name in mixers and (reason := self._reason(op)):
                 yield Mixing(op.name, reason, op.where, "no rule" if reason.endswith(_CANNOT_TELL) else "mixes")
 
     def _reason(self, op: Op) -> str:

@@ -238,3 +238,23 @@ def test_the_number_of_rows_as_a_value_mixes_and_as_a_size_does_not() -> None:
     build.call("full.default", (rows, 6), 1.0, out=("b", 6))
     build.call("scalar_tensor.default", rows, out=())
     assert mixing(build.graph()) == [("div", "mixes"), ("scalar", "mixes")]
+
+
+def test_two_partitions_of_one_dimension_that_do_not_fit_leave_it_whole() -> None:
+    build = Build()
+    z = build.parameter("z", 9, 4)
+    thirds = build.items(build.call("chunk.default", z, 3, out=[(3, 4)] * 3), (3, 4), (3, 4), (3, 4))
+    tiles = [build.call("slice.Tensor", z, 0, start, stop, out=(stop - start, 4)) for start, stop in ((0, 2), (2, 5), (5, 9))]
+    pair = [build.call("cat.default", tuple(parts), out=(9, 4)) for parts in (thirds, tiles)]
+    build.call("add.Tensor", *pair, out=(9, 4))
+    axes = discover(build.graph())
+    assert all(not axis.may_be_cut for axis in axes.axes if axis.name.startswith("z:0"))
+    assert [axis.may_be_cut for axis in axes.axes if axis.name == "z:1"] == [True]
+
+
+def test_what_is_written_into_a_buffer_alone_does_not_mix() -> None:
+    build = Build()
+    h = build.input("x", "b", 8)
+    build.call("sum.dim_IntList", h, (0,), out=(8,))
+    build.loss_term(build.call("sum.default", h, out=()))
+    assert mixing(build.graph()) == []

@@ -202,3 +202,13 @@ def test_one_wide_stage() -> None:
     graph = chain(2, [(scope(0, None),), (scope(1, None),)], width=64)
     plan = make_plan(graph, cluster((3e9, 1e9), (1e9,)), Config({"pipeline.num_micro_batch": 2}), rows=20)
     assert [stage.shares for stage in plan.replicas[0].stages] == [(6, 2, 2)]
+
+
+def test_no_stage_is_made_of_ops_that_go_where_they_are_read() -> None:
+    graph = Graph()
+    x = graph.input("x")
+    graph.call("mixed", "aten.matmul.default", x, x, flops=10**9, grad=False)  # needs no parameter, so it moves to its reader
+    graph.sum_loss(graph.linear("second", graph.linear("first", "mixed")))
+    plan = make_plan(graph.build(), cluster((1e9, 1e9)), Config(TWO_STAGES), rows=8)
+    front, back = (set(stage.ops) for stage in plan.replicas[0].stages)
+    assert {"mixed", "first"} <= front and "second" in back

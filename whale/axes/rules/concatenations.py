@@ -111,7 +111,7 @@ def slice_(op: Op, reading: Reading) -> Outcome:
     if tiling:
         parts, more = _take_apart(dims[along], tiling.sizes, reading)
         part = parts[tiling.index]
-        letters += more
+        letters += [letter for letter in more if letter.role is not PART or letter.dim == part]  # the others' parts are theirs
     else:
         part = reading.atoms.fresh(size)
         letters += [Letter("its dimension", CUTS_OFF, dims[along]), Letter("its part", PART, part)]

@@ -63,6 +63,7 @@ def find_cut_points(
         if len(names) > 1:
             places = [position[name] for name in names]
             forbidden[min(places) + 1 : max(places) + 1] = True
+    forbidden |= _without_own_ops(spine, floating)
     bounds = lightest_bounds(crossing[:2].sum(axis=0), forbidden)
     sums = _kept(prices, prices.kept if kept is None else kept, spine, position)
     parameters = _parameters(graph, structure, prices, spine, bounds)
@@ -89,6 +90,14 @@ def _crossing(
             mixed[index + 1] += 1
             mixed[last + 1] -= 1
     return np.maximum(np.cumsum(steps, axis=1), 0.0), np.cumsum(mixed) > 0
+
+
+def _without_own_ops(spine: Sequence[str], floating: frozenset[str]) -> NDArray[np.bool_]:
+    """Per place, whether a piece that ends or begins there may have floating ops alone: these leave it, and nothing would be left."""
+    floats = np.array([name in floating for name in spine], dtype=np.bool_)
+    after = np.concatenate((floats, [False]))  # all ops from a place on
+    after[:-1] = np.logical_and.accumulate(floats[::-1])[::-1]
+    return np.concatenate(([False], floats)) | after
 
 
 def lightest_bounds(weight: Floats, forbidden: NDArray[np.bool_]) -> NDArray[np.int64]:
