@@ -49,19 +49,16 @@ class Wrapper(nn.Module):
         self._mode = mode
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
+        before = [(module, name, held) for module in self.model.modules() for name, held in module._buffers.items() if held is not None]
         with KnownValues():
-            return self._results(list(tensors))
+            results = self._results(list(tensors))
+            for module, name, held in before:
+                _keep_written(module, name, held)
+        return results
 
     def _results(self, tensors: list[Tensor]) -> tuple[Any, ...]:
         batch = self._structure.unflatten(tensors)
         args, kwargs = call_arguments(self.model, batch)
-        before = [(module, name, held) for module in self.model.modules() for name, held in module._buffers.items() if held is not None]
-        results = self._results(batch, args, kwargs)
-        for module, name, held in before:
-            _keep_written(module, name, held)
-        return results
-
-    def _results(self, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         output = self.model(*args, **kwargs)
         if self._mode == "predict":
             self.found.outputs, outputs = _take_apart(output)

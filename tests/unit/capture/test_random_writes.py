@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -137,7 +137,7 @@ STEPS: dict[str, Step] = {
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, weight_decay=0.1)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(
     names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4).map(tuple),
     num_micro_batch=st.sampled_from((1, 2, 3)),
@@ -147,7 +147,10 @@ def test_what_is_not_refused_equals_the_plain_loop(names: tuple[str, ...], num_m
     model = Random(names)
     batches = [make_batch(rows, seed) for seed, rows in enumerate((6, 7))]
     given_batches = copy.deepcopy(batches)
-    expected = reference.train(copy.deepcopy(model), squares, copy.deepcopy(batches), OPTIMIZER)
+    try:
+        expected = reference.train(copy.deepcopy(model), squares, copy.deepcopy(batches), OPTIMIZER)
+    except RuntimeError:  # torch refuses the model: it writes what the backward pass still needs
+        reject()
     config = {"pipeline.num_micro_batch": num_micro_batch}
     config |= {"pipeline.schedule": "interleaved", "pipeline.num_chunks": chunks} if chunks > 1 else {}
     try:
