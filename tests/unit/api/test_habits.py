@@ -227,6 +227,17 @@ def test_a_scheduler_that_goes_by_a_metric_gets_the_loss() -> None:
     assert engine.optimizer is not None and engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
 
 
+def test_a_scheduler_that_passes_on_what_it_is_given_gets_no_loss() -> None:
+    class Halving(torch.optim.lr_scheduler.ExponentialLR):
+        def step(self, *args: Any, **kwargs: Any) -> None:
+            super().step(*args, **kwargs)
+
+    engine = parallelize(scheduler=lambda optimizer: Halving(optimizer, 0.5))
+    for _ in range(2):
+        engine.step(BATCH)
+    assert engine.optimizer is not None and engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
 def test_what_modules_have_is_answered() -> None:
     engine = parallelize()
     for name, said in {

@@ -44,7 +44,8 @@ class EngineState:
     @cached_property
     def _scheduler_reads_loss(self) -> bool:
         """Whether the scheduler's step needs a metric."""
-        return any(each.default is inspect.Parameter.empty for each in inspect.signature(self.scheduler.step).parameters.values())
+        given = inspect.signature(self.scheduler.step).parameters.values()
+        return any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in given)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that parameters have now, by name."""
