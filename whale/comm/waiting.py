@@ -133,7 +133,7 @@ def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseExce
         reason = f"nothing has come within communication.timeout_seconds ({seconds})"
         hint = "that rank's own output says what it does; raise the limit if it is only slow"
     else:
-        reason, hint = f"the backend failed ({type(error).__name__})", "that rank's own output, and the cause below, say more"
+        reason, hint = f"the backend failed ({type(error).__name__})", "that rank's own output says more; WHALE_DEBUG=1 shows the cause"
     return RuntimeFault(f"{action} with rank(s) {peers} did not complete: {reason}", hint=hint)
 
 
