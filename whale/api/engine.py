@@ -142,6 +142,7 @@ class Engine:
             rank: gather on this rank's CPU only (the others get None); None gathers on every rank.
         """
         self.runtime.call_together("state_dict")
+        self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         graph, roster, holdings = self.model_graph, self.runtime.roster, self.runtime.holdings
         found = gather_tensors(graph, holdings, roster.rank, self.state.tensors, roster.world_ranks, roster.world, only=rank)
@@ -162,6 +163,7 @@ class Engine:
         graph, roster, keys = self.model_graph, self.runtime.roster, self.modes.model.state_dict().keys()
         fill_tensors(graph, self.runtime.holdings, roster.rank, self.state.tensors, state, keys, roster.world)
         self.state.has_moved_statistics = False
+        self.runtime.losses.forget()
 
     @in_short
     def save(self, path: str | Path) -> None:
@@ -187,6 +189,7 @@ class Engine:
         """
         self.runtime.call_together("load")
         load_state(Path(path), self.state, self.runtime.roster, self.runtime.holdings, self.model_graph)
+        self.runtime.losses.forget()
         self._take_position()
 
     # ---- what is asked of it ---------------------------------------------------------------------------------

@@ -73,6 +73,10 @@ class LossWatch:
             first.arrived.synchronize()
             self._check(first.step_number, first.account, float(first.value), "it has gone into the weights since: load a checkpoint")
 
+    def forget(self) -> None:
+        """Looks no more at the losses of weights that have been replaced."""
+        self._copied.clear()
+
     def ranks_of(self, account: LossAccount) -> str:
         """The ranks whose own part of the loss is no number, in words; all ranks of the world call it."""
         own = bool(account.vector().isfinite().all())

@@ -1,0 +1,46 @@
+"""Losses that are on their way from a GPU: looked at late, and not at all once their weights are replaced."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import cast
+
+import pytest
+import torch
+
+from whale.comm import World
+from whale.errors import RuntimeFault
+from whale.ir.graph import LossTerm
+from whale.runtime.execute.finite import LossWatch, _Copied
+from whale.runtime.execute.loss import LossAccount
+
+
+class Arrived:
+    """An event that is over."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def watch_of(*losses: float) -> LossWatch:
+    device = torch.device("cpu")
+    watch = LossWatch(World(0, 1, 0, 1, device, timedelta(seconds=1)))
+    for step_number, value in enumerate(losses):
+        account = LossAccount((LossTerm(1.0, "loss", None),), 1, {}, device)
+        watch._copied.append(_Copied(step_number, account, torch.tensor(value), cast(torch.cuda.Event, Arrived())))
+    return watch
+
+
+def test_what_is_on_its_way_is_looked_at_in_the_end() -> None:
+    watch = watch_of(1.0, torch.inf, 1.0)
+    watch.settle(2)
+    with pytest.raises(RuntimeFault, match="step 2: inf"):
+        watch.settle()
+
+
+def test_losses_of_replaced_weights_are_forgotten() -> None:
+    watch = watch_of(torch.nan, torch.nan, torch.nan)
+    with pytest.raises(RuntimeFault, match="step 1: nan"):
+        watch.settle(2)
+    watch.forget()
+    watch.settle()
