@@ -64,6 +64,52 @@ def test_what_one_rank_does_alone_is_named_on_all(world: World, tmp_path: Path) 
         assert "step: rank 0 alone" in said[-1][0], "one batch fewer on the others"
 
 
+def masked(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    counted = (batch["target"] > 0).to(output.dtype)
+    return ((output - batch["target"]) ** 2 * counted).sum(), counted.sum()
+
+
+def evaluate_alone(rank: int, num_ranks: int) -> tuple[str, list[float]]:
+    """What is said where rank 0 evaluates while the others step, then losses, with weights that the ranks sum."""
+    data = [dict(zip(("input", "target"), row, strict=True)) for row in zip(*make_batch(8).values(), strict=True)]
+    engine = whale.parallelize(
+        captured_scopes("none").model,
+        loss=masked,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        batch=make_batch(8),
+        config={"communication.timeout_seconds": 30.0},
+        cluster=make_cluster((1.0,) * num_ranks),
+    )
+    losses = [float(engine.step(batch)) for batch in engine.loader(data, global_batch_size=8)]
+    with pytest.raises(RuntimeFault) as caught:
+        for batch in engine.loader(data, global_batch_size=8):
+            (engine.step if rank else engine.evaluate)(batch)
+    losses += [float(engine.step(batch)) for _ in range(2) for batch in engine.loader(data, global_batch_size=8)]
+    losses.append(float(engine.step(make_batch(8))))
+    engine.close()
+    return caught.value.message, losses
+
+
+def test_ranks_that_sum_weights_of_the_loss_are_told_too(world: World) -> None:
+    ((_, expected),) = world.run(train_masked, num_ranks=1)
+    for said, losses in world.run(evaluate_alone, num_ranks=3, timeout=120):
+        assert "evaluate: rank 0 alone" in said
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def train_masked(rank: int, num_ranks: int) -> tuple[str, list[float]]:
+    """The losses of the same steps on one device, by plain torch."""
+    model, batch = captured_scopes("none").model, make_batch(8)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        total, weight = masked(model(batch["input"]), batch)
+        (total / weight).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(total / weight))
+    return "", losses
+
+
 def leave(rank: int, num_ranks: int, action: str, path: str) -> str:
     """What is said where rank 1 ends before the others come to an action."""
     engine = make_engine(num_ranks)

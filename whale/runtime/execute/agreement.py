@@ -36,23 +36,27 @@ class _Told:
 
     Attributes:
         num_rows: NaN where it refuses the batch.
+        is_whole: whether it has all rows, so that it needs nobody to measure the weights of the loss.
         capture: a number for the capture that it runs: ranks whose batches differ in size would run different ones; None where
             it has no part of the batch.
         contents: a digest of each tensor of a global batch; None where it cannot be compared, or is not this time.
-        balance: of the rows that this rank has read for itself beside others (`shared_rows`).
+        balance: of the rows that this rank has read for itself beside others (`shared_rows`); None as `contents`.
     """
 
     num_rows: float
+    is_whole: bool = False
     capture: int | None = None
     contents: Mapping[str, int] | None = None
-    balance: int = 0
+    balance: int | None = None
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Rows, their square; of the capture and the contents, whether it tells, what, its square; the balance: sums are exact."""
+        """Rows, their square, whether all are here; of the capture and the contents, whether it tells, what, its square; the balance,
+        likewise without the square. Sums over all ranks are exact in float64.
+        """
         told = (self.capture, None if self.contents is None else combined(self.contents))
         found = [number for one in told for number in (one is not None, one or 0, (one or 0) ** 2)]
-        return self.num_rows, self.num_rows**2, *found, self.balance
+        return self.num_rows, self.num_rows**2, self.is_whole, *found, self.balance is not None, self.balance or 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,10 @@ class Pending:
 
 
 class Agreement:
-    """Checks the batch and sums the measured weights in one small all-reduce that hides behind the first forward.
+    """Checks the batch in one small all-reduce that hides behind the first forward, and sums the measured weights in a second.
+
+    There is a second one only where some rank has not all rows, and it starts when the first has come: a rank that calls
+    something else sums no weights.
 
     Args:
         plan: how rows are divided.
@@ -123,20 +130,21 @@ class Agreement:
             self.micro_batches(batch.num_rows)
         except BatchError as refusal:
             told = _Told(batch.num_rows)
-            self._end(self._start(told, self._none()), told)
+            self._end(self._start(told), told, None)
             raise refusal
         told = self._told(batch)
         if batch.is_global:
-            parts = self._start(told, self._none())
-            return Pending(self._measure_whole(batch), lambda: self._end(parts, told))
-        parts = self._start(told, self._measure(batch))
-        return Pending(None, lambda: self._end(parts, told))
+            first = self._start(told)
+            return Pending(self._measure_whole(batch), lambda: self._end(first, told, self._none()))
+        measured = self._measure(batch)
+        first = self._start(told)
+        return Pending(None, lambda: self._end(first, told, measured))
 
     def refuse(self) -> None:
         """Takes part where this rank has found its batch bad, so that no other rank waits for it."""
         with suppress(BatchError):  # this rank's own error says more
             refusal = _Told(math.nan)
-            self._end(self._start(refusal, self._none()), refusal)
+            self._end(self._start(refusal), refusal, None)
 
     def answers_for(self, term: int) -> bool:
         """Whether this rank is the one that tells all others a term's weight."""
@@ -154,28 +162,35 @@ class Agreement:
         self._num_compared += 1
         capture = self._capture if batch.leaves else None
         if self._world.is_alone or not (on_host(batch.leaves) or self._num_compared <= DEVICE_STEPS):
-            return _Told(batch.num_rows, capture)
+            return _Told(batch.num_rows, batch.is_global, capture)
         if not batch.is_own:
-            return _Told(batch.num_rows, capture, digests(batch.leaves))
+            return _Told(batch.num_rows, batch.is_global, capture, digests(batch.leaves))
         if self._seat is None:
-            return _Told(batch.num_rows, capture)
+            return _Told(batch.num_rows, batch.is_global, capture, balance=0)
         if batch.num_rows not in self._shared:
             self._shared[batch.num_rows] = shared_pieces(self._plan, self._seat, batch.num_rows)
-        return _Told(batch.num_rows, capture, balance=balance(batch, self._shared[batch.num_rows]))
+        return _Told(batch.num_rows, batch.is_global, capture, balance=balance(batch, self._shared[batch.num_rows]))
 
-    def _start(self, told: _Told, measured: torch.Tensor) -> list[tuple[torch.Tensor, Launched | None]]:
-        """Sums over all ranks; what is told of the batch stays off a GPU, which is not to be waited for."""
-        if self._world.is_alone:
-            return [(measured, None)]
-        vectors = [roll_call.numbers(self._call, self._world.rank, told.numbers), *([measured] if len(measured) else [])]
-        return [(vector, self._everyone.start(vector)) for vector in vectors]
+    def _start(self, told: _Told) -> tuple[torch.Tensor, Launched | None]:
+        """A sum over all ranks; what is told of the batch stays off a GPU, which is not to be waited for."""
+        numbers = roll_call.numbers(self._call, self._world.rank, told.numbers)
+        return numbers, self._everyone.start(numbers)
 
-    def _end(self, parts: list[tuple[torch.Tensor, Launched | None]], told: _Told) -> list[torch.Tensor]:
-        for _, work in parts:
-            self._everyone.finish(work, "comparing the batch")
+    def _end(self, first: tuple[torch.Tensor, Launched | None], told: _Told, measured: torch.Tensor | None) -> list[torch.Tensor]:
+        """Compares, then sums what was measured where some rank needs it; None is measured where this rank refuses the batch."""
         if self._world.is_alone:
-            return list(parts[0][0])
-        count, squares, *others, rest = roll_call.read(parts[0][0], self._call, self._world.size)
+            return [] if measured is None else list(measured)
+        num_whole = self._compare(first, told)
+        if measured is None or not len(measured) or num_whole == self._world.size:
+            return []
+        self._everyone.add(measured, "summing the weights of the loss")
+        return list(measured)
+
+    def _compare(self, first: tuple[torch.Tensor, Launched | None], told: _Told) -> int:
+        """Waits for what all ranks tell, and compares it; the number of ranks that have all rows."""
+        numbers, work = first
+        self._everyone.finish(work, "comparing the batch")
+        count, squares, num_whole, *others, num_balanced, rest = roll_call.read(numbers, self._call, self._world.size)
         if math.isnan(count):
             raise BatchError("every rank needs a good batch (another rank has refused its own)", hint="see that rank's error")
         if not _are_equal(self._world.size, count, squares):
@@ -187,13 +202,13 @@ class Agreement:
             self._refuse_capture(told)
         if not _are_equal(*others[3:]):
             self._refuse_contents(told)
-        if rest and not others[3]:
+        if rest and num_balanced == self._world.size:
             raise BatchError(
                 "a sample must be the same on every rank that reads it (some rank has read other values)",
                 hint="draw what is random in a dataset from Python's, NumPy's or torch's own random numbers, which the loader seeds for "
                 "each sample; or seed it by the sample's index",
             )
-        return list(parts[1][0]) if len(parts) > 1 else []
+        return int(num_whole)
 
     def _refuse_capture(self, told: _Told) -> NoReturn:
         """Says whose batch has other sizes; all ranks come here together."""

@@ -18,7 +18,7 @@ from whale.runtime.execute.everyone import Everyone
 Call = Literal["step", "evaluate", "predict", "state_dict", "load_state_dict", "save", "load"]
 
 _CALLS: tuple[Call, ...] = get_args(Call)
-NUM_TOLD = 9
+NUM_TOLD = 11
 """Numbers that a call may tell beside itself."""
 NUM_NUMBERS = 2 * len(_CALLS) + NUM_TOLD
 
