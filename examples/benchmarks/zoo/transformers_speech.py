@@ -120,7 +120,6 @@ ENTRIES = (
         "whisper", "Whisper", "ForConditionalGeneration", spectrum_batch, num_mel_bins=8, max_source_positions=16, max_target_positions=16
     ),
     entry("autoformer", "Autoformer", "ForPrediction", series_batch, single=True, label_length=4, moving_average=3, **SERIES),
-    entry("informer", "Informer", "ForPrediction", series_batch, **SERIES),
     entry("time-series-transformer", "TimeSeriesTransformer", "ForPrediction", series_batch, **SERIES),
     entry(
         "patchtst",
