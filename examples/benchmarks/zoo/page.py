@@ -14,7 +14,7 @@ INTRODUCTION = """\
 
 `examples/benchmarks/models.py` trains tiny models with random weights, that were not written for Whale, under four plans on two Gloo ranks,
 and holds every number against the plain loop: the unmodified model on the whole batch in one process, two steps of gradient descent
-with momentum, dropout at zero. This page is written by the command:
+with momentum, dropout at zero. This page is written by the command; a row is of its model's last run:
 
 ```bash
 pip install .[test,zoo]
