@@ -144,6 +144,10 @@ def loss_value(result: Any) -> Tensor:
     return result[0] / result[1] if isinstance(result, tuple) else result
 
 
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)  # what has diverged is still a number there
+
+
 def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Largest difference, relative to the expected tensor's largest magnitude, or to `floor` if that is larger.
 
@@ -182,7 +186,7 @@ def largest_error(found: Run, expected: Run) -> tuple[float, str]:
     floor = 1e-3 * max((float(value.abs().max()) for value in expected.state.values() if value.numel()), default=0.0)
     errors |= {name: relative_error(found.state[name], value, floor) for name, value in expected.state.items()}
     if expected.evaluation is not None and found.evaluation is not None:
-        errors["evaluation"] = relative_error(torch.tensor(found.evaluation), torch.tensor(expected.evaluation))
+        errors["evaluation"] = relative_error(_number(found.evaluation), _number(expected.evaluation))
         for index, (a, b) in enumerate(zip(found.prediction, expected.prediction, strict=True)):
             errors[f"prediction {index}"] = relative_error(a, b)
     where = max(errors, key=lambda name: errors[name])
