@@ -178,7 +178,7 @@ def gradient_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 def largest_error(found: Run, expected: Run) -> tuple[float, str]:
     """The largest error of two runs and where it is."""
     errors = {
-        f"loss of step {i}": relative_error(torch.tensor(a), torch.tensor(b))
+        f"loss of step {i}": relative_error(_number(a), _number(b))
         for i, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True))
     }
     errors |= {f"gradient of {name}": error for name, error in gradient_errors(found.gradients, expected.gradients).items()}
