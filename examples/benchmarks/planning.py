@@ -171,6 +171,18 @@ class Block(nn.Module):
         return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
+class Tables(nn.Module):
+    """Tokens and their places as vectors."""
+
+    def __init__(self, width: int, length: int, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        vectors: Tensor = self.tokens(ids) + self.positions.weight
+        return vectors
+
+
 class Transformer(nn.Module):
     """Token and position tables, blocks, a norm and a classifier.
 
@@ -181,7 +193,7 @@ class Transformer(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, length: int, vocabulary: int, scopes: list[Scope]) -> None:
         super().__init__()
         with scopes[0]:
-            self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+            self.tables = Tables(width, length, vocabulary)
         self.blocks = nn.ModuleList()
         for index in range(layers):
             with scopes[index * NUM_STAGES // layers]:
@@ -190,7 +202,7 @@ class Transformer(nn.Module):
             self.norm, self.classes = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions.weight
+        x = self.tables(ids)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.classes(self.norm(x))
