@@ -7,7 +7,7 @@ axes say of it is put together, with the user's lines.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +21,7 @@ from whale.ir.scope import Scope
 from whale.planning import make_plan
 from whale.planning.explain.mixing import mixed_apart, place_of
 
-Answer = Literal["yes", "exact", "not exact", "cannot tell", "refused"]
+Answer = Literal["yes", "exact", "fixed", "not exact", "cannot tell", "refused"]
 PLENTY_BYTES = 1 << 50
 """Memory of a made-up device: what fits is no question here."""
 
@@ -46,8 +46,9 @@ class Finding:
     """The answer to one question.
 
     Attributes:
-        question: ``capture``, ``rows``, ``replicas``, ``micro-batches``, ``stages`` or ``split``.
-        answer: ``refused`` where there is an error in place of numbers, ``cannot tell`` where an operator has no rule.
+        question: ``capture``, ``rows``, ``sizes``, ``replicas``, ``micro-batches``, ``stages`` or ``split``.
+        answer: ``fixed`` where only the example's sizes are taken, ``refused`` where there is an error in place of
+            numbers, ``cannot tell`` where an operator has no rule.
         detail: in words.
         hint: what to do; "" where that is not known.
         places: the lines that are the reason.
@@ -68,6 +69,33 @@ def diagnose(graph: ModelGraph, capture_at: Callable[[int], object] | None = Non
         capture_at: captures the model at another number of rows, or raises a `WhaleError`; None where the model is not there.
     """
     return (Finding("capture", "yes", f"one graph of {len(graph.ops)} ops"), _rows(graph, capture_at), *exactness(graph))
+
+
+def sizes(shapes: Iterable[Sequence[int]], capture_with: Callable[[int], object]) -> Finding:
+    """Which sizes of a batch, beside its rows, may change: each is tried, at half of the example's.
+
+    Args:
+        shapes: of the inputs, without their rows.
+        capture_with: captures the model with half of a size, wherever the example has it, or raises a `WhaleError`.
+    """
+    found = sorted({size for shape in shapes for size in shape if size > 1})
+    free = [size for size in found if _is_taken(capture_with, size)]
+    fixed = [size for size in found if size not in free]
+    said = [f"{_listing(free)} may change, with a capture for each (half was tried)"] if free else []
+    said += [f"{_listing(fixed)} may not"] if fixed else []
+    return Finding("sizes", "yes" if free or not found else "fixed", "; ".join(said) or "there are none beside the rows")
+
+
+def _is_taken(capture_with: Callable[[int], object], size: int) -> bool:
+    try:
+        capture_with(size)
+    except WhaleError:
+        return False
+    return True
+
+
+def _listing(found: Sequence[int]) -> str:
+    return ", ".join(map(str, found))
 
 
 def refused(question: str, error: WhaleError) -> Finding:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
-from whale.cli.diagnosis import Finding, Place, diagnose, refused
+from whale.cli.diagnosis import Finding, Place, diagnose, refused, sizes
 from whale.cli.inputs import add_source_arguments, build_model, read_graph
 from whale.cli.tables import paragraph
 from whale.errors import WhaleError
+
+if TYPE_CHECKING:
+    from whale.capture.batch import BatchStructure, Leaf
 
 NOT_EXACT = 3
 """The command's end where the model is captured and something is not exact."""
@@ -44,7 +47,7 @@ def end_of(findings: Sequence[Finding]) -> int:
     """The exit code of findings."""
     if findings[0].answer == "refused":
         return 1
-    return 0 if all(finding.answer in ("yes", "exact") for finding in findings) else NOT_EXACT
+    return 0 if all(finding.answer in ("yes", "exact", "fixed") for finding in findings) else NOT_EXACT
 
 
 def _examine(source: str, pairs: Sequence[str]) -> tuple[Finding, ...]:
@@ -57,7 +60,23 @@ def _examine(source: str, pairs: Sequence[str]) -> tuple[Finding, ...]:
         captured = CapturedMode(model, batch, loss, "train", batch_dims)
     except WhaleError as error:
         return (refused("capture", error),)
-    return diagnose(captured.graph, captured.graph_for)
+    first, rows, *others = diagnose(captured.graph, captured.graph_for)
+    shapes = [_beside_rows(part) for part in captured.structure.inputs]
+    tried = sizes(shapes, lambda size: CapturedMode(model, _halved(captured.structure, size), loss, "train"))
+    return (first, rows, tried, *others)
+
+
+def _beside_rows(part: Leaf) -> tuple[int, ...]:
+    return part.shape[1 if part.has_rows else 0 :]
+
+
+def _halved(structure: BatchStructure, size: int) -> BatchStructure:
+    """The structure with half of a size wherever there is one, but for the rows."""
+    parts = (
+        replace(part, shape=part.shape[: 1 if part.has_rows else 0] + tuple(s // 2 if s == size else s for s in _beside_rows(part)))
+        for part in structure.parts
+    )
+    return replace(structure, parts=tuple(parts))
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:

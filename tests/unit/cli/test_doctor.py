@@ -33,6 +33,17 @@ class Rolled(nn.Module):
     def forward(self, x):
         return x.roll(1, 0)
 
+class Fixed(nn.Module):
+    def forward(self, x):
+        return x * float(len(x))
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20, 4)
+    def forward(self, words):
+        return self.table(words)
+
 class Looped(nn.Module):
     def forward(self, x):
         return torch.stack([row.tanh() for row in x])
@@ -49,6 +60,12 @@ def plain():
 
 def rolled():
     return Layer(Rolled()), batch(), loss
+
+def fixed():
+    return Layer(Fixed()), batch(), loss
+
+def words():
+    return Words(), {"words": torch.randint(20, (8, 12))}, lambda output, batch: output.square().mean()
 
 def looped():
     return Layer(Looped()), batch(), loss
@@ -79,14 +96,15 @@ def findings(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]
 def test_a_model_that_is_well(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "sick.py:plain"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[:5] == [
+    assert printed[:6] == [
         "capture        yes          one graph of 14 ops",
         "rows           yes          any number of them, with one capture",
+        "sizes          fixed        4, 6 may not",
         "replicas       exact        2 copies of the model, half of the rows each",
         "micro-batches  exact        the rows in 2 turns",
         "stages         exact        cut in 2, one after the other",
     ]
-    assert printed[5].startswith("split          exact        all of it over 2 devices would cut ")
+    assert printed[6].startswith("split          exact        all of it over 2 devices would cut ")
 
 
 def test_rows_that_are_mixed_are_named_with_their_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,9 +133,17 @@ def test_a_refused_capture_is_all_that_is_said(folder: Path, capsys: pytest.Capt
 
 
 def test_another_number_of_rows_is_tried_where_one_capture_does_not_serve_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "sick.py:fixed", "--json"])
+    assert findings(capsys)["rows"]["detail"] == "any number of them, with a capture for each: the code reads it as a number"
     assert main(["doctor", "sick.py:looped", "--json"]) == 3
     found = findings(capsys)["rows"]
     assert found["answer"] == "refused" and "must run the same ops for any number of rows" in str(found["detail"])
+
+
+def test_other_sizes_are_tried(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "sick.py:words", "--json"]) == 0
+    found = findings(capsys)["sizes"]
+    assert (found["answer"], found["detail"]) == ("yes", "12 may change, with a capture for each (half was tried)")
 
 
 def test_a_captured_model_is_told_of_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
