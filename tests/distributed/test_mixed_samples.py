@@ -123,6 +123,7 @@ CASES = {
     "places": Case("places", "places"),
     "batch normalisation": Case("nothing", "mean", normalised=True, speeds=(1.0, 2.0, 1.0)),
     "batch normalisation, a root": Case("nothing", "root", normalised=True),
+    "halves of two views": Case("halves", rows=(12, 6), normalised=True),
     "two stages": Case("nothing", "contrastive", (1.0, 1.0, 1.0, 1.0), num_stages=2),
     "two stages, statistics": Case("sort", "dice", (1.0, 1.0, 1.0, 1.0), num_stages=2, normalised=True),
 }

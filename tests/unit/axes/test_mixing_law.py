@@ -18,7 +18,7 @@ from whale.ir.graph import ModelGraph
 
 torch.set_num_threads(1)
 
-APART = (*(name for name in MIDDLES if name not in ("nothing", "softmax of columns", "own row", "repeated rows")),)
+APART = (*(name for name in MIDDLES if name not in ("nothing", "softmax of columns", "own row", "repeated rows", "halves")),)
 EXACT_LOSSES = tuple(LOSSES)[: tuple(LOSSES).index("root")]
 
 

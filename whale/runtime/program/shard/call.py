@@ -13,7 +13,7 @@ from torch import fx
 from whale.axes.added import ADDED, operator_name
 from whale.axes.values import Dimension, Role, axes_of
 from whale.errors import PlanError
-from whale.ir.graph import Op
+from whale.ir.graph import Op, TensorSpec
 from whale.runtime.program.shard.layout import Held, ShardLayout
 from whale.runtime.program.shard.randomness import drawn_apart
 from whale.runtime.program.shard.writer import Writer
@@ -63,6 +63,10 @@ class Call:
     def dimensions(self, name: str) -> tuple[Dimension, ...]:
         """Dimensions of a tensor argument."""
         return self.layout.dimensions(self.raw[name].name)
+
+    def shape_of(self, spec: TensorSpec) -> tuple[int, ...]:
+        """The shape of a whole tensor at the rows at hand, where the batch is cut; else that of the example."""
+        return spec.shape_at(self.layout.num_rows) if self.layout.num_rows else spec.shape
 
     def is_sharded(self, dimension: Dimension) -> bool:
         """Whether this call works on a part of a dimension."""

@@ -151,7 +151,7 @@ def split(call: Call) -> fx.Node:
     held = call.held(dimensions[dim])
     if held.has_rows:
         call.refuse("it splits a dimension that holds the batch too")
-    ends = [count_below(held.runs, end) for end in accumulate((spec.shape[dim] for spec in call.op.outputs), initial=0)]
+    ends = [count_below(held.runs, end) for end in accumulate((call.shape_of(spec)[dim] for spec in call.op.outputs), initial=0)]
     sizes = [stop - start for start, stop in pairwise(ends)]
     return call.emit(aten.split_with_sizes.default, call.value("self"), sizes, dim)
 
@@ -169,5 +169,5 @@ def slice_(call: Call) -> fx.Node:
     if held.has_rows or not isinstance(start, int) or call.raw.get("step", 1) != 1:
         call.refuse("its bounds are computed or it skips positions")
     begin = min(start if start >= 0 else max(start + held.units, 0), held.units)
-    bounds = [count_below(held.runs, bound) for bound in (begin, begin + call.op.outputs[0].shape[dim])]
+    bounds = [count_below(held.runs, bound) for bound in (begin, begin + call.shape_of(call.op.outputs[0])[dim])]
     return call.emit(aten.slice.Tensor, call.value("self"), dim, *bounds)
