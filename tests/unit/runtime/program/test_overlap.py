@@ -148,6 +148,7 @@ def test_the_halves_are_the_whole(rows: int) -> None:
 
 def test_messages_travel_while_the_other_half_goes_on() -> None:
     """Between the beginning of a message and the wait for it stands the beginning of another, but for the last one each way."""
+    captured()  # by one thread: the devices are several
     for _, _, log in on_devices(lambda device: run(device, 4, halved=True), (0, 1)):
         alone = [what for (kind, what), (after, _) in pairwise(log) if kind == "begin" and after == "wait"]
         assert sum(kind == "begin" for kind, _ in log) == 2 * 6
