@@ -188,8 +188,12 @@ class _Context:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at the operators that are called."""
 
+    supports_higher_order_operators = True
+    """Inner programs (torch.cond and the like) pass, for a later error that names them."""
+
     is_pointwise = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.is_pointwise = self.is_pointwise and (torch.Tag.pointwise in func.tags or func in _MOVES)
+        tags = func.tags if isinstance(func, torch._ops.OpOverload) else ()
+        self.is_pointwise = self.is_pointwise and (torch.Tag.pointwise in tags or func in _MOVES)
         return func(*args, **(kwargs or {}))
