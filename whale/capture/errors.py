@@ -19,7 +19,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import UninitializedParameter
 
-from whale.capture import functions
+from whale.capture.functions import call
 from whale.capture.regions import recomputed
 from whale.capture.source import line_of_traceback, user_line
 from whale.errors import CaptureError, WhaleError, raise_faults
@@ -131,7 +131,7 @@ def _guarded(apply: Any) -> Callable[..., Any]:
         if cls.__module__ == "torch.nn.modules._functions" and cls.__name__ == "BackwardHookFunction":
             _refuse_hook()
         assert not kwargs, "torch's apply takes none"
-        return functions.call(cls, args)
+        return call(cls, args)
 
     return guarded
 
