@@ -21,7 +21,7 @@ from whale.capture.batch import BatchDims, BatchStructure
 from whale.capture.errors import check_model
 from whale.capture.flatten import Flat, flatten
 from whale.capture.liveness import drop_needless_detaches, remove_dead_code
-from whale.capture.loss_terms import TermNodes, split_loss
+from whale.capture.loss.terms import TermNodes, split_loss
 from whale.capture.ops import describe
 from whale.capture.parameters import Holdings, holdings
 from whale.capture.program import Program

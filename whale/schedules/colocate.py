@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from whale.ir.schedule import Action, Kind, Schedule
-from whale.schedules.builder import with_sync_and_step
 from whale.schedules.in_flight import count_in_flight
+from whale.schedules.orders.builder import with_sync_and_step
 
 
 def places(stage_rank: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -10,9 +10,9 @@ from whale.ir.plan import Pipeline, Plan, Replica
 from whale.ir.schedule import Schedule
 from whale.schedules.colocate import expand, places
 from whale.schedules.communication import insert_communication
-from whale.schedules.forward_only import forward_only
+from whale.schedules.orders.forward_only import forward_only
+from whale.schedules.orders.table import build
 from whale.schedules.recompute import insert_recompute
-from whale.schedules.table import build
 from whale.schedules.verify import verify
 
 Pairs = tuple[tuple[int, int], ...]

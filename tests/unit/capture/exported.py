@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from whale.capture.loss_terms import TermNodes, split_loss
+from whale.capture.loss.terms import TermNodes, split_loss
 
 aten = torch.ops.aten
 

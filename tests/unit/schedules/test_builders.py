@@ -10,11 +10,11 @@ from whale.config import SCHEDULES
 from whale.errors import ConfigError
 from whale.ir.schedule import COMPUTE, Kind, Schedule
 from whale.schedules import BUILDERS, build, count_in_flight, forward_only, insert_communication, peak_in_flight, placement, verify
-from whale.schedules import interleaved as interleaving
-from whale.schedules.builder import with_sync_and_step
 from whale.schedules.edges import Edges
 from whale.schedules.execution import execute
-from whale.schedules.shape import Shape, round_robin
+from whale.schedules.orders import interleaved as interleaving
+from whale.schedules.orders.builder import with_sync_and_step
+from whale.schedules.orders.shape import Shape, round_robin
 
 
 @st.composite

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whale.ir.schedule import Action, Kind
-from whale.schedules.builder import Builder
-from whale.schedules.one_f_one_b import num_warm_up
-from whale.schedules.shape import Shape
+from whale.schedules.orders.builder import Builder
+from whale.schedules.orders.one_f_one_b import num_warm_up
+from whale.schedules.orders.shape import Shape
 
 # F, I and W equally long; p activations on every stage
 #

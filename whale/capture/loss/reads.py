@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from whale.capture.aliasing import memory_roots, written_arguments
-from whale.capture.batch_facts import is_scalar
+from whale.capture.loss.facts import is_scalar
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch.fx import Node
 
-from whale.capture.batch_facts import BatchFacts, constant_of, functional_name, tensor_of
+from whale.capture.loss.facts import BatchFacts, constant_of, functional_name, tensor_of
 
 Growth = Literal["sum", "mean"] | None
 """None where it is neither, or cannot be told."""

@@ -6,18 +6,18 @@ import difflib
 
 from whale.errors import ConfigError, raise_faults
 from whale.ir.schedule import Schedule
-from whale.schedules.aiao import AIAO, AIAO_EARLY_LOSS
-from whale.schedules.builder import Builder, with_sync_and_step
-from whale.schedules.gpipe import GPIPE
-from whale.schedules.interleaved import INTERLEAVED
-from whale.schedules.last_no_recompute import LAST_NO_RECOMPUTE
-from whale.schedules.one_f_one_b import ONE_F_ONE_B
-from whale.schedules.recompute_early import RECOMPUTE_EARLY
-from whale.schedules.shape import Shape
-from whale.schedules.shifted_critical_path import SHIFTED_CRITICAL_PATH
-from whale.schedules.zb_h1 import ZB_H1
-from whale.schedules.zb_h2 import ZB_H2
-from whale.schedules.zb_v import ZB_V
+from whale.schedules.orders.aiao import AIAO, AIAO_EARLY_LOSS
+from whale.schedules.orders.builder import Builder, with_sync_and_step
+from whale.schedules.orders.gpipe import GPIPE
+from whale.schedules.orders.interleaved import INTERLEAVED
+from whale.schedules.orders.last_no_recompute import LAST_NO_RECOMPUTE
+from whale.schedules.orders.one_f_one_b import ONE_F_ONE_B
+from whale.schedules.orders.recompute_early import RECOMPUTE_EARLY
+from whale.schedules.orders.shape import Shape
+from whale.schedules.orders.shifted_critical_path import SHIFTED_CRITICAL_PATH
+from whale.schedules.orders.zb_h1 import ZB_H1
+from whale.schedules.orders.zb_h2 import ZB_H2
+from whale.schedules.orders.zb_v import ZB_V
 
 _ALL = (
     GPIPE,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from whale.errors import ConfigError
 from whale.ir.schedule import Action, Kind
-from whale.schedules.shape import Shape, round_robin
+from whale.schedules.orders.shape import Shape, round_robin
 
 _BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 

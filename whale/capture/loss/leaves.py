@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from whale.capture.batch_facts import BatchFacts, constant_of, tensor_of
-from whale.capture.loss_parts import Counted, Emit, Part, PerRow, the_node
-from whale.capture.node_builder import NodeBuilder, example
+from whale.capture.loss.facts import BatchFacts, constant_of, tensor_of
+from whale.capture.loss.node_builder import NodeBuilder, example
+from whale.capture.loss.parts import Counted, Emit, Part, PerRow, the_node
 
 aten = torch.ops.aten
 

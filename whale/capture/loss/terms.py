@@ -15,11 +15,11 @@ from fractions import Fraction
 import torch
 from torch.fx import Graph, Node
 
-from whale.capture.batch_facts import BatchFacts, RowFactors
-from whale.capture.loss_parts import Counted, Part, PerRow
-from whale.capture.loss_reads import LossReads
-from whale.capture.loss_walk import LossWalk
-from whale.capture.node_builder import NodeBuilder
+from whale.capture.loss.facts import BatchFacts, RowFactors
+from whale.capture.loss.node_builder import NodeBuilder
+from whale.capture.loss.parts import Counted, Part, PerRow
+from whale.capture.loss.reads import LossReads
+from whale.capture.loss.walk import LossWalk
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from whale.capture.batch_facts import BatchFacts, constant_of, functional_name, is_scalar, tensor_of
-from whale.capture.growth import growth
-from whale.capture.loss_leaves import MEANS, describe, is_full_reduction, leaf_part, reduction_part
-from whale.capture.loss_parts import Counted, Factor, Part, PerRow, complete, the_node
-from whale.capture.node_builder import NodeBuilder
+from whale.capture.loss.facts import BatchFacts, constant_of, functional_name, is_scalar, tensor_of
+from whale.capture.loss.growth import growth
+from whale.capture.loss.leaves import MEANS, describe, is_full_reduction, leaf_part, reduction_part
+from whale.capture.loss.node_builder import NodeBuilder
+from whale.capture.loss.parts import Counted, Factor, Part, PerRow, complete, the_node
 from whale.capture.source import line_of_stack_trace
 from whale.errors import CaptureError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whale.ir.schedule import Action, Kind
-from whale.schedules.builder import Builder
-from whale.schedules.shape import Shape
+from whale.schedules.orders.builder import Builder
+from whale.schedules.orders.shape import Shape
 
 # B as long as F
 #

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whale.ir.schedule import Action
-from whale.schedules.builder import Builder
-from whale.schedules.one_f_one_b import order as plain_order
-from whale.schedules.one_f_one_b import peak
+from whale.schedules.orders.builder import Builder
+from whale.schedules.orders.one_f_one_b import order as plain_order
+from whale.schedules.orders.one_f_one_b import peak
+from whale.schedules.orders.recompute_early import cool_down
+from whale.schedules.orders.shape import Shape
 from whale.schedules.recompute import before_backward
-from whale.schedules.recompute_early import cool_down
-from whale.schedules.shape import Shape
 
 # R as long as F, B twice as long
 #

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from whale.errors import ConfigError
 from whale.ir.schedule import Action, Kind
-from whale.schedules.builder import Builder
-from whale.schedules.shape import Shape
+from whale.schedules.orders.builder import Builder
+from whale.schedules.orders.shape import Shape
 
 # 2 chunks, groups of 2, B as long as F
 #

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whale.ir.schedule import Action
-from whale.schedules.builder import Builder
-from whale.schedules.one_f_one_b import num_warm_up, peak
-from whale.schedules.one_f_one_b import order as plain_order
+from whale.schedules.orders.builder import Builder
+from whale.schedules.orders.one_f_one_b import num_warm_up, peak
+from whale.schedules.orders.one_f_one_b import order as plain_order
+from whale.schedules.orders.shape import Shape
 from whale.schedules.recompute import before_backward
-from whale.schedules.shape import Shape
 
 # R as long as F, B twice as long: R2 and R3 of rank 0, R3 of rank 1 run while their gradients are on the way
 #

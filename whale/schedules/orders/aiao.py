@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from whale.ir.schedule import Action, Kind
-from whale.schedules.builder import Builder
-from whale.schedules.shape import Shape
+from whale.schedules.orders.builder import Builder
+from whale.schedules.orders.shape import Shape
 
 # 2 chunks, B as long as F. The later stage of a rank is done with its gradients, and may sync them,
 # while the earlier one still runs backward.

@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 from torch.fx import Node
 
-from whale.capture.node_builder import NodeBuilder
+from whale.capture.loss.node_builder import NodeBuilder
 
 aten = torch.ops.aten
 

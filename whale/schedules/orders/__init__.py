@@ -1,0 +1,1 @@
+"""The orders of computations, one pure function per file."""
