@@ -37,8 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(to_json(plan, indent=1))
         return 0
     print_plan(plan)
-    is_sharded = any(stage.shards for replica in plan.replicas for stage in replica.stages)
-    communicators = communicators_of(plan, graph, parameter_shardings(plan, graph, discover(graph) if is_sharded else None))
+    communicators = communicators_of(plan, graph, parameter_shardings(plan, graph, discover(graph) if plan.is_sharded else None))
     print(communicators)
     for warning in (*graph.warnings, *filter(None, [communicators.warning])):
         print(f"warning: {warning}")

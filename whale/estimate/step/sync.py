@@ -17,8 +17,7 @@ def buckets(plan: Plan, prices: Prices) -> tuple[Bucket, ...]:
     """All buckets, in the order in which they start."""
     if not prices.training:
         return ()
-    is_sharded = any(stage.shards for replica in plan.replicas for stage in replica.stages)
-    found = parameter_shardings(plan, prices.graph, prices.axes if is_sharded else None)
+    found = parameter_shardings(plan, prices.graph, prices.axes if plan.is_sharded else None)
     return plan_buckets(found, prices.graph, alike_schedules(plan), prices.costs.bucket_bytes)
 
 

@@ -63,6 +63,11 @@ class Plan:
         """The pipeline of each replica."""
         return tuple(replica.pipeline for replica in self.replicas)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some stage divides tensors over its devices: what a device then holds depends on the axes of the model."""
+        return any(stage.shards for replica in self.replicas for stage in replica.stages)
+
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
         """Per parameter or buffer, the ranks that hold it, ascending."""

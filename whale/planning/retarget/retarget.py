@@ -37,8 +37,7 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
     if unknown:
         raise PlanError(f"captures of one model have the same parameters (only in {other.mode}: {', '.join(unknown)})")
     structure = _structure(other, plan)
-    is_sharded = any(stage.shards for replica in plan.replicas for stage in replica.stages)
-    axes = discover(other) if is_sharded else None
+    axes = discover(other) if plan.is_sharded else None
     names = same_axes(discover(train_graph), axes) if axes else {}
     assignments: dict[tuple[tuple[str, ...], ...], Assignment] = {}
     replicas = []

@@ -41,8 +41,7 @@ def carry_plan(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
         if any(segment.recompute for replica in plan.replicas for stage in replica.stages for segment in stage.program):
             raise PlanError("a model that is computed again in parts runs the same ops at all sizes of its batches (here it runs others)")
         return retarget_plan(plan, graph, other)
-    is_sharded = any(stage.shards for replica in plan.replicas for stage in replica.stages)
-    axes = discover(other) if is_sharded else None
+    axes = discover(other) if plan.is_sharded else None
     names = same_axes(discover(graph), axes) if axes else {}
     replicas = tuple(_carry_replica(plan, replica, other, axes, names) for replica in plan.replicas)
     batch_axes = find_batch_axes(other, replicas)

@@ -62,5 +62,4 @@ class Holdings:
 
 def discover_if_sharded(plan: Plan, model: ModelGraph) -> Axes | None:
     """The axes of a model, where some stage of the plan is cut; otherwise nobody needs them."""
-    is_sharded = any(stage.shards for replica in plan.replicas for stage in replica.stages)
-    return discover(model) if is_sharded else None
+    return discover(model) if plan.is_sharded else None
