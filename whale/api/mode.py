@@ -102,12 +102,13 @@ def structure_for(batch: Any, known: Any, batch_dims: BatchDims | None = None) -
     """
     if batch is None or batch is known:
         return BatchStructure.of(known, batch_dims=batch_dims)
-    rows = BatchStructure.of(known, batch_dims=batch_dims).example_rows
+    shared = known
     if isinstance(batch, Mapping) and isinstance(known, Mapping):
-        known = {key: value for key, value in known.items() if key in batch}
+        shared = {key: value for key, value in known.items() if key in batch}
     try:
-        structure = BatchStructure.of(known, batch_dims=batch_dims)
+        structure = BatchStructure.of(shared, batch_dims=batch_dims)
         structure.like(batch)
     except BatchError:
+        rows = BatchStructure.of(known, batch_dims=batch_dims).example_rows
         return BatchStructure.of(batch, least_rows=1, batch_dims=batch_dims).with_rows(rows)
     return structure
