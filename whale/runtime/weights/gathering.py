@@ -12,6 +12,7 @@ from whale.comm import World
 from whale.errors import PlanError, warn
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, Plan
+from whale.ir.writes import Reads
 from whale.runtime.program.shard.pieces import Index, as_index, part, write_part
 from whale.runtime.state.holdings import Holdings
 from whale.sharding import Piece as HeldPiece
@@ -126,7 +127,7 @@ def gather_outputs(
         spec = model.by_name[name].outputs[0]
         if axis is None:
             _check_whole(model, name, len(owners))
-            if len(owners) > 1 and world.rank == 0 and _depends_on_rows(model, name):
+            if len(owners) > 1 and world.rank == 0 and depends_on_rows(model, name):
                 _warn_of_one_piece(model.by_name[name], owners)
             owners = owners[:1]
         space = row_space(spec, axis, num_rows)
@@ -150,16 +151,10 @@ def _check_whole(model: ModelGraph, name: str, num_pieces: int) -> None:
         )
 
 
-def _depends_on_rows(model: ModelGraph, name: str) -> bool:
-    """Whether an op reads, through whatever others, something that has rows."""
-    left, seen = [name], {name}
-    while left:
-        op = model.by_name[left.pop()]
-        if op.kind == "input" and ("reads_rows" in op.tags or any(spec.has_rows for spec in op.outputs)):
-            return True
-        left += [source for source in op.inputs if source not in seen]
-        seen.update(op.inputs)
-    return False
+def depends_on_rows(model: ModelGraph, name: str) -> bool:
+    """Whether an op reads, through whatever others and what these write, something that has rows."""
+    read = (model.by_name[source] for source in Reads(model).ancestors([name]))
+    return any(op.kind == "input" and ("reads_rows" in op.tags or any(spec.has_rows for spec in op.outputs)) for op in read)
 
 
 def _warn_of_one_piece(op: Op, owners: Sequence[tuple[int, int, int]]) -> None:
