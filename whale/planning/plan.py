@@ -17,7 +17,7 @@ from whale.ir.plan import BatchAxis, Choice, Plan, Replica
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
 from whale.planning.explain.choices import explain_choices
 from whale.planning.explain.joining import explain_joining
-from whale.planning.explain.mixing import explain_mixing, mixed_apart
+from whale.planning.explain.mixing import explain_mixing, keeps_apart, mixed_apart
 from whale.planning.explain.step import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import find_cut_points
@@ -35,7 +35,7 @@ from whale.planning.shard.scattering import scatter_all
 from whale.planning.shard.stage_price import StagePricing, make_scene
 from whale.planning.structure.crossing import crossing, crossing_faults
 from whale.planning.structure.structure import analyse
-from whale.planning.verify.verify import verify
+from whale.planning.verify.verify import needs_axes, verify
 from whale.units import format_seconds
 
 
@@ -217,7 +217,7 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotation
     if is_split:
         replicas, borders = scatter_all(replicas, solver.prices)
     draft = _Draft(graph, cluster, annotations, found, replicas, borders)
-    joined = join_replicas(replicas, graph, solver.prices.axes) if gather_rows else replicas
+    joined = join_replicas(replicas, solver.prices) if gather_rows else replicas
     if joined != replicas:
         with contextlib.suppress(PlanError):  # what is gathered may not fit in memory
             return draft.stated(joined)
@@ -261,9 +261,10 @@ class _Draft:
         )
         plan, step = with_estimate(plan, prices)
         own = explain_choices(self.annotations[0], self.found, plan.replicas if replicas == self.apart else self.apart)
-        rows = (*explain_joining(self.apart, plan, prices), *self.borders, *explain_mixing(mixed_apart(plan, graph, prices.axes)))
+        mixed = mixed_apart(plan, graph, prices.axes) if keeps_apart(plan) else ()
+        rows = (*explain_joining(self.apart, plan, prices), *self.borders, *explain_mixing(mixed))
         plan = dataclasses.replace(plan, choices=(*own, *rows, *explain_step(step)))
-        verify(plan, graph, self.cluster, prices.axes, step=step)
+        verify(plan, graph, self.cluster, prices.axes if needs_axes(plan) else None, step=step)
         return plan
 
 

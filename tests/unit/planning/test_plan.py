@@ -212,3 +212,12 @@ def test_no_stage_is_made_of_ops_that_go_where_they_are_read() -> None:
     plan = make_plan(graph.build(), cluster((1e9, 1e9)), Config(TWO_STAGES), rows=8)
     front, back = (set(stage.ops) for stage in plan.replicas[0].stages)
     assert {"mixed", "first"} <= front and "second" in back
+
+
+def test_one_device_asks_for_no_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(graph: object) -> None:
+        raise AssertionError("nothing is divided")
+
+    monkeypatch.setattr("whale.estimate.prices.prices.discover", find)
+    plan = make_plan(chain(4), cluster((1e9,)), Config({}))
+    assert len(plan.devices) == 1 and not plan.batch_axes

@@ -20,12 +20,21 @@ def mixed_apart(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> tupl
         graph: the captured model.
         axes: of the graph; found here where not given.
     """
-    in_pieces = len(plan.replicas) > 1 or any(pipeline.num_micro_batch > 1 for pipeline in plan.pipelines)
-    divided = {name for replica in plan.replicas for stage in replica.stages if len(stage.shares) > 1 for name in stage.ops}
-    if not in_pieces and not divided:
+    if not keeps_apart(plan):
         return ()
+    in_pieces = _in_pieces(plan)
+    divided = {name for replica in plan.replicas for stage in replica.stages if len(stage.shares) > 1 for name in stage.ops}
     found = (axes or discover(graph)).mixing
     return tuple(mixing for mixing in found if in_pieces or mixing.op in divided or graph.by_name[mixing.op].kind != "call")
+
+
+def keeps_apart(plan: Plan) -> bool:
+    """Whether a plan computes some samples by themselves: where it does not, none that the model mixes can be apart."""
+    return _in_pieces(plan) or any(len(stage.shares) > 1 for replica in plan.replicas for stage in replica.stages)
+
+
+def _in_pieces(plan: Plan) -> bool:
+    return len(plan.replicas) > 1 or any(pipeline.num_micro_batch > 1 for pipeline in plan.pipelines)
 
 
 def explain_mixing(mixing: Sequence[Mixing]) -> Iterator[Choice]:

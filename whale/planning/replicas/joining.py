@@ -15,19 +15,22 @@ from dataclasses import replace
 from whale.axes import Axes, Mixing
 from whale.axes.labels import Labels, label
 from whale.axes.values import may_lie_in_parts
+from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice
 from whale.ir.writes import MemoryWrites
 
 
-def join_replicas(replicas: Sequence[Replica], graph: ModelGraph, axes: Axes) -> tuple[Replica, ...]:
+def join_replicas(replicas: Sequence[Replica], prices: Prices) -> tuple[Replica, ...]:
     """Joins replicas where some op needs rows of several devices at once; otherwise, and where they cannot be joined, as they are.
 
-    They can be where they are alike, have one micro-batch and nothing is split.
+    They can be where they are alike, have one micro-batch and nothing is split. The axes are found only where rows are divided.
     """
     stages = [stage for replica in replicas for stage in replica.stages]
-    is_divided = len(replicas) > 1 or any(len(stage.shares) > 1 for stage in stages)
-    if not is_divided or BATCH not in axes.by_name or not any(_surely_mixes(found, graph) for found in axes.mixing):
+    if len(replicas) == 1 and all(len(stage.shares) == 1 for stage in stages):
+        return tuple(replicas)
+    graph, axes = prices.graph, prices.axes
+    if BATCH not in axes.by_name or not any(_surely_mixes(found, graph) for found in axes.mixing):
         return tuple(replicas)
     if not _are_alike(replicas) or any(stage.split > 1 for stage in stages) or replicas[0].pipeline.num_micro_batch > 1:
         return tuple(replicas)

@@ -58,8 +58,7 @@ def verify(
         if key not in seen:  # equal replicas have equal faults
             seen[key] = None
             faults += [fault for check in _CHECKS for fault in check(plan, graph, replica)]
-    is_split = any(stage.split > 1 or stage.shards for replica in plan.replicas for stage in replica.stages)
-    if axes is None and (is_split or plan.batch_axes):
+    if axes is None and needs_axes(plan):
         axes = discover(graph)
     if axes is not None:
         faults += shard_faults(plan, graph, axes)
@@ -69,6 +68,12 @@ def verify(
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)
     raise_faults(list(_memory(estimate(plan, graph, cluster, costs, axes=axes) if step is None else step, cluster)))
+
+
+def needs_axes(plan: Plan) -> bool:
+    """Whether checking a plan takes the axes of its model: it cuts tensors, or says where their batch is."""
+    is_split = any(stage.split > 1 for replica in plan.replicas for stage in replica.stages)
+    return is_split or plan.is_sharded or bool(plan.batch_axes)
 
 
 def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
