@@ -17,7 +17,7 @@ PACKAGE = ROOT / "whale"
 # Highest first. Parts on one line never import one another.
 LINES = (
     ("cli",),
-    ("api",),
+    ("api", "workloads"),
     ("tuning",),
     ("capture", "planning", "runtime", "measure"),
     ("estimate",),

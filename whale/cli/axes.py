@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from whale.axes import Axes, AxisRow, describe, discover
-from whale.cli.inputs import add_source_arguments, read_graph
+from whale.cli.inputs import add_graph_arguments, read_graph
 from whale.cli.tables import print_table
 from whale.ir.graph import ModelGraph
 
@@ -16,7 +16,7 @@ from whale.ir.graph import ModelGraph
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
     parser = verbs.add_parser("axes", help="show the logical axes of a model and which may be cut")
-    add_source_arguments(parser)
+    add_graph_arguments(parser)
     parser.add_argument("--all", action="store_true", help="also axes that no parameter has and that cannot be cut")
     parser.add_argument("--json", action="store_true", help="print the axes as JSON")
     parser.set_defaults(run=run)
@@ -24,7 +24,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Captures the model, discovers its axes, and prints them."""
-    graph = read_graph(arguments.source, arguments.arg)
+    graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     axes = discover(graph)
     rows = [row for row in describe(axes, graph) if arguments.all or row.held_by or row.may_be_cut]
     if arguments.json:

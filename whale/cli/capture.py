@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from whale.cli.inputs import add_source_arguments, read_graph, write_text
+from whale.cli.inputs import add_graph_arguments, read_graph, write_text
 from whale.cli.tables import print_table
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.scope import ScopePath
@@ -17,7 +17,7 @@ from whale.units import format_bytes, format_count
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
     parser = verbs.add_parser("capture", help="capture a model as one graph")
-    add_source_arguments(parser)
+    add_graph_arguments(parser)
     parser.add_argument("--output", metavar="model.json", help="write the graph here")
     parser.add_argument("--json", action="store_true", help="print the graph as JSON")
     parser.add_argument("--ops", action="store_true", help="print every op")
@@ -26,7 +26,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Captures, and prints or writes what was asked for."""
-    graph = read_graph(arguments.source, arguments.arg)
+    graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     if arguments.output is not None:
         write_text(arguments.output, to_json(graph))
     if arguments.json:

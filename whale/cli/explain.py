@@ -25,7 +25,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints the choices."""
-    graph = read_graph(arguments.source, arguments.arg)
+    graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     config = read_config(arguments)
     plan = make_plan(graph, read_cluster(arguments, config), config, rows=arguments.rows)
     if arguments.json:

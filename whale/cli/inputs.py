@@ -19,7 +19,10 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.serialization import from_json
 
-SOURCE_HELP = "FILE.py:FUNCTION that returns (model, batch, loss), or a model.json of `whale capture`"
+SOURCE_HELP = (
+    "FILE.py:FUNCTION that returns (model, batch, loss), a model.json of `whale capture`, "
+    "or a model of a published run: gpt:layers=24,hidden=1024,heads=16,sequence=1024,vocabulary=51200"
+)
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +31,15 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of FUNCTION; repeatable")
 
 
+def add_graph_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the model, the arguments of its function, and how deep its graph shall be."""
+    add_source_arguments(parser)
+    parser.add_argument("--blocks", type=int, metavar="N", help="repeat the model's blocks (at least two are captured) until there are N")
+
+
 def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds all that a plan is made from."""
-    add_source_arguments(parser)
+    add_graph_arguments(parser)
     parser.add_argument("--cluster", metavar="C.yaml", help="the devices; without it, the recipe's, else this machine's")
     parser.add_argument("--ranks", type=int, metavar="N", help="without --cluster: ranks on this machine (default: one per GPU, else one)")
     parser.add_argument("--recipe", metavar="R.yaml", help="configuration")
@@ -38,14 +47,36 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch; those of the example by default")
 
 
-def read_graph(source: str, pairs: Sequence[str]) -> ModelGraph:
-    """The graph of ``FILE.py:FUNCTION``, captured now, or of a ``model.json``, read without torch.
+def read_graph(source: str, pairs: Sequence[str], blocks: int | None = None) -> ModelGraph:
+    """The graph of a model that a command line names: captured now, or of a ``model.json``, read without torch.
+
+    Args:
+        source: as `SOURCE_HELP` says.
+        pairs: arguments of the function, each ``KEY=VALUE``.
+        blocks: to which number its blocks are repeated; None: as they are.
 
     Raises:
-        CaptureError: there is no such file or function, or the model cannot be captured.
+        CaptureError: there is no such file or function, the model cannot be captured, or its blocks cannot be repeated.
+        ConfigError: arguments that the model does not take.
     """
+    graph = _graph_of(source, pairs)
+    if blocks is None:
+        return graph
+    from whale.workloads import repeat_blocks
+
+    return repeat_blocks(graph, blocks)
+
+
+def _graph_of(source: str, pairs: Sequence[str]) -> ModelGraph:
     if source.endswith(".json"):
         return _read_captured(Path(source), pairs)
+    name, _, sizes = source.partition(":")
+    if name == "gpt":
+        from whale.workloads import gpt
+
+        values = parse_pairs([*filter(None, sizes.split(",")), *pairs], name)
+        _check_names(name, gpt, values)
+        return gpt(**values)
     model, batch, loss, batch_dims = build_model(source, pairs)
     from whale.capture import capture
 
@@ -73,7 +104,7 @@ def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, ob
         inspect.signature(build).bind(**values)
     except TypeError as error:
         raise CaptureError(
-            f"{source} is called with the --arg pairs as keyword arguments: {error}", hint=f"it takes {inspect.signature(build)}"
+            f"{source} is called with its pairs KEY=VALUE as keyword arguments: {error}", hint=f"it takes {inspect.signature(build)}"
         ) from error
 
 
@@ -124,7 +155,7 @@ def load_function(source: str) -> Callable[..., object]:
     name, colon, function = source.rpartition(":")
     path = Path(name)
     if not colon or path.suffix != ".py":
-        raise CaptureError(f"expected FILE.py:FUNCTION or model.json, not {source!r}")
+        raise CaptureError(f"expected FILE.py:FUNCTION, model.json or gpt:KEY=VALUE,... (not {source!r})")
     if not path.is_file():
         raise CaptureError(f"there is no file {name}")
     found = vars(_import_file(path)).get(function)

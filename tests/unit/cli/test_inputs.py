@@ -12,6 +12,7 @@ from whale.cli.inputs import load_function, parse_pairs, read_graph
 from whale.errors import CaptureError, ConfigError
 from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
 from whale.ir.serialization import to_json
+from whale.workloads import gpt
 
 SPEC = TensorSpec((4, 2), "float32", (1, 0))
 GRAPH = ModelGraph((Op("x", "input", "x", outputs=(SPEC,)), Op("y", "call", "aten.relu.default", (Ref("x"),), outputs=(SPEC,))), (), 4)
@@ -73,3 +74,19 @@ def test_a_file_that_is_no_captured_model(text: str, tmp_path: Path) -> None:
         read_graph(str(path), [])
     with pytest.raises(CaptureError, match="cannot be read"):
         read_graph(str(tmp_path / "none.json"), [])
+
+
+SIZES = "layers=3,hidden=16,heads=2,sequence=8,vocabulary=32"
+
+
+def test_a_published_model_is_named_with_its_sizes() -> None:
+    graph = read_graph(f"gpt:{SIZES}", ["dtype=bfloat16"])
+    assert graph == gpt(layers=3, hidden=16, heads=2, sequence=8, vocabulary=32, dtype="bfloat16")
+    assert read_graph(f"gpt:{SIZES}", ["dtype=bfloat16"], 5).parameter_by_name["blocks.4.up.weight"].spec.dtype == "bfloat16"
+
+
+def test_a_published_model_with_wrong_sizes_is_refused() -> None:
+    with pytest.raises(CaptureError, match="heads"):
+        read_graph("gpt:layers=3", [])
+    with pytest.raises(ConfigError, match="states layers twice"):
+        read_graph(f"gpt:{SIZES}", ["layers=4"])

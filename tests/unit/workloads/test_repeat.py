@@ -1,0 +1,97 @@
+"""Repeated blocks: the graph of a deeper model, as its own capture says it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from whale.capture import capture
+from whale.errors import CaptureError
+from whale.ir.graph import ModelGraph
+from whale.workloads import repeat_blocks
+
+
+class Block(nn.Module):
+    """Norm, layers, dropout and a residual; checkpointed on demand."""
+
+    def __init__(self, width: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.checkpointed = checkpointed
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.relu(self.up(self.norm(x)))), 0.1)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        x = checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+        return x * scale
+
+
+class Tower(nn.Module):
+    """Blocks between two layers, all of which read one value of the first."""
+
+    def __init__(self, layers: int, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.blocks = nn.ModuleList(Block(16, checkpointed) for _ in range(layers))
+        self.last_norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        scale = x.sigmoid()
+        for block in self.blocks:
+            x = block(x, scale)
+        out: Tensor = self.last(self.last_norm(x))
+        return out
+
+
+def of(model: nn.Module) -> ModelGraph:
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(output, batch["y"])
+
+    return capture(model, {"x": torch.zeros(4, 8), "y": torch.zeros(4, dtype=torch.long)}, loss)[0]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("captured", [2, 3])
+def test_it_is_the_graph_of_the_deeper_model(captured: int, checkpointed: bool) -> None:
+    assert repeat_blocks(of(Tower(captured, checkpointed)), 5) == of(Tower(5, checkpointed))
+
+
+def test_as_many_blocks_as_there_are_change_nothing() -> None:
+    graph = of(Tower(2))
+    assert repeat_blocks(graph, 2) is graph
+
+
+def test_fewer_blocks_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"captured: 3, asked for: 2"):
+        repeat_blocks(of(Tower(3)), 2)
+
+
+def test_a_model_without_repeated_blocks_is_refused() -> None:
+    with pytest.raises(CaptureError, match="two of them one after another"):
+        repeat_blocks(of(Tower(1)), 4)
+
+
+class Dense(nn.Module):
+    """What is behind the blocks reads each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for layer in self.layers:
+            x = layer(x).relu()
+            found.append(x)
+        out: Tensor = self.last(torch.cat(found, 1))
+        return out
+
+
+def test_blocks_that_are_read_from_behind_do_not_count_as_repeated() -> None:
+    with pytest.raises(CaptureError, match="two of them one after another"):
+        repeat_blocks(of(Dense()), 6)

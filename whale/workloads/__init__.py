@@ -1,0 +1,23 @@
+"""Models of published runs as graphs, of any size: captured small on the meta device, their blocks repeated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from whale.workloads.repeat import repeat_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from whale.ir.graph import ModelGraph
+    from whale.workloads.decoder import gpt
+
+__all__ = ["gpt", "repeat_blocks"]
+
+
+def __getattr__(name: str) -> Callable[..., ModelGraph]:
+    if name != "gpt":
+        raise AttributeError(f"module 'whale.workloads' has no attribute {name!r}")
+    from whale.workloads.decoder import gpt  # torch is loaded only where a model is captured
+
+    return gpt
