@@ -49,6 +49,29 @@ def settle_writes(flat: Flat) -> None:
     raise_faults(faults)
     for root in written:
         _copy_first(flat.graph, root)
+    _keep_what_was_read(flat)
+
+
+def _keep_what_was_read(flat: Flat) -> None:
+    """Lets ops read copies of a buffer that is replaced at the end, as ``self.mean = ...`` does.
+
+    In the model the name is bound to a new tensor, and a backward pass finds the old one as it was. Here the value goes into
+    the buffer's memory, as ``copy_`` with nobody to read it after.
+    """
+    roots = memory_roots(flat.graph)
+    nodes = [node for node in flat.graph.nodes if node.op == "call_function"]
+    touching = {node: {roots[source] for source in node.all_input_nodes} for node in nodes}
+    last = {root: node for node in nodes for root in touching[node] if flat.kinds.get(root.name) == "buffer"}
+    replaced = {root for root, node in last.items() if node.target is aten.copy_.default and roots[node.args[0]] is root}
+    for node in nodes:
+        found = [source for source in node.all_input_nodes if roots[source] in replaced]
+        if not found or written_arguments(node) or roots[node] in replaced:
+            continue
+        for source in found:
+            with flat.graph.inserting_before(node):
+                copied = flat.graph.call_function(aten.clone.default, (source,))
+            copied.meta = {**node.meta, "val": source.meta["val"].clone()}
+            node.replace_input_with(source, copied)
 
 
 def _faults(node: fx.Node) -> Iterator[WhaleError]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -143,6 +143,8 @@ OPTIMIZER = partial(torch.optim.SGD, lr=0.05, weight_decay=0.1)
     num_micro_batch=st.sampled_from((1, 2, 3)),
     chunks=st.sampled_from((1, 2)),
 )
+@example(names=("read", "largest"), num_micro_batch=1, chunks=1)
+@example(names=("iterated", "counted_by_name"), num_micro_batch=2, chunks=2)
 def test_what_is_not_refused_equals_the_plain_loop(names: tuple[str, ...], num_micro_batch: int, chunks: int) -> None:
     model = Random(names)
     batches = [make_batch(rows, seed) for seed, rows in enumerate((6, 7))]
