@@ -62,16 +62,37 @@ def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequ
         wires: between the workers.
     """
     of_worker, of_link = _number(workers), _number(links)
-    of_wire = _number([wire.kind for wire in wires])
-    party = _Meetings(((number, each) for number, wire in enumerate(wires) for each in wire.with_roles), len(wires), len(workers))
-    link = _Meetings(((number, (each, ())) for number, wire in enumerate(wires) for each in wire.links), len(wires), len(links))
+    bundles, bundle_of = _bundles(wires)
+    of_bundle = _number(bundle.kind for bundle in bundles)
+    party = _Meetings(((number, each) for number, bundle in enumerate(bundles) for each in bundle.with_roles), len(bundles), len(workers))
+    link = _Meetings(((number, (each, ())) for number, bundle in enumerate(bundles) for each in bundle.links), len(bundles), len(links))
     count = 0
-    while (now := sum(max(colours, default=-1) for colours in (of_worker, of_link, of_wire))) != count:
+    while (now := sum(max(colours, default=-1) for colours in (of_worker, of_link, of_bundle))) != count:
         count = now
-        of_wire = _number(zip(of_wire, party.at_wires(of_worker), link.at_wires(of_link), strict=True))
-        of_worker = _number(zip(of_worker, party.at_others(of_wire), strict=True))
-        of_link = _number(zip(of_link, link.at_others(of_wire), strict=True))
+        of_bundle = _number(zip(of_bundle, party.at_wires(of_worker), link.at_wires(of_link), strict=True))
+        of_worker = _number(zip(of_worker, party.at_others(of_bundle), strict=True))
+        of_link = _number(zip(of_link, link.at_others(of_bundle), strict=True))
+    of_wire = _number((of_bundle[bundle], wire.kind, wire.roles) for bundle, wire in zip(bundle_of, wires, strict=True))
     return Classes(tuple(of_worker), tuple(of_link), tuple(of_wire))
+
+
+def _bundles(wires: Sequence[Wire]) -> tuple[list[Wire], list[int]]:
+    """Wires between the same workers over the same links (the buckets of one ring of owners, say) as one, and the bundle of each.
+
+    They meet the same, so that bundles are alike where all their wires are.
+    """
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Wire]] = {}
+    bundle_of: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    numbers = []
+    for wire in wires:
+        key = wire.parties, wire.links
+        numbers.append(bundle_of.setdefault(key, len(bundle_of)))
+        found.setdefault(key, []).append(wire)
+    bundles = [
+        Wire(tuple(wire.kind for wire in own), parties, tuple(zip(*(wire.roles for wire in own), strict=True)), links)
+        for (parties, links), own in found.items()
+    ]
+    return bundles, numbers
 
 
 class _Meetings:

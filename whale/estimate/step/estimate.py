@@ -52,13 +52,14 @@ def estimate_with(prices: Prices, plan: Plan) -> StepEstimate:
     program = make_program(gathered)
     found = run(program.tasks, program.transfers, program.bandwidths)
     assert not found.stuck, f"a verified schedule ends: {program.computations[found.stuck[0].worker][found.stuck[0].task]}"
-    devices = tuple(_device(number, gathered, program, found) for number in range(len(program.members)))
+    carried = _Carried(gathered, program, found)
+    devices = tuple(_device(number, gathered, program, found, carried) for number in range(len(program.members)))
     seconds = max((times[-1][1] for times in found.tasks if times), default=0.0)
     spans = tuple(tuple(span for span in each.compute if span.action.kind in COMPUTE) for each in devices)
     return StepEstimate(seconds, devices, tuple(_links(gathered, program, seconds)), bubble_rate(Timeline(spans)))
 
 
-def _device(number: int, gathered: Gathered, program: Program, found: Run) -> DeviceEstimate:
+def _device(number: int, gathered: Gathered, program: Program, found: Run, carried: _Carried) -> DeviceEstimate:
     members, times = program.members[number], found.tasks[number]
     worker, order = gathered.workers[members[0]], program.computations[number]
     memory = memory_over_time(worker, order, times, *_waiting(number, gathered, program, found))
@@ -66,8 +67,8 @@ def _device(number: int, gathered: Gathered, program: Program, found: Run) -> De
         devices=tuple(gathered.devices[index] for index in members),
         stages=worker.stages,
         compute=tuple(Span(each.action, start, end) for each, (start, end) in zip(order, times, strict=True)),
-        messages=tuple(_messages(number, gathered, program, found)),
-        syncs=tuple(_syncs(number, gathered, program, found)),
+        messages=tuple(carried.messages(number)),
+        syncs=tuple(carried.syncs(number)),
         exposed=sum(_exposed(program.tasks[number], times, found)),
         memory=memory.points,
         peak=memory.peak,
@@ -85,10 +86,11 @@ def _waiting(number: int, gathered: Gathered, program: Program, found: Run) -> t
         posted |= dict.fromkeys(task.posts, times[position - 1][1] if position else 0.0)
         used |= dict.fromkeys(task.needs, times[position][0])
     for transfer in program.at[number]:
-        kind = gathered.wires[program.sent[transfer].wire].kind
+        sent_as = program.sent[transfer]
+        kind = gathered.wires[sent_as.wire].kind
         if not isinstance(kind, Crosses):
             continue
-        (source, target), (leaving, arriving) = program.sent[transfer].ends, program.sent[transfer].met
+        (source, target), (leaving, arriving) = sent_as.ends, sent_as.met
         if target == number:
             received.append(Waiting(kind.target, len(arriving) * kind.num_bytes, posted[transfer], used[transfer]))
         if source == number and kind.is_backward:
@@ -96,24 +98,42 @@ def _waiting(number: int, gathered: Gathered, program: Program, found: Run) -> t
     return received, sent
 
 
-def _messages(number: int, gathered: Gathered, program: Program, found: Run) -> Iterator[Message]:
-    for transfer, wires in program.at[number].items():
-        sent = program.sent[transfer]
-        kind = gathered.wires[sent.wire].kind
-        if isinstance(kind, Crosses):
-            name = f"{kind.source} -> {kind.target} {'B' if kind.is_backward else 'F'}{sent.micro_batch}"
-            for wire in wires:
-                source, target = (gathered.devices[party] for party in gathered.wires[wire].parties)
-                yield Message(name, source, target, kind.num_bytes, *found.transfers[transfer])
+class _Carried:
+    """What was on its way when: each message, and each sum of gradients, is one value at all its ends."""
 
+    def __init__(self, gathered: Gathered, program: Program, found: Run) -> None:
+        self._gathered, self._program, self._found = gathered, program, found
+        self._messages: dict[tuple[int, int], Message] = {}
+        self._syncs: dict[tuple[int, int], Sync] = {}
 
-def _syncs(number: int, gathered: Gathered, program: Program, found: Run) -> Iterator[Sync]:
-    for transfer, wires in program.at[number].items():
-        kind = gathered.wires[program.sent[transfer].wire].kind
-        if isinstance(kind, Sums):
-            for wire in wires:
-                num_owners = len(gathered.wires[wire].parties)
-                yield Sync(gathered.summed_stages[wire], num_owners, kind.num_bytes, *found.transfers[transfer])
+    def messages(self, number: int) -> Iterator[Message]:
+        """Those that the devices of a class send and receive."""
+        for transfer, wires in self._program.at[number].items():
+            kind = self._gathered.wires[wires[0]].kind
+            if isinstance(kind, Crosses):
+                for place in ((transfer, wire) for wire in wires):
+                    if place not in self._messages:
+                        self._messages[place] = self._message(kind, *place)
+                    yield self._messages[place]
+
+    def syncs(self, number: int) -> Iterator[Sync]:
+        """Those that the devices of a class take part in."""
+        for transfer, wires in self._program.at[number].items():
+            kind = self._gathered.wires[wires[0]].kind
+            if isinstance(kind, Sums):
+                for place in ((transfer, wire) for wire in wires):
+                    if place not in self._syncs:
+                        self._syncs[place] = self._sync(kind, *place)
+                    yield self._syncs[place]
+
+    def _message(self, kind: Crosses, transfer: int, wire: int) -> Message:
+        source, target = (self._gathered.devices[party] for party in self._gathered.wires[wire].parties)
+        name = f"{kind.source} -> {kind.target} {'B' if kind.is_backward else 'F'}{self._program.sent[transfer].micro_batch}"
+        return Message(name, source, target, kind.num_bytes, *self._found.transfers[transfer])
+
+    def _sync(self, kind: Sums, transfer: int, wire: int) -> Sync:
+        num_owners = len(self._gathered.wires[wire].parties)
+        return Sync(self._gathered.summed_stages[wire], num_owners, kind.num_bytes, *self._found.transfers[transfer])
 
 
 def _exposed(tasks: Sequence[Task], times: Sequence[tuple[float, float]], found: Run) -> Iterator[float]:

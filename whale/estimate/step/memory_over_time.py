@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 from whale.estimate.events.computations import Computation
@@ -21,14 +22,8 @@ from whale.ir.schedule import Kind
 What = Literal["activations", "recomputed", "received", "sent", "working"]
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Bytes of one kind and stage that are taken (or let go, below zero) at some time."""
-
-    time: float
-    num_bytes: float
-    what: What
-    stage: int
+Change = tuple[float, float, tuple[What, int]]
+"""A time, the bytes that are taken then (let go, below zero), and of which kind and stage. Plain: there are many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +68,12 @@ def memory_over_time(
         sent: gradients from the time at which they are made to that of their arrival.
     """
     changes = [*_of_computations(worker, order, times)]
-    for what, waiting in (("received", received), ("sent", sent)):
-        for each in waiting:
-            changes.append(Change(each.start, each.num_bytes, what, each.stage))  # type: ignore[arg-type]
-            changes.append(Change(each.end, -each.num_bytes, what, each.stage))  # type: ignore[arg-type]
-    return _follow(worker, sorted(changes, key=lambda change: (change.time, change.num_bytes > 0)))
+    for each in received:
+        changes += (each.start, each.num_bytes, ("received", each.stage)), (each.end, -each.num_bytes, ("received", each.stage))
+    for each in sent:
+        changes += (each.start, each.num_bytes, ("sent", each.stage)), (each.end, -each.num_bytes, ("sent", each.stage))
+    changes.sort(key=lambda change: (change[0], change[1] > 0))
+    return _follow(worker, changes)
 
 
 def _of_computations(worker: Worker, order: Sequence[Computation], times: Sequence[tuple[float, float]]) -> Iterator[Change]:
@@ -92,38 +88,30 @@ def _of_computations(worker: Worker, order: Sequence[Computation], times: Sequen
         is_again = (stage, each.action.micro_batch) in again
         backward = kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
         working = work.working + (work.again if backward else 0.0)
-        yield Change(start, working, "working", stage)
-        yield Change(end, -working, "working", stage)
+        yield start, working, ("working", stage)
+        yield end, -working, ("working", stage)
         if kind is Kind.FORWARD and stage in goes_back:
-            yield Change(start, work.left if is_again else work.kept, "activations", stage)
+            yield start, work.left if is_again else work.kept, ("activations", stage)
         elif kind is Kind.RECOMPUTE:
-            yield Change(start, work.kept - work.left, "recomputed", stage)
+            yield start, work.kept - work.left, ("recomputed", stage)
         elif backward:
-            yield Change(end, -(work.left if is_again else work.kept), "activations", stage)
+            yield end, -(work.left if is_again else work.kept), ("activations", stage)
             if is_again:
-                yield Change(end, work.left - work.kept, "recomputed", stage)
+                yield end, work.left - work.kept, ("recomputed", stage)
             if stage in splits:
-                yield Change(end, work.for_weights, "activations", stage)
+                yield end, work.for_weights, ("activations", stage)
         elif kind is Kind.BACKWARD_WEIGHT:
-            yield Change(end, -work.for_weights, "activations", stage)
+            yield end, -work.for_weights, ("activations", stage)
 
 
 def _follow(worker: Worker, changes: Sequence[Change]) -> MemoryOverTime:
+    totals = list(accumulate((num_bytes for _, num_bytes, _ in changes), initial=worker.held.total))
+    points = {0.0: totals[0]}
+    points.update(zip((time for time, _, _ in changes), totals[1:], strict=True))  # of one time the last
     use: dict[tuple[What, int], float] = {}
-    held = worker.held.total
-    now = most = held
-    points, fullest = [(0.0, held)], dict(use)
-    for change in changes:
-        key = change.what, change.stage
-        use[key] = use.get(key, 0.0) + change.num_bytes
-        now += change.num_bytes
-        if points[-1][0] == change.time:
-            points[-1] = change.time, now
-        else:
-            points.append((change.time, now))
-        if now > most:
-            most, fullest = now, dict(use)
-    return MemoryOverTime(tuple(points), _peak(worker, fullest), tuple(_of_stage(fullest, stage) for stage in worker.stages))
+    for _, num_bytes, key in changes[: totals.index(max(totals))]:
+        use[key] = use.get(key, 0.0) + num_bytes
+    return MemoryOverTime(tuple(points.items()), _peak(worker, use), tuple(_of_stage(use, stage) for stage in worker.stages))
 
 
 def _peak(worker: Worker, use: Mapping[tuple[What, int], float]) -> MemoryUse:

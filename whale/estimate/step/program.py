@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from whale.estimate.events.computations import Computation, computations
@@ -161,15 +161,17 @@ class _Wires:
 
     def _add_messages(self, kind: Crosses, sent: Sent, rows: Sequence[int], links: tuple[tuple[int, int], ...]) -> None:
         """One message per micro-batch of its number of rows."""
-        ends = sent.ends
+        sender, receiver = (self.at[end] for end in sent.ends)
+        transfer = Transfer(kind.num_bytes, kind.latency, 2, links)
         for micro_batch, num_rows in enumerate(rows):
             if num_rows == kind.num_rows:
                 number = len(self.transfers)
-                self.transfers.append(Transfer(kind.num_bytes, kind.latency, 2, links))
-                self.sent.append(replace(sent, micro_batch=micro_batch))
-                self.at[ends[1]].posted.setdefault((kind.source, micro_batch, kind.is_backward, kind.is_local), []).append(number)
-                self.at[ends[0]].leaving.setdefault((kind.source, micro_batch, kind.is_backward, kind.is_local), []).append(number)
-                self.at[ends[1]].arriving.setdefault((kind.target, micro_batch, kind.is_backward, kind.is_local), []).append(number)
+                self.transfers.append(transfer)
+                self.sent.append(Sent(sent.wire, sent.ends, sent.met, micro_batch))
+                left = kind.source, micro_batch, kind.is_backward, kind.is_local
+                receiver.posted.setdefault(left, []).append(number)
+                sender.leaving.setdefault(left, []).append(number)
+                receiver.arriving.setdefault((kind.target, micro_batch, kind.is_backward, kind.is_local), []).append(number)
 
     def _add_sum(self, kind: Sums, sent: Sent, num_owners: int, roles: Mapping[int, Role], links: tuple[tuple[int, int], ...]) -> None:
         queue = self._queues.setdefault((sent.ends, num_owners), len(self._queues))
@@ -182,11 +184,13 @@ class _Wires:
 def _loads(wires: Sequence[Wire], classes: Classes, first_links: set[int]) -> dict[int, dict[int, int]]:
     """Per class of wires and class of links that they pass, how many pass one of the links."""
     found: dict[int, dict[int, int]] = {}
+    passed: dict[tuple[int, ...], list[int]] = {}  # the buckets of one ring pass the same
     for number, wire in zip(classes.wires, wires, strict=True):
-        for link in wire.links:
-            if link in first_links:
-                loads = found.setdefault(number, {})
-                loads[classes.links[link]] = loads.get(classes.links[link], 0) + 1
+        if wire.links not in passed:
+            passed[wire.links] = [classes.links[link] for link in wire.links if link in first_links]
+        for link in passed[wire.links]:
+            loads = found.setdefault(number, {})
+            loads[link] = loads.get(link, 0) + 1
     return found
 
 

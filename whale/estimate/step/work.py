@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +24,7 @@ from whale.ir.plan import Shard
 from whale.sharding.bridges import Bridge
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageKey:
     """A stage as its price sees it.
 
@@ -40,6 +41,13 @@ class StageKey:
     shards: tuple[Shard, ...] = ()
     overlap: bool = False
     recomputes: bool = False
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.part, self.segments, self.shards, self.overlap, self.recomputes))
+
+    def __hash__(self) -> int:  # as of its part: a key, and long
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)

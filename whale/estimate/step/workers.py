@@ -49,6 +49,21 @@ class Worker:
         return dict(self.works)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A stage of a replica, with what all its devices ask for.
+
+    Attributes:
+        groups: its split groups.
+        rows: per number of rows of a micro-batch, those of each device.
+    """
+
+    stage: Stage
+    key: StageKey
+    groups: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[int, tuple[int, ...]], ...]
+
+
 class Workers:
     """Makes workers of the devices of replicas; equal questions are answered once.
 
@@ -61,6 +76,7 @@ class Workers:
         self._plan, self._prices = plan, prices
         self._works, self._held = Works(prices), _Held(prices, plan.parameter_states)
         self._recomputed: dict[int, set[int | None]] = {}
+        self._keys: dict[StageKey, StageKey] = {}
 
     def of(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[tuple[str, Worker]]:
         """The devices of a replica, each with what it does.
@@ -72,35 +88,40 @@ class Workers:
         if number not in self._recomputed:
             self._recomputed[number] = {a.stage for actions in schedule.ranks for a in actions if a.kind is Kind.RECOMPUTE}
         rows = tuple(stop - start for start, stop in self._plan.micro_batch_rows(replica.index, self._plan.planned_rows))
-        keys = [stage_key(replica, stage, recomputes=stage.index in self._recomputed[number]) for stage in replica.stages]
+        places = [
+            self._place(stage, stage_key(replica, stage, recomputes=stage.index in self._recomputed[number]), sorted(set(rows)))
+            for stage in replica.stages
+        ]
         for rank in range(schedule.num_ranks):
-            own = [(replica.stages[stage], keys[stage]) for stage in schedule.stages_of(rank)]
-            for index, device in enumerate(own[0][0].virtual_device.devices):
+            own = [places[stage] for stage in schedule.stages_of(rank)]
+            for index, device in enumerate(own[0].stage.virtual_device.devices):
                 yield device, self._worker(number, rank, own, index, device, rows)
 
-    def _worker(
-        self, number: int, rank: int, own: Sequence[tuple[Stage, StageKey]], index: int, device: str, rows: tuple[int, ...]
-    ) -> Worker:
-        positions = [index % stage.split for stage, _ in own]
-        held, trained = self._held.of([key for _, key in own], positions)
+    def _place(self, stage: Stage, key: StageKey, sizes: Sequence[int]) -> _Place:
+        known = self._keys.setdefault(key, key)  # one object for equal keys, which are long
+        return _Place(stage, known, stage.groups, tuple((size, stage.rows(size)) for size in sizes))
+
+    def _worker(self, number: int, rank: int, own: Sequence[_Place], index: int, device: str, rows: tuple[int, ...]) -> Worker:
+        positions = [index % place.stage.split for place in own]
+        held, trained = self._held.of([place.key for place in own], positions)
         known, costs = self._prices.cluster.by_name[device], self._prices.costs
         return Worker(
             number,
             rank,
-            tuple(stage.index for stage, _ in own),
+            tuple(place.stage.index for place in own),
             rows,
-            tuple(self._work(own, index, sorted(set(rows)))),
+            tuple(self._work(own, index)),
             held,
-            tuple(self._held.of([key], [position])[0].total for (_, key), position in zip(own, positions, strict=True)),
+            tuple(self._held.of([place.key], [position])[0].total for place, position in zip(own, positions, strict=True)),
             optimizer_seconds(known, trained, costs.optimizer_states),
             costs.capacity(known),
         )
 
-    def _work(self, own: Sequence[tuple[Stage, StageKey]], index: int, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, int], Work]]:
-        for stage, key in own:
-            group, position = divmod(index, stage.split)
-            for size in sizes:
-                yield (stage.index, size), self._works.of(key, stage.groups[group], position, stage.rows(size)[index])
+    def _work(self, own: Sequence[_Place], index: int) -> Iterator[tuple[tuple[int, int], Work]]:
+        for place in own:
+            group, position = divmod(index, place.stage.split)
+            for size, rows in place.rows:
+                yield (place.stage.index, size), self._works.of(place.key, place.groups[group], position, rows[index])
 
 
 def stage_key(replica: Replica, stage: Stage, *, recomputes: bool = False) -> StageKey:
