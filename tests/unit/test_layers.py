@@ -18,7 +18,7 @@ PACKAGE = ROOT / "whale"
 LINES = (
     ("cli",),
     ("api", "workloads"),
-    ("tuning",),
+    ("tuning", "report"),
     ("capture", "planning", "runtime", "measure"),
     ("estimate",),
     ("schedules",),
@@ -57,7 +57,7 @@ ROOMS = {
         ("program",),
     ),
 }
-WITHOUT_TORCH = ("errors", "units", "ir", "config", "axes", "hardware", "sharding", "schedules", "estimate", "planning")
+WITHOUT_TORCH = ("errors", "units", "ir", "config", "axes", "hardware", "sharding", "schedules", "estimate", "planning", "report")
 WITH_DISTRIBUTED = ("comm", "runtime", "measure", "cli", "api")
 
 FILES = sorted(PACKAGE.rglob("*.py"))

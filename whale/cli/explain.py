@@ -9,6 +9,7 @@ from typing import Any
 
 from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph
 from whale.cli.plan import print_plan
+from whale.cli.report import add_report_argument, check_report, write_report
 from whale.cli.tables import paragraph
 from whale.ir.plan import Choice
 from whale.ir.serialization import encode
@@ -20,14 +21,18 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser("explain", help="say why the plan is as it is")
     add_planning_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the choices and warnings as JSON")
+    add_report_argument(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints the choices."""
+    check_report(arguments.report)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     config = read_config(arguments)
-    plan = make_plan(graph, read_cluster(arguments, config), config, rows=arguments.rows)
+    cluster = read_cluster(arguments, config)
+    plan = make_plan(graph, cluster, config, rows=arguments.rows)
+    write_report(arguments.report, plan, graph, cluster, config)
     if arguments.json:
         print(json.dumps({"choices": encode(plan.choices), "warnings": list(graph.warnings)}, indent=1))
         return 0

@@ -8,6 +8,7 @@ from typing import Any
 
 from whale.axes import discover
 from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph, write_text
+from whale.cli.report import add_report_argument, check_report, write_report
 from whale.cli.tables import print_table
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
@@ -23,14 +24,18 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     add_planning_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--output", metavar="plan.json", help="write the plan here")
+    add_report_argument(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints or writes what was asked for."""
+    check_report(arguments.report)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     config = read_config(arguments)
-    plan = make_plan(graph, read_cluster(arguments, config), config, rows=arguments.rows)
+    cluster = read_cluster(arguments, config)
+    plan = make_plan(graph, cluster, config, rows=arguments.rows)
+    write_report(arguments.report, plan, graph, cluster, config)
     if arguments.output is not None:
         write_text(arguments.output, to_json(plan))
     if arguments.json:

@@ -21,7 +21,7 @@ from whale.estimate.events.simulate import simulate
 from whale.estimate.memory.kept import kept_tensors
 from whale.estimate.memory.memory import StateBytes, kept_names, size_line, state_bytes, working_line
 from whale.estimate.step.estimate import estimate, estimate_with
-from whale.estimate.step.step import DeviceEstimate, LinkUse, MemoryUse, Message, StepEstimate, Sync
+from whale.estimate.step.step import DeviceEstimate, LinkUse, MemoryUse, StepEstimate
 
 __all__ = [
     "ActionTimes",
@@ -30,12 +30,10 @@ __all__ = [
     "Line",
     "LinkUse",
     "MemoryUse",
-    "Message",
     "OpSeconds",
     "OpTable",
     "StateBytes",
     "StepEstimate",
-    "Sync",
     "all_gather_line",
     "all_reduce_line",
     "all_to_all_line",

@@ -1,4 +1,4 @@
-"""The predicted or measured times of a schedule's actions."""
+"""The predicted or measured times of a schedule's actions, and of what travels between devices."""
 
 from __future__ import annotations
 
@@ -14,6 +14,102 @@ class Span:
     action: Action
     start: float
     end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A stretch of time with a name: a segment inside an action, or a wait that is no action (``gradients``)."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Tensors on their way from one device to another.
+
+    Attributes:
+        name: the stages and the micro-batch: ``0 -> 1 F3``.
+        source, target: devices.
+        num_bytes: of all tensors together.
+        start, end: seconds: when both ends are ready, and when all has arrived.
+    """
+
+    name: str
+    source: str
+    target: str
+    num_bytes: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """A bucket of gradients that its owners sum.
+
+    Attributes:
+        stages: whose gradients.
+        num_owners: devices that take part.
+        num_bytes: of the gradients.
+        start, end: seconds.
+    """
+
+    stages: tuple[int, ...]
+    num_owners: int
+    num_bytes: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class DeviceTimeline:
+    """What one device does in a step, predicted or measured.
+
+    Attributes:
+        device: its name.
+        actions: in order of start: computations, and, where it was measured, all other actions of the schedule.
+        messages: that it sends and receives.
+        syncs: that it takes part in.
+        segments: of a stage's program, inside the actions that run them.
+        waits: for others, where no action stands for it.
+        memory: (second, bytes), in order; empty where nobody counts them.
+    """
+
+    device: str
+    actions: tuple[Span, ...]
+    messages: tuple[Message, ...] = ()
+    syncs: tuple[Sync, ...] = ()
+    segments: tuple[Stretch, ...] = ()
+    waits: tuple[Stretch, ...] = ()
+    memory: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def end(self) -> float:
+        """When the last of it is over."""
+        return max((each.end for kind in (self.actions, self.syncs, self.waits) for each in kind), default=0.0)
+
+
+@dataclass(frozen=True)
+class StepRecording:
+    """A step of a real run.
+
+    Attributes:
+        step_number: how many were done before it.
+        num_rows: of its batch.
+        devices: what each did, in the order of the plan's ranks; seconds count from the first action of all.
+        clock_error: seconds by which the clocks of two devices may differ at most.
+    """
+
+    step_number: int
+    num_rows: int
+    devices: tuple[DeviceTimeline, ...]
+    clock_error: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Until the last device has done."""
+        return max((each.end for each in self.devices), default=0.0)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,14 @@ def test_a_plan_is_the_same_from_the_function_and_from_the_captured_model(model:
     assert (plan.pipelines[0].num_micro_batch, plan.planned_rows) == (2, 16)
 
 
+def test_the_picture_of_a_step_is_written(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, file, holds in (("plan", "step.html", "<!DOCTYPE html>"), ("explain", "step.json", '"traceEvents"')):
+        assert main([verb, model, "--ranks", "2", "--report", file]) == 0
+        assert holds in Path(file).read_text() and "part1" in capsys.readouterr().out
+    assert main(["plan", "verb_model.py:no_such_function", "--report", "step.txt"]) == 1
+    assert "--report writes FILE.html or FILE.json, not step.txt" in capsys.readouterr().err
+
+
 def test_explain_prints_every_choice(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", model, "--ranks", "2", "--json"]) == 0
     explained = json.loads(capsys.readouterr().out)

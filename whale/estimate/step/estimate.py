@@ -21,13 +21,13 @@ from whale.estimate.prices.prices import Prices
 from whale.estimate.step.gather import Gathered, gather
 from whale.estimate.step.memory_over_time import Waiting, memory_over_time
 from whale.estimate.step.program import Program, make_program
-from whale.estimate.step.step import DeviceEstimate, LinkUse, Message, StepEstimate, Sync
+from whale.estimate.step.step import DeviceEstimate, LinkUse, StepEstimate
 from whale.estimate.step.wires import Crosses, Sums
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import COMPUTE
-from whale.ir.timeline import Span, Timeline
+from whale.ir.timeline import Message, Span, Sync, Timeline
 
 
 def estimate(plan: Plan, graph: ModelGraph, cluster: Cluster, costs: Costs | None = None, *, axes: Axes | None = None) -> StepEstimate:

@@ -8,45 +8,8 @@ from functools import cached_property
 
 from whale.ir.plan import Estimate
 from whale.ir.schedule import Kind
-from whale.ir.timeline import Span
+from whale.ir.timeline import DeviceTimeline, Message, Span, Sync
 from whale.units import format_bytes, format_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Tensors on their way from one device to another.
-
-    Attributes:
-        name: the stages and the micro-batch: ``0 -> 1 F3``.
-        source, target: devices.
-        num_bytes: of all tensors together.
-        start, end: seconds: when both ends are ready, and when all has arrived.
-    """
-
-    name: str
-    source: str
-    target: str
-    num_bytes: float
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """A bucket of gradients that its owners sum.
-
-    Attributes:
-        stages: whose gradients.
-        num_owners: devices that take part.
-        num_bytes: of the gradients.
-        start, end: seconds.
-    """
-
-    stages: tuple[int, ...]
-    num_owners: int
-    num_bytes: float
-    start: float
-    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +77,11 @@ class DeviceEstimate:
     stage_peaks: tuple[float, ...]
     stage_bytes: tuple[float, ...]
     capacity: int
+
+    @property
+    def timeline(self) -> DeviceTimeline:
+        """What the first of them does when."""
+        return DeviceTimeline(self.devices[0], self.compute, self.messages, self.syncs, memory=self.memory)
 
     @property
     def name(self) -> str:

@@ -1,0 +1,86 @@
+"""What the page's script draws, as plain data: bars and curves in whole ticks of the longest step.
+
+A tick is a millionth of what is drawn, so times are short numbers: 1,024 devices of which eight are unlike, with 64
+micro-batches, take some 150 kB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from whale.ir.schedule import Kind
+from whale.ir.timeline import DeviceTimeline, Message
+from whale.report.tracks import Track
+
+NUM_TICKS = 1_000_000
+Ticks = Callable[[float], int]
+
+
+def drawing(tracks: Sequence[Track]) -> dict[str, object]:
+    """The data of the picture.
+
+    ``tracks[].runs[]`` is the predicted run and, where there is one, the measured one; their ``bars`` are ``[kind, stage,
+    micro-batch, start, end]``, -1 for none; ``syncs``, ``waits`` and ``segments`` are ``[text, start, end]``; ``memory`` is
+    ``[tick, bytes]``. ``messages`` are ``[run, source track, target track, name, bytes, start, end]``.
+    """
+    runs = [[track.estimate.timeline, *([] if track.measured is None else [track.measured])] for track in tracks]
+    seconds = max((run.end for each in runs for run in each), default=0.0) or 1.0
+
+    def ticks(time: float) -> int:
+        return round(time / seconds * NUM_TICKS)
+
+    track_of = {name: number for number, track in enumerate(tracks) for name in track.estimate.devices}
+    return {
+        "seconds": seconds,
+        "ticks": NUM_TICKS,
+        "kinds": [kind.value for kind in Kind],
+        "tracks": [_track(track, own, ticks) for track, own in zip(tracks, runs, strict=True)],
+        "messages": [
+            message
+            for number in range(max(map(len, runs), default=0))
+            for message in _messages(number, [own[number] for own in runs if number < len(own)], track_of, ticks)
+        ],
+    }
+
+
+def _track(track: Track, runs: Sequence[DeviceTimeline], ticks: Ticks) -> dict[str, object]:
+    peak = track.estimate.peak
+    return {
+        "name": track.estimate.devices[0],
+        "alike": len(track.estimate.devices) - 1,
+        "title": track.title,
+        "capacity": track.estimate.capacity,
+        "held": round(peak.weights + peak.gradients + peak.optimizer),
+        "runs": [_run(run, ticks) for run in runs],
+    }
+
+
+def _run(run: DeviceTimeline, ticks: Ticks) -> dict[str, object]:
+    kinds = {kind: number for number, kind in enumerate(Kind)}
+    bars = []
+    for span in run.actions:
+        stage, micro_batch = (-1 if number is None else number for number in (span.action.stage, span.action.micro_batch))
+        bars.append([kinds[span.action.kind], stage, micro_batch, ticks(span.start), ticks(span.end)])
+    return {
+        "device": run.device,
+        "bars": bars,
+        "syncs": [[_bucket(sync.stages, sync.num_owners, sync.num_bytes), ticks(sync.start), ticks(sync.end)] for sync in run.syncs],
+        "waits": [[each.name, ticks(each.start), ticks(each.end)] for each in run.waits],
+        "segments": [[each.name, ticks(each.start), ticks(each.end)] for each in run.segments],
+        "memory": [[ticks(time), round(num_bytes)] for time, num_bytes in run.memory],
+    }
+
+
+def _bucket(stages: Sequence[int], num_owners: int, num_bytes: float) -> str:
+    return f"gradients of stage {', '.join(map(str, stages))}, {num_bytes / 2**20:.1f} MiB over {num_owners} devices"
+
+
+def _messages(number: int, runs: Iterable[DeviceTimeline], track_of: Mapping[str, int], ticks: Ticks) -> Iterable[list[object]]:
+    """Each message once, though both its ends list it; of devices that are alike one stands for all."""
+    found: dict[tuple[str, int, int], Message] = {}
+    for run in runs:
+        for message in run.messages:
+            if message.source in track_of and message.target in track_of:
+                found.setdefault((message.name, track_of[message.source], track_of[message.target]), message)
+    for (name, source, target), message in found.items():
+        yield [number, source, target, name, round(message.num_bytes), ticks(message.start), ticks(message.end)]

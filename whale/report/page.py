@@ -1,0 +1,130 @@
+"""The report: one HTML page that opens from disk, with all that it shows, its style and its script inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from whale.estimate import StepEstimate
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan, describe_order, describe_shape
+from whale.ir.timeline import StepRecording
+from whale.report.drawing import drawing
+from whale.report.elements import paragraph, section, table
+from whale.report.figures import device_table, link_table, tiles
+from whale.report.straggler import straggler_words
+from whale.report.structure import structure
+from whale.report.tracks import Track, drawn_tracks, make_tracks
+from whale.units import format_seconds
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""The browser is told to fetch nothing."""
+
+
+def report_html(
+    plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate, recordings: Sequence[StepRecording] = (), *, title: str = ""
+) -> str:
+    """The picture of a step.
+
+    Args:
+        plan: the decision.
+        graph: the model that it is for.
+        cluster: the devices that it names.
+        step: what is predicted.
+        recordings: of a real run; the one of middle length is shown.
+        title: of the page, beside the plan's own words.
+
+    Returns:
+        A page that needs no network and no other file.
+    """
+    recording = sorted(recordings, key=lambda each: each.step_seconds)[len(recordings) // 2] if recordings else None
+    tracks = make_tracks(plan, step, recording)
+    drawn = drawn_tracks(tracks, step.straggler.devices[0])
+    heading = title or f"One step on {plan.cluster}"
+    figures = f'<dl class="tiles">{"".join(tiles(plan, step, recording))}</dl>'
+    words = straggler_words(plan, graph, cluster, step, tracks)
+    parts = (
+        f"<header><h1>{escape(heading)}</h1>\n{paragraph(_subtitle(plan))}{figures}</header>\n",
+        section("straggler", "Who holds up the step", "".join(map(paragraph, words))),
+        section("time", "Time", _time(tracks, drawn, recordings, recording)),
+        section("memory", "Memory", _memory()),
+        section("structure", "What runs where", structure(plan, graph)),
+        section("devices", "Devices and links", device_table(cluster, step, tracks) + link_table(step)),
+        section("why", "Why the plan is as it is", _choices(plan)),
+    )
+    return _page(heading, "".join(parts), json.dumps(drawing(drawn), separators=(",", ":")))
+
+
+def _page(title: str, body: str, data: str) -> str:
+    style, script = (Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js"))
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style></head>\n<body><main>\n{body}</main>\n"
+        f'<script type="application/json" id="picture">{data.replace("<", chr(92) + "u003c")}</script>\n'
+        f"<script>\n{script}</script></body></html>\n"
+    )
+
+
+def _subtitle(plan: Plan) -> str:
+    where = f"on {len(plan.devices)} device(s) of {plan.cluster}"
+    return f"{describe_shape(plan.replicas)} {where}: {describe_order(plan.replicas)}, {plan.planned_rows} rows"
+
+
+_TOOLS = (
+    '<button type="button" data-do="in" aria-label="zoom in">+</button>'
+    '<button type="button" data-do="out" aria-label="zoom out">-</button>'
+    '<button type="button" data-do="all">whole step</button>'
+    '<label><input type="checkbox" data-do="messages" checked> messages</label>'
+)
+_STRETCH = '<label><input type="checkbox" data-do="stretch"> each run to its own length</label>'
+_TIMELINE = (
+    '<canvas id="timeline" tabindex="0" role="application" aria-label="Bars of what each device computes when. '
+    'Left and right go from bar to bar, up and down from row to row, plus and minus zoom, 0 shows the whole step."></canvas>'
+)
+
+
+def _time(tracks: Sequence[Track], drawn: Sequence[Track], recordings: Sequence[StepRecording], recording: StepRecording | None) -> str:
+    tools = _TOOLS + ("" if recording is None else _STRETCH)
+    notes = [_left_out(tracks, drawn), _of_recording(recordings, recording)]
+    return (
+        f'<div class="tools">{tools}</div>\n<div class="legend" id="legend"></div>\n{_TIMELINE}\n<p id="told" aria-live="polite"></p>\n'
+        + "".join(paragraph(note) for note in notes if note)
+        + '<div id="tip" role="tooltip" hidden></div>\n'
+    )
+
+
+def _left_out(tracks: Sequence[Track], drawn: Sequence[Track]) -> str:
+    missing = len(tracks) - len(drawn)
+    return f"{missing} more rows of devices, which do otherwise, are in the table below and not drawn." if missing else ""
+
+
+def _of_recording(recordings: Sequence[StepRecording], recording: StepRecording | None) -> str:
+    if recording is None:
+        return ""
+    chosen = f"step {recording.step_number}" + (f", of middle length among the {len(recordings)} recorded" if len(recordings) > 1 else "")
+    error = f"clocks agree within {format_seconds(recording.clock_error)}" if recording.clock_error else "all devices have one clock"
+    return (
+        f"Measured: {chosen}, {recording.num_rows} rows; {error}. Where devices share a row, the one that computed longest is shown. "
+        "A message ends when its receiver has waited for it: it may have come before."
+    )
+
+
+def _memory() -> str:
+    return (
+        '<canvas id="held" tabindex="0" role="img" aria-label="Bytes on each device over the step, under its limit"></canvas>\n'
+        '<p class="note">Grey: parameters with their gradients and the optimizer\'s state. The red line is what a plan may use; '
+        "where it lies far above, it is drawn broken and told in words.</p>\n"
+    )
+
+
+def _choices(plan: Plan) -> str:
+    rows = [(c.pass_name, c.subject, c.decision, c.cost, c.bound, c.runner_up) for c in plan.choices if c.pass_name != "bridges"]
+    if not rows:
+        return paragraph("The plan was written by hand.")
+    body = table("Choices of the planner", ("pass", "choice", "decision", "cost", "bound by", "runner-up"), rows)
+    return f"<details><summary>{len(rows)} choices, what each costs, and the runner-up</summary>{body}</details>\n"
