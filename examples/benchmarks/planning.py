@@ -13,8 +13,10 @@ Devices stand in hosts of 8. Of 8 hosts 2 have A100-40GB, 2 V100-32GB, 2 T4, one
 
 Seconds are of this process's CPU time (`time.process_time`), so that another load on the machine counts little; they hold for
 one core. The model is captured, on the meta device, before the clock starts. `planning` is all of `make_plan`, its final check
-(`verify`) included; `verify`, `text` and `json` are of calls of their own. How the planning falls to its passes is told by a
-second, profiled run: shares of its time, which a profiler distorts somewhat; what one pass calls of another counts in both.
+(`verify`) included; `verify`, `text` and `json` are of calls of their own, and so is `start_up`: what a rank in the
+middle works out of a plan before it makes its programs (axes, holdings, schedules, buckets, groups, lanes, its own regions). How
+the planning falls to its passes is told by a second, profiled run: shares of its time, which a profiler distorts somewhat; what
+one pass calls of another counts in both.
 """
 
 from __future__ import annotations
@@ -56,6 +58,10 @@ from whale.planning.shard.scattering import scatter_all
 from whale.planning.shard.sharding import Sharder
 from whale.planning.structure.structure import analyse
 from whale.planning.verify import verify
+from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.schedules import alike_schedules, schedules_of
+from whale.sharding.buckets import plan_buckets
+from whale.sharding.communicators import channels_of, groups_of
 
 T = TypeVar("T")
 Scope = AbstractContextManager[object]
@@ -138,6 +144,7 @@ class Result:
         verify: the check of the finished plan, in a call of its own.
         text: the plan as text.
         json: the plan as JSON.
+        start_up: what one rank works out of the plan before it makes its programs.
         passes: per pass its part of `planning`, by the shares of a profiled run.
         megabytes: the most that the process held so far.
         load: of the machine, over the last minute.
@@ -148,6 +155,7 @@ class Result:
     verify: float
     text: float
     json: float
+    start_up: float
     passes: dict[str, float]
     megabytes: int
     load: float
@@ -244,11 +252,24 @@ def measure(case: Case, graph: ModelGraph, num_devices: int, *, by_pass: bool) -
         verify=timed(lambda: verify(plan, graph, cluster))[0],
         text=timed(lambda: str(plan))[0],
         json=timed(lambda: to_json(plan))[0],
+        start_up=timed(lambda: start_up(plan, graph, config))[0],
         passes=profiled(planned, planning) if by_pass else {},
         megabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         load=round(os.getloadavg()[0], 1),
         plan=str(plan).partition("\n")[0],
     )
+
+
+def start_up(plan: Plan, graph: ModelGraph, config: whale.Config) -> None:
+    """What `parallelize` works out on the rank in the middle once it has the plan."""
+    rank = len(plan.devices) // 2
+    holdings = Holdings.of(plan, graph, discover_if_sharded(plan, graph))
+    schedules_of(plan)
+    plan_buckets(holdings.shardings, graph, alike_schedules(plan), config.communication.bucket_bytes)
+    groups_of(plan, graph, holdings.shardings)
+    channels_of(plan, graph)
+    for name in (name for name, owners in plan.owners.items() if rank in owners):
+        holdings.held(name, rank)
 
 
 def timed(call: Callable[[], T]) -> tuple[float, T]:
@@ -269,7 +290,7 @@ def profiled(call: Callable[[], object], seconds: float) -> dict[str, float]:
 
 
 def show(name: str, num_devices: int, result: Result) -> None:
-    others = f"verify {result.verify:.2f}, text {result.text:.2f}, JSON {result.json:.2f}"
+    others = f"verify {result.verify:.2f}, text {result.text:.2f}, JSON {result.json:.2f}, start-up {result.start_up:.2f}"
     print(f"{name:<10} {num_devices:>5} devices: planning {result.planning:.2f} s, {others}; {result.megabytes} MB; load {result.load}")
     print(f"    {result.plan}")
     if result.passes:
