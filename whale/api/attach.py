@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from whale.comm import World
+from whale.comm import World, together
 from whale.errors import ClusterError
 from whale.hardware import DeviceProfile, load_cluster, make_cluster
 from whale.ir.cluster import Cluster
@@ -41,12 +41,12 @@ def attach(cluster: Cluster | str | Path | None, world: World) -> Attachment:
     Raises:
         ClusterError: the cluster has more devices than the world has ranks.
     """
+    described = together(world, lambda: load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster)
     own = local_profile(world.local_rank, world.local_size)
     profiles = [profile for profile in world.gather_objects(own) if isinstance(profile, DeviceProfile)]
-    if cluster is None:
+    if described is None:
         found, names = make_cluster(profiles)
         return Attachment(found, {name: rank for rank, name in enumerate(names)})
-    described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     if len(described.devices) > world.size:
         raise ClusterError(
             f"every device of the cluster needs a rank (cluster {described.name}: {len(described.devices)} devices, {world.size} ranks)",

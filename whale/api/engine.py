@@ -11,6 +11,7 @@ import torch
 
 from whale.api.batches import view_of
 from whale.api.elsewhere import answer, call_answer
+from whale.api.in_company import in_company
 from whale.api.loader import Loader, make_loader
 from whale.api.mode import CapturedMode, ModeName
 from whale.api.modes import Modes
@@ -57,6 +58,7 @@ class Engine:
     # ---- work ------------------------------------------------------------------------------------------------
 
     @in_short
+    @in_company
     def step(self, batch: Any) -> torch.Tensor:
         """Trains on one global batch.
 
@@ -89,6 +91,7 @@ class Engine:
         return loss
 
     @in_short
+    @in_company
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of a global batch in evaluation mode, equal on all ranks; nothing is trained."""
         step, _, _ = self._forward("eval", batch)
@@ -97,6 +100,7 @@ class Engine:
         return loss
 
     @in_short
+    @in_company
     def predict(self, batch: Any) -> Any:
         """The model's output for the whole global batch, in evaluation mode, on every rank."""
         step, captured, view = self._forward("predict", batch)
@@ -135,6 +139,7 @@ class Engine:
         return self.state.gradients()
 
     @in_short
+    @in_company
     def state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor] | None:
         """All parameters and buffers under the keys of ``model.state_dict()``, tied names included.
 
@@ -151,6 +156,7 @@ class Engine:
         return {key: found[graph.parameter_by_name[key].name] for key in self.modes.model.state_dict()}
 
     @in_short
+    @in_company
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes the weights of a ``model.state_dict()``, whatever trained them; all ranks call it with the same one.
 
@@ -166,6 +172,7 @@ class Engine:
         self.runtime.losses.forget()
 
     @in_short
+    @in_company
     def save(self, path: str | Path) -> None:
         """Writes a checkpoint: parameters, buffers, optimizer, scheduler, step, random state and data position.
 
@@ -179,6 +186,7 @@ class Engine:
             save_state(Path(path), state, self.runtime.roster, self.runtime.holdings, self.model_graph)
 
     @in_short
+    @in_company
     def load(self, path: str | Path) -> None:
         """Reads a checkpoint that any plan of the same model wrote.
 
@@ -275,8 +283,8 @@ class Engine:
                     prepare_training(self.runtime, self.modes, captured)
                 else:
                     prepare_forward(self.runtime, self.modes, captured, view.num_rows)
-            except WhaleError:
-                self.runtime.refuse(name)
+            except WhaleError as refusal:
+                self.runtime.refuse(name, refusal)
                 raise
             return captured, view
 

@@ -16,6 +16,7 @@ from whale.api.deciding import decide
 from whale.api.engine import Engine
 from whale.api.hooks import warn_of_hooks
 from whale.api.initial_state import initial_state
+from whale.api.joining import join
 from whale.api.losses import as_loss
 from whale.api.modes import Modes
 from whale.api.progress import told_if_long
@@ -23,7 +24,7 @@ from whale.api.session import resolve_config
 from whale.api.since_capture import check_types
 from whale.api.tracebacks import in_short
 from whale.capture import BatchDims
-from whale.comm import connect, on_first_rank, together
+from whale.comm import on_first_rank, together
 from whale.config import Config
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
@@ -76,27 +77,31 @@ def parallelize(
     Raises:
         WhaleError: see the subclasses; everything is checked before the first step, on all ranks.
     """
-    check_arguments(model, loss=loss, optimizer=optimizer, scheduler=scheduler, initialize=initialize)
-    settings = resolve_config(config)
-    world = connect(settings.communication.timeout_seconds)
-    together(world, lambda: check_types(world.device))
-    if world.rank == 0:
-        warn_of_hooks(model)
-    attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
-    with told_if_long("capturing the model", world):
-        loss_of = together(world, lambda: as_loss(loss, model, batch))
-        modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims)
-    graph = modes.train.graph
-    with told_if_long("planning", world):
-        decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings))
-    warn_where_apart(decided, graph, world)
-    schedules = schedules_of(decided)
-    roster = attachment.roster(decided, world)
-    pieces = rank_pieces(decided, roster.rank, decided.planned_rows)
-    together(world, lambda: modes.train.prepare({stop - start for start, stop in pieces}))
-    axes = discover_if_sharded(decided, graph)
-    holdings = Holdings.of(decided, graph, axes)
-    with told_if_long("making weights and process groups", world):
-        state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
-        runtime = Runtime(roster=roster, schedules=schedules, holdings=holdings, captured=modes.train, state=state, config=settings)
-    return Engine(modes, state, runtime, trains=optimizer is not None)
+
+    def resolve() -> Config:
+        check_arguments(model, loss=loss, optimizer=optimizer, scheduler=scheduler, initialize=initialize)
+        return resolve_config(config)
+
+    world, settings = join(resolve)
+    with world.in_company():
+        together(world, lambda: check_types(world.device))
+        if world.rank == 0:
+            warn_of_hooks(model)
+        attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
+        with told_if_long("capturing the model", world):
+            loss_of = together(world, lambda: as_loss(loss, model, batch))
+            modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims)
+        graph = modes.train.graph
+        with told_if_long("planning", world):
+            decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings))
+        warn_where_apart(decided, graph, world)
+        schedules = schedules_of(decided)
+        roster = attachment.roster(decided, world)
+        pieces = rank_pieces(decided, roster.rank, decided.planned_rows)
+        together(world, lambda: modes.train.prepare({stop - start for start, stop in pieces}))
+        axes = discover_if_sharded(decided, graph)
+        holdings = Holdings.of(decided, graph, axes)
+        with told_if_long("making weights and process groups", world):
+            state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
+            runtime = Runtime(roster=roster, schedules=schedules, holdings=holdings, captured=modes.train, state=state, config=settings)
+        return Engine(modes, state, runtime, trains=optimizer is not None)

@@ -50,6 +50,7 @@ class Channels:
 
     def __init__(self, world: World, channels: Iterable[Channel], *, own_groups: bool | None = None) -> None:
         self._groups: dict[Channel, dist.ProcessGroup] = {}
+        self._lines = world.waits.lines
         has_nccl = not world.is_alone and backend_of(world.device) == "nccl"
         self.wire_device = world.device if has_nccl else torch.device("cpu")
         self._blocks_host = not has_nccl
@@ -60,6 +61,7 @@ class Channels:
                     group = dist.new_group(sorted((channel.source, channel.target)), timeout=world.timeout)
                 if world.rank in (channel.source, channel.target):
                     self._groups[channel] = group
+                    self._lines.add(group)
             self._warm_up(world)
 
     def _warm_up(self, world: World) -> None:
@@ -87,6 +89,7 @@ class Channels:
     def close(self) -> None:
         """Destroys the groups made here."""
         for group in self._groups.values():
+            self._lines.remove(group)
             with suppress(ValueError):  # the world may have ended, and all groups with it
                 dist.destroy_process_group(group)
         self._groups.clear()

@@ -42,6 +42,7 @@ class Groups:
                 group = dist.new_group(list(ranks), timeout=world.timeout)
             if world.rank in ranks:
                 self._groups[ranks] = group
+                world.waits.lines.add(group)
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -66,6 +67,7 @@ class Groups:
         """Destroys the groups made here; the world's own stays."""
         for group in self._groups.values():
             if group is not dist.group.WORLD:
+                self._world.waits.lines.remove(group)
                 with suppress(ValueError):  # the world may have ended, and all groups with it
                     dist.destroy_process_group(group)
         self._groups.clear()

@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from whale.comm.lines import Lines, last_words
 from whale.errors import RuntimeFault
 
 LOOK_SECONDS = 1.0
@@ -53,9 +54,11 @@ class Waits:
 
     Attributes:
         timeout: the longest that any wait may take.
+        lines: to the peers; given up where a wait fails.
     """
 
     timeout: timedelta
+    lines: Lines = field(default_factory=Lines)
     _watched: deque[_Watched] = field(default_factory=deque)
     _monitor: threading.Thread | None = None
     _fault: RuntimeFault | None = None
@@ -83,15 +86,33 @@ class Waits:
                 return
             launched.work.wait()
         except (RuntimeError, dist.DistError) as error:
-            raise fault(action, ranks, self.timeout, error) from error
+            raise self._failed(action, ranks, error) from error
         with self._lock:
             self._watched.append(_Watched(launched.work, time.monotonic(), action, tuple(ranks)))
             if self._monitor is None:
                 self._monitor = threading.Thread(target=self._keep_looking, name="whale waits", daemon=True)
                 self._monitor.start()
 
+    @contextmanager
+    def speaking(self, action: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Turns what a backend raises inside into the error that says what was being done, and with whom.
+
+        Raises:
+            RuntimeFault: the communication inside failed.
+        """
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            raise self._failed(action, ranks, error) from error
+
+    def _failed(self, action: str, ranks: Sequence[int], error: BaseException) -> RuntimeFault:
+        """The fault of a wait. This rank cannot go on either, so it hangs up."""
+        said = last_words()
+        self.lines.hang_up()
+        return fault(action, ranks, self.timeout, error, said)
+
     def look(self, now: float) -> RuntimeFault | None:
-        """Forgets what is done, in the order in which it was waited for; the fault if the first that is not is overdue.
+        """Forgets what is done, in the order in which it was waited for; the fault if the first that is not is overdue, or some rank has failed.
 
         The host runs ahead of the device, so what stands in the queue waits for its turn first: the limit of the first counts
         from when it was asked for, or from when the one before it was seen done, whichever is later.
@@ -99,9 +120,10 @@ class Waits:
         while self._watched and self._watched[0].work.is_completed():
             self._watched.popleft()
             self._progress = now
-        if self._watched and max(self._watched[0].since, self._progress) + self.timeout.total_seconds() < now:
-            first = self._watched[0]
-            self._fault = fault(first.action, first.ranks, self.timeout, TimeoutError("the device still waits"))
+        if self._watched:
+            first, said = self._watched[0], last_words()
+            if said is not None or max(first.since, self._progress) + self.timeout.total_seconds() < now:
+                self._fault = fault(first.action, first.ranks, self.timeout, TimeoutError("the device still waits"), said)
         return self._fault
 
     def _keep_looking(self) -> None:
@@ -122,11 +144,21 @@ _LEFT = ("closed by peer", "reset by peer", "broken pipe", "connection refused",
 _LATE = ("timed out", "timeout", "still waits")
 
 
-def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseException) -> RuntimeFault:
-    """The error for communication that did not complete, in our words: what the backend says is its cause."""
+def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseException, said: str | None = None) -> RuntimeFault:
+    """The error for communication that did not complete, in our words: what the backend says is its cause.
+
+    Args:
+        action: what was being done.
+        ranks: with whom.
+        timeout: how long it might have taken.
+        error: the backend's.
+        said: by the rank that failed first, if one has said anything.
+    """
     peers = ", ".join(str(rank) for rank in ranks)
     text = f"{type(error).__name__} {error}".lower()
-    if any(word in text for word in _LEFT):
+    if said is not None:
+        reason, hint = said, "that rank's own output says more"
+    elif any(word in text for word in _LEFT):
         reason, hint = "a rank has left: its process has ended, or its engine was closed", "that rank's own output says why"
     elif any(word in text for word in _LATE):
         seconds = f"{timeout.total_seconds():g}"
@@ -135,16 +167,3 @@ def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseExce
     else:
         reason, hint = f"the backend failed ({type(error).__name__})", "that rank's own output says more; WHALE_DEBUG=1 shows the cause"
     return RuntimeFault(f"{action} with rank(s) {peers} did not complete: {reason}", hint=hint)
-
-
-@contextmanager
-def in_our_words(action: str, ranks: Sequence[int], timeout: timedelta) -> Iterator[None]:
-    """Turns what a backend raises into the error that says what was being done, and with whom.
-
-    Raises:
-        RuntimeFault: the communication inside failed.
-    """
-    try:
-        yield
-    except (RuntimeError, dist.DistError) as error:
-        raise fault(action, ranks, timeout, error) from error

@@ -7,8 +7,8 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from whale.comm.backend import backend_of
-from whale.comm.waiting import Waits, in_our_words
-from whale.errors import ConfigError
+from whale.comm.lines import say_why
+from whale.comm.waiting import Waits
+from whale.errors import ConfigError, RuntimeFault, WhaleError
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,24 @@ class World:
 
     def speaking(self, action: str) -> AbstractContextManager[None]:
         """Around communication with all ranks: what fails in it is a `RuntimeFault` that names the action."""
-        return in_our_words(action, [rank for rank in range(self.size) if rank != self.rank], self.timeout)
+        return self.waits.speaking(action, [rank for rank in range(self.size) if rank != self.rank])
+
+    @contextmanager
+    def in_company(self) -> Iterator[None]:
+        """Around what all ranks do together: where it fails on this rank in a way that the others do not know of, they are told at once.
+
+        They know of a `WhaleError`: it is raised on all ranks, or was told to them when it was raised. After any other error this
+        rank cannot go on with them.
+        """
+        try:
+            yield
+        except WhaleError:
+            raise
+        except Exception as error:
+            if not self.is_alone:
+                say_why(error)
+                self.waits.lines.hang_up()
+            raise
 
 
 def connect(timeout_seconds: float) -> World:
@@ -97,6 +115,7 @@ def connect(timeout_seconds: float) -> World:
     if not dist.is_initialized():
         return World(0, 1, 0, 1, device, timeout)
     _check_group()
+    atexit.register(_say_why)
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     return World(dist.get_rank(), size, local_rank, local_size, device, timeout)
@@ -128,6 +147,13 @@ def _leave() -> None:
     """Ends the process group that `connect` made."""
     if dist.is_initialized() and not _has_failed():
         dist.destroy_process_group()
+
+
+def _say_why() -> None:
+    """Leaves the error that ends this process for the others, which have seen nothing of it but that this rank is gone."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, Exception) and not isinstance(error, RuntimeFault) and dist.is_initialized():
+        say_why(error)
 
 
 def _has_failed() -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from whale.comm import close_at_exit
 from whale.config import Config
-from whale.errors import BatchError, RuntimeFault
+from whale.errors import BatchError, RuntimeFault, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.updates import buffer_updates
@@ -159,10 +159,10 @@ class Runtime:
             with self.status.reporting():
                 call_together(call, self.roster.world, self._connections.everyone)
 
-    def refuse(self, mode: str) -> None:
-        """Tells the other ranks, which are about to run a step, that this rank does not."""
+    def refuse(self, mode: str, reason: WhaleError) -> None:
+        """Tells the other ranks, which are about to run a step, that this rank does not, and why."""
         if mode in self._workers:
-            self._workers[mode].refuse()
+            self._workers[mode].refuse(reason)
 
     def totals(self, step: StepState) -> torch.Tensor:
         """The loss's sums and weights over all ranks; the first time, they are waited for."""

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from whale.comm import Launched, Waits
-from whale.comm.waiting import in_our_words
 from whale.errors import RuntimeFault
 
 
@@ -81,7 +80,7 @@ def test_what_is_done_is_forgotten() -> None:
     ],
 )
 def test_what_a_backend_says_is_put_in_our_words(error: RuntimeError, said: str) -> None:
-    with pytest.raises(RuntimeFault) as caught, in_our_words("gathering a.weight", (1, 2), LIMIT):
+    with pytest.raises(RuntimeFault) as caught, Waits(LIMIT).speaking("gathering a.weight", (1, 2)):
         raise error
     assert caught.value.message.startswith(f"gathering a.weight with rank(s) 1, 2 did not complete: {said}")
     assert "gloo" not in str(caught.value) and caught.value.__cause__ is error

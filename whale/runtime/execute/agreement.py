@@ -12,7 +12,7 @@ import torch
 
 import whale.runtime.execute.roll_call as roll_call
 from whale.comm import Launched
-from whale.errors import BatchError
+from whale.errors import BatchError, WhaleError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime.execute.batch_view import BatchView
@@ -41,6 +41,7 @@ class _Told:
             it has no part of the batch.
         contents: a digest of each tensor of a global batch; None where it cannot be compared, or is not this time.
         balance: of the rows that this rank has read for itself beside others (`shared_rows`); None as `contents`.
+        refusal: why it refuses the batch; None where it does not.
     """
 
     num_rows: float
@@ -48,6 +49,7 @@ class _Told:
     capture: int | None = None
     contents: Mapping[str, int] | None = None
     balance: int | None = None
+    refusal: str | None = None
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -140,10 +142,10 @@ class Agreement:
         first = self._start(told)
         return Pending(None, lambda: self._end(first, told, measured))
 
-    def refuse(self) -> None:
+    def refuse(self, reason: WhaleError) -> None:
         """Takes part where this rank has found its batch bad, so that no other rank waits for it."""
         with suppress(BatchError):  # this rank's own error says more
-            refusal = _Told(math.nan)
+            refusal = _Told(math.nan, refusal=reason.message)
             self._end(self._start(refusal), refusal, None)
 
     def answers_for(self, term: int) -> bool:
@@ -192,7 +194,7 @@ class Agreement:
         self._everyone.finish(work, "comparing the batch")
         count, squares, num_whole, *others, num_balanced, rest = roll_call.read(numbers, self._call, self._world.size)
         if math.isnan(count):
-            raise BatchError("every rank needs a good batch (another rank has refused its own)", hint="see that rank's error")
+            self._refuse_with_others(told)
         if not _are_equal(self._world.size, count, squares):
             raise BatchError(
                 f"the batch must have the same rows on every rank (here {told.num_rows}, {count / self._world.size:g} on average)",
@@ -209,6 +211,16 @@ class Agreement:
                 "each sample; or seed it by the sample's index",
             )
         return int(num_whole)
+
+    def _refuse_with_others(self, told: _Told) -> NoReturn:
+        """Says which ranks have refused their batch, and why the first of them did; all ranks come here together."""
+        found = cast(list[str | None], self._world.gather_objects(told.refusal))
+        refusals = {rank: reason for rank, reason in enumerate(found) if reason is not None}
+        ranks = ", ".join(map(str, refusals))
+        raise BatchError(
+            f"every rank needs a good batch (refused on rank(s) {ranks}: {next(iter(refusals.values()))})",
+            hint="those ranks' own errors say more",
+        )
 
     def _refuse_capture(self, told: _Told) -> NoReturn:
         """Says whose batch has other sizes; all ranks come here together."""

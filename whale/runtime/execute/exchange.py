@@ -133,7 +133,8 @@ class Exchange:
         form = self._form(place, edge, copy)
         dtype = getattr(torch, self._model.by_name[copy.tensor].outputs[0].dtype)
         wire = torch.empty(form.shape, dtype=dtype, device=self._channels.wire_device)
-        work = self._channels.receive(_bytes(wire), copy.channel)
+        with self._waits.speaking(_name(place, "POST"), (copy.channel.source,)):
+            work = self._channels.receive(_bytes(wire), copy.channel)
         self._parcels.setdefault(place, []).append(Parcel(copy, form, wire, work, copy.channel.source, sender))
 
     def peers(self, place: Place) -> tuple[int, ...]:
@@ -185,7 +186,8 @@ class Exchange:
 
     def _send(self, place: Place, copy: Copy, piece: torch.Tensor) -> None:
         wire = piece.contiguous().to(self._channels.wire_device)
-        work = self._channels.send(_bytes(wire), copy.channel)
+        with self._waits.speaking(_name(place, "SEND"), (copy.channel.target,)):
+            work = self._channels.send(_bytes(wire), copy.channel)
         self._sends.setdefault((place, copy.channel.target), []).append((work, wire))
 
     def _let_go(self, place: Place, peer: int) -> None:

@@ -127,8 +127,8 @@ class Worker:
             pieces = self._agreement.micro_batches(num_rows)
             try:
                 self._executor.prepare(pieces)
-            except WhaleError:
-                self.refuse()
+            except WhaleError as refusal:
+                self.refuse(refusal)
                 raise
             self._prepared.add(num_rows)
 
@@ -137,9 +137,9 @@ class Worker:
         """Buffers, by name, that the micro-batches of the last run have written here."""
         return {name: value for runner in self._runners.values() for name, value in runner.buffers.made.items()}
 
-    def refuse(self) -> None:
-        """Tells the other ranks, which are about to run a step, that this rank's batch is bad."""
-        self._agreement.refuse()
+    def refuse(self, reason: WhaleError) -> None:
+        """Tells the other ranks, which are about to run a step, that this rank's batch is bad, and why."""
+        self._agreement.refuse(reason)
 
     def _agree(self, account: LossAccount, pending: Pending) -> None:
         weights = pending.finish()

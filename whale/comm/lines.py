@@ -1,0 +1,74 @@
+"""The open lines of this rank to its peers: a rank that cannot go on says why and hangs up, so that nobody waits for it.
+
+Its last words go to the store that all ranks share; the first rank to speak is the cause, and who fails because of it adds
+nothing. Gloo has no call that closes a connection. It closes all those of a group when a receive outlasts its limit, and
+tells the other end, so hanging up is a receive of what nobody sends, with next to no limit. Who loses a line hangs up too:
+the news reaches ranks that have no line to the first. NCCL closes nothing; there the monitor of `Waits` reads the words.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from whale.comm.backend import backend_of
+
+_WORDS = "whale/last words"
+_TAG = 0x5EA  # of a message that is never sent
+_MAX_LENGTH = 300
+
+
+@dataclass
+class Lines:
+    """The process groups that this process speaks through, beside the world's own."""
+
+    _groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+    def add(self, group: dist.ProcessGroup) -> None:
+        """A group was made."""
+        self._groups.append(group)
+
+    def remove(self, group: dist.ProcessGroup) -> None:
+        """A group is about to be destroyed."""
+        if group in self._groups:
+            self._groups.remove(group)
+
+    def hang_up(self) -> None:
+        """Closes all lines that go over Gloo: whoever waits at the other end fails at once."""
+        if dist.is_initialized():
+            for group in (dist.group.WORLD, *self._groups):
+                if group is not None and backend_of(torch.device("cpu"), group) == "gloo":
+                    _close(group)
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    peer = next((rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()), None)
+    with suppress(RuntimeError, dist.DistError):  # how it ends: nothing comes
+        work = None if peer is None else dist.irecv(torch.empty(1, dtype=torch.uint8), peer, group=group, tag=_TAG)
+        if work is not None:
+            work.wait(timedelta(milliseconds=1))
+
+
+def say_why(error: BaseException) -> None:
+    """Leaves the reason why this rank fails, if it is the first to fail."""
+    first = (str(error).splitlines() or [""])[0][:_MAX_LENGTH]
+    said = f"rank {dist.get_rank()} has failed: {type(error).__name__}" + (f": {first}" if first else "")
+    with suppress(RuntimeError, dist.DistError):  # who kept the store has ended
+        _store().compare_set(_WORDS, "", said)
+
+
+def last_words() -> str | None:
+    """What the first rank to fail said; None where none did, or nobody can tell any more."""
+    with suppress(RuntimeError, dist.DistError):
+        if dist.is_initialized() and _store().check([_WORDS]):
+            return bytes(_store().get(_WORDS)).decode()
+    return None
+
+
+def _store() -> dist.Store:
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
