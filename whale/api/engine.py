@@ -19,6 +19,7 @@ from whale.api.owned import OwnedParameters
 from whale.api.preparing import prepare_forward, prepare_training
 from whale.api.progress import told_if_long
 from whale.api.since_capture import SinceCapture
+from whale.api.step_loss import step_loss
 from whale.api.tracebacks import in_short
 from whale.errors import WhaleError, warn
 from whale.ir.graph import ModelGraph
@@ -88,7 +89,7 @@ class Engine:
         captured, view = self._view("train", batch)
         loss = train_step(self.runtime, self.state, view, captured.key)
         self._rest()
-        return loss
+        return step_loss(loss)
 
     @in_short
     @in_company
@@ -97,7 +98,7 @@ class Engine:
         step, _, _ = self._forward("eval", batch)
         loss = step.account.loss(self.runtime.totals(step))
         self._rest()
-        return loss
+        return step_loss(loss)
 
     @in_short
     @in_company

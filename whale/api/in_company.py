@@ -10,6 +10,7 @@ from whale.runtime.runtime import Runtime
 
 P = ParamSpec("P")
 T = TypeVar("T")
+E = TypeVar("E", bound="HasRuntime")
 
 
 class HasRuntime(Protocol):
@@ -18,14 +19,11 @@ class HasRuntime(Protocol):
     runtime: Runtime
 
 
-E = TypeVar("E", bound=HasRuntime)
-
-
 def in_company(verb: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
     """Tells the other ranks at once where a verb ends in an error that they know nothing of (`whale.comm.World.in_company`)."""
 
     @functools.wraps(verb)
-    def call(self: E, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self.runtime.roster.world.in_company():
             return verb(self, *args, **kwargs)
 

@@ -56,6 +56,7 @@ def initial_state(
     state = EngineState(tensors)
     owned = list(state.parameters.items())
     state.optimizer = together(world, lambda: optimizer(owned) if optimizer is not None and owned else None)
+    state.keep_to_itself()
     state.scheduler = together(world, lambda: scheduler(state.optimizer) if scheduler is not None and state.optimizer is not None else None)
     together(world, lambda: _check_no_closure(state.optimizer))
     together(world, lambda: check_elementwise(state.optimizer, [name for name, _ in owned if holdings.is_sharded(name)]))

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from whale.comm.backend import backend_of
 
@@ -69,6 +70,6 @@ def last_words() -> str | None:
     return None
 
 
-def _store() -> dist.Store:
-    store: dist.Store = dist.distributed_c10d._get_default_store()
+def _store() -> Store:
+    store: Store = _get_default_store()
     return store

@@ -112,7 +112,7 @@ class Waits:
         return fault(action, ranks, self.timeout, error, said)
 
     def look(self, now: float) -> RuntimeFault | None:
-        """Forgets what is done, in the order in which it was waited for; the fault if the first that is not is overdue, or some rank has failed.
+        """Forgets what is done, in the order in which it was waited for; the fault if a rank has failed, or the first is overdue.
 
         The host runs ahead of the device, so what stands in the queue waits for its turn first: the limit of the first counts
         from when it was asked for, or from when the one before it was seen done, whichever is later.

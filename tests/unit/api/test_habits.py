@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import warnings
 from functools import partial
 from typing import Any
@@ -236,6 +238,57 @@ def test_a_scheduler_that_passes_on_what_it_is_given_gets_no_loss() -> None:
     for _ in range(2):
         engine.step(BATCH)
     assert engine.optimizer is not None and engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda loss: loss.backward(),
+        lambda loss: (loss / 4).backward(),
+        lambda loss: torch.amp.GradScaler("cpu").scale(loss).backward(),
+        lambda loss: torch.amp.GradScaler("cpu", enabled=False).scale(loss).backward(),
+        lambda loss: torch.autograd.grad(loss, [torch.ones(1, requires_grad=True)]),
+    ],
+)
+@pytest.mark.parametrize("verb", ["step", "evaluate"])
+def test_backward_of_a_loss_that_is_done_is_told(ask: Any, verb: str) -> None:
+    loss = getattr(parallelize(), verb)(BATCH)
+    with pytest.raises(ConfigError) as caught:
+        ask(loss)
+    assert caught.value.message.startswith("engine.step runs backward and the optimizer itself")
+    assert "leave out loss.backward(), optimizer.step() and a GradScaler" in str(caught.value)
+
+
+def test_what_is_added_to_a_loss_afterwards_is_told() -> None:
+    engine = parallelize()
+    with pytest.raises(ConfigError, match=r"no graph to train through.*\n.*add what is to be trained to the loss= of parallelize"):
+        engine.step(BATCH) + sum(value.norm() for value in engine.parameters())
+
+
+def test_a_loss_is_a_plain_tensor_to_all_else() -> None:
+    loss = parallelize().step(BATCH)
+    total = torch.zeros(()) + loss
+    total += loss
+    stored = io.BytesIO()
+    torch.save({"loss": loss}, stored)
+    stored.seek(0)
+    for value in (total, loss + 1, torch.stack([loss, loss]), torch.load(stored)["loss"], copy.deepcopy(loss), loss.detach()):
+        assert type(value) is torch.Tensor
+    assert f"{loss:.3f}" == f"{float(loss):.3f}" and repr(loss).startswith("tensor(") and bool(loss > 0)
+
+
+def test_the_optimizer_is_stepped_by_the_engine_alone() -> None:
+    engine = parallelize()
+    engine.step(BATCH)
+    before = weights(engine)
+    assert engine.optimizer is not None
+    with pytest.raises(ConfigError, match="the engine's optimizer was stepped once more"):
+        engine.optimizer.step()
+    with pytest.raises(ConfigError, match=r"leave out optimizer.step\(\) and GradScaler.step"):
+        torch.amp.GradScaler("cpu", enabled=False).step(engine.optimizer)
+    assert same(before, weights(engine))
+    engine.step(BATCH)
+    assert not same(before, weights(engine))
 
 
 def test_what_modules_have_is_answered() -> None:

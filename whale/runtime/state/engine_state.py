@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.errors import ConfigError
+
 
 @dataclass
 class EngineState:
@@ -35,6 +37,7 @@ class EngineState:
     step_number: int = 0
     position: Mapping[str, int] | None = None
     has_moved_statistics: bool = False
+    _is_advancing: bool = False
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -56,6 +59,19 @@ class EngineState:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    def keep_to_itself(self) -> None:
+        """Lets nobody else step the optimizer: whoever has it at hand, or gives it to a `GradScaler`, would apply gradients twice."""
+
+        def check(*_: object) -> None:
+            if not self._is_advancing:
+                raise ConfigError(
+                    "engine.step applies the gradients itself (the engine's optimizer was stepped once more)",
+                    hint="leave out optimizer.step() and GradScaler.step(optimizer): engine.step(batch) is the whole step",
+                )
+
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            self.optimizer.register_step_pre_hook(check)
+
     def advance(self, loss: torch.Tensor, *, applies: bool = True) -> None:
         """One step: applies the gradients that the parameters have, or leaves them out.
 
@@ -64,7 +80,11 @@ class EngineState:
             applies: whether the gradients are applied.
         """
         if self.optimizer is not None and applies:
-            self.optimizer.step()
+            self._is_advancing = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._is_advancing = False
         if self.scheduler is not None and applies:
             self.scheduler.step(*([loss] if self._scheduler_reads_loss else []))
         self.step_number += 1
