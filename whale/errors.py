@@ -81,6 +81,19 @@ class RuntimeFault(WhaleError):
     """A rank died, or a wait outlasted its limit, during a run."""
 
 
+def first_few(names: Sequence[str], most: int = 3, *, separator: str = ", ", count: int | None = None) -> str:
+    """A list as messages show it: ``a, b, c and 5 more``.
+
+    Args:
+        names: what is listed.
+        most: how many are shown.
+        separator: between two.
+        count: how many there are, where `names` are only the first of them.
+    """
+    more = (len(names) if count is None else count) - len(names[:most])
+    return separator.join(names[:most]) + (f" and {more} more" if more else "")
+
+
 def raise_faults(faults: Sequence[WhaleError]) -> None:
     """Raises all the faults of one pass as one error; does nothing if there are none.
 

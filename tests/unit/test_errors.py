@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from whale.errors import ClusterError, ConfigError, WhaleError, raise_faults
+from whale.errors import ClusterError, ConfigError, WhaleError, first_few, raise_faults
 from whale.ir.source import SourceLine
 
 
@@ -40,3 +40,9 @@ def test_faults_of_several_kinds_are_of_their_common_class() -> None:
     with pytest.raises(WhaleError) as caught:
         raise_faults([ConfigError("a"), ClusterError("b")])
     assert type(caught.value) is WhaleError
+
+
+def test_lists_are_cut_short() -> None:
+    assert first_few(["a", "b", "c"]) == "a, b, c" and first_few([]) == ""
+    assert first_few(list("abcdef")) == "a, b, c and 3 more"
+    assert first_few(["a", "b"], 1, separator="; ", count=9) == "a and 8 more"

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from whale.capture.source import line_of_function
-from whale.errors import warn
-
-_SHOWN = 3
+from whale.errors import first_few, warn
 
 
 def warn_of_hooks(model: nn.Module) -> None:
@@ -18,7 +16,7 @@ def warn_of_hooks(model: nn.Module) -> None:
     if forward:
         warn(
             "forward hooks are called while the model is captured and never again: the tensor operations in them stay in the model, "
-            f"nothing else that they do is repeated ({_listing(forward)})"
+            f"nothing else that they do is repeated ({first_few(forward)})"
         )
 
 
@@ -29,7 +27,3 @@ def _hooks(model: nn.Module, *kinds: str) -> Iterator[str]:
                 where = line_of_function(hook)
                 if where is not None:
                     yield f"{name or type(module).__name__}: {getattr(hook, '__name__', type(hook).__name__)} at {where}"
-
-
-def _listing(found: list[str]) -> str:
-    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
-from whale.errors import CaptureError, WhaleError, raise_faults
+from whale.errors import CaptureError, WhaleError, first_few, raise_faults
 from whale.ir.graph import ModelGraph
-
-_SHOWN = 3
 
 
 def check_types(device: torch.device) -> None:
@@ -64,10 +62,9 @@ def _faults(names: list[str], was_trained: Mapping[str, bool]) -> list[WhaleErro
     for then, word in ((False, "unfrozen"), (True, "frozen")):
         these = [name for name in names if was_trained[name] is then]
         if these:
-            shown = ", ".join(these[:_SHOWN]) + (f" and {len(these) - _SHOWN} more" if len(these) > _SHOWN else "")
             found.append(
                 CaptureError(
-                    f"which parameters are trained is decided when the model is captured ({word} since: {shown})",
+                    f"which parameters are trained is decided when the model is captured ({word} since: {first_few(these)})",
                     hint="set requires_grad before parallelize; to change it in mid-training save, call parallelize again, and load",
                 )
             )

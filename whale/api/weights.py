@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.comm import Groups, World, together
-from whale.errors import warn
+from whale.errors import first_few, warn
 from whale.runtime.weights.checksums import checksums
 from whale.runtime.weights.initialize import initial_tensors
 
@@ -62,8 +62,7 @@ def _take_from_rank_0(
     if not differing:
         return
     if world.rank == 0:
-        shown = ", ".join(list(differing)[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
-        warn(f"ranks built the model with different weights ({shown}); rank 0's are taken")
+        warn(f"ranks built the model with different weights ({first_few(list(differing))}); rank 0's are taken")
     groups = Groups(world, differing.values())
     for name, ranks in differing.items():
         if world.rank in ranks:

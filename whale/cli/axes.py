@@ -10,6 +10,7 @@ from typing import Any
 from whale.axes import Axes, AxisRow, describe, discover
 from whale.cli.inputs import add_graph_arguments, read_graph
 from whale.cli.tables import print_table
+from whale.errors import first_few
 from whale.ir.graph import ModelGraph
 
 
@@ -47,8 +48,7 @@ def print_axes(rows: list[AxisRow], axes: Axes, graph: ModelGraph) -> None:
 
 
 def _holders(row: AxisRow) -> str:
-    first, *rest = row.held_by or ("-",)
-    return first + (f" and {len(rest)} more" if rest else "")
+    return first_few(row.held_by or ("-",), 1)
 
 
 def _as_data(rows: list[AxisRow], axes: Axes) -> dict[str, object]:

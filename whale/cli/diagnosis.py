@@ -61,14 +61,16 @@ class Finding:
     places: tuple[Place, ...] = ()
 
 
-def diagnose(graph: ModelGraph, capture_at: Callable[[int], object] | None = None) -> tuple[Finding, ...]:
+def diagnose(graph: ModelGraph, capture_at: Callable[[int], object] | None = None, tried: Finding | None = None) -> tuple[Finding, ...]:
     """Answers all questions about a captured model.
 
     Args:
         graph: the captured training.
         capture_at: captures the model at another number of rows, or raises a `WhaleError`; None where the model is not there.
+        tried: what `sizes` found; None where the model is not there.
     """
-    return (Finding("capture", "yes", f"one graph of {len(graph.ops)} ops"), _rows(graph, capture_at), *exactness(graph))
+    found = (Finding("capture", "yes", f"one graph of {len(graph.ops)} ops"), _rows(graph, capture_at), tried, *exactness(graph))
+    return tuple(finding for finding in found if finding is not None)
 
 
 def sizes(shapes: Iterable[Sequence[int]], capture_with: Callable[[int], object]) -> Finding:

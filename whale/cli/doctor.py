@@ -60,10 +60,9 @@ def _examine(source: str, pairs: Sequence[str]) -> tuple[Finding, ...]:
         captured = CapturedMode(model, batch, loss, "train", batch_dims)
     except WhaleError as error:
         return (refused("capture", error),)
-    first, rows, *others = diagnose(captured.graph, captured.graph_for)
     shapes = [_beside_rows(part) for part in captured.structure.inputs]
     tried = sizes(shapes, lambda size: CapturedMode(model, _halved(captured.structure, size), loss, "train"))
-    return (first, rows, tried, *others)
+    return diagnose(captured.graph, captured.graph_for, tried)
 
 
 def _beside_rows(part: Leaf) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-from whale.errors import AnnotationError, WhaleError, raise_faults
+from whale.errors import AnnotationError, WhaleError, first_few, raise_faults
 from whale.ir.plan import BATCH
 from whale.ir.scope import Scope
 from whale.planning.shard.space import Refusal, Scene, ShardSpace, find_shard_space, whole_refusal
@@ -33,7 +33,7 @@ def find_insisted(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], widt
         elif len(own) > 1:
             faults.append(
                 AnnotationError(
-                    f"axis={scope.axis!r} stands for one axis, or for alike ones of several blocks (it fits {_listed(allowed)})",
+                    f"axis={scope.axis!r} stands for one axis, or for alike ones of several blocks (it fits {first_few(allowed, MAX_NAMES)})",
                     where=scope.where,
                     hint="write more of the name",
                 )
@@ -68,10 +68,9 @@ def _holding(wanted: str, scene: Scene) -> list[str]:
 def no_axis_fault(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], width: int) -> AnnotationError:
     """Nothing at all can be cut."""
     held = [axis for axis in space.refused if scene.axes.held_by.get(axis)] or list(space.refused)
-    reasons = "; ".join(f"{axis}: {_text(space.refused[axis])}" for axis in held[:MAX_NAMES])
-    more = f"; and {len(held) - MAX_NAMES} more" if len(held) > MAX_NAMES else ""
+    reasons = first_few([f"{axis}: {_text(space.refused[axis])}" for axis in held], MAX_NAMES, separator="; ")
     return AnnotationError(
-        f"a split over {width} devices needs an axis that can be cut ({reasons + more or 'its ops have none'})",
+        f"a split over {width} devices needs an axis that can be cut ({reasons or 'its ops have none'})",
         where=next((scope.where for scope in scopes), None),
         hint=next((refusal.hint for refusal in space.refused.values() if refusal.hint), None)
         or "whale axes shows every axis and what keeps it whole; use replicate here, or put more of the model under the split",
@@ -100,7 +99,7 @@ def _unknown(scope: Scope, scene: Scene) -> AnnotationError:
     return AnnotationError(
         f"the ops of a split have the axis that it asks for (axis={scope.axis!r}: none of that name)",
         where=scope.where,
-        hint=f"nearest: {_listed(names)}" if names else f"there are {_listed(list(scene.members))}",
+        hint=f"nearest: {first_few(names, MAX_NAMES)}" if names else f"there are {first_few(list(scene.members), MAX_NAMES)}",
     )
 
 
@@ -111,7 +110,3 @@ def _refused(scope: Scope, axis: str, refusal: Refusal, width: int) -> Annotatio
 
 def _text(refusal: Refusal) -> str:
     return refusal.reason + (f" at {refusal.where}" if refusal.where else "")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")

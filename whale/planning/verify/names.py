@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from whale.errors import PlanError
+from whale.errors import PlanError, first_few
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica
 
@@ -32,5 +32,4 @@ def _of_replica(replica: Replica, graph: ModelGraph) -> Iterator[PlanError]:
 def _unknown(what: str, place: str, names: Iterable[str], known: Iterable[str]) -> Iterator[PlanError]:
     wrong = sorted(set(names) - set(known))
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        yield PlanError(f"a plan names {what} of its model ({place}: {', '.join(wrong[:3])}{more} are none)")
+        yield PlanError(f"a plan names {what} of its model ({place}: {first_few(wrong)} are none)")

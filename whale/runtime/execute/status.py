@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from whale.errors import first_few
+
 RUN_DIRECTORY = "WHALE_RUN_DIR"
 """Environment variable that names the run directory; without it statuses stay in memory."""
 
@@ -56,9 +58,7 @@ class RankStatus:
 
     def describe(self, now: float) -> str:
         """The status as a line: ``waiting in 1RECV_B3 for rank 2, for 0.4 s``."""
-        peers = ", ".join(str(peer) for peer in self.waits_for)
-        if self.num_waits > len(self.waits_for):
-            peers += f" and {self.num_waits - len(self.waits_for)} more"
+        peers = first_few([str(peer) for peer in self.waits_for], _MAX_PEERS, count=self.num_waits)
         waits = f" for rank{'s' if self.num_waits > 1 else ''} {peers}" if self.num_waits else ""
         seconds = f"{max(now - self.since, 0.0):.1f} s"
         if self.state in ("running", "waiting"):
