@@ -16,7 +16,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis, Choice, Plan, Replica
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
 from whale.planning.explain.choices import explain_choices
-from whale.planning.explain.joining import explain_joining
+from whale.planning.explain.joining import explain_apart, explain_joining
 from whale.planning.explain.mixing import explain_mixing, keeps_apart, mixed_apart
 from whale.planning.explain.step import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
@@ -27,7 +27,7 @@ from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing.estimating import with_estimate
 from whale.planning.replicas.blocks import read_replicas
 from whale.planning.replicas.group_size import Outcome, choose_group
-from whale.planning.replicas.joining import join_replicas
+from whale.planning.replicas.joining import join_replicas, needs_joining, why_apart
 from whale.planning.replicas.replica import make_replica
 from whale.planning.replicas.solve import Solution, Solver, solve_together
 from whale.planning.shard.insisting import check_axes
@@ -217,11 +217,15 @@ def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotation
     if is_split:
         replicas, borders = scatter_all(replicas, solver.prices)
     draft = _Draft(graph, cluster, annotations, found, replicas, borders)
-    joined = join_replicas(replicas, solver.prices) if gather_rows else replicas
-    if joined != replicas:
-        with contextlib.suppress(PlanError):  # what is gathered may not fit in memory
-            return draft.stated(joined)
-    return draft.stated(replicas)
+    if not needs_joining(replicas, solver.prices):
+        return draft.stated(replicas)
+    reason = why_apart(replicas) if gather_rows else "communication.gather_rows is false"
+    if not reason:
+        try:
+            return draft.stated(join_replicas(replicas, solver.prices))
+        except PlanError as error:  # what is gathered may not fit in memory
+            reason = error.message
+    return draft.stated(replicas, (explain_apart(reason),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,8 +246,8 @@ class _Draft:
     apart: tuple[Replica, ...]
     borders: tuple[Choice, ...]
 
-    def stated(self, replicas: tuple[Replica, ...]) -> Plan:
-        """The plan with these replicas, estimated and verified."""
+    def stated(self, replicas: tuple[Replica, ...], apart: tuple[Choice, ...] = ()) -> Plan:
+        """The plan with these replicas, estimated and verified; `apart` says why they were not joined."""
         graph, solver, best = self.graph, self.found.solver, self.found.best
         prices = solver.prices
         axes = find_batch_axes(graph, replicas, prices)
@@ -262,7 +266,7 @@ class _Draft:
         plan, step = with_estimate(plan, prices)
         own = explain_choices(self.annotations[0], self.found, plan.replicas if replicas == self.apart else self.apart)
         mixed = mixed_apart(plan, graph, prices.axes) if keeps_apart(plan) else ()
-        rows = (*explain_joining(self.apart, plan, prices), *self.borders, *explain_mixing(mixed))
+        rows = (*explain_joining(self.apart, plan, prices), *apart, *self.borders, *explain_mixing(mixed))
         plan = dataclasses.replace(plan, choices=(*own, *rows, *explain_step(step)))
         verify(plan, graph, self.cluster, prices.axes if needs_axes(plan) else None, step=step)
         return plan

@@ -1,4 +1,4 @@
-"""Why replicas were joined, for `whale explain`: the ops that need the rows of all, and what is gathered for them."""
+"""Why replicas were joined, or were not, for `whale explain`: the ops that need the rows of all, and what is gathered for them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Choice, Plan, Replica
 from whale.sharding.bridge_bytes import bridge_bytes
 from whale.units import format_bytes
+
+APART = "not gathered"
+"""The decision where an op needs more rows than are at hand at once."""
+
+
+def explain_apart(reason: str) -> Choice:
+    """The choice to leave apart what some op needs at once."""
+    return Choice("joining", "rows that an op needs at once", APART, bound=reason)
+
+
+def reason_apart(plan: Plan) -> str:
+    """Why rows that an op needs at once are apart; "" where they are not, or the plan does not tell."""
+    return next((choice.bound for choice in plan.choices if choice.pass_name == "joining" and choice.decision == APART), "")
 
 
 def explain_joining(apart: Sequence[Replica], plan: Plan, prices: Prices) -> Iterator[Choice]:

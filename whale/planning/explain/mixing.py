@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from whale.axes import Axes, Mixing, discover
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan
+from whale.planning.explain.joining import reason_apart
 
 MAX_PLACES = 5
 """A warning names so many lines of the user's."""
@@ -61,7 +62,8 @@ def warn_of_mixing(mixing: Sequence[Mixing], plan: Plan, graph: ModelGraph) -> s
     counts = [pipeline.num_micro_batch for pipeline in plan.pipelines]
     pieces = f"{len(plan.replicas)} replica(s) of {', '.join(dict.fromkeys(map(str, counts)))} micro-batch(es)"
     first = f"the batch is needed whole here, and {pieces} see only their own rows of it: the numbers are not those of one device"
-    return "\n".join([first, *shown, *more])
+    reason = reason_apart(plan)
+    return "\n".join([first, *shown, *more, *([f"  they are not gathered: {reason}"] if reason else [])])
 
 
 def place_of(mixing: Mixing, graph: ModelGraph) -> str:

@@ -21,19 +21,29 @@ from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice
 from whale.ir.writes import MemoryWrites
 
 
-def join_replicas(replicas: Sequence[Replica], prices: Prices) -> tuple[Replica, ...]:
-    """Joins replicas where some op needs rows of several devices at once; otherwise, and where they cannot be joined, as they are.
+def needs_joining(replicas: Sequence[Replica], prices: Prices) -> bool:
+    """Whether some op needs rows that several replicas, devices of a stage or micro-batches have; the axes are found only there."""
+    is_divided = len(replicas) > 1 or any(len(stage.shares) > 1 for replica in replicas for stage in replica.stages)
+    if not is_divided and all(replica.pipeline.num_micro_batch == 1 for replica in replicas):
+        return False
+    axes = prices.axes
+    return BATCH in axes.by_name and any(_surely_mixes(found, prices.graph) for found in axes.mixing)
 
-    They can be where they are alike, have one micro-batch and nothing is split. The axes are found only where rows are divided.
-    """
-    stages = [stage for replica in replicas for stage in replica.stages]
-    if len(replicas) == 1 and all(len(stage.shares) == 1 for stage in stages):
-        return tuple(replicas)
+
+def why_apart(replicas: Sequence[Replica]) -> str:
+    """Why replicas cannot be joined, with what to do; "" where they can."""
+    if any(replica.pipeline.num_micro_batch > 1 for replica in replicas):
+        return "micro-batches follow one another; with pipeline.num_micro_batch: 1 the rows are gathered"
+    if any(stage.split > 1 for replica in replicas for stage in replica.stages):
+        return "a stage is split along another axis"
+    if not _are_alike(replicas):
+        return "the replicas are not alike"
+    return ""
+
+
+def join_replicas(replicas: Sequence[Replica], prices: Prices) -> tuple[Replica, ...]:
+    """Joins replicas that can be joined (`why_apart`)."""
     graph, axes = prices.graph, prices.axes
-    if BATCH not in axes.by_name or not any(_surely_mixes(found, graph) for found in axes.mixing):
-        return tuple(replicas)
-    if not _are_alike(replicas) or any(stage.split > 1 for stage in stages) or replicas[0].pipeline.num_micro_batch > 1:
-        return tuple(replicas)
     first = replicas[0]
     joined = tuple(_joined([replica.stages[index] for replica in replicas], replicas) for index in range(len(first.stages)))
     edges = tuple(

@@ -33,7 +33,8 @@ def find_insisted(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], widt
         elif len(own) > 1:
             faults.append(
                 AnnotationError(
-                    f"axis={scope.axis!r} stands for one axis, or for alike ones of several blocks (it fits {first_few(allowed, MAX_NAMES)})",
+                    f"axis={scope.axis!r} stands for one axis, or for alike ones of several blocks "
+                    f"(it fits {first_few(allowed, MAX_NAMES)})",
                     where=scope.where,
                     hint="write more of the name",
                 )

@@ -16,7 +16,7 @@ from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Plan, Shard
 from whale.planning import make_plan, retarget_plan
-from whale.planning.explain.mixing import mixed_apart
+from whale.planning.explain.mixing import mixed_apart, warn_of_mixing
 from whale.planning.verify import verify
 
 SPEEDS = (1.0, 3.0)
@@ -71,6 +71,29 @@ def test_a_plan_that_does_not_fit_joined_stays_apart(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("whale.planning.plan.verify", refuse)
     plan = plan_of(graph_of("softmax"))
     assert len(plan.replicas) == 2 and mixed_apart(plan, graph_of("softmax"))
+    assert said_apart(plan) == "a plan fits in memory"
+
+
+def said_apart(plan: Plan) -> str:
+    """Why a plan of the model with a softmax keeps rows apart, as the warning says it."""
+    graph = graph_of("softmax")
+    return warn_of_mixing(mixed_apart(plan, graph), plan, graph).rpartition("they are not gathered: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"pipeline.num_micro_batch": 2}, "micro-batches follow one another; with pipeline.num_micro_batch: 1 the rows are gathered"),
+        ({"communication.gather_rows": False}, "communication.gather_rows is false"),
+        (
+            {"replicas": [{"devices": ["host0/0"]}, {"devices": ["host0/1", "host0/2"], "num_stages": 2}]},
+            "the replicas are not alike",
+        ),
+    ],
+)
+def test_the_warning_says_why_rows_are_apart(settings: dict[str, object], said: str) -> None:
+    plan = make_plan(graph_of("softmax"), make_cluster((1.0, 1.0, 1.0)), resolve_config(settings))
+    assert said_apart(plan) == said
 
 
 def test_stages_hand_on_rows() -> None:
