@@ -4,10 +4,10 @@ from whale.estimate.costs.bounds import bubble_share, exposed_sync, pipeline_sec
 from whale.estimate.costs.communication import (
     all_gather_line,
     all_reduce_line,
+    all_reduce_seconds,
     all_to_all_line,
     edge_line,
     p2p_seconds,
-    ring_all_reduce_seconds,
 )
 from whale.estimate.costs.compute import OpSeconds, op_seconds
 from whale.estimate.costs.costs import Costs
@@ -36,6 +36,7 @@ __all__ = [
     "StepEstimate",
     "all_gather_line",
     "all_reduce_line",
+    "all_reduce_seconds",
     "all_to_all_line",
     "bubble",
     "bubble_rate",
@@ -53,7 +54,6 @@ __all__ = [
     "output_lines",
     "p2p_seconds",
     "pipeline_seconds",
-    "ring_all_reduce_seconds",
     "simulate",
     "size_line",
     "spec_line",

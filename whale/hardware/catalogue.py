@@ -69,8 +69,7 @@ class Catalogue:
         """The link inside a host of these device models, as slow as the slowest of them; None if a model is not known."""
         if not models <= set(self.devices):
             return None
-        found = [self.links[self.devices[model].link] for model in models]
-        return Link(min(link.bandwidth for link in found), max(link.latency for link in found))
+        return Link.slowest(self.links[self.devices[model].link] for model in models)
 
     def match_nvml(self, name: str) -> KnownDevice | None:
         """The device that NVML calls by this name (``NVIDIA A100-SXM4-80GB``); None if it is not known."""
@@ -123,10 +122,11 @@ def _named(root: Entry, section: str, what: str) -> list[tuple[str, Entry]]:
 
 def read_link(entry: Entry) -> Link | None:
     """A link written as ``{bandwidth: 25 Gbit/s, latency: 20 us}``; None, with faults noted, if it is wrong."""
-    if not entry.is_mapping(("bandwidth", "latency"), required=("bandwidth", "latency")):
+    if not entry.is_mapping(("bandwidth", "latency", "shared"), required=("bandwidth", "latency")):
         return None
     bandwidth, latency = entry.quantity("bandwidth", "B/s"), entry.quantity("latency", "s", zero=True)
-    return None if bandwidth is None or latency is None else Link(bandwidth, latency)
+    shared = entry.flag("shared")
+    return None if bandwidth is None or latency is None else Link(bandwidth, latency, shared)
 
 
 def read_flops(entry: Entry) -> dict[str, float]:

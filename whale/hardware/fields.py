@@ -103,6 +103,13 @@ class Entry:
             return default
         return value
 
+    def flag(self, key: str) -> bool:
+        """True or false; false if it is absent or wrong."""
+        value = self.get(key)
+        if self.has(key) and not isinstance(value, bool):
+            self.fault(f"{self.name}: {key} is true or false ({value!r} is not)", key)
+        return value is True
+
     def text(self, key: str) -> str | None:
         """Text, or a number as text (a host may be called 7); None if it is absent or wrong."""
         value = self.get(key)

@@ -89,7 +89,7 @@ def make_cluster(profiles: Sequence[DeviceProfile], network: Link | None = None)
         names.append(f"{profile.host}/{len(devices)}")
         devices.append(profile.device(names[-1]))
         link, slowest = profile.inner_link, links.get(profile.host, profile.inner_link)
-        links[profile.host] = Link(min(link.bandwidth, slowest.bandwidth), max(link.latency, slowest.latency))
+        links[profile.host] = Link.slowest((link, slowest))
     hosts = tuple(Host(host, tuple(devices), links[host]) for host, devices in members.items())
     between = network or catalogue().links[catalogue().network]
     return Cluster(NAME, hosts, between if len(hosts) > 1 else None), tuple(names)

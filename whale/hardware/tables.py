@@ -25,8 +25,9 @@ def device_table() -> str:
 
 
 def link_table() -> str:
-    """Every link: bandwidth and latency."""
+    """Every link: bandwidth, latency, and whether a host's devices share it."""
     rows = [
-        f"| `{name}` | {format_count(link.bandwidth)}B/s | {format_seconds(link.latency)} |" for name, link in catalogue().links.items()
+        f"| `{name}` | {format_count(link.bandwidth)}B/s | {format_seconds(link.latency)} | {'yes' if link.shared else ''} |"
+        for name, link in catalogue().links.items()
     ]
-    return "\n".join(["| link | bandwidth, one way | latency |", "| --- | --- | --- |", *rows])
+    return "\n".join(["| link | bandwidth, one way | latency | shared by a host's devices |", "| --- | --- | --- | --- |", *rows])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,19 +14,28 @@ class Link:
     """A connection between two devices, by the alpha-beta model.
 
     Attributes:
-        bandwidth: bytes per second, one way, per device.
+        bandwidth: bytes per second, one way, per device; of a shared one all together.
         latency: seconds per message.
+        shared: whether all that travels inside a host at the same time shares it, as on a bus through the host's memory.
     """
 
     bandwidth: float
     latency: float
+    shared: bool = False
 
     def seconds(self, num_bytes: float) -> float:
         """Time to move one message."""
         return self.latency + num_bytes / self.bandwidth
 
+    @staticmethod
+    def slowest(links: Iterable[Link]) -> Link:
+        """A link that is as slow as the slowest of these in every respect."""
+        found = list(links)
+        bandwidth, latency = min(link.bandwidth for link in found), max(link.latency for link in found)
+        return Link(bandwidth, latency, any(link.shared for link in found))
+
     def __str__(self) -> str:
-        return f"{format_count(self.bandwidth)}B/s + {format_seconds(self.latency)}"
+        return f"{format_count(self.bandwidth)}B/s{' shared' if self.shared else ''} + {format_seconds(self.latency)}"
 
 
 @dataclass(frozen=True)

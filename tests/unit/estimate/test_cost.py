@@ -9,6 +9,7 @@ from whale.estimate import (
     Costs,
     Line,
     StateBytes,
+    all_reduce_seconds,
     kept_names,
     kept_tensors,
     op_seconds,
@@ -16,7 +17,6 @@ from whale.estimate import (
     optimizer_seconds,
     output_lines,
     p2p_seconds,
-    ring_all_reduce_seconds,
     size_line,
     state_bytes,
 )
@@ -79,7 +79,7 @@ def test_kept_activations() -> None:
     assert built.num_rows == ROWS
 
 
-def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
+def test_a_sum_goes_inside_hosts_first() -> None:
     there = Cluster(
         "c",
         (Host("a", (device("a/0", "a"), device("a/1", "a")), Link(4e9, 1e-6)), Host("b", (device("b/0", "b"),), Link(1e9, 1e-6))),
@@ -87,9 +87,9 @@ def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
     )
     assert p2p_seconds(there, "a/0", "a/1", 4e9) == pytest.approx(1 + 1e-6)
     assert p2p_seconds(there, "a/0", "a/0", 4e9) == 0
-    assert ring_all_reduce_seconds(there, ("a/0",), 1e9) == 0
-    assert ring_all_reduce_seconds(there, ("a/0", "a/1"), 4e9) == pytest.approx(2 * (0.5 + 1e-6))
-    assert ring_all_reduce_seconds(there, ("a/0", "a/1", "b/0"), 3e9) == pytest.approx(4 * (1 + 1e-5))
+    assert all_reduce_seconds(there, ("a/0",), 1e9) == 0
+    assert all_reduce_seconds(there, ("a/0", "a/1"), 4e9) == pytest.approx(2 * (0.5 + 1e-6))
+    assert all_reduce_seconds(there, ("a/0", "a/1", "b/0"), 3e9) == pytest.approx(2 / 2 * 3 + 2e-6 + 2e-5)  # a's sum to b and back
 
 
 def test_optimizer_traffic() -> None:

@@ -56,8 +56,8 @@ def test_a_link_carries_no_more_than_it_can(messages: list[tuple[float, float]])
 
 
 def test_replicas_that_do_the_same_are_alike_until_something_differs() -> None:
-    wires = [Wire("message", (replica, 4 + replica), ((0,), (1,)), (0,)) for replica in range(4)]
+    wires = [Wire("message", (replica, 4 + replica), ((0,), (1,)), ((0, 1.0),)) for replica in range(4)]
     found = classify(["first"] * 4 + ["last"] * 4, ["card"], wires)
     assert found.workers == (0,) * 4 + (1,) * 4 and found.wires == (0,) * 4
-    odd = [*wires[:3], Wire("longer message", (3, 7), ((0,), (1,)), (0,))]
+    odd = [*wires[:3], Wire("longer message", (3, 7), ((0,), (1,)), ((0, 1.0),))]
     assert classify(["first"] * 4 + ["last"] * 4, ["card"], odd).workers == (0, 0, 0, 1, 2, 2, 2, 3)

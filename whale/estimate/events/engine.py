@@ -39,17 +39,17 @@ class Transfer:
     """A message, or a collective.
 
     Attributes:
-        num_bytes: that pass each of its links.
+        num_bytes: of it.
         latency: seconds from the last byte to its arrival.
         parties: how often it must be called ready before it starts: by sender and receiver, by all who take part.
-        links: that it passes, each with how many equal transfers pass it at the same time.
+        links: that it passes, each with how often its bytes do: of several equal transfers at the same time once for each.
         queue: transfers of one queue run one after another, in order of their indices; None for no queue.
     """
 
     num_bytes: float
     latency: float
     parties: int
-    links: tuple[tuple[int, int], ...] = ()
+    links: tuple[tuple[int, float], ...] = ()
     queue: int | None = None
 
 
@@ -89,6 +89,9 @@ def run(workers: Sequence[Sequence[Task]], transfers: Sequence[Transfer], bandwi
 
 
 _TASK_ENDS, _JOINS, _LAST_BYTE, _ARRIVES = range(4)
+
+_EQUAL = 1e-12
+"""Rates that differ by less, by a share, are one: loads are sums of fractions."""
 
 
 class _Engine:
@@ -207,7 +210,7 @@ class _Links:
 
     def __init__(self, transfers: Sequence[Transfer], bandwidths: Sequence[float]) -> None:
         self._transfers, self._bandwidths = transfers, bandwidths
-        self._loads = [0] * len(bandwidths)
+        self._loads = [0.0] * len(bandwidths)
         self._on: list[dict[int, None]] = [{} for _ in bandwidths]
         self._left: dict[int, tuple[float, float, float]] = {}  # bytes left, since when, at what rate
         self.versions = [0] * len(transfers)
@@ -234,7 +237,7 @@ class _Links:
         for other in touched:
             left, since, rate = self._left[other]
             fair = min(self._bandwidths[link] / self._loads[link] for link, _ in self._transfers[other].links)
-            if fair != rate:
+            if abs(fair - rate) > _EQUAL * rate:
                 left = max(0.0, left - (now - since) * rate)
                 self._left[other] = left, now, fair
                 self.versions[other] += 1

@@ -60,9 +60,10 @@ class Tolls:
         key = transport, payload, num_messages
         if key not in self._known:
             price = {"all-reduce": all_reduce_line, "all-to-all": all_to_all_line}.get(transport, all_gather_line)
-            lines = (price(self.prices.cluster, group, payload, num_messages) for group in self.site.groups)
-            slowest = max(lines, key=lambda line: line.at(self.site.num_rows))
-            self._known[key] = slowest + Line(num_messages * self.prices.costs.launch_seconds)
+            rows = self.site.num_rows
+            lines = (price(self.prices.cluster, group, payload, num_messages, rows) for group in self.site.groups)
+            slowest = max(lines, key=lambda line: line.at(rows))
+            self._known[key] = slowest + Line(num_messages * (self.prices.costs.launch_seconds + self.prices.costs.message_seconds))
         return self._known[key]
 
     def payload(self, op: Op) -> Line:

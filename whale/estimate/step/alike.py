@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 
 Role = tuple[object, ...]
 
+Path = tuple[tuple[int, float], ...]
+"""Links by number, each with how often the bytes of what travels pass it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:
@@ -36,7 +39,7 @@ class Wire:
     kind: Hashable
     parties: tuple[int, ...]
     roles: tuple[Role, ...]
-    links: tuple[int, ...]
+    links: Path
 
     @property
     def with_roles(self) -> Iterator[tuple[int, Role]]:
@@ -65,7 +68,8 @@ def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequ
     bundles, bundle_of = _bundles(wires)
     of_bundle = _number(bundle.kind for bundle in bundles)
     party = _Meetings(((number, each) for number, bundle in enumerate(bundles) for each in bundle.with_roles), len(bundles), len(workers))
-    link = _Meetings(((number, (each, ())) for number, bundle in enumerate(bundles) for each in bundle.links), len(bundles), len(links))
+    passed = ((number, (each, (load,))) for number, bundle in enumerate(bundles) for each, load in bundle.links)
+    link = _Meetings(passed, len(bundles), len(links))
     count = 0
     while (now := sum(max(colours, default=-1) for colours in (of_worker, of_link, of_bundle))) != count:
         count = now
@@ -81,8 +85,8 @@ def _bundles(wires: Sequence[Wire]) -> tuple[list[Wire], list[int]]:
 
     They meet the same, so that bundles are alike where all their wires are.
     """
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Wire]] = {}
-    bundle_of: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    found: dict[tuple[tuple[int, ...], Path], list[Wire]] = {}
+    bundle_of: dict[tuple[tuple[int, ...], Path], int] = {}
     numbers = []
     for wire in wires:
         key = wire.parties, wire.links

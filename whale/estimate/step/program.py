@@ -8,7 +8,7 @@ from functools import cached_property
 
 from whale.estimate.events.computations import Computation, computations
 from whale.estimate.events.engine import Task, Transfer
-from whale.estimate.step.alike import Classes, Role, Wire, classify
+from whale.estimate.step.alike import Classes, Path, Role, Wire, classify
 from whale.estimate.step.gather import Gathered
 from whale.estimate.step.wires import Crosses, Sums
 from whale.estimate.step.work import Work
@@ -159,7 +159,7 @@ class _Wires:
                 met = tuple(tuple(at[end]) for end in ends)
                 self._add_sum(wire.kind, Sent(own[0], ends, met), len(wire.parties), roles, passed)
 
-    def _add_messages(self, kind: Crosses, sent: Sent, rows: Sequence[int], links: tuple[tuple[int, int], ...]) -> None:
+    def _add_messages(self, kind: Crosses, sent: Sent, rows: Sequence[int], links: tuple[tuple[int, float], ...]) -> None:
         """One message per micro-batch of its number of rows."""
         sender, receiver = (self.at[end] for end in sent.ends)
         transfer = Transfer(kind.num_bytes, kind.latency, 2, links)
@@ -173,24 +173,24 @@ class _Wires:
                 sender.leaving.setdefault(left, []).append(number)
                 receiver.arriving.setdefault((kind.target, micro_batch, kind.is_backward, kind.is_local), []).append(number)
 
-    def _add_sum(self, kind: Sums, sent: Sent, num_owners: int, roles: Mapping[int, Role], links: tuple[tuple[int, int], ...]) -> None:
+    def _add_sum(self, kind: Sums, sent: Sent, num_owners: int, roles: Mapping[int, Role], links: tuple[tuple[int, float], ...]) -> None:
         queue = self._queues.setdefault((sent.ends, num_owners), len(self._queues))
         for end, role in roles.items():
             self.at[end].sums[len(self.transfers)] = role
-        self.transfers.append(Transfer(kind.moved, kind.latency, len(sent.ends), links, queue))
+        self.transfers.append(Transfer(kind.num_bytes, kind.latency, len(sent.ends), links, queue))
         self.sent.append(sent)
 
 
-def _loads(wires: Sequence[Wire], classes: Classes, first_links: set[int]) -> dict[int, dict[int, int]]:
-    """Per class of wires and class of links that they pass, how many pass one of the links."""
-    found: dict[int, dict[int, int]] = {}
-    passed: dict[tuple[int, ...], list[int]] = {}  # the buckets of one ring pass the same
+def _loads(wires: Sequence[Wire], classes: Classes, first_links: set[int]) -> dict[int, dict[int, float]]:
+    """Per class of wires and class of links that they pass, how often bytes of theirs pass one of the links."""
+    found: dict[int, dict[int, float]] = {}
+    passed: dict[Path, list[tuple[int, float]]] = {}  # the buckets of one ring pass the same
     for number, wire in zip(classes.wires, wires, strict=True):
         if wire.links not in passed:
-            passed[wire.links] = [classes.links[link] for link in wire.links if link in first_links]
-        for link in passed[wire.links]:
+            passed[wire.links] = [(classes.links[link], load) for link, load in wire.links if link in first_links]
+        for link, load in passed[wire.links]:
             loads = found.setdefault(number, {})
-            loads[link] = loads.get(link, 0) + 1
+            loads[link] = loads.get(link, 0.0) + load
     return found
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import product
 
+from whale.estimate.costs.collectives import Way, fastest_way
+from whale.estimate.costs.fabric import Fabric, fabric
 from whale.estimate.prices.prices import Prices
-from whale.estimate.step.alike import Role, Wire
+from whale.estimate.step.alike import Path, Role, Wire
 from whale.estimate.step.crossings import Crossings
 from whale.estimate.step.sync import buckets, first_uses, ready_share
 from whale.ir.cluster import Device, Link
@@ -48,35 +50,58 @@ class Sums:
 
     Attributes:
         num_bytes: of the gradients.
-        moved: bytes that pass each link.
-        latency: seconds that its rounds take beside.
+        latency: seconds beside the bytes.
         queue: position among those of the same owners.
     """
 
     num_bytes: float
-    moved: float
     latency: float
     queue: int
 
 
 class Links:
-    """The sides of devices and of hosts' cards, numbered as they are met."""
+    """The sides of devices and of hosts' cards, and what hosts share inside, numbered as they are met."""
 
     def __init__(self, prices: Prices) -> None:
         self._prices = prices
         self._number: dict[tuple[str, str, Link | None], int] = {}
         self.found: list[tuple[str, float]] = []
 
-    def path(self, source: str, target: str) -> tuple[int, ...]:
-        """The links that a message passes: one side of each device, and of each host's card."""
+    def path(self, source: str, target: str) -> Path:
+        """The links that a message passes: one side of each device, and of each host's card; inside a host its bus, where it has one."""
         by_name, link = self._prices.cluster.by_name, self._prices.link(source, target)
+        hosts = by_name[source].host, by_name[target].host
+        if hosts[0] == hosts[1] and link.shared:
+            return ((self._side(hosts[0], "bus", link, link.bandwidth), 1.0),)
         passed = [self._side(source, "out", link, link.bandwidth), self._side(target, "in", link, link.bandwidth)]
-        if by_name[source].host != by_name[target].host:
-            for host, way in ((by_name[source].host, "out"), (by_name[target].host, "in")):
-                card = self._prices.cluster.card(host)
-                if card is not None:
-                    passed.append(self._side(f"{host} card", way, None, card))
-        return tuple(passed)
+        if hosts[0] != hosts[1]:
+            passed += [*self._card(hosts[0], "out"), *self._card(hosts[1], "in")]
+        return tuple((number, 1.0) for number in passed)
+
+    def collective(self, devices: Sequence[str], way: Way) -> Path:
+        """The links that a collective passes: inside each host from device to device, and from host to host by all of them."""
+        by_name, members = self._prices.cluster.by_name, dict[str, list[str]]()
+        for name in devices:
+            members.setdefault(by_name[name].host, []).append(name)
+        firsts = [names[0] for names in members.values()]
+        passed = dict[int, float]()
+        for position, (host, names) in enumerate(members.items()):
+            inner = self._prices.cluster.host_by_name[host].link
+            if len(names) > 1 and inner.shared:
+                passed[self._side(host, "bus", inner, inner.bandwidth)] = way.inside * len(names)
+            for name, side in product(names if len(names) > 1 and not inner.shared else (), ("out", "in")):
+                passed[self._side(name, side, inner, inner.bandwidth)] = way.inside
+            if len(members) == 1:
+                continue
+            for side, other in (("out", firsts[(position + 1) % len(firsts)]), ("in", firsts[position - 1])):
+                link = self._prices.link(names[0], other)
+                passed |= {self._side(name, side, link, link.bandwidth): way.between / len(names) for name in names}
+                passed |= dict.fromkeys(self._card(host, side), way.between)
+        return tuple((number, load) for number, load in passed.items() if load > 0)
+
+    def _card(self, host: str, side: str) -> tuple[int, ...]:
+        card = self._prices.cluster.card(host)
+        return () if card is None else (self._side(f"{host} card", side, None, card),)
 
     def _side(self, owner: str, way: str, link: Link | None, bandwidth: float) -> int:
         key = owner, way, link
@@ -106,21 +131,21 @@ def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str,
 
 
 def sum_wires(plan: Plan, prices: Prices, links: Links) -> Iterator[Wire]:
-    """Collectives of gradients: rings of 2 (k - 1) rounds, in each of which 1/k of the bytes passes every link of the ring."""
+    """Collectives of gradients, each by the way that is fastest alone."""
     queues: dict[tuple[int, ...], int] = {}
-    rings: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
+    fabrics: dict[tuple[int, ...], Fabric] = {}
+    paths: dict[tuple[tuple[int, ...], Way], Path] = {}
     roles = _Roles(plan, prices)
     for bucket in buckets(plan, prices):
         queues[bucket.owners] = position = queues.get(bucket.owners, -1) + 1
-        rounds = 2 * (len(bucket.owners) - 1)
-        if bucket.owners not in rings:
-            ring = list(pairwise(plan.devices[owner] for owner in (*bucket.owners, bucket.owners[0])))
-            latency = rounds * max(prices.link(a, b).latency for a, b in ring) + prices.costs.message_seconds
-            passed = tuple(link for a, b in ring for link in links.path(a, b))
-            rings[bucket.owners] = latency, passed
-        latency, passed = rings[bucket.owners]
-        kind = Sums(float(bucket.num_bytes), rounds * bucket.num_bytes / len(bucket.owners), latency, position)
-        yield Wire(kind, bucket.owners, roles.of(bucket), passed)
+        devices = [plan.devices[owner] for owner in bucket.owners]
+        if bucket.owners not in fabrics:
+            fabrics[bucket.owners] = fabric(prices.cluster, devices)
+        way = fastest_way(fabrics[bucket.owners], 2, float(bucket.num_bytes))
+        if (bucket.owners, way) not in paths:
+            paths[bucket.owners, way] = links.collective(devices, way)
+        kind = Sums(float(bucket.num_bytes), way.latency + prices.costs.message_seconds, position)
+        yield Wire(kind, bucket.owners, roles.of(bucket), paths[bucket.owners, way])
 
 
 class _Roles:

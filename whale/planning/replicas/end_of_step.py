@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whale.estimate import exposed_sync, optimizer_seconds, ring_all_reduce_seconds
+from whale.estimate import all_reduce_seconds, exposed_sync, optimizer_seconds
 from whale.estimate.prices.prices import Prices
 from whale.planning.replicas.replica import ReplicaModel
 from whale.sharding.parameters import Holder, ParameterShardings, Pattern
@@ -40,7 +40,7 @@ def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence
     moved: dict[str, int] = {}
     weights: dict[str, int] = {}
     for owners, num_bytes in _owner_sets(prices, replicas).items():
-        seconds = ring_all_reduce_seconds(prices.cluster, owners, num_bytes)
+        seconds = all_reduce_seconds(prices.cluster, owners, num_bytes)
         for device in owners:
             reduced[device] = reduced.get(device, 0.0) + seconds
             moved[device] = moved.get(device, 0) + (num_bytes if len(owners) > 1 else 0)

@@ -140,7 +140,7 @@ def _seconds(
 
 
 def _gather(stage: Stage, num_bytes: float, prices: Prices) -> float:
-    return max(all_gather_line(prices.cluster, group, Line(num_bytes), 1).at(0) for group in stage.groups)
+    return max(all_gather_line(prices.cluster, group, Line(num_bytes), 1, 0.0).fixed for group in stage.groups)
 
 
 def _shard_of(stage: Stage, wanted: Shard, graph: ModelGraph, axes: Axes) -> Shard:

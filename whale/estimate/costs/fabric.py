@@ -1,0 +1,71 @@
+"""What a group of devices has to talk over: the links inside its hosts, and the way from host to host.
+
+host a                    host b
+a/0 -- a/1                b/0 -- b/1        inside    the slowest of the links inside a host
+ |      |                  |      |
+card ===================== card             between   all devices of a host together, at most its card
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+
+from whale.ir.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """The links of one group.
+
+    Attributes:
+        num_devices: of the group.
+        num_hosts: on which they are.
+        on_host: devices of the group on a host, the most of any.
+        rails: devices of the group on a host, the fewest of any: so many ways lead from host to host.
+        inside: bytes per second from a device to the next one of its host; infinite where no host has two.
+        between: bytes per second from a host to the next one, over all rails together; infinite for one host.
+        inside_latency, between_latency: seconds of one hop.
+    """
+
+    num_devices: int
+    num_hosts: int
+    on_host: int
+    rails: int
+    inside: float
+    between: float
+    inside_latency: float
+    between_latency: float
+
+
+def fabric(cluster: Cluster, devices: Sequence[str]) -> Fabric:
+    """The links of some devices.
+
+    What the devices of a host share, a card or a bus, is taken as if all of them talked at once, as they do in a step: each
+    has an equal part of it.
+    """
+    members: dict[str, list[str]] = {}
+    for name in devices:
+        members.setdefault(cluster.by_name[name].host, []).append(name)
+    inside, inside_latency, between, between_latency = inf, 0.0, inf, 0.0
+    counts = [len(names) for names in members.values()]
+    for host, names in members.items():
+        if len(names) > 1:
+            known = cluster.host_by_name[host]
+            inside = min(inside, known.link.bandwidth / (len(known.devices) if known.link.shared else 1))
+            inside_latency = max(inside_latency, known.link.latency)
+    firsts = [names[0] for names in members.values()]
+    for a, b in pairwise([*firsts, firsts[0]] if len(firsts) > 1 else firsts):
+        link = cluster.link(a, b)
+        between = min(between, min(counts) * link.bandwidth)
+        between_latency = max(between_latency, link.latency)
+    if len(members) > 1:
+        between = min(between, *(_part_of_card(cluster, host, len(names)) for host, names in members.items()))
+    return Fabric(len(devices), len(members), max(counts), min(counts), inside, between, inside_latency, between_latency)
+
+
+def _part_of_card(cluster: Cluster, host: str, count: int) -> float:
+    card = cluster.card(host)
+    return inf if card is None else card * count / len(cluster.host_by_name[host].devices)
