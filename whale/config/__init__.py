@@ -1,7 +1,7 @@
 """What a user can set: typed sections, where their values come from, and strict YAML for every file a user writes."""
 
 from whale.config.config import Config
-from whale.config.loading import RECIPE_VARIABLE, Source, load_config
+from whale.config.loading import RECIPE_VARIABLE, Source, load_config, read_plan
 from whale.config.nearest import did_you_mean, nearest
 from whale.config.replicas import ReplicaBlock
 from whale.config.sections import SCHEDULES
@@ -9,5 +9,5 @@ from whale.config.strict_yaml import Document, parse_yaml, read_yaml
 
 __all__ = [
     "RECIPE_VARIABLE", "SCHEDULES", "Config", "Document", "ReplicaBlock", "Source",
-    "did_you_mean", "load_config", "nearest", "parse_yaml", "read_yaml",
+    "did_you_mean", "load_config", "nearest", "parse_yaml", "read_plan", "read_yaml",
 ]  # fmt: skip

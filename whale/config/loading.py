@@ -10,7 +10,7 @@ from pathlib import Path
 from whale.config.config import Config
 from whale.config.epl import EPL_KEYS, OF_THE_PAPER
 from whale.config.nearest import did_you_mean, nearest
-from whale.config.replicas import REPLICAS
+from whale.config.replicas import PLAN, REPLICAS
 from whale.config.settings import KEYS, SECTIONS, Setting, check, expand, from_text, hint_for_key, is_section
 from whale.config.strict_yaml import Document, parse_yaml, read_yaml
 from whale.errors import ConfigError, WhaleError, raise_faults
@@ -54,6 +54,18 @@ def _sources(source: Source, environment: Mapping[str, str], faults: list[WhaleE
         except ConfigError as fault:
             faults.append(fault)
     yield from_environment(environment)
+
+
+def read_plan(path: str | Path) -> dict[str, object]:
+    """What a written plan says, as values of a configuration: its file has the content of a recipe's ``plan``.
+
+    Raises:
+        ConfigError: an unreadable file, unknown keys, wrong values; all of them at once.
+    """
+    document = read_yaml(path)
+    values, faults = check([Setting(PLAN, document.data, document.place(), document.place)])
+    raise_faults(faults)
+    return values
 
 
 def _settings(source: Source, faults: list[WhaleError]) -> list[Setting]:
@@ -116,10 +128,10 @@ def _recipe(path: str | Path, faults: list[WhaleError]) -> list[Setting]:
 
 def _section(document: Document, section: str, content: object) -> Iterable[Setting]:
     where = document.place(section)
-    if section == REPLICAS:
+    if section in (REPLICAS, PLAN):
         return [Setting(section, content, where, partial(document.place, section))]
     if section not in OF_THE_PAPER and not is_section(section):
-        hint = did_you_mean(section, (*SECTIONS, REPLICAS))
+        hint = did_you_mean(section, (*SECTIONS, REPLICAS, PLAN))
         if section.partition(".")[0] in SECTIONS:
             head, _, tail = section.partition(".")
             hint = f"write '{head}:' and, indented below it, '{tail}: ...'" if section in KEYS else hint_for_key(section)

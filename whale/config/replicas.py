@@ -1,113 +1,220 @@
-"""The ``replicas`` blocks of a recipe: replicas that need not be alike, each on devices and with a pipeline of its own.
+"""Replicas as a user writes them down: the blocks of ``replicas``, and ``plan``, which may fix anything and leaves the rest to the planner.
+
+plan:
+  split: 8                         any key of a block, for all its replicas
+  num_stages: 4
+  replicas: 16                     how many, ``all`` that the devices give (so if it is left out), or blocks
 
 replicas:
-  - devices: [host0/0, host0/1]      a count, or the names
-    num_stages: 2                    any key of the section `pipeline`, for this replica alone
+  - devices: [host0/0, host0/1]    a count, or the names
+    num_stages: 2                  any key of the section `pipeline`, for this replica alone
   - devices: 2
-    split: 2                         devices of each split group
-    rows: 12                         weight in the rows of the batch
+    split: 2                       devices of each split group
+    rows: 12                       weight in the rows of the batch
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from whale.config.keys import Key, at_least
 from whale.config.nearest import nearest
 from whale.errors import ConfigError, WhaleError
 
-REPLICAS = "replicas"
+REPLICAS, PLAN = "replicas", "plan"
 
 Place = Callable[..., object]
 """Where a value stands, by the way to it: number of the block, key."""
 
+ALL, EVEN = "all", "even"
+
+RECOMPUTE = "recompute"
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaBlock:
-    """One replica as the user wants it.
+    """One replica as the user wants it, or several that are alike.
 
     Attributes:
         devices: their names, or how many; None for as many as its stages and split groups take.
         split: devices of each split group; None: one, or what the scopes say.
         rows: its weight in the rows of the batch; None: balanced.
         pipeline: keys of the section ``pipeline`` with their values, where they are its own.
+        count: how many replicas it stands for; None for as many as the devices that are left give.
+        micro_batch_rows: rows of a micro-batch, from which their number follows; None: the number is stated.
+        blocks: how many of the model's repeated blocks each stage has, or ``even``; None: the planner cuts.
+        axes: that are cut in split stages, wherever ops may work along them; None: the planner chooses.
+        more_axes: beside `axes`, those that the planner may cut too.
+        recompute: as ``recompute.policy``; None: as that says.
+        place: where its keys stand, by name.
     """
 
     devices: tuple[str, ...] | int | None = None
     split: int | None = None
     rows: int | None = None
     pipeline: tuple[tuple[str, Any], ...] = ()
+    count: int | None = 1
+    micro_batch_rows: int | None = None
+    blocks: tuple[int, ...] | str | None = None
+    axes: tuple[str, ...] | None = None
+    more_axes: tuple[str, ...] = ()
+    recompute: str | tuple[tuple[int, Any], ...] | None = None
+    place: Place | None = field(default=None, compare=False, repr=False)
+
+    def at(self, key: str | None = None) -> object:
+        """The user's line of a key, or of the block; None where it is not known."""
+        return None if self.place is None else self.place(*(() if key is None else (key,)))
 
     def as_data(self) -> dict[str, Any]:
         """In the form of a recipe."""
-        devices = list(self.devices) if isinstance(self.devices, tuple) else self.devices
-        own = {"devices": devices, "split": self.split, "rows": self.rows}
-        return {key: value for key, value in own.items() if value is not None} | dict(self.pipeline)
+        found: dict[str, Any] = {}
+        for name in (*_READERS, RECOMPUTE):
+            value = getattr(self, name)
+            if name == "count":
+                value = {1: None, None: ALL}.get(value, value)
+            if name == RECOMPUTE and isinstance(value, tuple):
+                value = dict(value)
+            if value is not None and value != ():
+                found[name] = list(value) if isinstance(value, tuple) else value
+        return found | dict(self.pipeline)
 
 
-_COUNTS = {name: Key(f"{REPLICAS}.{name}", "int", False, None, "", at_least(1), (), False, None) for name in ("split", "rows")}
+def _count_key(name: str) -> Key:
+    return Key(f"{REPLICAS}.{name}", "int", False, None, "", at_least(1), (), False, None)
 
 
-def read_blocks(
-    data: object,
-    where: Place,
-    keys: Mapping[str, Key],
-    checked: Callable[[Key, object, object], object],
-) -> tuple[tuple[ReplicaBlock, ...], list[WhaleError]]:
-    """The blocks, and the faults of all of them.
+def _names(what: str) -> Callable[[str, object, object], tuple[str, ...]]:
+    def read(name: str, value: object, place: object) -> tuple[str, ...]:
+        if isinstance(value, (list, tuple)) and value and all(isinstance(each, str) for each in value):
+            return tuple(value)
+        raise ConfigError(f"{REPLICAS}.{name} takes a list of {what} ({value!r} is not)", where=place)
 
-    Args:
-        data: a list of mappings, or blocks read before.
-        where: each value's place.
-        keys: of the section ``pipeline``, by their names in it.
-        checked: a value of a key in the key's own type, or a `ConfigError`; takes the key, the value and its place.
-    """
-    if isinstance(data, tuple) and all(isinstance(block, ReplicaBlock) for block in data):
-        return data, []
-    if not isinstance(data, list) or not data:
-        return (), [ConfigError(f"{REPLICAS} is a list of blocks, one per replica ({data!r} is not)", where=where())]
-    blocks: list[ReplicaBlock] = []
-    faults: list[WhaleError] = []
-    for number, block in enumerate(data):
-        if not isinstance(block, Mapping):
-            faults.append(ConfigError(f"a block of {REPLICAS} is made of 'key: value' lines ({block!r} is not)", where=where(number)))
-            continue
-        values: dict[str, Any] = {}
-        for name, value in block.items():
-            try:
-                values[name] = _value(name, value, where(number, name), keys, checked)
-            except ConfigError as fault:
-                faults.append(fault)
-        own = {name: values.pop(name) for name in ("devices", *_COUNTS) if name in values}
-        blocks.append(ReplicaBlock(**own, pipeline=tuple((name, values[name]) for name in keys if name in values)))
-    faults += _together(blocks, where) if not faults else []
-    return tuple(blocks), faults
+    return read
 
 
-def _value(name: object, value: object, place: object, keys: Mapping[str, Key], checked: Callable[[Key, object, object], object]) -> object:
-    if name == "devices":
-        return _devices(value, place)
-    found = _COUNTS.get(str(name)) or keys.get(str(name))
-    if found is None:
-        known = ("devices", *_COUNTS, *keys)
-        close = nearest(str(name), known)
-        hint = f"did you mean {close!r}?" if close else f"keys of a block: {', '.join(known)}"
-        raise ConfigError(f"unknown key {name!r} in a block of {REPLICAS}", where=place, hint=hint)
-    return checked(found, value, place)
-
-
-def _devices(value: object, place: object) -> tuple[str, ...] | int:
+def _devices(name: str, value: object, place: object) -> tuple[str, ...] | int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
-    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
+    if isinstance(value, (list, tuple)) and value and all(isinstance(each, str) for each in value):
         return tuple(value)
-    raise ConfigError(f"{REPLICAS}.devices takes names of devices, or a whole number at least 1 ({value!r} is not)", where=place)
+    raise ConfigError(f"{REPLICAS}.{name} takes names of devices, or a whole number at least 1 ({value!r} is not)", where=place)
+
+
+def _count(name: str, value: object, place: object) -> int | None:
+    if value is None or value == ALL:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise ConfigError(f"{REPLICAS}.{name} takes a whole number at least 1, or {ALL} ({value!r} is not)", where=place)
+
+
+def _blocks(name: str, value: object, place: object) -> tuple[int, ...] | str:
+    if value == EVEN:
+        return EVEN
+    if isinstance(value, (list, tuple)) and value and all(type(each) is int and each >= 0 for each in value):
+        return tuple(value)
+    raise ConfigError(f"{REPLICAS}.{name} takes the number of blocks of each stage, as a list, or {EVEN} ({value!r} is not)", where=place)
+
+
+_READERS: Mapping[str, Key | Callable[[str, object, object], object]] = {
+    "devices": _devices,
+    "split": _count_key("split"),
+    "rows": _count_key("rows"),
+    "count": _count,
+    "micro_batch_rows": _count_key("micro_batch_rows"),
+    "blocks": _blocks,
+    "axes": _names("axes"),
+    "more_axes": _names("axes"),
+}
+"""How each key of a block is read that is no configuration key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads blocks.
+
+    Attributes:
+        keys: of the section ``pipeline``, by their names in it, and ``recompute`` for ``recompute.policy``.
+        checked: a value of a key in the key's own type, or a `ConfigError`; takes the key, the value and its place.
+    """
+
+    keys: Mapping[str, Key]
+    checked: Callable[[Key, object, object], object]
+
+    def replicas(self, data: object, where: Place) -> tuple[tuple[ReplicaBlock, ...], list[WhaleError]]:
+        """The blocks, and the faults of all of them.
+
+        Args:
+            data: a list of mappings, or blocks read before.
+            where: each value's place.
+        """
+        if isinstance(data, tuple) and all(isinstance(block, ReplicaBlock) for block in data):
+            return data, []
+        if not isinstance(data, list) or not data:
+            return (), [ConfigError(f"{REPLICAS} is a list of blocks, one per replica ({data!r} is not)", where=where())]
+        return self._blocks(data, where)
+
+    def plan(self, data: object, where: Place) -> tuple[tuple[ReplicaBlock, ...], list[WhaleError]]:
+        """The blocks of a written plan: what it says of all replicas stands in each block that does not say otherwise.
+
+        Args:
+            data: a mapping.
+            where: each value's place.
+        """
+        if not isinstance(data, Mapping):
+            return (), [ConfigError(f"a plan is made of 'key: value' lines ({data!r} is not)", where=where())]
+        common = {name: value for name, value in data.items() if name != REPLICAS}
+        asked = data.get(REPLICAS, ALL)
+        if not isinstance(asked, list):
+            block = common | {"count": asked}
+            return self._blocks([block], lambda *way: where(*[REPLICAS if key == "count" else key for key in way[1:]]))
+        own = [block if isinstance(block, Mapping) else {} for block in asked]
+        faults: list[WhaleError] = [
+            ConfigError(f"a block of {REPLICAS} is made of 'key: value' lines ({block!r} is not)", where=where(REPLICAS, number))
+            for number, block in enumerate(asked)
+            if not isinstance(block, Mapping)
+        ]
+
+        def place(*way: Any) -> object:
+            return where(REPLICAS, *way) if len(way) < 2 or way[1] in own[way[0]] else where(*way[1:])
+
+        blocks, wrong = self._blocks([common | dict(block) for block in own], place)
+        return blocks, [*faults, *wrong]
+
+    def _blocks(self, data: list[Any], where: Place) -> tuple[tuple[ReplicaBlock, ...], list[WhaleError]]:
+        blocks: list[ReplicaBlock] = []
+        faults: list[WhaleError] = []
+        for number, block in enumerate(data):
+            if not isinstance(block, Mapping):
+                faults.append(ConfigError(f"a block of {REPLICAS} is made of 'key: value' lines ({block!r} is not)", where=where(number)))
+                continue
+            values: dict[str, Any] = {}
+            for name, value in block.items():
+                try:
+                    values[name] = self._value(name, value, where(number, name))
+                except ConfigError as fault:
+                    faults.append(fault)
+            own = {name: values.pop(name) for name in (*_READERS, RECOMPUTE) if name in values}
+            pipeline = tuple((name, values[name]) for name in self.keys if name in values)
+            blocks.append(ReplicaBlock(**own, pipeline=pipeline, place=partial(where, number)))
+        faults += _together(blocks, where) if not faults else []
+        return tuple(blocks), list({str(fault): fault for fault in faults}.values())
+
+    def _value(self, name: object, value: object, place: object) -> object:
+        found = self.keys.get(str(name)) or _READERS.get(str(name))
+        if found is None:
+            known = tuple(dict.fromkeys((*_READERS, *self.keys)))
+            close = nearest(str(name), known)
+            hint = f"did you mean {close!r}?" if close else f"keys of a block: {', '.join(known)}"
+            raise ConfigError(f"unknown key {name!r} in a block of {REPLICAS}", where=place, hint=hint)
+        return self.checked(found, value, place) if isinstance(found, Key) else found(str(name), value, place)
 
 
 def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
-    """Rows are stated by all blocks or by none; a device is named once."""
+    """Rows are stated by all blocks or by none; a device is named once; what contradicts itself in one block."""
     stated = [number for number, block in enumerate(blocks) if block.rows is not None]
     if stated and len(stated) < len(blocks):
         silent = [str(number) for number in range(len(blocks)) if number not in stated]
@@ -117,6 +224,7 @@ def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
         )
     first: dict[str, int] = {}
     for number, block in enumerate(blocks):
+        yield from _contradictions(block, number, where)
         for name in block.devices if isinstance(block.devices, tuple) else ():
             if name in first:
                 message = f"a device belongs to one replica ({name}: to {first[name]} and {number})"
@@ -124,3 +232,20 @@ def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
                     message = f"a replica has each of its devices once ({name}: twice in replica {number})"
                 yield ConfigError(message, where=where(number, "devices"))
             first.setdefault(name, number)
+
+
+def _contradictions(block: ReplicaBlock, number: int, where: Place) -> Iterator[WhaleError]:
+    if isinstance(block.devices, tuple) and block.count != 1:
+        count = ALL if block.count is None else block.count
+        yield ConfigError(f"devices by name make one replica (replica {number}, count: {count})", where=where(number, "devices"))
+    if block.micro_batch_rows is not None and "num_micro_batch" in dict(block.pipeline):
+        yield ConfigError(
+            f"micro-batches are stated by their number or by their rows (replica {number} says num_micro_batch and micro_batch_rows)",
+            where=where(number, "micro_batch_rows"),
+        )
+    if block.more_axes and block.axes is None:
+        yield ConfigError(
+            f"more_axes stands beside axes (replica {number} says more_axes alone)",
+            where=where(number, "more_axes"),
+            hint="without axes the planner may cut any",
+        )

@@ -86,8 +86,8 @@ class Recompute:
 
     policy: str | tuple[tuple[int, float], ...] = key(
         "none",
-        "which activations are computed again: none; full: all; selective: those of attention; auto: as many as memory demands; "
-        "or, by stage, the share of its blocks",
-        choices=("none", "auto", "full", "selective"),
+        "which activations are computed again: none; full: all, each stage as a whole; blocks: all, block by block; selective: those of "
+        "attention; auto: as many as memory demands; or, by stage, the share of its blocks",
+        choices=("none", "auto", "full", "blocks", "selective"),
         by_stage=True,
     )

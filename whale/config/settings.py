@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from whale.config.epl import AUTO, EPL_KEYS, OF_THE_PAPER, REFUSED, STRATEGIES
 from whale.config.keys import TYPE_WORDS, Key, Shares, keys_of
 from whale.config.nearest import did_you_mean, nearest
-from whale.config.replicas import REPLICAS, Place, read_blocks
+from whale.config.replicas import PLAN, RECOMPUTE, REPLICAS, Place, Reader
 from whale.config.sections import Cluster, Communication, Gradient, Memory, Pipeline, Recompute, Runtime
 from whale.config.strict_yaml import parse_yaml
 from whale.errors import ConfigError, WhaleError
@@ -30,7 +30,8 @@ SECTIONS: Mapping[str, type[object]] = {
 KEYS: Mapping[str, Key] = {name: found for section, kind in SECTIONS.items() for name, found in keys_of(section, kind).items()}
 """Every key, by ``section.key``."""
 
-_PIPELINE_KEYS = {name.partition(".")[2]: found for name, found in KEYS.items() if name.startswith("pipeline.")}
+_BLOCK_KEYS = {name.partition(".")[2]: found for name, found in KEYS.items() if name.startswith("pipeline.")}
+_BLOCK_KEYS |= {RECOMPUTE: KEYS["recompute.policy"]}
 
 STRATEGY = "pipeline.strategy"
 SCHEDULE = "pipeline.schedule"
@@ -88,8 +89,13 @@ def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleErr
     values: dict[str, object] = {}
     faults: list[WhaleError] = []
     for setting in (each for given in settings for each in expand(given)):
-        if setting.name == REPLICAS:
-            values[REPLICAS], wrong = read_blocks(setting.value, _places_in(setting), _PIPELINE_KEYS, _checked_at)
+        if setting.name in (REPLICAS, PLAN):
+            if REPLICAS in values:
+                faults.append(ConfigError(f"{REPLICAS} stand beside the sections or inside {PLAN} (both are there)", where=setting.where))
+                continue
+            reader = Reader(_BLOCK_KEYS, _checked_at)
+            read = reader.plan if setting.name == PLAN else reader.replicas
+            values[REPLICAS], wrong = read(setting.value, _places_in(setting))
             faults += wrong
             continue
         try:
@@ -159,7 +165,7 @@ def hint_for_key(name: str) -> str:
             return f"did you mean {keys[found]!r}?"
     if found := nearest(name, KEYS, cutoff=0.8):
         return f"did you mean {found!r}?"
-    return f"keys of {section}: {', '.join(own)}" if own else f"sections: {', '.join((*SECTIONS, REPLICAS))}"
+    return f"keys of {section}: {', '.join(own)}" if own else f"sections: {', '.join((*SECTIONS, REPLICAS, PLAN))}"
 
 
 def _checked(key: Key, setting: Setting) -> object:

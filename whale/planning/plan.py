@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
 from whale.axes import batch_axes, discover
-from whale.config import Config
+from whale.config import Config, ReplicaBlock
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
@@ -30,6 +30,7 @@ from whale.planning.replicas.group_size import Outcome, choose_group
 from whale.planning.replicas.joining import join_replicas, needs_joining, why_apart
 from whale.planning.replicas.replica import make_replica
 from whale.planning.replicas.solve import Solution, Solver, solve_together
+from whale.planning.replicas.written import assign_by_blocks, check_written_axes
 from whale.planning.shard.insisting import check_axes
 from whale.planning.shard.scattering import scatter_all
 from whale.planning.shard.stage_price import StagePricing, make_scene
@@ -77,8 +78,21 @@ def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int 
     return _state(graph, cluster, [annotations] * len(found.best.replicas), found, gather_rows=gather_rows)
 
 
-def _solver(pricing: StagePricing, config: Config, pipeline: PipelineShape, annotations: Annotations | None, num_rows: int) -> Solver:
+def _solver(
+    pricing: StagePricing,
+    config: Config,
+    pipeline: PipelineShape,
+    annotations: Annotations | None,
+    num_rows: int,
+    asked: ReplicaBlock | None = None,
+) -> Solver:
+    """The solver of replicas of one shape; `asked` is the block that they are written in."""
     prices, graph, policy = pricing.prices, pricing.prices.graph, read_policy(config.recompute.policy, pipeline)
+    if asked is not None:
+        check_written_axes(asked, prices)
+    if asked is not None and asked.blocks is not None:
+        assignment, structure = assign_by_blocks(graph, asked, pipeline.num_stages, annotations)
+        return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
     if annotations is None:
         structure = analyse(graph)
         points = find_cut_points(graph, structure, prices, kept_under(prices, policy))
@@ -93,15 +107,16 @@ def _solver(pricing: StagePricing, config: Config, pipeline: PipelineShape, anno
 
 def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int) -> tuple[list[Annotations | None], Outcome]:
     """Replicas as the blocks of the configuration say; equal blocks share a solver."""
-    blocks, idle = read_replicas(pricing.prices.graph, pricing.prices.cluster, config)
+    blocks, idle = read_replicas(pricing.prices.graph, pricing.prices.cluster, config, num_rows)
     made: dict[Hashable, Solver] = {}
     solvers = []
     for block in blocks:
-        key = block.config.pipeline, block.pipeline.devices, block.pipeline.splits
+        shape = block.shape
+        key = shape.config.pipeline, shape.config.recompute, shape.pipeline.devices, shape.pipeline.splits, block.asked.blocks
         if key not in made:
-            made[key] = _solver(pricing, block.config, block.pipeline, block.annotations, num_rows)
+            made[key] = _solver(pricing, shape.config, shape.pipeline, shape.annotations, num_rows, block.asked)
         solvers.append(made[key])
-    weights = [block.rows for block in config.replicas if block.rows is not None] or None
+    weights = [block.asked.rows for block in blocks if block.asked.rows is not None] or None
     found = [
         placements(block.cluster, solver.pipeline, *_demand(solver.pipeline, solver), prefer_intra_node=True)
         for block, solver in zip(blocks, solvers, strict=True)
@@ -112,7 +127,7 @@ def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int) -> tuple[
         own = [dataclasses.replace(solver, policy=policy) if policy else solver for solver in solvers]
         return Outcome(solvers[0], *_best(lambda placement: solve_together(placement, own, num_rows, weights), candidates))
 
-    annotations = [block.annotations for block in blocks]
+    annotations = [block.shape.annotations for block in blocks]
     if any(solver.policy.kind == "auto" for solver in solvers):
         with contextlib.suppress(MemoryShortage):
             return annotations, best(KEEP_ALL)

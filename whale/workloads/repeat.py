@@ -1,20 +1,18 @@
 """A captured model with more blocks than were captured: the graph that a deeper model of the same code would have.
 
-    captured   prefix | block | block | suffix
-    repeated   prefix | block | block | block' | block'' | suffix'
-
-Blocks are found by their ops alone: the longest stretch of calls in which every stretch of equal length does the same as the one before
-it, on its own parameters and on what the one before it made.
+captured   prefix | block | block | suffix
+repeated   prefix | block | block | block' | block'' | suffix'
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from whale.errors import CaptureError
+from whale.ir.blocks import Run, find_run
 from whale.ir.graph import REGION, Argument, ModelGraph, Op, Parameter, Ref
 
 
@@ -28,142 +26,21 @@ def repeat_blocks(graph: ModelGraph, num_blocks: int) -> ModelGraph:
     Raises:
         CaptureError: no blocks repeat in it, or there are more of them.
     """
-    run = _find_run(graph)
+    run = find_run(graph)
+    if run is None:
+        raise CaptureError(
+            "a model with repeated blocks has two of them one after another (no stretch of ops does the same as the one before it)",
+            hint="capture it with two blocks or more, of the same code, none of them special",
+        )
     if num_blocks < run.count:
         raise CaptureError(f"blocks are repeated, not taken away (captured: {run.count}, asked for: {num_blocks})")
     return _Repeated(graph, run, num_blocks - run.count).graph() if num_blocks > run.count else graph
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Blocks one behind the other.
-
-    Attributes:
-        calls: all calls of the graph, in order.
-        start: of the first block among them.
-        length: calls of a block.
-        count: of blocks.
-        own: per parameter op of the last but one block, that of the last.
-    """
-
-    calls: tuple[Op, ...]
-    start: int
-    length: int
-    count: int
-    own: Mapping[str, str]
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length * self.count
-
-    @property
-    def pairs(self) -> Iterator[tuple[Op, Op]]:
-        """The ops of the last two blocks side by side."""
-        last = self.stop - self.length
-        return zip(self.calls[last - self.length : last], self.calls[last : self.stop], strict=True)
-
-
-def _find_run(graph: ModelGraph) -> _Run:
-    """The blocks that cover the most calls; of equal ones the shortest and first."""
-    calls = tuple(op for op in graph.ops if op.kind == "call")
-    numbers: dict[object, int] = {}
-    looks = [numbers.setdefault(_look(graph, op), len(numbers)) for op in calls]
-    best: _Run | None = None
-    for length in range(1, len(calls) // 2 + 1):
-        for start, stop in _equal_stretches(looks, length):
-            if best is not None and (stop - start) // length * length <= best.stop - best.start:
-                continue
-            for first in range(start, stop - 2 * length + 1):
-                found = _checked(graph, calls, first, length, (stop - first) // length)
-                if found is not None and (best is None or found.stop - found.start > best.stop - best.start):
-                    best = found
-                    break
-    if best is None:
-        raise CaptureError(
-            "a model with repeated blocks has two of them one after another (no stretch of ops does the same as the one before it)",
-            hint="capture it with two blocks or more, of the same code, none of them special",
-        )
-    return best
-
-
-def _look(graph: ModelGraph, op: Op) -> tuple[object, ...]:
-    """What a block's op has in common with that of the next block, but for names."""
-
-    def shown(argument: Argument) -> object:
-        if isinstance(argument, Ref):
-            source = graph.by_name[argument.op]
-            return source.kind, source.outputs
-        return tuple(map(shown, argument)) if isinstance(argument, tuple) else (type(argument), argument)
-
-    arguments = (*map(shown, op.args), *((key, shown(value)) for key, value in op.kwargs))
-    tags = frozenset(tag for tag in op.tags if not tag.startswith(REGION))
-    return op.target, arguments, op.outputs, op.scope, op.forward_flops, op.backward_flops, tags, op.region is None, op.requires_grad
-
-
-def _equal_stretches(looks: Sequence[int], length: int) -> Iterator[tuple[int, int]]:
-    """Stretches (start, stop) of two blocks or more in which every op looks like the one `length` before it."""
-    start = 0
-    for index in range(len(looks) - length + 1):
-        if index + length == len(looks) or looks[index] != looks[index + length]:
-            if index - start >= length:
-                yield start, index + length
-            start = index + 1
-
-
-def _checked(graph: ModelGraph, calls: tuple[Op, ...], start: int, length: int, count: int) -> _Run | None:
-    """The blocks from a call on, if each does to its parameters and to the one before it what the one before it does."""
-    own: dict[str, str] = {}
-    for block in range(1, count):
-        low = start + block * length
-        same = _Correspondence(graph, {op.name: k for k, op in enumerate(calls[low - length : low])}, calls[low : low + length])
-        if not all(same.holds(*pair) for pair in zip(calls[low - length : low], calls[low : low + length], strict=True)):
-            return None
-        own = same.own
-    run = _Run(calls, start, length, count, own)
-    earlier = {op.name for op in calls[start : run.stop - length]}
-    outside = {source for op in (*calls[:start], *calls[run.stop :]) for source in op.inputs}
-    wanted = {*graph.outputs, *(name for term in graph.loss for name in (term.sum, term.weight) if name)}
-    is_open = earlier & (outside | wanted) or outside & {*own, *own.values()} or own.keys() & own.values()
-    return None if is_open else run
-
-
-class _Correspondence:
-    """Which values of a block stand for which of the block after it.
-
-    Attributes:
-        own: per parameter op of the first, that of the second.
-    """
-
-    def __init__(self, graph: ModelGraph, first: Mapping[str, int], second: Sequence[Op]) -> None:
-        self.own: dict[str, str] = {}
-        self._graph, self._first = graph, first
-        self._second = {op.name: number for number, op in enumerate(second)}
-        self._entering: dict[str, str] = {}
-
-    def holds(self, one: Op, other: Op) -> bool:
-        """Whether the second op does with its block's values what the first does with those of its own."""
-        pairs = [*zip(one.args, other.args, strict=True), *((a, b) for (_, a), (_, b) in zip(one.kwargs, other.kwargs, strict=True))]
-        return all(self._alike(a, b) for a, b in pairs)
-
-    def _alike(self, a: Argument, b: Argument) -> bool:
-        if isinstance(a, tuple) and isinstance(b, tuple):
-            return all(self._alike(x, y) for x, y in zip(a, b, strict=True))
-        if not isinstance(a, Ref) or not isinstance(b, Ref):
-            return True  # literals look alike already
-        if b.op in self._second:
-            return self._first.get(a.op) == self._second[b.op]
-        if b.op in self._first:  # made by the block before it
-            return a.op not in self._first and self._entering.setdefault(b.op, a.op) == a.op
-        if a.op == b.op:
-            return True
-        kinds = {self._graph.by_name[name].kind for name in (a.op, b.op)}
-        return kinds <= {"parameter", "buffer"} and self.own.setdefault(a.op, b.op) == b.op
-
-
 class _Names:
     """Makes names that go on as those of the captured blocks do, each once."""
 
-    def __init__(self, graph: ModelGraph, run: _Run) -> None:
+    def __init__(self, graph: ModelGraph, run: Run) -> None:
         self._taken = {op.name for op in graph.ops} - {op.name for op in run.calls[run.stop :]}
         numbers = [(_numbered(a.name), _numbered(b.name)) for a, b in run.pairs]
         self.steps = {base: after - before for (base, before), (other, after) in numbers if base == other}
@@ -217,7 +94,7 @@ class _Block:
 class _Repeated:
     """Makes the graph with blocks added behind the last."""
 
-    def __init__(self, graph: ModelGraph, run: _Run, num_added: int) -> None:
+    def __init__(self, graph: ModelGraph, run: Run, num_added: int) -> None:
         self._graph, self._run = graph, run
         self._names = _Names(graph, run)
         self._before = {after: first for first, after in run.own.items()}

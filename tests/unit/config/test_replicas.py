@@ -53,7 +53,7 @@ def test_all_faults_of_all_blocks(tmp_path: Path) -> None:
         ([], "replicas is a list of blocks"),
         ([{"rows": 2}, {}], r"stated for all replicas or for none \(stated: 0, not: 1\)"),
         ([{"devices": ["a"]}, {"devices": ["b", "a"]}], r"a device belongs to one replica \(a: to 0 and 1\)"),
-        ([{"color": 1}], "keys of a block: devices, split, rows, num_micro_batch, num_stages"),
+        ([{"color": 1}], "keys of a block: devices, split, rows, count"),
     ],
 )
 def test_faults(blocks: object, message: str) -> None:

@@ -60,6 +60,8 @@ def read_policy(policy: str | tuple[tuple[int, float], ...], pipeline: PipelineS
             f"schedule {pipeline.schedule} recomputes whole stages (recompute.policy: {asked})",
             hint="recompute.policy: full goes with it; parts of stages recompute under the other schedules",
         )
+    if policy == "blocks":
+        return Policy("shares", dict.fromkeys(range(pipeline.num_stages), 1.0))
     if isinstance(policy, str):
         return Policy(policy)
     last = pipeline.num_stages - 1

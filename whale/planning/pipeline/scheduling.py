@@ -22,10 +22,25 @@ class Split:
     Attributes:
         width: devices of a split group; 1 where nothing is split.
         scopes: the `split` scopes in it.
+        asked: what a written plan says of its axes.
     """
 
     width: int = 1
     scopes: tuple[Scope, ...] = ()
+    asked: AskedAxes | None = None
+
+
+@dataclass(frozen=True)
+class AskedAxes:
+    """The axes that a written plan cuts, by names or ends of names.
+
+    Attributes:
+        axes: along which all ops work that may.
+        more: that may be cut too.
+    """
+
+    axes: tuple[str, ...]
+    more: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

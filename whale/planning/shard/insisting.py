@@ -53,6 +53,12 @@ def check_axes(scene: Scene, scopes: Sequence[Scope]) -> None:
     raise_faults(faults)
 
 
+def written_axes(wanted: Iterable[str], scene: Scene) -> tuple[str, ...]:
+    """The axes of a stage that a written plan names; a name may fit several, in one block or in all of them."""
+    names = [axis for axis in scene.members if axis != BATCH]
+    return tuple(dict.fromkeys(found for name in wanted for found in matches(name, names) or _holding(name, scene)))
+
+
 def matches(wanted: str, names: Iterable[str]) -> list[str]:
     """The axes of that name, else those whose name ends in it after a dot."""
     known = list(names)

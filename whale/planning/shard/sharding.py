@@ -27,9 +27,10 @@ from whale.ir.cluster import Device, Link
 from whale.ir.plan import Shard
 from whale.ir.scope import Scope
 from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units
+from whale.planning.pipeline.scheduling import AskedAxes
 from whale.planning.shard.classes import Classes
 from whale.planning.shard.figures import Figures, Load, Sizes
-from whale.planning.shard.insisting import find_insisted, no_axis_fault
+from whale.planning.shard.insisting import find_insisted, no_axis_fault, written_axes
 from whale.planning.shard.outline import outline_of
 from whale.planning.shard.program import Selection
 from whale.planning.shard.space import Scene, find_shard_space
@@ -113,12 +114,14 @@ class Question:
         groups: the unlike ones among its split groups.
         num_rows: of a micro-batch that a group takes.
         num_micro_batch: of a step.
+        asked: the axes of a written plan; None where all may be cut.
     """
 
     outline: str
     groups: tuple[Group, ...]
     num_rows: float
     num_micro_batch: int
+    asked: AskedAxes | None
 
 
 @dataclass(frozen=True)
@@ -143,12 +146,14 @@ class Sharder:
 
     prices: Prices
     _outlines: dict[Scene, str] = field(default_factory=dict, init=False)
-    _classes: dict[tuple[Scene, int], Classes] = field(default_factory=dict, init=False)
+    _classes: dict[tuple[Scene, int, AskedAxes | None], Classes] = field(default_factory=dict, init=False)
     _figures: dict[Question, Figures] = field(default_factory=dict, init=False)
     _settled: dict[tuple[Question, tuple[int, ...]], _Choice | None] = field(default_factory=dict, init=False)
     _shardings: dict[tuple[Scene, Question, Load, tuple[Scope, ...]], StageSharding] = field(default_factory=dict, init=False)
 
-    def choose(self, scene: Scene, site: Site, num_bytes: Line, scopes: tuple[Scope, ...] = ()) -> StageSharding:
+    def choose(
+        self, scene: Scene, site: Site, num_bytes: Line, scopes: tuple[Scope, ...] = (), asked: AskedAxes | None = None
+    ) -> StageSharding:
         """Chooses the axes of one stage, the ops that work along them, and the sizes.
 
         Args:
@@ -156,6 +161,7 @@ class Sharder:
             site: the devices, and the rows they take.
             num_bytes: what one device of the stage holds if nothing is cut, by rows.
             scopes: the `split` scopes of the stage; their `axis` must be among the axes.
+            asked: the axes that a written plan cuts; None where it leaves them open.
 
         Raises:
             AnnotationError: no axis can be cut, or one that is asked for cannot.
@@ -163,7 +169,7 @@ class Sharder:
         if scene not in self._outlines:
             self._outlines[scene] = outline_of(scene, self.prices)
         groups = tuple(group_of(group, self.prices) for group in site.groups)
-        question = Question(self._outlines[scene], groups, site.num_rows, site.num_micro_batch)
+        question = Question(self._outlines[scene], groups, site.num_rows, site.num_micro_batch, asked)
         load = Load(num_bytes.at(site.num_rows), site.in_flight)
         key = scene, question, load, scopes
         if key not in self._shardings:
@@ -171,11 +177,18 @@ class Sharder:
         return self._shardings[key]
 
     def _cut(self, scene: Scene, site: Site, question: Question, load: Load, scopes: tuple[Scope, ...]) -> StageSharding:
-        if (scene, site.width) not in self._classes:
-            self._classes[scene, site.width] = Classes(scene, find_shard_space(scene, site.width), self.prices.kept)
-        classes = self._classes[scene, site.width]
+        asked = question.asked
+        key = scene, site.width, asked
+        if key not in self._classes:
+            only = None if asked is None else written_axes((*asked.axes, *asked.more), scene)
+            self._classes[key] = Classes(scene, find_shard_space(scene, site.width, only), self.prices.kept)
+        classes = self._classes[key]
         insisted, faults = find_insisted(scene, classes.space, scopes, site.width)
         raise_faults(faults)
+        if asked is not None:
+            kind_of = classes.space.kind_of
+            own = {kind_of[axis] for axis in written_axes(asked.axes, scene) if axis in kind_of}
+            insisted = tuple(dict.fromkeys((*insisted, *sorted(own))))
         if question not in self._figures:
             self._figures[question] = Figures(classes, self.prices, site)
         figures = self._figures[question]

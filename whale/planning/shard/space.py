@@ -118,20 +118,24 @@ class ShardSpace:
         return {axis: index for index, kind in enumerate(self.kinds) for axis in kind}
 
 
-def find_shard_space(scene: Scene, width: int) -> ShardSpace:
+def find_shard_space(scene: Scene, width: int, only: Collection[str] | None = None) -> ShardSpace:
     """Finds what may be cut.
 
     Args:
         scene: the stage.
         width: devices of a split group.
+        only: the axes that a written plan leaves; None for all.
     """
     refused: dict[str, Refusal] = {}
     for axis in scene.members:
-        refusal = _refusal(scene, axis, width)
+        refusal = _refusal(scene, axis, width) if only is None or axis in only or axis == BATCH else OTHER_AXES
         if refusal is not None:
             refused[axis] = refusal
     allowed = tuple(axis.name for axis in scene.axes.axes if axis.name in scene.members and axis.name not in refused)
     return ShardSpace(allowed, refused, _fold(scene, allowed, _meetings(scene, frozenset(allowed))))
+
+
+OTHER_AXES = Refusal("the written plan cuts other axes", hint="axes and more_axes of the plan say which are cut")
 
 
 def whole_refusal(op: Op, role: Role) -> Refusal:

@@ -81,7 +81,8 @@ class StagePricing:
         site = Site(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
         part = self.prices.part(assignment.parts[stage], recompute)
         num_bytes = Line(float(part.parameter_bytes)) + part.activation * site.in_flight + part.working
-        sharding = self.sharder.choose(scene, site, num_bytes, pipeline.splits[stage].scopes)
+        split = pipeline.splits[stage]
+        sharding = self.sharder.choose(scene, site, num_bytes, split.scopes, split.asked)
         return self._of_parts(pipeline, assignment, stage, devices, scene, site, sharding, recompute)
 
     def _of_parts(

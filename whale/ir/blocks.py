@@ -1,0 +1,137 @@
+"""Blocks that repeat in a graph, found by their ops alone.
+
+    prefix | block | block | block | suffix
+
+They are the longest stretch of calls in which every stretch of equal length does the same as the one before it, on parameters of its own
+and on what the one before it made. What follows them reads the last one only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale.ir.graph import REGION, Argument, ModelGraph, Op, Ref
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks one behind the other.
+
+    Attributes:
+        calls: all calls of the graph, in order.
+        start: of the first block among them.
+        length: calls of a block.
+        count: of blocks.
+        own: per parameter op of the last but one block, that of the last.
+    """
+
+    calls: tuple[Op, ...]
+    start: int
+    length: int
+    count: int
+    own: Mapping[str, str]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length * self.count
+
+    @property
+    def pairs(self) -> Iterator[tuple[Op, Op]]:
+        """The ops of the last two blocks side by side."""
+        last = self.stop - self.length
+        return zip(self.calls[last - self.length : last], self.calls[last : self.stop], strict=True)
+
+
+def find_run(graph: ModelGraph) -> Run | None:
+    """The blocks that cover the most calls of a graph; of equal ones the shortest and first. None where no blocks repeat."""
+    calls = tuple(op for op in graph.ops if op.kind == "call")
+    numbers: dict[object, int] = {}
+    looks = np.array([numbers.setdefault(_look(graph, op), len(numbers)) for op in calls], dtype=np.int64)
+    best: Run | None = None
+    for length in range(1, len(calls) // 2 + 1):
+        for start, stop in _equal_stretches(looks, length):
+            if best is not None and (stop - start) // length * length <= best.stop - best.start:
+                continue
+            for first in range(start, stop - 2 * length + 1):
+                found = _checked(graph, calls, first, length, (stop - first) // length)
+                if found is not None and (best is None or found.stop - found.start > best.stop - best.start):
+                    best = found
+                    break
+    return best
+
+
+def _look(graph: ModelGraph, op: Op) -> tuple[object, ...]:
+    """What a block's op has in common with that of the next block, but for names."""
+
+    def shown(argument: Argument) -> object:
+        if isinstance(argument, Ref):
+            source = graph.by_name[argument.op]
+            return source.kind, source.outputs
+        return tuple(map(shown, argument)) if isinstance(argument, tuple) else (type(argument), argument)
+
+    arguments = (*map(shown, op.args), *((key, shown(value)) for key, value in op.kwargs))
+    tags = frozenset(tag for tag in op.tags if not tag.startswith(REGION))
+    return op.target, arguments, op.outputs, op.scope, op.forward_flops, op.backward_flops, tags, op.region is None, op.requires_grad
+
+
+def _equal_stretches(looks: NDArray[np.int64], length: int) -> Iterator[tuple[int, int]]:
+    """Stretches (start, stop) of two blocks or more in which every op looks like the one `length` before it."""
+    alike = np.concatenate(([False], looks[:-length] == looks[length:], [False])).astype(np.int8)
+    edges = np.flatnonzero(np.diff(alike))
+    for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        if stop - start >= length:
+            yield start, stop + length
+
+
+def _checked(graph: ModelGraph, calls: tuple[Op, ...], start: int, length: int, count: int) -> Run | None:
+    """The blocks from a call on, if each does to its parameters and to the one before it what the one before it does."""
+    own: dict[str, str] = {}
+    for block in range(1, count):
+        low = start + block * length
+        same = _Correspondence(graph, {op.name: k for k, op in enumerate(calls[low - length : low])}, calls[low : low + length])
+        if not all(same.holds(*pair) for pair in zip(calls[low - length : low], calls[low : low + length], strict=True)):
+            return None
+        own = same.own
+    run = Run(calls, start, length, count, own)
+    earlier = {op.name for op in calls[start : run.stop - length]}
+    outside = {source for op in (*calls[:start], *calls[run.stop :]) for source in op.inputs}
+    wanted = {*graph.outputs, *(name for term in graph.loss for name in (term.sum, term.weight) if name)}
+    is_open = earlier & (outside | wanted) or outside & {*own, *own.values()} or own.keys() & own.values()
+    return None if is_open else run
+
+
+class _Correspondence:
+    """Which values of a block stand for which of the block after it.
+
+    Attributes:
+        own: per parameter op of the first, that of the second.
+    """
+
+    def __init__(self, graph: ModelGraph, first: Mapping[str, int], second: Sequence[Op]) -> None:
+        self.own: dict[str, str] = {}
+        self._graph, self._first = graph, first
+        self._second = {op.name: number for number, op in enumerate(second)}
+        self._entering: dict[str, str] = {}
+
+    def holds(self, one: Op, other: Op) -> bool:
+        """Whether the second op does with its block's values what the first does with those of its own."""
+        pairs = [*zip(one.args, other.args, strict=True), *((a, b) for (_, a), (_, b) in zip(one.kwargs, other.kwargs, strict=True))]
+        return all(self._alike(a, b) for a, b in pairs)
+
+    def _alike(self, a: Argument, b: Argument) -> bool:
+        if isinstance(a, tuple) and isinstance(b, tuple):
+            return all(self._alike(x, y) for x, y in zip(a, b, strict=True))
+        if not isinstance(a, Ref) or not isinstance(b, Ref):
+            return True  # literals look alike already
+        if b.op in self._second:
+            return self._first.get(a.op) == self._second[b.op]
+        if b.op in self._first:  # made by the block before it
+            return a.op not in self._first and self._entering.setdefault(b.op, a.op) == a.op
+        if a.op == b.op:
+            return True
+        kinds = {self._graph.by_name[name].kind for name in (a.op, b.op)}
+        return kinds <= {"parameter", "buffer"} and self.own.setdefault(a.op, b.op) == b.op
