@@ -240,7 +240,9 @@ class _Rows:
     gap: float = 0.0
     _upper: list[float] = field(default_factory=list)
     _integral: list[int] = field(default_factory=list)
-    _rows: list[Expression] = field(default_factory=list)
+    _variables: list[int] = field(default_factory=list)  # of all rows, one after another
+    _factors: list[float] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=lambda: [0])
     _low: list[float] = field(default_factory=list)
     _high: list[float] = field(default_factory=list)
 
@@ -263,7 +265,9 @@ class _Rows:
         return len(self._upper) - 1
 
     def _add(self, entries: Expression, low: float, high: float) -> None:
-        self._rows.append(entries)
+        self._variables += entries
+        self._factors += entries.values()
+        self._ends.append(len(self._variables))
         self._low.append(low)
         self._high.append(high)
 
@@ -427,9 +431,7 @@ class _Rows:
         objective *= 1000 / max(float(np.abs(objective).max()), 1e-30)
         upper = np.array(self._upper)
         upper[self.overflow] = most_excess
-        data = [(number, variable, factor) for number, row in enumerate(self._rows) for variable, factor in row.items()]
-        numbers, variables, factors = (np.array(column) for column in zip(*data, strict=True))
-        matrix = csr_array((factors, (numbers, variables)), shape=(len(self._rows), width))
+        matrix = csr_array((np.array(self._factors), np.array(self._variables), np.array(self._ends)), shape=(len(self._low), width))
         found = milp(
             objective,
             integrality=np.array(self._integral),
