@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.axes.added import added_operand
-from whale.axes.values import Axes, axes_of, may_lie_in_parts
+from whale.axes.values import Axes, may_lie_in_parts
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import Shard
@@ -98,16 +98,7 @@ class Labels:
 
     def axes_in(self, op: str) -> frozenset[str]:
         """The axes in the results of an op."""
-        known = self._axes_in.get(op)
-        if known is None:
-            made = self.axes.ops.get(op)
-            known = frozenset(axis for dims in made.outputs for dim in dims for axis in axes_of(dim)) if made else frozenset()
-            self._axes_in[op] = known
-        return known
-
-    @cached_property
-    def _axes_in(self) -> dict[str, frozenset[str]]:
-        return {}
+        return self.axes.in_results(op)
 
     def held(self, op: str) -> str | None:
         """The axis along which the results of an op lie in parts; None where they are whole."""

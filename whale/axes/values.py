@@ -157,6 +157,24 @@ class Axes:
         """Axes by name."""
         return {axis.name: axis for axis in self.axes}
 
+    def in_results(self, op: str) -> frozenset[str]:
+        """The axes in the results of an op; none of an op that makes no tensor."""
+        known = self._in_results.get(op)
+        if known is None:
+            made = self.ops.get(op)
+            known = frozenset(axis for dims in made.outputs for dim in dims for axis in axes_of(dim)) if made else frozenset()
+            self._in_results[op] = known
+        return known
+
+    @cached_property
+    def _in_results(self) -> dict[str, frozenset[str]]:
+        return {}
+
+    @cached_property
+    def in_parameters(self) -> Mapping[str, frozenset[str]]:
+        """Per parameter or buffer, the axes in its dimensions."""
+        return {name: frozenset(axis for dim in dims for axis in axes_of(dim)) for name, dims in self.parameters.items()}
+
     @cached_property
     def held_by(self) -> dict[str, tuple[str, ...]]:
         """Per axis, the parameters' dimensions that have it, as ``h.0.mlp.c_fc.weight:1``."""

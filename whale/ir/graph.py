@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Union
 
@@ -261,6 +261,16 @@ class ModelGraph:
     def storage(self) -> dict[str, str]:
         """Per op, the op that owns the storage of its result: itself, or through views and in-place ops another."""
         return storages(self.ops)
+
+    def resized(self, ops: Mapping[str, Op], parameters: Mapping[str, Parameter]) -> ModelGraph:
+        """The graph with some ops and parameters, by name, in other sizes; names, arguments and order stay."""
+        made = list(self.ops)
+        for name, op in ops.items():
+            made[self.position[name]] = op
+        found = replace(self, ops=tuple(made), parameters=tuple(parameters.get(each.name, each) for each in self.parameters))
+        # what follows from names and arguments need not be found again
+        vars(found).update(by_name=self.by_name | ops, position=self.position, storage=self.storage)
+        return found
 
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.axes.labels import label
-from whale.axes.values import Axes, Dimension, axes_of, may_lie_in_parts
+from whale.axes.values import Axes, Dimension, may_lie_in_parts
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
@@ -175,7 +175,7 @@ class ParameterShardings:
 
     def _form(self, pattern: Pattern, name: str) -> Form:
         dimensions = self._dimensions(name)
-        met = sorted({axis for dimension in dimensions for axis in axes_of(dimension)} & pattern.by_axis.keys())
+        met = sorted(self.axes.in_parameters.get(name, frozenset()) & pattern.by_axis.keys()) if self.axes else []
         own = [pattern.by_axis[axis] for axis in met if axis != BATCH and may_lie_in_parts(dimensions, axis)]
         own = [shard for shard in own if name not in shard.whole_parameters]
         regions = tuple(Region.of(intervals(own, position)) for position in range(pattern.split))

@@ -24,10 +24,9 @@ def local_graph(labels: Labels, position: int) -> ModelGraph:
     """
     local, graph = _Local(labels, position), labels.graph
     read = {name for op in labels.ops for name in graph.by_name[op].inputs if graph.by_name[name].kind in ("parameter", "buffer")}
-    made = tuple(local.op(op) if op.name in labels.ops or op.name in read else op for op in graph.ops)
-    held = {known.name: name for name in read if (known := graph.parameter_by_name.get(graph.by_name[name].target))}
-    parameters = tuple(local.parameter(each, held[each.name]) if each.name in held else each for each in graph.parameters)
-    return replace(graph, ops=made, parameters=parameters)
+    made = {op.name: local.op(op) for op in map(graph.by_name.__getitem__, (*labels.ops, *read))}
+    held = ((known, name) for name in read if (known := graph.parameter_by_name.get(graph.by_name[name].target)))
+    return graph.resized(made, {known.name: local.parameter(known, name) for known, name in held})
 
 
 class _Local:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.axes import Axes, axes_of
+from whale.axes import Axes
 from whale.estimate.costs.compute import op_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
@@ -98,12 +98,7 @@ def _line(graph: ModelGraph, axes: Axes, op: Op, axis: str) -> Line:
     """Bytes of what an op reads and writes that has the axis; a lookup reads as much as it returns."""
     if op.operator in GATHERS:
         written = Line.sum(spec_line(spec, graph.num_rows) for spec in op.outputs)
-        return written * (2 if _has(axes, op.name, axis) else 1)
-    names = (op.name, *(name for name in op.inputs if graph.by_name[name].outputs))
-    specs = (spec for name in names if _has(axes, name, axis) for spec in graph.by_name[name].outputs)
+        return written * (2 if axis in axes.in_results(op.name) else 1)
+    names = (op.name, *op.inputs)
+    specs = (spec for name in names if axis in axes.in_results(name) for spec in graph.by_name[name].outputs)
     return Line.sum(spec_line(spec, graph.num_rows) for spec in specs)
-
-
-def _has(axes: Axes, name: str, axis: str) -> bool:
-    known = axes.ops.get(name)
-    return known is not None and any(axis in axes_of(dimension) for dims in known.outputs for dimension in dims)

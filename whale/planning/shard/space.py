@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from whale.axes import Axes, Role, axes_of
+from whale.axes import Axes, Role
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH
 from whale.ir.source import SourceLine
@@ -87,15 +87,7 @@ class Scene:
 
     def axes_in(self, name: str) -> frozenset[str]:
         """The axes in the results of an op."""
-        return self._axes_in[name]
-
-    @cached_property
-    def _axes_in(self) -> dict[str, frozenset[str]]:
-        found = {}
-        for op in self.graph.ops:
-            made = self.axes.ops.get(op.name)
-            found[op.name] = frozenset(axis for dims in made.outputs for dim in dims for axis in axes_of(dim)) if made else frozenset()
-        return found
+        return self.axes.in_results(name)
 
 
 @dataclass(frozen=True)
