@@ -17,6 +17,7 @@ from whale.ir.graph import Op, Ref
 from whale.ir.plan import BATCH
 from whale.ir.writes import MemoryWrites
 from whale.planning.shard.space import Scene, ShardSpace
+from whale.sharding.bridges import Bridge
 
 WHOLE = -1
 """In place of a kind: along none."""
@@ -184,6 +185,11 @@ class Classes:
             Tensors(self.node_of[ops[0].name], ops[0], len(ops), self._forms(ops[0].name), users[key]) for key, ops in found.items()
         )
 
+    @cached_property
+    def bridges(self) -> tuple[Mapping[tuple[int, Use], Bridge], ...]:
+        """Per entry of `tensors`, the bridges that may stand there, by the form it lies in and the use it is needed for."""
+        return tuple(dict(_bridges_at(tensors)) for tensors in self.tensors)
+
     def _forms(self, name: str) -> tuple[int, ...]:
         return tuple(self.form(name, label) for label in self.nodes[self.node_of[name]].labels)
 
@@ -272,6 +278,19 @@ class Classes:
             (self._writes.is_written_later(name), self.scene.graph.storage[name] == name, name in self._kept.get(name, ())),
             (name in scene.rows_arriving, name in scene.rows_leaving),
         )
+
+
+def _bridges_at(tensors: Tensors) -> Iterator[tuple[tuple[int, Use], Bridge]]:
+    op = tensors.first
+    for form in dict.fromkeys(tensors.forms):
+        for use in dict.fromkeys(use for user in tensors.users for use in user.uses):
+            bridge = Bridge(op.name, _name(form), _name(use[0]), use[1], has_gradient=op.requires_grad)
+            if bridge.forward or bridge.backward:
+                yield (form, use), bridge
+
+
+def _name(kind: int) -> str | None:
+    return None if kind == WHOLE else str(kind)
 
 
 def _shape_of(op: Op) -> Iterator[Hashable]:

@@ -75,6 +75,23 @@ class Divisible:
     kept: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class AtLabel:
+    """What a node does at one of its labels, whatever the sizes.
+
+    Attributes:
+        sums: seconds of combining its results.
+        divisible: bytes that lie in parts.
+        kinds: that it makes use of.
+        divides: whether it divides arithmetic or parameters.
+    """
+
+    sums: float
+    divisible: Divisible
+    kinds: frozenset[int]
+    divides: bool
+
+
 class Figures:
     """Prices of one stage at one site.
 
@@ -179,7 +196,7 @@ class Figures:
         shares = np.array([np.array(own) / self.size(kind) for kind, own in enumerate(sizes)]).reshape(len(sizes), self.site.width)
         along = self._times(shares)
         nodes = tuple(tuple(self._labels(number, along, shares)) for number in range(len(self.classes.nodes)))
-        tensors = tuple(figures for each in self.classes.tensors if (figures := self._tensor(each, shares)) is not None)
+        tensors = tuple(self._tensor(each, shares) for each in self._crossed)
         return Program(nodes, tensors, len(sizes), 0.0, (BOUNDLESS,) * self.site.width, tuple(self._insisted(insisted)))
 
     def best(
@@ -226,20 +243,34 @@ class Figures:
     def _labels(self, number: int, along: Mapping[tuple[int, int], Floats], shares: NDArray[np.float64]) -> Iterator[LabelFigures]:
         node = self.classes.nodes[number]
         nothing = np.zeros(len(self.workers))
-        for label in node.labels:
-            is_call = node.first.kind == "call"
+        is_call = node.first.kind == "call"
+        for label, known in zip(node.labels, self._at_labels[number], strict=True):
             lane = label.work if is_call else WHOLE
             seconds = along.get((lane, number), nothing) if lane != WHOLE else self._whole_seconds[number]
-            num_bytes, kept = self._held_bytes(number, label, shares)
+            num_bytes, kept = self._held_bytes(known.divisible, shares)
             yield LabelFigures(
                 seconds=tuple(seconds),
                 lane=lane,
-                fixed=len(node.ops) * self._sum_seconds(node.first, label) if is_call else self._optimizer_seconds(number, label, shares),
+                fixed=known.sums if is_call else self._optimizer_seconds(number, label, shares),
                 num_bytes=num_bytes,
-                kinds=frozenset({label.work, label.scattered}) - {WHOLE},
-                divides=is_call and label.work != WHOLE and self._counts(node.first, label),
+                kinds=known.kinds,
+                divides=known.divides,
                 kept=kept,
             )
+
+    @cached_property
+    def _at_labels(self) -> tuple[tuple[AtLabel, ...], ...]:
+        return tuple(tuple(self._at_label(number, label) for label in node.labels) for number, node in enumerate(self.classes.nodes))
+
+    def _at_label(self, number: int, label: Label) -> AtLabel:
+        node = self.classes.nodes[number]
+        is_call = node.first.kind == "call"
+        return AtLabel(
+            sums=len(node.ops) * self._sum_seconds(node.first, label) if is_call else 0.0,
+            divisible=self._divisible(number, label),
+            kinds=frozenset({label.work, label.scattered}) - {WHOLE},
+            divides=is_call and label.work != WHOLE and self._counts(node.first, label),
+        )
 
     def _optimizer_seconds(self, number: int, label: Label, shares: NDArray[np.float64] | None) -> float:
         """Seconds of stepping the parameters of a node, per micro-batch of the step, on the slowest device."""
@@ -271,9 +302,8 @@ class Figures:
         forward, backward = self.tolls.both_ways(bridge)
         return (forward + backward).at(self.site.num_rows)
 
-    def _held_bytes(self, number: int, label: Label, shares: NDArray[np.float64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _held_bytes(self, divisible: Divisible, shares: NDArray[np.float64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Per position, what a label holds more or less than if everything were whole: at all times, and per micro-batch in flight."""
-        divisible = self._divisible(number, label)
 
         def saved(held: Sequence[tuple[int, float]]) -> tuple[float, ...]:
             positions = range(self.site.width)
@@ -306,41 +336,42 @@ class Figures:
         """Bytes that lie in parts if the nodes have these labels (indices)."""
         found = 0.0
         for number, index in enumerate(labels):
-            divisible = self._divisible(number, self.classes.nodes[number].labels[index])
+            divisible = self._at_labels[number][index].divisible
             found += sum(num_bytes for _, num_bytes in divisible.held) + in_flight * sum(num_bytes for _, num_bytes in divisible.kept)
         return found
 
-    def _tensor(self, tensors: Tensors, shares: NDArray[np.float64]) -> TensorFigures | None:
-        """The bridges of some alike tensors; None where none can stand."""
-        pairs: dict[tuple[int, Use], Pair] = {}
-        for form in dict.fromkeys(tensors.forms):
-            for use in dict.fromkeys(use for user in tensors.users for use in user.uses):
-                pair = self._pair(tensors, form, use, shares)
-                if pair is not None:
-                    pairs[form, use] = pair
-        if not pairs:
-            return None
+    @cached_property
+    def _crossed(self) -> tuple[TensorFigures, ...]:
+        """The tensors that bridges can stand at, with what these cost; copies as if every device had all of the new form."""
+        found = (self._with_bridges(tensors, bridges) for tensors, bridges in zip(self.classes.tensors, self.classes.bridges, strict=True))
+        return tuple(figures for figures in found if figures.pairs)
+
+    def _with_bridges(self, tensors: Tensors, bridges: Mapping[tuple[int, Use], Bridge]) -> TensorFigures:
         users = tuple(UserFigures(user.node, user.uses, user.has_gradient, user.keeps, user.is_rigid) for user in tensors.users)
         once = 0.0
         if tensors.first.kind == "parameter" and tensors.first.requires_grad and self.prices.training:
             once = tensors.count * self.tolls.synchronized(tensors.first).at(self.site.num_rows)
-        return TensorFigures(tensors.node, tensors.forms, users, pairs, once)
+        return TensorFigures(
+            tensors.node, tensors.forms, users, {place: self._pair(tensors, bridge) for place, bridge in bridges.items()}, once
+        )
 
-    def _pair(self, tensors: Tensors, form: int, use: Use, shares: NDArray[np.float64]) -> Pair | None:
-        """What a bridge costs; None for none."""
-        kind, entered = use
+    def _pair(self, tensors: Tensors, bridge: Bridge) -> Pair:
+        """What a bridge costs."""
         op = tensors.first
-        bridge = Bridge(op.name, _name(form), _name(kind), entered, has_gradient=op.requires_grad)
-        if not bridge.forward and not bridge.backward:
-            return None
         forward, backward = (line.at(self.site.num_rows) * tensors.count for line in self.tolls.both_ways(bridge))
-        num_bytes = tensors.count * self._activation_bytes(op.name) if bridge.forward else 0.0
-        copy = tuple(num_bytes * (shares[kind, position] if kind != WHOLE else 1.0) for position in range(self.site.width))
-        return Pair(forward, backward, copy if op.kind == "call" else (0.0,) * self.site.width, bool(bridge.forward))
+        num_bytes = tensors.count * self._activation_bytes(op.name) if bridge.forward and op.kind == "call" else 0.0
+        return Pair(forward, backward, (num_bytes,) * self.site.width, bool(bridge.forward))
 
+    def _tensor(self, figures: TensorFigures, shares: NDArray[np.float64]) -> TensorFigures:
+        """The bridges of some alike tensors, whose copies are as large as the parts that devices have."""
+        pairs = {(form, use): self._copied(pair, use[0], shares) for (form, use), pair in figures.pairs.items()}
+        return TensorFigures(figures.node, figures.forms, figures.users, pairs, figures.once)
 
-def _name(kind: int) -> str | None:
-    return None if kind == WHOLE else str(kind)
+    def _copied(self, pair: Pair, kind: int, shares: NDArray[np.float64]) -> Pair:
+        if kind == WHOLE or not any(pair.copy):
+            return pair
+        copy = tuple(num_bytes * shares[kind, position] for position, num_bytes in enumerate(pair.copy))
+        return Pair(pair.forward, pair.backward, copy, pair.moves)
 
 
 def _workers(prices: Prices, site: Site) -> Iterator[Worker]:
