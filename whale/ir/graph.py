@@ -269,7 +269,7 @@ class ModelGraph:
             made[self.position[name]] = op
         found = replace(self, ops=tuple(made), parameters=tuple(parameters.get(each.name, each) for each in self.parameters))
         # what follows from names and arguments need not be found again
-        vars(found).update(by_name=self.by_name | ops, position=self.position, storage=self.storage)
+        vars(found).update(by_name={**self.by_name, **ops}, position=self.position, storage=self.storage)
         return found
 
     @cached_property

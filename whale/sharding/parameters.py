@@ -74,6 +74,13 @@ class Form:
     regions: tuple[Region, ...]
     are_copies: bool
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.regions, self.are_copies))
+
+    def __hash__(self) -> int:  # one form is asked about by many parameters
+        return self._hash
+
 
 Forms = tuple[tuple[int, Form], ...]
 """Per pattern that has a parameter, by number, its form there."""
@@ -178,8 +185,16 @@ class ParameterShardings:
         met = sorted(self.axes.in_parameters.get(name, frozenset()) & pattern.by_axis.keys()) if self.axes else []
         own = [pattern.by_axis[axis] for axis in met if axis != BATCH and may_lie_in_parts(dimensions, axis)]
         own = [shard for shard in own if name not in shard.whole_parameters]
-        regions = tuple(Region.of(intervals(own, position)) for position in range(pattern.split))
-        return Form(regions, pattern.split > 1 and not own and name not in pattern.partial)
+        are_copies = pattern.split > 1 and not own and name not in pattern.partial
+        key = tuple((shard.axis, shard.sizes) for shard in own), pattern.split, are_copies
+        if key not in self._known_forms:
+            regions = tuple(Region.of(intervals(own, position)) for position in range(pattern.split))
+            self._known_forms[key] = Form(regions, are_copies)
+        return self._known_forms[key]
+
+    @cached_property
+    def _known_forms(self) -> dict[tuple[tuple[tuple[str, tuple[int, ...]], ...], int, bool], Form]:
+        return {}
 
     def _sharding(self, name: str, forms: Forms) -> Sharding:
         whole = Region.of({axis: (0, self._sizes[axis]) for _, form in forms for axis in form.regions[0].axes})

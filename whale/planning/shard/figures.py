@@ -107,6 +107,7 @@ class Figures:
         self.workers = tuple(_workers(prices, site))
         self._programs: dict[tuple[Sizes, tuple[int, ...]], Program] = {}
         self._found: dict[tuple[Sizes, tuple[int, ...], frozenset[int] | None], Selection | None] = {}
+        self._curves: dict[tuple[int, frozenset[int] | None], tuple[Floats, ...]] = {}
         self.capacity = tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
 
     @cached_property
@@ -148,12 +149,17 @@ class Figures:
         """Units of the axes of a kind."""
         return self.prices.axes.by_name[self.classes.space.kinds[kind][0]].size
 
-    def curves(self, kind: int, nodes: Collection[int] | None = None) -> tuple[Floats, ...]:
+    def curves(self, kind: int, nodes: frozenset[int] | None = None) -> tuple[Floats, ...]:
         """Per position, seconds of the ops along a kind by units held, 0 to its size.
 
         Args:
             nodes: those that work along it; None for all that may.
         """
+        if (kind, nodes) not in self._curves:
+            self._curves[kind, nodes] = self._curves_of(kind, nodes)
+        return self._curves[kind, nodes]
+
+    def _curves_of(self, kind: int, nodes: frozenset[int] | None) -> tuple[Floats, ...]:
         size = self.size(kind)
         shares = np.linspace(0.0, 1.0, min(GRID, size + 1))
         found: dict[int, Floats] = {}

@@ -149,6 +149,7 @@ class Sharder:
     _classes: dict[tuple[Scene, int, AskedAxes | None], Classes] = field(default_factory=dict, init=False)
     _figures: dict[Question, Figures] = field(default_factory=dict, init=False)
     _settled: dict[tuple[Question, tuple[int, ...]], _Choice | None] = field(default_factory=dict, init=False)
+    _written: dict[tuple[Classes, tuple[int, ...]], tuple[Shard, ...]] = field(default_factory=dict, init=False)
     _shardings: dict[tuple[Scene, Question, Load, tuple[Scope, ...]], StageSharding] = field(default_factory=dict, init=False)
 
     def choose(
@@ -202,13 +203,20 @@ class Sharder:
         first = _Choice(first.sizes, replace(at_first, gap=first.selection.gap))
         best = _within_memory(figures, first, insisted, load)
         return StageSharding(
-            shards=write_shards(classes, best.selection.labels, best.sizes),
+            shards=self._write(classes, best),
             seconds=best.selection.seconds,
             whole_seconds=figures.whole,
             bound_by_memory=best.sizes != first.sizes or best.selection != first.selection or best.selection.excess > 0,
             gap=best.selection.gap,
             problem=Problem(classes, figures, best.sizes, insisted, load, best.selection.kinds),
         )
+
+    def _write(self, classes: Classes, choice: _Choice) -> tuple[Shard, ...]:
+        """The cuts of a stage; those of equal labels differ in their sizes alone."""
+        key = classes, choice.selection.labels
+        if key not in self._written:
+            self._written[key] = write_shards(classes, choice.selection.labels)
+        return tuple(replace(shard, sizes=choice.sizes[classes.space.kind_of[shard.axis]]) for shard in self._written[key])
 
 
 def _settle(figures: Figures, insisted: tuple[int, ...], classes: Classes, scopes: Sequence[Scope]) -> _Choice | None:

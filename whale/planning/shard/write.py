@@ -8,23 +8,23 @@ from whale.ir.plan import BATCH, Shard
 from whale.planning.shard.classes import WHOLE, Classes
 
 
-def write_shards(classes: Classes, labels: Sequence[int], sizes: Sequence[tuple[int, ...]]) -> tuple[Shard, ...]:
-    """The cuts of a stage whose classes have these labels, in the model's order of axes.
+def write_shards(classes: Classes, labels: Sequence[int]) -> tuple[Shard, ...]:
+    """The cuts of a stage whose classes have these labels, in the model's order of axes; their sizes are left open.
 
     Args:
         labels: per class, the index of its label.
-        sizes: per kind of axes, the units of each position.
     """
-    working, held, scattered = _uses(classes, labels)
+    uses = _uses(classes, labels)
+    working, held, scattered = uses
     scene = classes.scene
     found = []
-    for axis in names_of(classes, labels):
+    for axis in _names(classes, uses):
         meeting = (op.name for op in scene.members[axis])
         holders = dict.fromkeys(holder.rpartition(":")[0] for holder in scene.axes.held_by[axis])
         found.append(
             Shard(
                 axis,
-                sizes[classes.space.kind_of[axis]],
+                sizes=(),
                 whole_in=tuple(name for name in meeting if working.get(name) != axis),
                 whole_parameters=tuple(name for name in holders if name in held and held[name] != axis),
                 scattered=tuple(name for name in scene.ops if scattered.get(name) == axis),
@@ -37,11 +37,18 @@ def write_shards(classes: Classes, labels: Sequence[int], sizes: Sequence[tuple[
 
 def names_of(classes: Classes, labels: Sequence[int]) -> tuple[str, ...]:
     """The axes that some labels make use of, in the model's order."""
-    used = {axis for uses in _uses(classes, labels) for axis in uses.values() if axis is not None}
+    return _names(classes, _uses(classes, labels))
+
+
+Uses = tuple[dict[str, str], dict[str, str | None], dict[str, str]]
+
+
+def _names(classes: Classes, uses: Uses) -> tuple[str, ...]:
+    used = {axis for each in uses for axis in each.values() if axis is not None}
     return tuple(axis for axis in classes.space.axes if axis in used)
 
 
-def _uses(classes: Classes, labels: Sequence[int]) -> tuple[dict[str, str], dict[str, str | None], dict[str, str]]:
+def _uses(classes: Classes, labels: Sequence[int]) -> Uses:
     """Per op the axis along which it works, per parameter along which it is held, per op along which its sum is scattered."""
     working: dict[str, str] = {}
     held: dict[str, str | None] = {}
