@@ -61,6 +61,15 @@ def format_bytes(num_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def format_quantity(amount: float, unit: str) -> str:
+    """``8.12345e10`` FLOP/s as ``81.23 GFLOP/s``, in four digits that `parse_quantity` reads again."""
+    if unit == "s":
+        name, scale = next(((name, scale) for name, scale in _SECONDS.items() if amount >= scale), ("ns", 1e-9))
+        return f"{amount / scale:.4g} {name}"
+    prefix, scale = next(((prefix, scale) for prefix, scale in reversed(_SCALES.items()) if amount >= scale and prefix != "K"), ("", 1.0))
+    return f"{amount / scale:.4g} {prefix}{unit}"
+
+
 def format_seconds(seconds: float) -> str:
     """``0.00123`` as ``1.23 ms``."""
     for name, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

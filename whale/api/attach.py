@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ def attach(cluster: Cluster | str | Path | None, world: World) -> Attachment:
     if described is None:
         found, names = make_cluster(profiles)
         return Attachment(found, {name: rank for rank, name in enumerate(names)})
+    for warning in described.warnings if world.rank == 0 else ():
+        warnings.warn(warning, stacklevel=3)
     if len(described.devices) > world.size:
         raise ClusterError(
             f"every device of the cluster needs a rank (cluster {described.name}: {len(described.devices)} devices, {world.size} ranks)",

@@ -110,10 +110,13 @@ def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, ob
 
 
 def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
-    """The cluster of ``--cluster``, else of the recipe, else the devices at hand."""
+    """The cluster of ``--cluster``, else of the recipe, else the devices at hand; a warning about its figures goes to standard error."""
     file = arguments.cluster or config.cluster.file
     if file is not None:
-        return load_cluster(Path(file))
+        cluster = load_cluster(Path(file))
+        for warning in cluster.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        return cluster
     from whale.measure import devices_at_hand
 
     if arguments.ranks is not None and arguments.ranks < 1:

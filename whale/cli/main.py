@@ -15,6 +15,7 @@ import whale.cli.doctor as doctor
 import whale.cli.explain as explain
 import whale.cli.launch as launch
 import whale.cli.plan as plan
+import whale.cli.probe as probe
 import whale.cli.schedule as schedule
 from whale.errors import WhaleError
 
@@ -51,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (doctor, capture, axes, plan, explain, schedule, launch):
+    for verb in (doctor, capture, axes, plan, explain, schedule, probe, launch):
         verb.add_parser(verbs)
     return parser
 

@@ -11,7 +11,9 @@ from whale.errors import ClusterError, raise_faults
 from whale.hardware.catalogue import catalogue, read_link
 from whale.hardware.device_entry import MOST, Kind, read_devices
 from whale.hardware.fields import Entry
+from whale.hardware.figure_entry import read_figures
 from whale.ir.cluster import Cluster, Device, Host, Link
+from whale.ir.figure import Figure
 
 Pair = tuple[str, str]
 
@@ -37,14 +39,16 @@ def read_cluster(document: Document, default_name: str) -> Cluster:
     hosts: list[Host] = []
     network: Link | None = None
     pairs: dict[Pair, Link] = {}
-    if root.is_mapping(("name", "hosts", "network", "pairs"), required=("hosts",)):
+    measured: tuple[Figure, ...] = ()
+    if root.is_mapping(("name", "hosts", "network", "pairs", "measured"), required=("hosts",)):
         hosts = list(_hosts(root.below("hosts", "hosts")))
         network = _link(root.below("network", "network")) if root.has("network") else None
         pairs = _pairs(root.below("pairs", "pairs"), {host.name for host in hosts}) if root.has("pairs") else {}
+        measured = tuple(read_figures(root.below("measured", "measured"))) if root.has("measured") else ()
         if not root.has("network"):
             _check_reach(root, [host.name for host in hosts], pairs)
     raise_faults(root.faults)
-    return Cluster(root.text("name") or default_name, tuple(hosts), network, tuple(sorted(pairs.items())))
+    return Cluster(root.text("name") or default_name, tuple(hosts), network, tuple(sorted(pairs.items())), measured)
 
 
 def _hosts(entry: Entry) -> Iterator[Host]:

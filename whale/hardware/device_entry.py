@@ -15,7 +15,7 @@ MOST = 100_000
 """Devices of one entry, hosts of one entry: more is a slip of the pen."""
 
 _REPEATED = re.compile(r"(\d+)\s*[x*]\s*(\S.*)")
-_KEYS = ("model", "count", "memory", "bandwidth", "flops", "efficiency", "num_cores")
+_KEYS = ("model", "count", "memory", "bandwidth", "flops", "efficiency", "num_cores", "kernel_start")
 _FULL = ("memory", "bandwidth", "flops", "efficiency")
 
 
@@ -94,5 +94,6 @@ def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[
         memory=max(1, int(memory)) if memory is not None else usual.memory,
         bandwidth=bandwidth if bandwidth is not None else usual.bandwidth,
         efficiency=entry.number("efficiency", high=1) or usual.efficiency,
+        kernel_start=entry.quantity("kernel_start", "s", zero=True),
     )
     return lambda name, host: replace(changed, name=name, host=host)

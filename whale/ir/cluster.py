@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from whale.ir.figure import Figure, noise
 from whale.units import format_bytes, format_count, format_seconds
 
 
@@ -50,6 +51,7 @@ class Device:
         memory: bytes usable by the model.
         bandwidth: bytes per second of its own memory.
         efficiency: share of the peak that large matrix products reach, 0 to 1.
+        kernel_start: seconds that starting one kernel costs, where that was measured; None for the usual.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Device:
     memory: int
     bandwidth: float
     efficiency: float = 1.0
+    kernel_start: float | None = None
 
     @cached_property
     def kind(self) -> Device:
@@ -97,12 +100,19 @@ class Cluster:
         hosts: in order; device order is host by host.
         network: link between devices of different hosts, where `pairs` names none of its own.
         pairs: links of particular pairs of hosts, keyed by the two names in sorted order.
+        measured: what was measured of it, with the spread of each figure; empty where nothing was.
     """
 
     name: str
     hosts: tuple[Host, ...]
     network: Link | None
     pairs: tuple[tuple[tuple[str, str], Link], ...] = ()
+    measured: tuple[Figure, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What who plans with these figures should know."""
+        return tuple(filter(None, [noise(self.measured)]))
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

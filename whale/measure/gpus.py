@@ -38,11 +38,11 @@ def gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     Raises:
         ClusterError: NVML is there but a GPU does not answer.
     """
-    with _nvml() as nvml:
+    with in_nvml() as nvml:
         if nvml is None:
             return ()
         try:
-            return tuple(_read(nvml, handle) for handle in _visible(nvml, environment))
+            return tuple(_read(nvml, handle) for handle in visible(nvml, environment))
         except nvml.NVMLError as error:
             raise ClusterError(
                 f"a GPU does not answer ({error})", hint="nvidia-smi shows which; or hide it with CUDA_VISIBLE_DEVICES"
@@ -50,7 +50,7 @@ def gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
 
 
 @contextmanager
-def _nvml() -> Iterator[Any]:
+def in_nvml() -> Iterator[Any]:
     """The pynvml module, started; None without the library or its driver, which only means that there are no GPUs."""
     try:
         import pynvml
@@ -68,7 +68,8 @@ def _nvml() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def _visible(nvml: Any, environment: Mapping[str, str]) -> list[Any]:
+def visible(nvml: Any, environment: Mapping[str, str]) -> list[Any]:
+    """Handles of the visible GPUs."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
@@ -94,7 +95,7 @@ def _named(nvml: Any, handles: list[Any], entry: str) -> Any:
 
 def _read(nvml: Any, handle: Any) -> Gpu:
     memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
+    uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), name_of(nvml, handle)
     try:
         cores = nvml.nvmlDeviceGetNumGpuCores(handle)
         core_clock = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM) * MEGAHERTZ
@@ -104,6 +105,11 @@ def _read(nvml: Any, handle: Any) -> Gpu:
         return Gpu(uuid, name, memory)
     # A multiply-add per core and cycle; two transfers per cycle of the memory's clock.
     return Gpu(uuid, name, memory, 2 * cores * core_clock, 2 * bus_bytes * memory_clock)
+
+
+def name_of(nvml: Any, handle: Any) -> str:
+    """NVML's name for the model of a GPU."""
+    return _text(nvml.nvmlDeviceGetName(handle))
 
 
 def _text(value: str | bytes) -> str:

@@ -108,7 +108,7 @@ def test_pairs() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a cluster takes the keys name, hosts, network, pairs (None is not a mapping)"),
+        ("", "a cluster takes the keys name, hosts, network, pairs, measured (None is not a mapping)"),
         ("- a\n", "is not a mapping"),
         ("name: x\n", "a cluster needs 'hosts'"),
         ("hosts: []\n", "hosts is a list of at least one host"),

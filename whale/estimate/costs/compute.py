@@ -33,7 +33,7 @@ def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) ->
     """
     efficiency = device.efficiency
     peaks = np.array([device.peak_flops(dtype) * efficiency for dtype in table.dtypes])[table.dtype]
-    launch = table.launches * costs.launch_seconds
+    launch = table.launches * (costs.launch_seconds if device.kernel_start is None else device.kernel_start)
     forward = _rule(
         (table.flops_fixed / peaks, table.flops_per_row / peaks),
         (table.bytes_fixed / device.bandwidth, table.bytes_per_row / device.bandwidth),

@@ -1,0 +1,53 @@
+"""Ranks that measure one another: all have the same cluster, and `whale probe` starts them and writes it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from tests.distributed.ranks import PATIENCE_SECONDS
+from tests.distributed.world import World as Ranks
+from whale.comm import World
+from whale.hardware import load_cluster
+from whale.ir.cluster import Cluster
+from whale.measure import compute_speed, link_speed
+from whale.measure.probing import probe
+
+
+def measure(rank: int, num_ranks: int) -> tuple[Cluster, list[str]]:
+    """Small sizes: what is measured is not looked at."""
+    compute_speed.SIZES = {"cpu": (8, 16)}
+    compute_speed.BEYOND_CACHES = {"cpu": 1 << 10}
+    link_speed.LARGE_BYTES = 1 << 12
+    told: list[str] = []
+    world = World(rank, num_ranks, rank, num_ranks, torch.device("cpu"), timedelta(seconds=PATIENCE_SECONDS))
+    cluster, _ = probe(world, 2, told.append)
+    return cluster, told
+
+
+def test_all_ranks_have_one_cluster(world: Ranks) -> None:
+    found = world.run(measure, num_ranks=4)
+    cluster, told = found[0]
+    assert all(other == cluster for other, _ in found)
+    (host,) = cluster.hosts
+    assert len(host.devices) == 4 and len({device.kind for device in host.devices}) == 1
+    names = {figure.name.partition(": ")[2]: figure.num_samples for figure in cluster.measured}
+    assert names["memory"] == 8 and names["bandwidth, alone"] == 2 and names["bandwidth, all at once"] == 4
+    assert names["products of float32, 16 x 16, one rank alone"] == 2
+    assert [what for what in told if what.startswith("messages")] == [
+        f"messages inside {host.name}, {how}" for how in ("alone", "all at once")
+    ]
+
+
+def test_the_verb_starts_ranks_and_writes_what_they_measured(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    words = [sys.executable, "-m", "whale", "probe", "--ranks", "2", "--rounds", "1", "--output", str(path)]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS)
+    assert result.returncode == 0, result.stderr
+    assert "messages inside" in result.stderr and "written to" in result.stdout
+    cluster = load_cluster(path)
+    assert len(cluster.devices) == 2

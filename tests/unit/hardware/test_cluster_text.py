@@ -1,0 +1,70 @@
+"""Clusters as text: what is written reads back as the same, and measured figures that are none are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from whale.errors import ClusterError
+from whale.hardware import cluster_text, load_cluster, parse_cluster
+from whale.ir.cluster import Cluster, Device, Host, Link
+from whale.ir.figure import Figure
+
+CLUSTERS = sorted((Path(__file__).parents[3] / "strategies" / "clusters").glob("*.yaml"))
+FLOPS = (("bfloat16", 2e10), ("float16", 1.5e9), ("float32", 8.1e10), ("float64", 1.3e10))
+PROBED = Cluster(
+    "no",
+    (
+        Host("7", (Device("7/0", "7", "cpu", FLOPS, 2**30 + 1, 1.9e10, 1.0, 1.5e-6),), Link(1.9e10, 0.0)),
+        Host(
+            "b",
+            tuple(Device(f"b/{i}", "b", "it's", (("float32", 1e12),), 2**34, 1e11, 0.5) for i in range(3)),
+            Link(2e9, 6e-5, shared=True),
+            3e9,
+        ),
+    ),
+    Link(1.25e9, 4e-5),
+    ((("7", "b"), Link(1e8, 1e-3)),),
+    (Figure("7 cpu: memory", "B/s", 1.9e10, 1.8e10, 2.4e10, 22), Figure("7 - b: latency, alone", "s", 4e-5, 3e-5, 5e-5, 11)),
+)
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_the_clusters_of_the_project_read_back(path: Path) -> None:
+    cluster = load_cluster(path)
+    again = parse_cluster(cluster_text(cluster))
+    assert str(again) == str(cluster)
+    assert cluster_text(again) == cluster_text(cluster)
+    assert [device.name for device in again.devices] == [device.name for device in cluster.devices]
+
+
+def test_a_probed_cluster_reads_back() -> None:
+    text = cluster_text(PROBED, ["Measured today.", "7: a note"])
+    assert text.startswith("# Measured today.\n# 7: a note\nname: 'no'\n")
+    again = parse_cluster(text)
+    assert str(again) == str(PROBED)
+    assert [device.kind for device in again.devices] == [device.kind for device in PROBED.devices]
+    assert cluster_text(again) == cluster_text(PROBED)
+
+
+def test_noisy_figures_are_told() -> None:
+    assert PROBED.warnings == (
+        "measured figures scatter by more than 25% (7 - b: latency, alone 50%, 7 cpu: memory 32%): measure again while nothing else runs",
+    )
+
+
+def test_figures_that_are_none_are_faults_with_their_lines() -> None:
+    text = """hosts:
+  - {name: a, devices: [T4]}
+measured:
+  - {figure: 'a T4: memory', value: 300 GB/s, low: 290 GB/s, high: 5 us, samples: 3}
+  - {figure: 'a T4: memory', value: 300 GB/s, low: 310 GB/s, high: 320 GB/s, samples: 3}
+  - {figure: 'a T4: memory', value: fast, low: 1 s, high: 2 s, samples: 3}
+"""
+    with pytest.raises(ClusterError) as caught:
+        parse_cluster(text)
+    said = str(caught.value)
+    assert "figure 1: high is an amount in B/s above 0 ('5 us' is not)\n  at cluster.yaml:4" in said
+    assert "figure 2: value lies between low and high (300 GB/s does not)\n  at cluster.yaml:5" in said
+    assert "figure 3: value is an amount in s above 0 ('fast' is not)\n  at cluster.yaml:6" in said

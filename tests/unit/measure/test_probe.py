@@ -1,0 +1,130 @@
+"""What ranks measure as a cluster: who exchanges with whom, what is pooled, what is shared; and the verb on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.measure.test_devices import Nvml, NVMLError, play
+from whale.cli import main
+from whale.hardware import DeviceProfile, load_cluster
+from whale.ir.cluster import Link
+from whale.measure import compute_speed
+from whale.measure.link_speed import ALONE, AT_ONCE, Phase, phases
+from whale.measure.probed import Report, probed_cluster
+from whale.measure.samples import Samples
+from whale.measure.topology import gpu_notes
+
+
+def test_pairs_alone_and_all_at_once() -> None:
+    found = list(phases(["a", "a", "b", "a", "b", "a", "c"]))
+    assert found == [
+        Phase("inside a", ALONE, ((0, 1),)),
+        Phase("inside a", AT_ONCE, ((0, 1), (3, 5))),
+        Phase("inside b", ALONE, ((2, 4),)),
+        Phase("a - b", ALONE, ((0, 2),)),
+        Phase("a - b", AT_ONCE, ((0, 2), (1, 4))),
+        Phase("b - c", ALONE, ((2, 6),)),
+    ]
+    assert list(phases(["a"])) == []
+
+
+def report(host: str, speed: float, *messages: tuple[str, str, float]) -> Report:
+    products = [("float32, 128 x 128", speed / 2), ("float32, 1024 x 1024", speed), ("bfloat16, 128 x 128", speed / 3)]
+    compute = [Samples(f"products of {name}", "FLOP/s", (value, value)) for name, value in products]
+    compute += [Samples("products of float32, 1024 x 1024, one rank alone", "FLOP/s", (4 * speed,))]
+    compute += [Samples("memory", "B/s", (2e10,)), Samples("start of a kernel", "s", (2e-6,))]
+    sent = [(where, Samples(f"{what}, {how}", unit, (value,))) for where, how, value in messages for what, unit in UNITS]
+    return Report(DeviceProfile(host, "cpu", 2**30), tuple(compute), tuple(sent))
+
+
+UNITS = (("latency", "s"), ("bandwidth", "B/s"))
+
+
+def test_alike_devices_are_pooled_and_what_hosts_share_is_a_card() -> None:
+    cluster = probed_cluster(
+        [
+            report("a", 1e9, ("inside a", ALONE, 5.0), ("inside a", AT_ONCE, 2.0), ("a - b", ALONE, 4.0), ("a - b", AT_ONCE, 3.0)),
+            report("a", 3e9),
+            report("b", 8e9, ("inside b", ALONE, 7.0)),
+            report("b", 8e9),
+        ]
+    )
+    a, b = cluster.hosts
+    assert [dict(device.flops) for device in a.devices] == [{"float32": 2e9, "bfloat16": pytest.approx(2e9 / 3)}] * 2
+    assert b.devices[0].peak_flops("float32") == 8e9
+    assert a.devices[0].kernel_start == 2e-6 and a.devices[0].bandwidth == 2e10
+    assert (a.link, b.link, cluster.network) == (Link(2.0, 2.0), Link(7.0, 7.0), Link(4.0, 4.0))
+    assert (a.card, b.card) == (6.0, 6.0), "two pairs at once had 3 each, where one alone has 4"
+    assert {figure.name for figure in cluster.measured} >= {"a cpu: memory", "inside a: bandwidth, all at once", "a - b: latency, alone"}
+
+
+def test_pairs_that_get_together_what_one_has_alone_share_the_link() -> None:
+    first = report("a", 1e9, ("inside a", ALONE, 5.0), ("inside a", AT_ONCE, 2.6))
+    (host,) = probed_cluster([first, *[report("a", 1e9)] * 3]).hosts
+    assert host.link == Link(5.0, 2.6, shared=True)
+
+
+def test_a_network_that_no_pair_slows_is_not_shared() -> None:
+    cluster = probed_cluster([report(host, 1e9, ("a - b", ALONE, 4.0), ("a - b", AT_ONCE, 3.9)) for host in "ab"])
+    assert [host.card for host in cluster.hosts] == [None, None]
+    assert cluster.warnings == ()
+
+
+class Linked(Nvml):
+    """Two GPUs with four NVLinks each, and two without."""
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        if handle > 1 or link > 5:
+            raise NVMLError("no such link")
+        return int(link < 4)
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: int) -> int:
+        return 4
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:
+        if handle == 3:
+            raise NVMLError("not supported")
+        return 16
+
+    def nvmlDeviceGetClockInfo(self, handle: int, clock: int) -> int:
+        return 1500
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, first: int, second: int) -> int:
+        return 40 if (first, second) != (2, 3) else 99
+
+
+def test_gpus_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, Linked(["A100"] * 4))
+    assert gpu_notes({}) == (
+        "GPU 0, A100: 4 NVLinks, PCIe 4 x16, 1500 of 2000 MHz",
+        "GPU 1, A100: 4 NVLinks, PCIe 4 x16, 1500 of 2000 MHz",
+        "GPU 2, A100: no NVLink, PCIe 4 x16, 1500 of 2000 MHz",
+        "GPU 3, A100: no NVLink, 1500 of 2000 MHz",
+        "GPU 0 - GPU 2: through one NUMA node",
+        "GPU 0 - GPU 3: through one NUMA node",
+        "GPU 1 - GPU 2: through one NUMA node",
+        "GPU 1 - GPU 3: through one NUMA node",
+        "GPU 2 - GPU 3: through what the driver does not tell",
+    )
+
+
+def test_the_verb_writes_a_cluster_that_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(compute_speed, "SIZES", {"cpu": (8, 16)})
+    monkeypatch.setattr(compute_speed, "BEYOND_CACHES", {"cpu": 1 << 10})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = tmp_path / "here.yaml"
+    assert main(["probe", "--rounds", "2", "--output", str(path)]) == 0
+    said = capsys.readouterr()
+    assert "memory: " in said.out and f"written to {path}" in said.out
+    assert "whale probe: what 1 rank(s) compute" in said.err
+    cluster = load_cluster(path)
+    assert [device.model for device in cluster.devices] == ["cpu"] and cluster.measured
+    assert {"float32", "bfloat16", "float16", "float64"} <= set(dict(cluster.devices[0].flops))
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1"])
+def test_too_few_ranks(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--ranks", ranks]) == 1
+    assert "--ranks must be at least 1" in capsys.readouterr().err

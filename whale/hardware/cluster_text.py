@@ -1,0 +1,74 @@
+"""A cluster as the text of a cluster file, which reads back as the same cluster to four digits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from whale.ir.cluster import Cluster, Device, Host, Link
+from whale.ir.figure import Figure
+from whale.units import format_quantity
+
+
+def cluster_text(cluster: Cluster, comments: Iterable[str] = ()) -> str:
+    """The YAML of a cluster.
+
+    Args:
+        cluster: to write.
+        comments: lines to stand above it.
+    """
+    lines = [f"# {comment}" for comment in comments]
+    lines += [f"name: {_quoted(cluster.name)}", "hosts:"]
+    for host in cluster.hosts:
+        lines += _host(host)
+    if cluster.network is not None:
+        lines.append(f"network: {_link(cluster.network)}")
+    if cluster.pairs:
+        lines += ["pairs:", *(f"  - {{hosts: [{_quoted(a)}, {_quoted(b)}], link: {_link(link)}}}" for (a, b), link in cluster.pairs)]
+    if cluster.measured:
+        lines += ["measured:", *(f"  - {_figure(figure)}" for figure in cluster.measured)]
+    return "\n".join(lines) + "\n"
+
+
+def _host(host: Host) -> Iterator[str]:
+    yield f"  - name: {_quoted(host.name)}"
+    yield "    devices:"
+    for kind, alike in groupby(host.devices, key=lambda device: device.kind):
+        yield f"      - {_device(kind, len(list(alike)))}"
+    yield f"    link: {_link(host.link)}"
+    if host.card is not None:
+        yield f"    card: {format_quantity(host.card, 'B/s')}"
+
+
+def _device(kind: Device, count: int) -> str:
+    flops = ", ".join(f"{dtype}: {format_quantity(peak, 'FLOP/s')}" for dtype, peak in kind.flops)
+    said = {
+        "model": _quoted(kind.model),
+        "count": str(count),
+        "memory": f"{kind.memory} B",
+        "bandwidth": format_quantity(kind.bandwidth, "B/s"),
+        "flops": f"{{{flops}}}",
+        "efficiency": f"{kind.efficiency:.4g}",
+    }
+    if kind.kernel_start is not None:
+        said["kernel_start"] = format_quantity(kind.kernel_start, "s")
+    return _mapping(said)
+
+
+def _link(link: Link) -> str:
+    said = {"bandwidth": format_quantity(link.bandwidth, "B/s"), "latency": format_quantity(link.latency, "s")}
+    return _mapping(said | ({"shared": "true"} if link.shared else {}))
+
+
+def _figure(figure: Figure) -> str:
+    amounts = {name: format_quantity(getattr(figure, name), figure.unit) for name in ("value", "low", "high")}
+    return _mapping({"figure": _quoted(figure.name), **amounts, "samples": str(figure.num_samples)})
+
+
+def _mapping(said: dict[str, str]) -> str:
+    return "{" + ", ".join(f"{key}: {value}" for key, value in said.items()) + "}"
+
+
+def _quoted(text: str) -> str:
+    """Text that YAML cannot take for anything else."""
+    return "'" + text.replace("'", "''") + "'"

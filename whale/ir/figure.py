@@ -1,0 +1,62 @@
+"""One measured figure: its median, and how far the measurements lie apart."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from whale.units import format_quantity
+
+NOISY = 0.25
+"""The spread above which a figure is warned of: what is predicted from it may be as far off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What was measured of one thing.
+
+    Attributes:
+        name: of what, in words (``host0 cpu: products of float32, 1024 x 1024``).
+        unit: ``FLOP/s``, ``B/s`` or ``s``.
+        value: the median.
+        low, high: the quartiles.
+        num_samples: how often it was measured.
+    """
+
+    name: str
+    unit: str
+    value: float
+    low: float
+    high: float
+    num_samples: int
+
+    @staticmethod
+    def of(name: str, unit: str, samples: Sequence[float]) -> Figure:
+        """The figure of some measurements, of at least one."""
+        assert min(samples) > 0, "what was measured takes time"
+        middle = statistics.median(samples)
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else (middle,) * 3
+        return Figure(name, unit, middle, low, high, len(samples))
+
+    @property
+    def spread(self) -> float:
+        """How far the quartiles lie apart, as a share of the median."""
+        return (self.high - self.low) / self.value
+
+    def __str__(self) -> str:
+        return f"{self.name}: {format_quantity(self.value, self.unit)}, spread {self.spread:.0%} of {self.num_samples}"
+
+
+NAMED = 3
+"""How many noisy figures a warning names."""
+
+
+def noise(figures: Iterable[Figure]) -> str:
+    """A warning that names the worst of the figures with a spread above `NOISY`; empty where there is none."""
+    found = sorted((each for each in figures if each.spread > NOISY), key=lambda each: -each.spread)
+    if not found:
+        return ""
+    named = ", ".join(f"{each.name} {each.spread:.0%}" for each in found[:NAMED])
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return f"measured figures scatter by more than {NOISY:.0%} ({named}{more}): measure again while nothing else runs"

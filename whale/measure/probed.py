@@ -1,0 +1,107 @@
+"""What ranks have measured as a cluster: the median of alike devices, and of the messages between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from whale.hardware import DeviceProfile
+from whale.ir.cluster import Cluster, Device, Host, Link
+from whale.ir.figure import Figure
+from whale.measure.compute_speed import KERNEL_START, MEMORY, PRODUCTS
+from whale.measure.link_speed import ALONE, AT_ONCE, BANDWIDTH, LATENCY
+from whale.measure.samples import Samples, pooled
+
+NAME = "probed"
+SHARED_BELOW = 0.9
+"""A card, or a link, is shared if all pairs at once get less than this part of what each gets alone."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says of itself.
+
+    Attributes:
+        profile: its device.
+        compute: how fast that is.
+        messages: what the rank sent, by where (``inside HOST``, ``HOST - HOST``).
+        notes: about its host, in words.
+    """
+
+    profile: DeviceProfile
+    compute: tuple[Samples, ...]
+    messages: tuple[tuple[str, Samples], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> str:
+        """What is pooled: alike devices of one host."""
+        return f"{self.profile.host} {self.profile.model}"
+
+
+def probed_cluster(reports: Sequence[Report]) -> Cluster:
+    """The cluster of the ranks, by rank, with all figures that were measured.
+
+    Devices have the speeds that they reach while all compute at once, and links inside a host what they give while all send, or,
+    where all together get no more than one pair alone, that as a link that they share. Between hosts each device has what one
+    alone gets, and where they share it, what all get together is the host's card.
+    """
+    compute = pooled((report.group, samples) for report in reports for samples in report.compute)
+    messages = pooled(item for report in reports for item in report.messages)
+    members: dict[str, list[Device]] = {}
+    for report in reports:
+        devices = members.setdefault(report.profile.host, [])
+        devices.append(_device(report, f"{report.profile.host}/{len(devices)}", compute[report.group]))
+    hosts = tuple(
+        Host(name, tuple(devices), _inside(name, devices, messages), _card(name, members, messages)) for name, devices in members.items()
+    )
+    between = [_link(figures, ALONE) for where, figures in messages.items() if not where.startswith("inside ")]
+    network = Link.slowest(between) if between else None
+    figures = (figure for found in (compute, messages) for each in found.values() for figure in each)
+    return Cluster(NAME, hosts, network, measured=tuple(figures))
+
+
+def _device(report: Report, name: str, figures: Sequence[Figure]) -> Device:
+    flops: dict[str, float] = {}
+    for figure in figures:
+        _, _, what = figure.name.partition(f": {PRODUCTS} ")
+        if what and not what.endswith(ALONE):
+            dtype = what.partition(",")[0]
+            flops[dtype] = max(flops.get(dtype, 0.0), figure.value)
+    memory, start = (_value(figures, what) for what in (MEMORY, KERNEL_START))
+    assert memory is not None and start is not None, "every rank measures them"
+    profile = report.profile
+    return Device(name, profile.host, profile.model, tuple(sorted(flops.items())), profile.memory, memory, 1.0, start)
+
+
+def _value(figures: Sequence[Figure], what: str) -> float | None:
+    return next((figure.value for figure in figures if figure.name.endswith(f": {what}")), None)
+
+
+def _link(figures: Sequence[Figure], how: str) -> Link:
+    """The link as one pair alone, or all pairs at once, have it; alone where there is only one pair."""
+    bandwidth, latency = (_value(figures, f"{what}, {how}") or _value(figures, f"{what}, {ALONE}") for what in (BANDWIDTH, LATENCY))
+    assert bandwidth is not None and latency is not None, "a pair measures both"
+    return Link(bandwidth, latency)
+
+
+def _inside(host: str, devices: Sequence[Device], messages: Mapping[str, Sequence[Figure]]) -> Link:
+    """As all pairs at once have it; one that they share where they get together no more than one alone."""
+    found = messages.get(f"inside {host}")
+    if found is None:
+        return Link(devices[0].bandwidth, 0.0)  # of a single device: nothing leaves it
+    alone, together = _link(found, ALONE), _link(found, AT_ONCE)
+    if len(devices) > 3 and len(devices) // 2 * together.bandwidth * SHARED_BELOW < alone.bandwidth:
+        return Link(alone.bandwidth, together.latency, shared=True)
+    return together
+
+
+def _card(host: str, members: Mapping[str, Sequence[Device]], messages: Mapping[str, Sequence[Figure]]) -> float | None:
+    """Bytes per second of what the devices of a host share towards others; None where they do not share."""
+    found = []
+    for where, figures in messages.items():
+        ends = where.split(" - ")
+        alone, together = (_value(figures, f"{BANDWIDTH}, {how}") for how in (ALONE, AT_ONCE))
+        if host in ends and alone is not None and together is not None and together < SHARED_BELOW * alone:
+            found.append(together * min(len(members[end]) for end in ends))
+    return min(found, default=None)

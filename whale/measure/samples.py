@@ -1,0 +1,105 @@
+"""Timing a call in rounds that start together on all ranks, and pooling what ranks have measured of alike devices."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from whale.comm import World
+from whale.ir.figure import Figure
+
+Key = TypeVar("Key", bound=Hashable)
+
+ROUND_SECONDS = 5e-3
+"""About as long as a round's calls take together: so long that the clock and the start count little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What one rank has measured of one thing.
+
+    Attributes:
+        name: of what, in words.
+        unit: ``FLOP/s``, ``B/s`` or ``s``.
+        values: one per round.
+    """
+
+    name: str
+    unit: str
+    values: tuple[float, ...]
+
+    @staticmethod
+    def rates(name: str, unit: str, amount: float, seconds: Iterable[float]) -> Samples:
+        """An amount of work per second, from the seconds that it took."""
+        return Samples(name, unit, tuple(amount / max(each, 1e-12) for each in seconds))
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times calls on this rank's device.
+
+    Attributes:
+        world: this process among its peers; all of them make the same calls of a clock, in the same order.
+        num_rounds: how often each thing is measured.
+    """
+
+    world: World
+    num_rounds: int
+
+    def once(self, call: Callable[[], object]) -> float:
+        """Seconds of one call, the longest of all ranks; a call before it warms up."""
+        call()
+        (seconds,) = self.rounds(call, num_repeats=1, num_rounds=1)
+        return max(float(each) for each in self.world.gather_objects(seconds))  # type: ignore[arg-type]
+
+    def rounds(
+        self, call: Callable[[], object] | None, *, num_repeats: int | None = None, num_rounds: int | None = None
+    ) -> tuple[float, ...]:
+        """Seconds per call in each round.
+
+        Args:
+            call: what to time; None on a rank that stays idle meanwhile.
+            num_repeats: calls of a round; None for as many as take about `ROUND_SECONDS`.
+            num_rounds: None for the clock's own.
+        """
+        repeats = num_repeats or (max(1, math.ceil(ROUND_SECONDS / self._time(call, 1))) if call is not None else 1)
+        found = []
+        for _ in range(num_rounds or self.num_rounds):
+            self.world.barrier()
+            if call is not None:
+                found.append(self._time(call, repeats))
+        self.world.barrier()
+        return tuple(found)
+
+    def _time(self, call: Callable[[], object], repeats: int) -> float:
+        self._finish()
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        self._finish()
+        return max((time.perf_counter() - begin) / repeats, 1e-9)
+
+    def _finish(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+
+def pooled(found: Iterable[tuple[Key, Samples]]) -> Mapping[Key, tuple[Figure, ...]]:
+    """The figures of each group, from the samples of all its members together.
+
+    Args:
+        found: samples, each with the group that they are of; the group's text stands before their names.
+    """
+    values: dict[tuple[Key, str, str], list[float]] = {}
+    for key, samples in found:
+        values.setdefault((key, samples.name, samples.unit), []).extend(samples.values)
+    figures: dict[Key, list[Figure]] = {}
+    for (key, name, unit), each in values.items():
+        if each:
+            figures.setdefault(key, []).append(Figure.of(f"{key}: {name}", unit, each))
+    return {key: tuple(each) for key, each in figures.items()}
