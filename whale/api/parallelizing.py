@@ -23,9 +23,10 @@ from whale.api.progress import told_if_long
 from whale.api.session import resolve_config
 from whale.api.since_capture import check_types
 from whale.api.tracebacks import in_short
-from whale.capture import BatchDims
+from whale.capture import BatchDims, warning_of
 from whale.comm import on_first_rank, together
 from whale.config import Config
+from whale.errors import warn
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.runtime.execute.rank_batch import rank_pieces
@@ -95,6 +96,8 @@ def parallelize(
         with told_if_long("planning", world):
             decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings))
         warn_where_apart(decided, graph, world)
+        if world.rank == 0 and modes.train.program.handed_on:
+            warn(warning_of(modes.train.program.handed_on))
         schedules = schedules_of(decided)
         roster = attachment.roster(decided, world)
         pieces = rank_pieces(decided, roster.rank, decided.planned_rows)

@@ -1,5 +1,6 @@
 """Scopes as the user writes them, and the capture of model and loss as one graph."""
 
+from whale.capture.attributes import warning_of
 from whale.capture.batch import BatchDims, BatchStructure, Leaf, check_batch_dims
 from whale.capture.capture import capture
 from whale.capture.program import OutputStructure, Program
@@ -18,4 +19,5 @@ __all__ = [
     "set_default_strategy",
     "split",
     "tag",
+    "warning_of",
 ]

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from whale.capture.aliasing import memory_roots, written_arguments
+from whale.capture.attributes import warning_of
 from whale.capture.batch import BatchDims, BatchStructure
 from whale.capture.errors import check_model
 from whale.capture.flatten import Flat, flatten
@@ -201,6 +202,8 @@ def _warnings(traced: Traced, terms: list[TermNodes]) -> tuple[str, ...]:
     for term in terms:
         if not term.exact:
             found.append(f"{term.reason}; it is computed per micro-batch and weighted by rows (at {_line(term.where)})")
+    if traced.found.handed_on:
+        found.append(warning_of(traced.found.handed_on))
     return tuple(found)
 
 
@@ -217,7 +220,7 @@ def _program(flat: Flat, structure: BatchStructure, held: Holdings, traced: Trac
     names = {node.name for node in flat.graph.find_nodes(op="placeholder")}
     sources = {name: key for name, key in flat.sources.items() if name in names}
     constants = {name: tensor for name, tensor in flat.constants.items() if name in names}
-    return Program(flat.graph, {**held.tensors, **constants}, structure, sources, traced.found.outputs)
+    return Program(flat.graph, {**held.tensors, **constants}, structure, sources, traced.found.outputs, traced.found.handed_on)
 
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:

@@ -45,6 +45,7 @@ class Program:
         batch: how a batch is taken apart.
         sources: per parameter, buffer or constant placeholder, the key of its tensor in `tensors`.
         outputs: how the output is put together; None where the graph returns a loss.
+        handed_on: plain attributes that the model's `forward` leaves to its next call, with their lines: lost in the graph.
     """
 
     graph: fx.Graph
@@ -52,6 +53,7 @@ class Program:
     batch: BatchStructure
     sources: Mapping[str, str]
     outputs: OutputStructure | None = None
+    handed_on: tuple[str, ...] = ()
 
     def module(self) -> fx.GraphModule:
         """The graph as a module without state: it takes its placeholders' values in order."""

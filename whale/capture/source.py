@@ -45,6 +45,12 @@ def line_of_function(function: object) -> SourceLine | None:
     return SourceLine(_shorten(code.co_filename), code.co_firstlineno) if code is not None and _is_users(code.co_filename) else None
 
 
+def line_inside(function: object, number: int) -> SourceLine | None:
+    """A line of a function's source, counted from 1; None of what has no code of its own."""
+    first = line_of_function(function)
+    return None if first is None else SourceLine(first.file, first.line + number - 1)
+
+
 @cache
 def line_of_stack_trace(text: str | None) -> SourceLine | None:
     """The innermost user frame of the ``stack_trace`` that torch writes on a node."""

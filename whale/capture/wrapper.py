@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from whale.capture.attributes import forget_new, handed_on, held_attributes
 from whale.capture.batch import BatchStructure
 from whale.capture.known_values import KnownValues
 from whale.capture.program import OutputStructure
@@ -31,10 +32,12 @@ class Findings:
     Attributes:
         outputs: structure of the model's output, in mode ``predict``.
         weight: constant weight of a (sum, weight) pair.
+        handed_on: plain attributes that `forward` leaves to its next call.
     """
 
     outputs: OutputStructure | None = None
     weight: float | None = None
+    handed_on: tuple[str, ...] = ()
 
 
 class Wrapper(nn.Module):
@@ -50,10 +53,13 @@ class Wrapper(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         before = [(module, name, held) for module in self.model.modules() for name, held in module._buffers.items() if held is not None]
+        attributes = held_attributes(self.model)
         with KnownValues():
             results = self._results(list(tensors))
             for module, name, held in before:
                 _keep_written(module, name, held)
+        self.found.handed_on = handed_on(attributes)
+        forget_new(attributes)
         return results
 
     def _results(self, tensors: list[Tensor]) -> tuple[Any, ...]:
