@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -97,8 +97,8 @@ class Prices:
         return self._labels[key]
 
     def bridges(self, ops: tuple[str, ...], shards: tuple[Shard, ...], returned: frozenset[str]) -> tuple[Bridge, ...]:
-        """The bridges of a split stage that runs these ops and hands on these values."""
-        key = ops, shards, returned
+        """The bridges of a split stage that runs these ops and hands on these values; of which sizes the parts are is no matter."""
+        key = ops, tuple(replace(shard, sizes=()) for shard in shards), returned
         if key not in self._bridges:
             self._bridges[key] = find_bridges(self.labels(ops, shards), returned)
         return self._bridges[key]

@@ -107,6 +107,7 @@ class Figures:
         self.workers = tuple(_workers(prices, site))
         self._programs: dict[tuple[Sizes, tuple[int, ...]], Program] = {}
         self._found: dict[tuple[Sizes, tuple[int, ...], frozenset[int] | None], Selection | None] = {}
+        self._by_share: dict[tuple[int, Device], Floats] = {}
         self._curves: dict[tuple[int, frozenset[int] | None], tuple[Floats, ...]] = {}
         self.capacity = tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
 
@@ -177,9 +178,11 @@ class Figures:
         if kind not in self._traffic:
             return shares
         members, traffic = self._traffic[kind]
-        seconds = traffic.seconds(
-            device, self.site.num_rows, np.tile(shares[:, None], len(members)), self.prices.costs, training=self.prices.training
-        )
+        key = kind, device.kind
+        if key not in self._by_share:
+            tiled = np.tile(shares[:, None], len(members))
+            self._by_share[key] = traffic.seconds(device, self.site.num_rows, tiled, self.prices.costs, training=self.prices.training)
+        seconds = self._by_share[key]
         counts = np.array(
             [len(self.classes.nodes[node].ops) if nodes is None or node in nodes else 0 for node in members], dtype=np.float64
         )
