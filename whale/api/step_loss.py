@@ -45,6 +45,6 @@ def _as_plain(loss: torch.Tensor) -> torch.Tensor:
         return loss.as_subclass(torch.Tensor)
 
 
-def step_loss(loss: torch.Tensor) -> StepLoss:
-    """A loss as it is handed to the user."""
-    return loss.as_subclass(StepLoss)
+def step_loss(loss: torch.Tensor) -> torch.Tensor:
+    """A loss as it is handed to the user; a tensor that is of a class of its own already stays of it."""
+    return loss.as_subclass(StepLoss) if type(loss) is torch.Tensor else loss
