@@ -215,7 +215,36 @@ def classes() -> Made:
     return _features_plain(Classes)
 
 
-BUILDERS = ("fused_by_slices", "fused_by_split", "in_place", "tied", "channels", "pointwise", "repeated", "classes")
+class Clipped(torch.autograd.Function):
+    """A square root whose gradient is bounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.sqrt(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] / torch.sqrt(torch.clip(4.0 * x, min=1.0))
+
+
+class OwnFunction(nn.Module):
+    """A pointwise autograd function between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 14), nn.Linear(14, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(Clipped.apply(self.up(x).square()))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def own_function() -> Made:
+    return _features(OwnFunction)
+
+
+BUILDERS = ("fused_by_slices", "fused_by_split", "in_place", "tied", "channels", "pointwise", "repeated", "classes", "own_function")
 
 
 def _predicting(family: str) -> Made:

@@ -99,8 +99,10 @@ class Call:
         return self.writer.emit(self.node, target, args, kwargs, what)
 
     def same(self, **changes: Any) -> fx.Node:
-        """The same op on the parts, with some arguments changed (to values of the new graph)."""
-        schema = self.node.target._schema.arguments  # type: ignore[union-attr]
+        """The same op on the parts, with some arguments changed (to values of the new graph); a user's autograd function has none to change."""
+        if not isinstance(self.node.target, torch._ops.OpOverload):
+            return self.emit(self.node.target, *self.writer.mapped(self.node.args, self.axis))
+        schema = self.node.target._schema.arguments
         values = {item.name: changes[item.name] if item.name in changes else self.value(item.name) for item in schema}
         args = [values[item.name] for item in schema if not item.kwarg_only]
         given = [item for item in schema if not item.kwarg_only]

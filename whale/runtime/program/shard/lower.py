@@ -13,7 +13,6 @@ import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from whale.axes.values import Axes, Dimension
@@ -98,8 +97,6 @@ def _write(node: fx.Node, writer: Writer) -> None:
         writer.copy(node)
     else:
         call = Call(writer, node, op, axis)
-        if not isinstance(node.target, torch._ops.OpOverload):
-            call.refuse("it is no operator of torch")
         writer.copies[node] = lowering(call)(call)
     if op is not None and "in_place" in op.tags:
         writer.wrote(node)
