@@ -66,7 +66,7 @@ class ScheduleError(WhaleError):
 
 
 class BatchError(WhaleError):
-    """A batch that cannot be divided as the plan says, or that differs between ranks."""
+    """A batch that cannot be divided as the plan says, that differs between ranks, or that the model refuses."""
 
 
 class InitializationError(WhaleError):

@@ -2,7 +2,8 @@
 
 An op mixes samples where it needs rows whole, combines them, computes with their number or with their places. Not so the
 sums of the loss: what leads from rows to an exact term is added up over all pieces of the batch. And what neither the loss nor an
-output depends on, such as what is written into a buffer, is no matter here.
+output depends on, such as what is written into a buffer, is no matter here. What decides which ops the model runs is; a condition that
+the parts of a batch tell for the whole mixes nothing.
 
     h [b d] -> mean [d]  -> sub [b d] -> mse []    mean mixes: a piece has another mean
     h [b d] -> sum [d]   -> sum []       (a term)  adds up
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from whale.axes.checks import CONTRACTED_AND_KEPT, TWICE
+from whale.axes.extremes import told_by_parts
 from whale.axes.outcome import NUMBERS
 from whale.axes.reading import NO_RULE
 from whale.axes.values import Mixing, OpAxes, Role, axes_of
@@ -38,8 +40,10 @@ class _Search:
         self._positions = {name for name in positions if self._has_rows(name)}
         self._terms = {term.sum: term for term in graph.loss if not term.exact}
         results = [name for term in graph.loss for name in (term.sum, term.weight) if name is not None]
-        self._needed = Reads(graph).ancestors([*results, *graph.outputs] or graph.by_name)
+        deciding = [op.name for op in graph.ops if "decides" in op.tags]
+        self._needed = Reads(graph).ancestors([*results, *graph.outputs, *deciding] or graph.by_name)
         chains = {name for term in graph.loss for name in self._chain(term)}
+        chains |= {name for decision in deciding for name in told_by_parts(graph, decision, self._combined)}
         self._added_up = {name for name in chains if all(user in chains for user in graph.users[name])}
 
     def found(self) -> Iterator[Mixing]:
@@ -89,6 +93,13 @@ class _Search:
         own = next(dim for dim in self._ops[positions].outputs[0] if dim)
         dims = self._ops[source.op].outputs[0]
         return any(index == Ref(positions) and dims[place] != own for place, index in enumerate(indices))
+
+    def _combined(self, name: str) -> str | None:
+        """How an op combines samples; None where it does not."""
+        if name not in self._ops:
+            return None
+        roles = [role for axis, role in self._ops[name].roles.items() if axis in self._rows and role.kind == "contracted"]
+        return roles[0].combine if roles and not self._has_rows(name) else None
 
     def _chain(self, term: LossTerm) -> set[str]:
         """What leads from rows to a term: its sum and weight, and back to the ops whose operands have rows."""

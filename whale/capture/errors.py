@@ -7,6 +7,7 @@ vanish from the graph without a word, and so would the model's own recompute. `w
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -37,13 +38,19 @@ def as_capture_error(error: Exception) -> WhaleError:
     where = line_of_traceback(error.__traceback__)
     if isinstance(error, GuardOnDataDependentSymNode):
         return CaptureError(
-            f"a captured model's control flow and sizes do not depend on values in tensors ({_first_line(error)})",
+            f"a captured model's control flow and sizes do not depend on values in tensors ({_asked(error)})",
             where=where,
             hint="use torch.where or masks in place of Python's if, for, int() and bool() on tensors",
         )
     if isinstance(error, TorchDynamoException) and not isinstance(error, UserError):  # such an export compiles those alone
         return CaptureError(f"a captured model is one graph without inner programs ({_first_line(error)})", where=where, hint=INNER_HINT)
     return CaptureError(f"the model cannot be captured: {type(error).__name__}: {_first_line(error)}", where=where)
+
+
+def _asked(error: Exception) -> str:
+    """What was read of a tensor, in words: torch calls a condition ``Eq(u0, 1)``."""
+    is_condition = re.search(r"expression Eq\(u\d+, 1\) ", str(error)) is not None
+    return "here a condition decides what is computed" if is_condition else "here a number that is read from one does"
 
 
 def _first_line(error: Exception) -> str:

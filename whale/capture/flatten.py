@@ -27,7 +27,9 @@ from whale.capture.functions import CALL
 from whale.capture.parameters import Holdings
 from whale.capture.sizes import READS_ROWS, Sizes, tensors_of
 from whale.capture.source import line_of_stack_trace
+from whale.capture.strided import STRIDED, strided
 from whale.capture.trace import Traced
+from whale.capture.ways import Way, held, way_of
 from whale.errors import CaptureError
 
 aten = torch.ops.aten
@@ -99,7 +101,7 @@ def _symbolic_rows(traced: Traced, structure: BatchStructure) -> int | torch.Sym
 
 class _Flattening:
     def __init__(self, traced: Traced, structure: BatchStructure, held: Holdings, flat: Flat) -> None:
-        self._exported, self._calls = traced.exported, traced.calls
+        self._exported, self._calls, self._ways = traced.exported, traced.calls, traced.ways
         self._structure = structure
         self._held = held
         self._flat = flat
@@ -157,6 +159,8 @@ class _Flattening:
                 return tuple(map_arg(node.args[0], lambda inner: values[inner]))
             if node.op == "get_attr":
                 values[node] = getattr(module, str(node.target))
+            elif (way := way_of(node, self._ways)) is not None:
+                self._hold(node, way, values[node.args[0]])
             elif node.op == "call_function" and node.target not in _CHECKS:
                 values[node] = self._call(node, values)
         raise AssertionError("a graph ends with its output")
@@ -173,12 +177,19 @@ class _Flattening:
             return args[0][cast(int, args[1])]
         if node.target is CALL:
             return self._function(node, *cast(Any, args))
+        if node.target in STRIDED:
+            return self._strided(node, *cast(Any, args))
         target: Any = _SUBSTITUTES.get(cast(Any, node.target), node.target)
         if target is aten.detach_.default and len(node.all_input_nodes[0].users) == 1:
             target = aten.detach.default
         copied = self._graph.create_node("call_function", target, args, kwargs, node.name)
         copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
         return copied
+
+    def _hold(self, node: fx.Node, way: Way, condition: fx.Node) -> None:
+        """The check, in every step, that a condition is what the trace took it for."""
+        made = self._graph.call_function(held, (condition, way.value, way.other, str(way.where or "")))
+        made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": condition.meta["val"]}
 
     def _function(self, node: fx.Node, operands: Sequence[Any], number: int) -> fx.Node | tuple[fx.Node]:
         """A user's autograd function in the place of what stood for it; of a single result there is nothing to be picked out."""
@@ -196,13 +207,33 @@ class _Flattening:
         if linear is None:
             return None
         factor, constant = linear
+        return self._of_rows(factor, constant)
+
+    def _of_rows(self, factor: int, constant: int) -> fx.Node | int:
+        """factor x rows + constant."""
         if factor == 0:
             return constant
+        linear = factor, constant
         if linear not in self._multiples:
             made: fx.Node | int = self._flat.rows
             made = made if factor == 1 else self._integer(operator.mul, made, factor)
             self._multiples[linear] = made if constant == 0 else self._integer(operator.add, made, constant)
         return self._multiples[linear]
+
+    def _strided(self, node: fx.Node, source: fx.Node, sizes: Any, strides: Any, offset: Any = None) -> fx.Node:
+        """An `as_strided` that knows how its operand lay."""
+        value = source.meta["val"]
+        own = [self._flat.sizes.linear(stride) for stride in value.stride()]
+        start = 0 if offset is None else offset - value.storage_offset() if isinstance(offset, int) else None
+        if None in own or not isinstance(start, int):
+            raise CaptureError(
+                "as_strided of a captured model has strides in proportion to the rows",
+                where=line_of_stack_trace(node.meta.get("stack_trace")),
+            )
+        laid = [self._of_rows(*linear) for linear in own if linear is not None]
+        copied = self._graph.create_node("call_function", strided, (source, laid, sizes, strides, start), {}, node.name)
+        copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+        return copied
 
     def _integer(self, function: Any, left: Any, right: int) -> fx.Node:
         made = self._graph.call_function(function, (left, right))

@@ -6,7 +6,7 @@ an input nor a parameter, a buffer or chance is in it, it is the same in every s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,17 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class KnownValues(TorchDispatchMode):
-    """Around what is captured: answers what is read of tensors that are made from plain numbers; all else passes as it is."""
+    """Around what is captured: answers what is read of tensors that are made from plain numbers; all else passes as it is.
+
+    Args:
+        seen: called for every operation.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, seen: Callable[[], None] = lambda: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
         self._values: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
         self._unknown: set[int] = set()
 
@@ -40,10 +45,11 @@ class KnownValues(TorchDispatchMode):
             return func(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        known = all(map(self._is_known, tensors))
+        known = all(map(self.knows, tensors))
         if known and func is _READ:
             with _disable_current_modes():
                 return self._values[tensors[0]].item()
+        self._seen()
         result = func(*args, **kwargs)
         if not known and func._schema.is_mutable:
             self._forget(tensors)
@@ -51,7 +57,8 @@ class KnownValues(TorchDispatchMode):
             self._learn(func, args, kwargs, result)
         return result
 
-    def _is_known(self, tensor: Tensor) -> bool:
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether what is read of a tensor is known."""
         is_real = not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" and tensor.numel() <= LARGEST
         if is_real and tensor not in self._values:
             with _disable_current_modes():

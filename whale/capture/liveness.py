@@ -7,6 +7,7 @@ from torch import fx
 
 from whale.capture.aliasing import memory_roots, written_arguments
 from whale.capture.gradients import gradient_flow
+from whale.capture.ways import held
 
 aten = torch.ops.aten
 
@@ -14,7 +15,8 @@ aten = torch.ops.aten
 def remove_dead_code(graph: fx.Graph, keep: frozenset[str] = frozenset()) -> None:
     """Removes what the output does not need.
 
-    An in-place op is needed if it writes to a placeholder in `keep` (a buffer), or to memory that a needed op reads.
+    An in-place op is needed if it writes to a placeholder in `keep` (a buffer), or to memory that a needed op reads; so is what checks
+    the way that the model takes.
     """
     live = _live(graph, keep)
     for node in reversed(list(graph.nodes)):
@@ -28,7 +30,7 @@ def _live(graph: fx.Graph, keep: frozenset[str]) -> set[fx.Node]:
     for node in graph.nodes:
         for written in written_arguments(node):
             writers.setdefault(roots[written], []).append(node)
-    pending = [node for node in graph.nodes if node.op == "output"]
+    pending = [node for node in graph.nodes if node.op == "output" or node.target is held]
     pending += [node for root, nodes in writers.items() if root.op == "placeholder" and root.name in keep for node in nodes]
     live: set[fx.Node] = set()
     while pending:

@@ -18,6 +18,7 @@ from whale.capture.regions import region_of
 from whale.capture.scopes import DEFAULT_KEY, PATH_KEY, under_default
 from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import default_tags, effective_tags, parameter_tags
+from whale.capture.ways import held
 from whale.errors import CaptureError
 from whale.ir.graph import REGION, Argument, Op, OpKind, Ref, TensorSpec
 from whale.ir.scope import Scope, ScopePath
@@ -174,6 +175,8 @@ def _tags(node: fx.Node, flat: Flat) -> frozenset[str]:
         found.add(f"{REGION}{region}")
     if flat.sizes.reads_rows(node):
         found.add("reads_rows")
+    if node.target is held:
+        found |= {"checks"} if node.args[2] else {"checks", "decides"}
     return frozenset(found)
 
 

@@ -6,7 +6,8 @@ import contextlib
 import inspect
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -26,6 +27,7 @@ from whale.capture.modes import Faker, fake_tensors, training_flags
 from whale.capture.regions import numbered
 from whale.capture.scopes import capturing
 from whale.capture.source import inner_frames
+from whale.capture.ways import Way, Ways
 from whale.capture.wrapper import Findings, Loss, Mode, Wrapper
 from whale.errors import WhaleError
 from whale.ir.scope import Scope
@@ -42,6 +44,7 @@ class Traced:
         found: the output's structure, or the constant weight of the loss.
         entered: the scopes entered in `forward`, in order.
         calls: of custom autograd functions, in order.
+        ways: what each read of a tensor was told, in order.
     """
 
     exported: ExportedProgram
@@ -50,6 +53,7 @@ class Traced:
     found: Findings
     entered: tuple[Scope, ...]
     calls: tuple[FunctionCall, ...]
+    ways: tuple[Way, ...] = ()
 
 
 def trace(model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool) -> tuple[Traced, Traced | None]:
@@ -83,9 +87,14 @@ class _Export:
     loss: Loss | None
     structure: BatchStructure
     mode: Mode
+    ways: Ways = field(default_factory=Ways)
 
     def attempt(self, rows: int, dynamic: bool) -> Traced | Exception:
-        """One export; the exception where it fails."""
+        """An export; the exception where there is none."""
+        found, ways = self.ways.find(partial(self._once, rows, dynamic))
+        return found if isinstance(found, Exception) else replace(found, ways=ways)
+
+    def _once(self, rows: int, dynamic: bool) -> Traced | Exception:
         try:
             return self._run(rows, dynamic)
         except Exception as error:
@@ -104,7 +113,7 @@ class _Export:
         size = Dim("rows", min=2)
         shapes = tuple({0: size} if dynamic and leaf.has_rows else None for leaf in self.structure.inputs)
         with capturing() as scopes, collected() as calls, numbered():
-            wrapper = Wrapper(self.model, self.loss, self.structure, self.mode)
+            wrapper = Wrapper(self.model, self.loss, self.structure, self.mode, self.ways)
             with _surroundings(self.model, self.mode, fake, fake_mode):
                 exported = torch.export.export(wrapper, tuple(leaves), strict=False, dynamic_shapes=(shapes,))
         return Traced(exported, rows, dynamic, wrapper.found, tuple(scopes.entered), tuple(calls))

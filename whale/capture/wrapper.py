@@ -16,6 +16,7 @@ from whale.capture.batch import BatchStructure
 from whale.capture.known_values import KnownValues
 from whale.capture.program import OutputStructure
 from whale.capture.source import line_of_function
+from whale.capture.ways import Ways
 from whale.errors import BatchError, CaptureError
 from whale.ir.source import SourceLine
 
@@ -43,23 +44,26 @@ class Findings:
 class Wrapper(nn.Module):
     """Calls the model on a batch, then the loss; `found` is of the last call (export would undo a plain attribute)."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode) -> None:
+    def __init__(self, model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, ways: Ways) -> None:
         super().__init__()
         self.model = model
         self.found = Findings()
         self._loss = (loss,)  # in a tuple, so that a loss that is a module is not registered
         self._structure = structure
         self._mode = mode
+        self._ways = ways
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         before = [(module, name, held) for module in self.model.modules() for name, held in module._buffers.items() if held is not None]
         attributes = held_attributes(self.model)
-        with KnownValues():
-            results = self._results(list(tensors))
-            for module, name, held in before:
-                _keep_written(module, name, held)
-        self.found.handed_on = handed_on(attributes)
-        forget_new(attributes)
+        try:
+            with KnownValues(self._ways.op) as known, self._ways.asked(known.knows):
+                results = self._results(list(tensors))
+                for module, name, held in before:
+                    _keep_written(module, name, held)
+            self.found.handed_on = handed_on(attributes)
+        finally:
+            forget_new(attributes)  # another run may follow where this one failed
         return results
 
     def _results(self, tensors: list[Tensor]) -> tuple[Any, ...]:

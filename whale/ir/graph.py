@@ -95,7 +95,8 @@ class Op:
         where: the user's line.
         forward_flops, backward_flops: at the example's rows; a multiply-add is 2.
         tags: ``pointwise``, ``view``, ``in_place``, ``random``, ``reads_rows`` (its result is an integer
-            that depends on the rows), ``region 0`` (of a block that the model asks to compute again).
+            that depends on the rows), ``checks`` (needed although nothing reads its result),
+            ``decides`` (and it decides what is computed), ``region 0`` (of a block that the model asks to compute again).
         requires_grad: whether a gradient flows into its output.
     """
 

@@ -47,7 +47,7 @@ def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset()) -> Structur
     def reads_written(op: Op) -> bool:
         return not mutated.isdisjoint(graph.storage[name] for name in (op.name, *op.inputs))
 
-    repeatable = _repeatable(graph, inputs, lambda op: op.name in pinned or reads_written(op))
+    repeatable = _repeatable(graph, inputs, lambda op: op.name in pinned or "checks" in op.tags or reads_written(op))
     parents = {op.name: op.name for op in graph.ops if op.kind == "call" and op.name not in repeatable}
     for first, second in _bonds(graph, inputs):
         if first in parents and second in parents:

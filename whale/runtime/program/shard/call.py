@@ -99,7 +99,7 @@ class Call:
         return self.writer.emit(self.node, target, args, kwargs, what)
 
     def same(self, **changes: Any) -> fx.Node:
-        """The same op on the parts, with some arguments changed (to values of the new graph); a user's autograd function has none to change."""
+        """The same op on the parts, with some arguments changed to values of the new graph (of a user's autograd function, none)."""
         if not isinstance(self.node.target, torch._ops.OpOverload):
             return self.emit(self.node.target, *self.writer.mapped(self.node.args, self.axis))
         schema = self.node.target._schema.arguments

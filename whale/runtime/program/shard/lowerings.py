@@ -52,7 +52,7 @@ instance_norm softmax _softmax _safe_softmax log_softmax _log_softmax glu
 mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss binary_cross_entropy
 binary_cross_entropy_with_logits
 sum nansum count_nonzero mean any all prod var std var_mean std_mean logsumexp argmax argmin norm linalg_vector_norm
-median topk kthvalue cosine_similarity
+_is_any_true _is_all_true median topk kthvalue cosine_similarity
 cumsum cumprod logcumsumexp cummax sort argsort diff flip roll tril triu multinomial
 flatten ravel unsqueeze transpose swapaxes swapdims t mT numpy_T permute movedim moveaxis expand_as cat concat stack unbind select
 pad constant_pad_nd unfold
