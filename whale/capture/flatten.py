@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 
 from whale.capture.aliasing import written_arguments
 from whale.capture.batch import BatchStructure
+from whale.capture.ctc import LOSS_PER_ROW, write_loss
 from whale.capture.errors import INNER_HINT
 from whale.capture.functions import CALL
 from whale.capture.parameters import Holdings
@@ -177,6 +178,10 @@ class _Flattening:
             return args[0][cast(int, args[1])]
         if node.target is CALL:
             return self._function(node, *cast(Any, args))
+        if node.target is LOSS_PER_ROW:
+            copied = write_loss(self._graph, node, args)
+            copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+            return copied
         if node.target in STRIDED:
             return self._strided(node, *cast(Any, args))
         target: Any = _SUBSTITUTES.get(cast(Any, node.target), node.target)

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 
 from whale.capture.batch import BatchStructure, Leaf
+from whale.capture.ctc import CtcLosses
 from whale.capture.data_access import DataAccess
 from whale.capture.errors import as_capture_error, quiet_export, refused_parameters, watched
 from whale.capture.functions import FunctionCall, collected
@@ -137,6 +138,7 @@ def _surroundings(model: nn.Module, mode: Mode, fake: Faker, fake_mode: FakeTens
         torch.enable_grad(),
         watched(),
         DataAccess(),
+        CtcLosses(),
         refused_parameters(fake_mode) if mode == "train" else contextlib.nullcontext(),
         quiet_export(),
     ):

@@ -72,6 +72,11 @@ def labels() -> Tensor:
     return torch.tensor([0, 2, -100, 1, 3])
 
 
+def spoken(targets: Tensor) -> tuple[Tensor, ...]:
+    """Scores of 6 frames, 5 rows and 4 letters, what was said, and lengths."""
+    return x(6, 5, 4).log_softmax(-1), targets, torch.tensor([6, 5, 6, 4, 6]), torch.tensor([1, 2, 2, 1, 2])
+
+
 MATRICES = [
     Case("linear.default", (x(2, 3, 5), x(7, 5), x(7)), {"contracted": [5], "kept": [2, 3, 7]}),
     Case("linear.default", (x(5), x(7, 5)), {"contracted": [5], "kept": [7]}),
@@ -202,6 +207,8 @@ LOSSES = [
     Case("kl_div.default", (x(5, 3), x(5, 3).abs()), {"contracted": [3, 5]}),
     Case("mse_loss.default", (x(5, 3), x(5, 3), 2), {"contracted": [3, 5]}),
     Case("mse_loss.default", (x(5, 3), x(5, 3), 0), {"kept": [3, 5]}),
+    Case("ctc_loss.Tensor", (*spoken(ids(3, 5, 2) + 1), 0, 0), {"kept": [5], "whole": [2, 4, 6]}),
+    Case("ctc_loss.Tensor", (*spoken(ids(3, 8) + 1), 0, 0), {"whole": [4, 5, 6, 8]}),
     Case("poisson_nll_loss.default", (x(5, 3), x(5, 3), True, False, 1e-8, 2), {"contracted": [3, 5]}),
     Case("binary_cross_entropy.default", (x(5, 3).sigmoid(), x(5, 3).sigmoid(), x(3).abs(), 2), {"contracted": [3, 5]}, grad=False),
     Case("binary_cross_entropy_with_logits.default", (x(5, 3), x(5, 3).sigmoid(), None, x(3).abs(), 1), {"contracted": [3, 5]}, grad=False),
@@ -221,6 +228,8 @@ REDUCTIONS = [
     Case("min.default", (x(2, 3),), {"contracted": [2, 3]}),
     Case("any.dim", (bits(2, 3, 5), 1), {"contracted": [3], "kept": [2, 5]}),
     Case("all.default", (bits(2, 3),), {"contracted": [2, 3]}),
+    Case("_is_all_true.default", (bits(2, 3),), {"contracted": [2, 3]}),
+    Case("_is_any_true.default", (bits(2, 3),), {"contracted": [2, 3]}),
     Case("prod.dim_int", (x(2, 3, 5), 1), {"contracted": [3], "kept": [2, 5]}),
     Case("var.correction", (x(2, 3, 5), [1]), {"kept": [2, 5], "whole": [3]}),
     Case("std.default", (x(2, 3), True), {"whole": [2, 3]}),

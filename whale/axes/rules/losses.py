@@ -49,3 +49,10 @@ def classification_loss(op: Op, reading: Reading) -> str:
     if len(op.outputs) == 2:  # the total weight, beside the loss
         results.append([])
     return write([("self", full), ("target", hard), ("weight", [classes])], *results)
+
+
+def ctc_loss(op: Op, reading: Reading) -> str:
+    """The CTC loss of each row; targets that stand one after another, of all rows in one, belong to no row."""
+    if len(operand(op, reading, 1)) == 2:
+        return "log_probs[t! n c!] targets[n s!] input_lengths[n] target_lengths[n] -> [n]"
+    return "log_probs[t! n! c!] targets[s!] input_lengths[n!] target_lengths[n!] -> [n!]"

@@ -18,7 +18,7 @@ from whale.axes.rules.concatenations import cat, slice_, split
 from whale.axes.rules.factories import constant, factory, numbering, positions
 from whale.axes.rules.indexing import index, index_written
 from whale.axes.rules.lookups import chosen_rows, embedding, gathering, part_written, scattering
-from whale.axes.rules.losses import classification_loss, pointwise_loss
+from whale.axes.rules.losses import classification_loss, ctc_loss, pointwise_loss
 from whale.axes.rules.matrices import einsum, matmul, tensordot
 from whale.axes.rules.normalisations import batch_norm, group_norm, normalized
 from whale.axes.rules.pointwise import COPIES, pointwise, prelu
@@ -102,6 +102,7 @@ LOSSES: dict[str, Rule] = {
     "cross_entropy_loss": classification_loss,
     **dict.fromkeys(("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward"), classification_loss),
     **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"), pointwise_loss(2)),
+    "ctc_loss": ctc_loss,
     "poisson_nll_loss": pointwise_loss(5),
     "binary_cross_entropy": pointwise_loss(3, num_weights=1),
     "binary_cross_entropy_with_logits": pointwise_loss(4, num_weights=2),

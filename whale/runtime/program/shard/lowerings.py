@@ -49,7 +49,7 @@ mm bmm matmul mv dot outer einsum tensordot cdist
 bucketize searchsorted scatter scatter_add scatter_reduce index_add index_fill index_copy index_put select_scatter slice_scatter
 layer_norm native_layer_norm rms_norm _fused_rms_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm
 instance_norm softmax _softmax _safe_softmax log_softmax _log_softmax glu
-mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss binary_cross_entropy
+mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div ctc_loss poisson_nll_loss binary_cross_entropy
 binary_cross_entropy_with_logits
 sum nansum count_nonzero mean any all prod var std var_mean std_mean logsumexp argmax argmin norm linalg_vector_norm
 _is_any_true _is_all_true median topk kthvalue cosine_similarity
