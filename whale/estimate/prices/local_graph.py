@@ -1,4 +1,4 @@
-"""The model as one device of a split group sees it: its part of every tensor, and of every op's work."""
+"""The model as one device of a split group holds it: its part of every tensor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from whale.ir.plan import BATCH, Shard
 
 
 def local_graph(labels: Labels, position: int) -> ModelGraph:
-    """The graph with the local shapes and FLOPs of the ops of one stage, and of the parameters that they read.
+    """The graph with the local shapes of the results of one stage's ops, and of the parameters that they read.
 
-    Ops outside the stage stay as they are. The result is for pricing: arguments keep the whole sizes.
+    Ops outside the stage stay as they are. The result is for pricing memory: arguments and FLOPs are those of the whole
+    (`whale.estimate.prices.traffic.local_table` has the work).
 
     Args:
         labels: of the stage.
@@ -47,15 +48,11 @@ class _Local:
         known = self._axes.ops.get(op.name)
         if known is None:
             return op
-        held, shard = self._labels.held(op.name), self._labels.work.get(op.name)
-        outputs, share = op.outputs, 1.0
-        if held is not None:
-            outputs = tuple(self._spec(spec, dims, held) for spec, dims in zip(op.outputs, known.outputs, strict=True))
-        if shard is not None:
-            share = self._sizes[shard] / self._axes.by_name[shard].size
-        if held is None and shard is None:
+        held = self._labels.held(op.name)
+        if held is None:
             return op
-        return replace(op, outputs=outputs, forward_flops=round(op.forward_flops * share), backward_flops=round(op.backward_flops * share))
+        outputs = tuple(self._spec(spec, dims, held) for spec, dims in zip(op.outputs, known.outputs, strict=True))
+        return replace(op, outputs=outputs)
 
     def parameter(self, parameter: Parameter, op: str) -> Parameter:
         held = self._labels.held(op)
