@@ -33,7 +33,8 @@ HEIGHT = {part: len(LINES) - number for number, line in enumerate(LINES) for par
 # Inside the largest parts, highest first: the rooms of one line never import one another; the files beside them stand on top.
 ROOMS = {
     "planning": (
-        ("retarget",),
+        ("retarget", "simulation"),
+        ("deciding",),
         ("plan",),
         ("explain", "verify"),
         ("replicas",),

@@ -12,7 +12,6 @@ from torch import nn
 from whale.api.apart import warn_where_apart
 from whale.api.arguments import check_arguments
 from whale.api.attach import attach
-from whale.api.deciding import decide
 from whale.api.engine import Engine
 from whale.api.hooks import warn_of_hooks
 from whale.api.initial_state import initial_state
@@ -29,6 +28,7 @@ from whale.config import Config
 from whale.errors import warn
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.planning import decide
 from whale.runtime.execute.rank_batch import rank_pieces
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
@@ -94,7 +94,7 @@ def parallelize(
             modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims)
         graph = modes.train.graph
         with told_if_long("planning", world):
-            decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings))
+            decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings)[0])
         warn_where_apart(decided, graph, world)
         if world.rank == 0 and modes.train.program.handed_on:
             warn(warning_of(modes.train.program.handed_on))

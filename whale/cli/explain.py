@@ -13,7 +13,7 @@ from whale.cli.report import add_report_argument, check_report, write_report
 from whale.cli.tables import paragraph
 from whale.ir.plan import Choice
 from whale.ir.serialization import encode
-from whale.planning import make_plan
+from whale.planning import decide
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -31,8 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     config = read_config(arguments)
     cluster = read_cluster(arguments, config)
-    plan = make_plan(graph, cluster, config, rows=arguments.rows)
-    write_report(arguments.report, plan, graph, cluster, config)
+    plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows)
+    write_report(arguments.report, plan, graph, cluster, step)
     if arguments.json:
         print(json.dumps({"choices": encode(plan.choices), "warnings": list(graph.warnings)}, indent=1))
         return 0

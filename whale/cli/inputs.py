@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from whale.config import Config, load_config, read_plan
+from whale.config import Config, load_config
 from whale.errors import CaptureError, ConfigError, WhaleError
 from whale.hardware import load_cluster
 from whale.ir.cluster import Cluster
@@ -43,7 +43,7 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="C.yaml", help="the devices; without it, the recipe's, else this machine's")
     parser.add_argument("--ranks", type=int, metavar="N", help="without --cluster: ranks on this machine (default: one per GPU, else one)")
     parser.add_argument("--recipe", metavar="R.yaml", help="configuration")
-    parser.add_argument("--plan", metavar="P.yaml", help="a written plan; what it leaves open is planned")
+    parser.add_argument("--plan", metavar="P.yaml", help="a written plan, which leaves open what it does not say; or a plan.json")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one configuration value; repeatable")
     parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch; those of the example by default")
 
@@ -125,10 +125,8 @@ def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
 
 
 def read_config(arguments: argparse.Namespace) -> Config:
-    """The recipe's configuration, with environment variables over it, and ``--plan`` and ``--set`` over both."""
+    """The recipe's configuration, with environment variables over it, and ``--set`` over both."""
     config = load_config(arguments.recipe, environment=os.environ)
-    if arguments.plan is not None:
-        config = config.with_values(read_plan(arguments.plan))
     return config.with_values(parse_pairs(arguments.set, "--set"))
 
 

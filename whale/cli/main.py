@@ -17,6 +17,7 @@ import whale.cli.launch as launch
 import whale.cli.plan as plan
 import whale.cli.probe as probe
 import whale.cli.schedule as schedule
+import whale.cli.simulate as simulate
 from whale.errors import WhaleError
 
 
@@ -52,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (doctor, capture, axes, plan, explain, schedule, probe, launch):
+    for verb in (doctor, capture, axes, plan, explain, simulate, schedule, probe, launch):
         verb.add_parser(verbs)
     return parser
 

@@ -12,7 +12,7 @@ from whale.cli.report import add_report_argument, check_report, write_report
 from whale.cli.tables import print_table
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
-from whale.planning import make_plan
+from whale.planning import decide
 from whale.sharding.communicators import communicators_of
 from whale.sharding.parameters import parameter_shardings
 from whale.units import format_bytes, format_seconds
@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     config = read_config(arguments)
     cluster = read_cluster(arguments, config)
-    plan = make_plan(graph, cluster, config, rows=arguments.rows)
-    write_report(arguments.report, plan, graph, cluster, config)
+    plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows)
+    write_report(arguments.report, plan, graph, cluster, step)
     if arguments.output is not None:
         write_text(arguments.output, to_json(plan))
     if arguments.json:

@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 
 from whale.cli.inputs import write_text
-from whale.config import Config
 from whale.errors import ConfigError
-from whale.estimate import Costs, estimate
+from whale.estimate import StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -36,7 +35,7 @@ def check_report(path: str | None) -> None:
         raise ConfigError(f"--report writes FILE.html or FILE.json, not {path}")
 
 
-def write_report(path: str | None, plan: Plan, graph: ModelGraph, cluster: Cluster, config: Config) -> None:
+def write_report(path: str | None, plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) -> None:
     """Writes the picture that was asked for, if one was.
 
     Raises:
@@ -44,5 +43,4 @@ def write_report(path: str | None, plan: Plan, graph: ModelGraph, cluster: Clust
     """
     if path is None:
         return
-    step = estimate(plan, graph, cluster, Costs.of(config))
     write_text(path, report_html(plan, graph, cluster, step) if path.endswith(".html") else trace_json(plan, step))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from whale.axes import batch_axes, discover
 from whale.config import Config, ReplicaBlock
 from whale.errors import PlanError, WhaleError, raise_faults
-from whale.estimate import Costs
+from whale.estimate import Costs, StepEstimate
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
@@ -41,7 +41,12 @@ from whale.units import format_seconds
 
 
 def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None) -> Plan:
-    """Decides which devices run which ops on how many rows.
+    """Decides which devices run which ops on how many rows; the arguments and errors are those of `plan_and_estimate`."""
+    return plan_and_estimate(graph, cluster, config, rows=rows)[0]
+
+
+def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None) -> tuple[Plan, StepEstimate]:
+    """Decides which devices run which ops on how many rows, and estimates a step of that plan.
 
     Args:
         graph: the captured model.
@@ -220,8 +225,10 @@ def _best(solve: Callable[[Placement], Solution], candidates: Sequence[Placement
     return best, remarks
 
 
-def _state(graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotations | None], found: Outcome, *, gather_rows: bool) -> Plan:
-    """The plan of an outcome; `annotations` are those of each replica."""
+def _state(
+    graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotations | None], found: Outcome, *, gather_rows: bool
+) -> tuple[Plan, StepEstimate]:
+    """The plan of an outcome, and its estimate; `annotations` are those of each replica."""
     solver, best = found.solver, found.best
     replicas = tuple(
         make_replica(solver.prices, model, _stage_names(model.pipeline, annotations[index]), index, share)
@@ -261,7 +268,7 @@ class _Draft:
     apart: tuple[Replica, ...]
     borders: tuple[Choice, ...]
 
-    def stated(self, replicas: tuple[Replica, ...], apart: tuple[Choice, ...] = ()) -> Plan:
+    def stated(self, replicas: tuple[Replica, ...], apart: tuple[Choice, ...] = ()) -> tuple[Plan, StepEstimate]:
         """The plan with these replicas, estimated and verified; `apart` says why they were not joined."""
         graph, solver, best = self.graph, self.found.solver, self.found.best
         prices = solver.prices
@@ -284,7 +291,7 @@ class _Draft:
         rows = (*explain_joining(self.apart, plan, prices), *apart, *self.borders, *explain_mixing(mixed))
         plan = dataclasses.replace(plan, choices=(*own, *rows, *explain_step(step)))
         verify(plan, graph, self.cluster, prices.axes if needs_axes(plan) else None, step=step)
-        return plan
+        return plan, step
 
 
 def _devices(replicas: Sequence[Replica]) -> tuple[str, ...]:

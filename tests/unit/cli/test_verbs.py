@@ -96,6 +96,28 @@ def test_the_picture_of_a_step_is_written(model: str, capsys: pytest.CaptureFixt
     assert "--report writes FILE.html or FILE.json, not step.txt" in capsys.readouterr().err
 
 
+def test_simulate_tells_time_and_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [model, "--ranks", "2", "--rows", "16"]
+    assert main(["simulate", *words]) == 0
+    printed = capsys.readouterr().out
+    for word in ("step_seconds", "samples_per_second", "bubble_rate", "exposed_communication", "straggler", "bound"):
+        assert word in printed
+    assert main(["simulate", *words, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["devices"]) == 2
+
+
+def test_a_written_plan_is_planned_and_simulated(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("written.yaml").write_text("num_micro_batch: 4\nreplicas: 1\n")
+    words = [model, "--ranks", "4", "--rows", "16", "--plan", "written.yaml"]
+    for verb in ("plan", "explain", "simulate"):
+        assert main([verb, *words]) == 0
+        assert "1 replica(s) x 2 stage(s) on 2 device(s)" in (printed := capsys.readouterr().out)
+        assert "4 micro-batch(es)" in printed
+    Path("written.yaml").write_text("replicas: 3\n")
+    assert main(["simulate", *words]) == 1
+    assert "at written.yaml:1" in capsys.readouterr().err
+
+
 def test_explain_prints_every_choice(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", model, "--ranks", "2", "--json"]) == 0
     explained = json.loads(capsys.readouterr().out)
@@ -151,7 +173,9 @@ def test_parameters_are_listed_under_the_scope_that_reads_them(model: str, capsy
     assert sum(row[-5:-3] == ["288", "B"] for row in rows) == 2
 
 
-@pytest.mark.parametrize("words", [["capture"], ["axes"], ["plan", "--ranks", "4"], ["explain", "--ranks", "4"]])
+@pytest.mark.parametrize(
+    "words", [["capture"], ["axes"], ["plan", "--ranks", "4"], ["simulate", "--ranks", "4"], ["explain", "--ranks", "4"]]
+)
 def test_tables_fit_80_columns(words: list[str], model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([words[0], model, *words[1:]]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -111,6 +111,12 @@ class DeviceEstimate:
         return _covered([(sync.start, sync.end) for sync in self.syncs])
 
     @property
+    def communicating(self) -> float:
+        """Seconds in which something is on its way to it or from it, beside what is exchanged inside split groups."""
+        travelling = [(message.start, message.end) for message in self.messages]
+        return _covered(travelling + [(sync.start, sync.end) for sync in self.syncs])
+
+    @property
     def exposed_sync(self) -> float:
         """Those of them that lie behind the last computation."""
         last = max((span.end for span in self.compute if span.action.kind is not Kind.STEP), default=0.0)

@@ -28,8 +28,8 @@ def verify(
     *,
     costs: Costs | None = None,
     step: StepEstimate | None = None,
-) -> None:
-    """Checks a plan. Whether it fits in memory is looked at only where nothing else is wrong.
+) -> StepEstimate:
+    """Checks a plan, and returns the estimate of its step. Whether it fits in memory is looked at only where nothing else is wrong.
 
     Args:
         plan: the plan.
@@ -67,7 +67,9 @@ def verify(
     faults += update_faults(graph, plan.replicas)
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)
-    raise_faults(list(_memory(estimate(plan, graph, cluster, costs, axes=axes) if step is None else step, cluster)))
+    found = estimate(plan, graph, cluster, costs, axes=axes) if step is None else step
+    raise_faults(list(_memory(found, cluster)))
+    return found
 
 
 def needs_axes(plan: Plan) -> bool:

@@ -1,0 +1,68 @@
+"""The figures of a simulation: read from the estimate, and above their bounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.examples import at_most
+from tests.unit.planning.graphs import chain, cluster
+from whale.config import Config
+from whale.errors import PlanError
+from whale.ir.serialization import to_json
+from whale.planning import Simulation, decide
+
+MIXED = cluster((1e12, 5e11, 1e12, 2e11))
+
+
+def simulate(**settings: object) -> Simulation:
+    config = Config({key.replace("__", "."): value for key, value in settings.items()})
+    return Simulation(*decide(None, chain(8, width=64), MIXED, config, rows=32))
+
+
+def test_the_figures_are_those_of_the_estimate() -> None:
+    found = simulate(pipeline__num_stages=2, pipeline__num_micro_batch=4)
+    data = json.loads(json.dumps(found.as_data()))
+    assert data["step_seconds"] == found.plan.step_seconds == found.step.step_seconds
+    assert data["samples_per_second"] == pytest.approx(32 / found.plan.step_seconds)
+    assert [device["name"] for device in data["devices"]] == list(found.plan.devices)
+    for device in data["devices"]:
+        assert 0 < device["busy"] <= 1 and device["compute"] == pytest.approx(device["busy"] * data["step_seconds"])
+        assert 0 <= device["exposed_communication"] <= device["communication"] <= data["step_seconds"]
+        assert sum(device["filled_with"].values()) == pytest.approx(device["peak_bytes"], abs=8)
+        assert device["peak_bytes"] <= device["capacity_bytes"]
+
+
+@at_most(25)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_h1", "recompute_early"]),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from(["none", "selective"]),
+)
+def test_no_step_is_shorter_than_its_bounds(schedule: str, stages: int, count: int, recompute: str) -> None:
+    chunks = 2 if schedule == "interleaved" else 1
+    policy = "none" if schedule == "recompute_early" else recompute
+    found = simulate(
+        pipeline__num_stages=stages,
+        pipeline__num_micro_batch=count,
+        pipeline__schedule=schedule,
+        pipeline__num_chunks=chunks,
+        recompute__policy=policy,
+    )
+    assert all(bound <= found.step.step_seconds * (1 + 1e-9) for bound in found.bounds.values()), found.bounds
+    assert found.bounds["evenly"] <= found.bounds["slowest"] * (1 + 1e-9)
+
+
+def test_a_plan_that_was_made_before_is_simulated_as_it_is(tmp_path: Path) -> None:
+    made = simulate(pipeline__num_stages=2)
+    path = tmp_path / "plan.json"
+    path.write_text(to_json(made.plan))
+    again = Simulation(*decide(path, chain(8, width=64), MIXED, Config()))
+    assert again.as_data() == made.as_data()
+    with pytest.raises(PlanError, match=r"has rows of its own \(plan: 32, asked for: 64\)"):
+        decide(path, chain(8, width=64), MIXED, Config(), rows=64)

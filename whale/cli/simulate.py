@@ -1,0 +1,86 @@
+"""``whale simulate``: what a step of a plan costs before anything is rented: time, memory, bubbles, communication, and the straggler."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph
+from whale.cli.report import add_report_argument, check_report, write_report
+from whale.cli.tables import print_table
+from whale.estimate import DeviceEstimate
+from whale.ir.plan import describe_order, describe_shape
+from whale.planning import Simulation, decide
+from whale.units import format_bytes, format_seconds
+
+_BOUNDS = {
+    "evenly": "all that is computed, divided evenly",
+    "slowest": "the longest work of a device",
+    "schedule": "the schedule without messages",
+    "links": "the busiest link",
+}
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Adds the verb's words."""
+    parser = verbs.add_parser("simulate", help="predict the time and memory of a step")
+    add_planning_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, device by device")
+    add_report_argument(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans or reads a plan, and prints what a step of it is predicted to be."""
+    check_report(arguments.report)
+    graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
+    config = read_config(arguments)
+    cluster = read_cluster(arguments, config)
+    found = Simulation(*decide(arguments.plan, graph, cluster, config, rows=arguments.rows))
+    write_report(arguments.report, found.plan, graph, cluster, found.step)
+    if arguments.json:
+        print(json.dumps(found.as_data(), indent=1))
+    else:
+        print_simulation(found)
+    return 0
+
+
+def print_simulation(found: Simulation) -> None:
+    """Prints the figures; devices that do the same are told together."""
+    plan, step = found.plan, found.step
+    print(
+        f"step of {describe_shape(plan.replicas)} on {len(plan.devices)} device(s) of {plan.cluster}: {describe_order(plan.replicas)}, "
+        f"{plan.planned_rows} rows"
+    )
+    slow = step.straggler
+    print(f"step_seconds           {format_seconds(step.step_seconds)}")
+    print(f"samples_per_second     {found.samples_per_second:.4g}")
+    print(f"bubble_rate            {step.bubble_rate:.3f}")
+    print(f"exposed_communication  {format_seconds(slow.exposed)}")
+    print(f"straggler              {slow.name}: computes longest, waits {format_seconds(slow.idle(step.step_seconds))} for others")
+    columns = ("devices", "stage", "busy", "compute", "messages", "waits", "memory", "filled with")
+    rows = [_row(each, step.step_seconds) for each in sorted(step.devices, key=lambda each: plan.rank_of[each.devices[0]])]
+    print_table("", columns, rows, ("busy", "compute", "messages", "waits", "memory"))
+    for name, seconds in found.bounds.items():
+        print(f"bound  {format_seconds(seconds):>8}  {_BOUNDS[name]}")
+
+
+def _row(each: DeviceEstimate, step_seconds: float) -> tuple[str, ...]:
+    return (
+        each.name,
+        ", ".join(map(str, each.stages)),
+        f"{each.busy / step_seconds:.0%}",
+        format_seconds(each.busy),
+        format_seconds(each.communicating),
+        format_seconds(each.exposed),
+        f"{format_bytes(round(each.peak.total))} ({each.peak.total / each.capacity:.0%})",
+        ", ".join(_filling(each)),
+    )
+
+
+def _filling(each: DeviceEstimate) -> Iterator[str]:
+    """What most of its memory is filled with."""
+    for name, num_bytes in sorted(each.peak.parts, key=lambda part: -part[1])[:2]:
+        yield f"{name} {num_bytes / each.peak.total:.0%}"
