@@ -81,6 +81,10 @@ class RuntimeFault(WhaleError):
     """A rank died, or a wait outlasted its limit, during a run."""
 
 
+class OpFault(RuntimeFault):
+    """An op of the model failed on this rank alone, by what it was given."""
+
+
 def first_few(names: Sequence[str], most: int = 3, *, separator: str = ", ", count: int | None = None) -> str:
     """A list as messages show it: ``a, b, c and 5 more``.
 

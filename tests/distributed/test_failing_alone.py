@@ -123,6 +123,40 @@ def test_one_that_fails_in_the_midst_of_messages(world: World, num_stages: int) 
     assert "did not complete: rank 1 has failed: ValueError: no such kernel" in said[0][0], said
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, word: Tensor) -> Tensor:
+        return self.head(self.table(word))  # type: ignore[no-any-return]
+
+
+def read_a_bad_sample(rank: int, num_ranks: int) -> list[str]:
+    data = [{"word": torch.tensor(index), "label": torch.tensor(index % 3 if index < 7 else 5)} for index in range(8)]
+    engine = whale.parallelize(
+        Words(),
+        loss=lambda output, batch: nn.functional.cross_entropy(output, batch["label"]),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        batch={name: torch.stack([each[name] for each in data]) for name in data[0]},
+        config={"communication.timeout_seconds": LIMIT_SECONDS},
+        cluster=make_cluster((1.0,) * num_ranks),
+    )
+    (batch,) = engine.loader(data, global_batch_size=8)
+    start = time.monotonic()
+    with pytest.raises(RuntimeFault) as caught:
+        engine.step(batch)
+    assert time.monotonic() - start < AT_ONCE_SECONDS
+    return [str(caught.value)]
+
+
+def test_one_that_reads_a_label_out_of_range(world: World) -> None:
+    said = world.run(read_a_bad_sample, num_ranks=2, timeout=180)
+    assert "on rows 4 to 7 of the batch: IndexError: Target 5 is out of bounds" in said[1][0] and "test_failing_alone.py" in said[1][0]
+    assert "rank 1 has failed: OpFault: the ops of a model take what they are given (%cross_entropy" in said[0][0], said
+
+
 def settle(rank: int, num_ranks: int, odd: object) -> None:
     whale.parallelize(captured_scopes("none").model, loss=loss, batch=make_batch(8), config=odd if rank == 1 else {})  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from whale.capture import BatchDims, BatchStructure, Program, capture
+from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, Program, capture
 from whale.errors import BatchError, CaptureError
 from whale.ir.graph import ModelGraph
 
@@ -77,7 +77,14 @@ class CapturedMode:
         return self._by_rows[num_rows]
 
     def _capture_at(self, num_rows: int) -> fx.Graph:
-        graph, program = capture(self._model, self.structure.with_rows(num_rows), self._loss, mode=self._name, static=True)
+        try:
+            graph, program = capture(self._model, self.structure.with_rows(num_rows), self._loss, mode=self._name, static=True)
+        except CaptureError as error:
+            raise CaptureError(
+                f"the model must be captured for {num_rows} rows too, which a device takes of {self.graph.num_rows}: {error.message}",
+                where=error.where,
+                hint=error.hint or AS_LARGE_AS_THE_BATCH,
+            ) from error
         ours = {op.name: op for op in self.graph.ops}
         odd = next((op for op in graph.ops if op.name not in ours or ours[op.name].target != op.target), None)
         if odd is not None or len(graph.ops) != len(self.graph.ops):

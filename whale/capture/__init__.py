@@ -1,12 +1,13 @@
 """Scopes as the user writes them, and the capture of model and loss as one graph."""
 
 from whale.capture.attributes import warning_of
-from whale.capture.batch import BatchDims, BatchStructure, Leaf, check_batch_dims
+from whale.capture.batch import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, Leaf, check_batch_dims
 from whale.capture.capture import capture
 from whale.capture.program import OutputStructure, Program
 from whale.capture.scopes import Annotation, replicate, set_default_strategy, split, tag
 
 __all__ = [
+    "AS_LARGE_AS_THE_BATCH",
     "Annotation",
     "BatchDims",
     "BatchStructure",

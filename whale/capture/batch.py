@@ -161,8 +161,14 @@ class BatchStructure:
         sizes = {part.path: found[part.path].shape[0] for part in self.parts if part.has_rows}
         if len(set(sizes.values())) > 1:
             listing = ", ".join(f"{path}: {size}" for path, size in sizes.items())
-            raise BatchError(f"all tensors of a batch have the same number of rows ({listing})")
+            raise BatchError(
+                f"all tensors of a batch have the same number of rows ({listing})",
+                hint=AS_LARGE_AS_THE_BATCH,
+            )
         return int(next(iter(sizes.values())))
+
+
+AS_LARGE_AS_THE_BATCH = "a tensor without rows that is as large as the batch (class weights) is told by batch_dims={'weights': None}"
 
 
 def _plain(batch: object) -> object:

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from whale.comm.backend import backend_of
 from whale.comm.lines import say_why
 from whale.comm.waiting import Waits
-from whale.errors import ConfigError, RuntimeFault, WhaleError
+from whale.errors import ConfigError, OpFault, RuntimeFault, WhaleError
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,14 @@ class World:
     def in_company(self) -> Iterator[None]:
         """Around what all ranks do together: where it fails on this rank in a way that the others do not know of, they are told at once.
 
-        They know of a `WhaleError`: it is raised on all ranks, or was told to them when it was raised. After any other error this
-        rank cannot go on with them.
+        They know of a `WhaleError`: it is raised on all ranks, or was told to them when it was raised, but for an `OpFault`. After
+        any other error this rank cannot go on with them.
         """
         try:
             yield
-        except WhaleError:
-            raise
         except Exception as error:
-            if not self.is_alone:
+            is_known = isinstance(error, WhaleError) and not isinstance(error, OpFault)
+            if not is_known and not self.is_alone:
                 say_why(error)
                 self.waits.lines.hang_up()
             raise

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
-from whale.errors import CaptureError, CheckpointError, ConfigError, RuntimeFault
+from whale.errors import BatchError, CaptureError, CheckpointError, ConfigError, OpFault, RuntimeFault
 
 torch.set_num_threads(1)
 
@@ -327,3 +327,83 @@ def test_a_state_dict_is_loaded_as_a_module_does() -> None:
     said = str(caught.value)
     assert "2.bias is missing" in said and "x is none of them" in said and "0.weight: [4, 3], the model's: [3, 4]" in said
     assert same(other.state_dict(), weights(engine))
+
+
+class Words(nn.Module):
+    """Tells one of three classes for each of ten words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, word: Tensor) -> Tensor:
+        output: Tensor = self.head(self.table(word))
+        return output
+
+
+def words(rows: int = 8) -> dict[str, Tensor]:
+    return {"word": torch.arange(rows) % 10, "label": torch.arange(rows) % 3}
+
+
+def classes(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(output, batch["label"])
+
+
+@pytest.mark.parametrize(("part", "said"), [("word", "aten.embedding.default"), ("label", "aten.cross_entropy_loss.default")])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_value_out_of_range_is_told_by_the_users_line(part: str, said: str, policy: str) -> None:
+    torch.manual_seed(0)
+    model = Words()
+    engine = parallelize(model, loss=classes, batch=words(), config={"recompute.policy": policy, "pipeline.num_micro_batch": 2})
+    bad = words()
+    bad[part] = bad[part] + torch.tensor([0] * 7 + [90])
+    with pytest.raises(OpFault) as caught:
+        engine.step(bad)
+    assert caught.value.message.startswith("the ops of a model take what they are given (%")
+    assert f", {said}, on rows 4 to 7" in caught.value.message
+    assert "IndexError: " in caught.value.message and str(caught.value.where).rpartition(":")[0].endswith("test_habits.py")
+    expected = float(classes(model(words()["word"]), words()).detach())
+    assert float(engine.step(words())) == pytest.approx(expected), "nothing has changed"
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(10, 3)
+
+    def forward(self, word: Tensor, offset: Tensor) -> Tensor:
+        output: Tensor = self.table(word, offset)
+        return output
+
+
+def test_an_op_that_fails_on_some_rows_says_how_to_gather_them() -> None:
+    batch = {"word": torch.arange(16) % 10, "offset": torch.arange(0, 16, 2), "label": torch.arange(8) % 3}
+    with pytest.warns(UserWarning, match="embedding_bag"):
+        engine = parallelize(Bags(), loss=classes, batch=batch, config={"pipeline.num_micro_batch": 2})
+    with pytest.raises(OpFault, match=r"(?s)aten.embedding_bag.*offsets\[0\] has to be 0.*pipeline.num_micro_batch: 1 gathers them"):
+        engine.step(batch)
+
+
+def test_weights_of_classes_that_are_as_many_as_the_rows() -> None:
+    def weighted(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(output, batch["label"], weight=batch["weight"])
+
+    def batch(rows: int) -> dict[str, Tensor]:
+        return {"word": torch.arange(rows), "label": torch.arange(rows) % 3, "weight": torch.ones(3)}
+
+    given: dict[str, Any] = {"loss": weighted, "batch": batch(3)}
+    with pytest.raises(BatchError, match=r"(?s)\['weight'\]: 3.*is told by batch_dims={'weights': None}"):
+        parallelize(Words(), **given).step(batch(6))
+    with pytest.raises(CaptureError, match=r"(?s)must be captured for 1 rows too, which a device takes of 3: .*is told by batch_dims="):
+        parallelize(Words(), **given, config={"pipeline.num_micro_batch": 3})
+    engine = parallelize(Words(), **given, batch_dims={"weight": None}, config={"pipeline.num_micro_batch": 3})
+    engine.step(batch(6))
+
+
+def test_statistics_that_average_over_all_batches_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)momentum=None of 1 averages over all batches.*hint: momentum=0.1"):
+        parallelize(nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1, momentum=None)))
+    model = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1, momentum=None))
+    model[1].eval()
+    parallelize(model).step(BATCH)

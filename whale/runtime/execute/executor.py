@@ -17,6 +17,7 @@ from whale.ir.schedule import COMMUNICATION, POSTS, RECEIVES, Action, Kind
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.exchange import Exchange, Place, place_of
 from whale.runtime.execute.loss import LossAccount
+from whale.runtime.execute.op_faults import named_ops
 from whale.runtime.execute.order import Order
 from whale.runtime.execute.randomness import seed_of
 from whale.runtime.execute.stage import Flight, StageRunner
@@ -164,13 +165,14 @@ class Executor:
         if state.with_gradients:
             for name, value in received.items():
                 value.requires_grad_(self._model.by_name[name].requires_grad)
-        flight = self._stages[stage].forward(
-            high - low,
-            lambda name: state.batch.rows_on(self._device, name, start + low, start + high),
-            received,
-            with_graph=state.with_gradients and (stage, micro_batch) not in self._order.recomputed,
-            seed=lambda: seed_of(*state.seed, self._stages[stage].row_group, micro_batch, stage),
-        )
+        with named_ops(self._model, start + low, start + high):
+            flight = self._stages[stage].forward(
+                high - low,
+                lambda name: state.batch.rows_on(self._device, name, start + low, start + high),
+                received,
+                with_graph=state.with_gradients and (stage, micro_batch) not in self._order.recomputed,
+                seed=lambda: seed_of(*state.seed, self._stages[stage].row_group, micro_batch, stage),
+            )
         if stage in self._counted:
             self._collect(state, flight, start + low, start + high)
         self._num_in_flight += 1

@@ -1,0 +1,58 @@
+"""An op of the model that does not take what it is given, told by the user's line: a token or a label out of range, mostly.
+
+What runs are generated modules, so torch's own account ends in a line of code that the user has never seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from torch import fx
+
+from whale.errors import OpFault, WhaleError
+from whale.ir.graph import ModelGraph
+from whale.runtime.program.marks import op_of
+
+
+@contextmanager
+def named_ops(model: ModelGraph, start: int, stop: int) -> Iterator[None]:
+    """Around the run of a stage's program: an op that fails in it is named.
+
+    Args:
+        model: the captured model.
+        start, stop: rows of the global batch that it computes.
+
+    Raises:
+        OpFault: an op did. Memory that has run out is raised as it is.
+    """
+    try:
+        yield
+    except (WhaleError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        op = model.by_name.get(_failing_op(error.__traceback__) or "")
+        if op is None:
+            raise
+        raise OpFault(
+            f"the ops of a model take what they are given (%{op.name}, {op.target}, on rows {start} to {stop - 1} of the batch: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})",
+            where=op.where,
+            hint="is a value of the batch out of range, such as a label or a token? An op that needs all rows at once fails on some: "
+            "pipeline.num_micro_batch: 1 gathers them, and batch_dims= says which tensors of the batch have no rows",
+        ) from error
+
+
+def _failing_op(last: TracebackType | None) -> str | None:
+    """The innermost op of a captured graph in a traceback."""
+    found = None
+    while last is not None:
+        module = last.tb_frame.f_locals.get("self")
+        if isinstance(module, fx.GraphModule) and last.tb_frame.f_code is getattr(type(module).forward, "__code__", None):
+            index = (module._lineno_map or {}).get(last.tb_lineno - module._prologue_start)
+            nodes = list(module.graph.nodes)
+            found = found if index is None or index >= len(nodes) else op_of(nodes[index]) or nodes[index].name
+        last = last.tb_next
+    return found
