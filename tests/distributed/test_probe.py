@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,8 +35,10 @@ def test_all_ranks_have_one_cluster(world: Ranks) -> None:
     cluster, told = found[0]
     assert all(other == cluster for other, _ in found)
     (host,) = cluster.hosts
-    assert len(host.devices) == 4 and len({device.kind for device in host.devices}) == 1
-    names = {figure.name.partition(": ")[2]: figure.num_samples for figure in cluster.measured}
+    assert len(host.devices) == 4
+    names: Counter[str] = Counter()
+    for figure in cluster.measured:  # ranks of which one was slowed down meanwhile are told apart
+        names[figure.name.partition(": ")[2]] += figure.num_samples
     assert names["memory"] == 8 and names["bandwidth, alone"] == 2 and names["bandwidth, all at once"] == 4
     assert names["products of float32, 16 x 16, one rank alone"] == 2
     assert [what for what in told if what.startswith("messages")] == [

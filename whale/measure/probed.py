@@ -15,6 +15,9 @@ from whale.measure.samples import Samples, pooled
 NAME = "probed"
 SHARED_BELOW = 0.9
 """A card, or a link, is shared if all pairs at once get less than this part of what each gets alone."""
+ALIKE = 1.2
+"""Devices of one kind on one host are one group up to this ratio of their speeds, or if their samples overlap; a slower one, throttled
+or shared, is its own."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,15 @@ class Report:
     notes: tuple[str, ...] = ()
 
     @property
-    def group(self) -> str:
-        """What is pooled: alike devices of one host."""
+    def kind(self) -> str:
+        """Its host and model."""
         return f"{self.profile.host} {self.profile.model}"
+
+    @property
+    def speed(self) -> Figure:
+        """The fastest float32 product while all compute."""
+        products = (each for each in self.compute if each.name.startswith(f"{PRODUCTS} float32") and not each.name.endswith(ALONE))
+        return max((Figure.of(each.name, each.unit, each.values) for each in products), key=lambda figure: figure.value)
 
 
 def probed_cluster(reports: Sequence[Report]) -> Cluster:
@@ -46,12 +55,13 @@ def probed_cluster(reports: Sequence[Report]) -> Cluster:
     where all together get no more than one pair alone, that as a link that they share. Between hosts each device has what one
     alone gets, and where they share it, what all get together is the host's card.
     """
-    compute = pooled((report.group, samples) for report in reports for samples in report.compute)
+    groups = _groups(reports)
+    compute = pooled((group, samples) for report, group in zip(reports, groups, strict=True) for samples in report.compute)
     messages = pooled(item for report in reports for item in report.messages)
     members: dict[str, list[Device]] = {}
-    for report in reports:
+    for report, group in zip(reports, groups, strict=True):
         devices = members.setdefault(report.profile.host, [])
-        devices.append(_device(report, f"{report.profile.host}/{len(devices)}", compute[report.group]))
+        devices.append(_device(report, f"{report.profile.host}/{len(devices)}", compute[group]))
     hosts = tuple(
         Host(name, tuple(devices), _inside(name, devices, messages), _card(name, members, messages)) for name, devices in members.items()
     )
@@ -59,6 +69,19 @@ def probed_cluster(reports: Sequence[Report]) -> Cluster:
     network = Link.slowest(between) if between else None
     figures = (figure for found in (compute, messages) for each in found.values() for figure in each)
     return Cluster(NAME, hosts, network, measured=tuple(figures))
+
+
+def _groups(reports: Sequence[Report]) -> list[str]:
+    """Per report what it is pooled with: devices of one kind on one host that are about as fast; the fastest have no number."""
+    firsts: dict[str, list[Figure]] = {}
+    groups = {}
+    for index in sorted(range(len(reports)), key=lambda index: -reports[index].speed.value):
+        kind, speed = reports[index].kind, reports[index].speed
+        known = firsts.setdefault(kind, [])
+        if not known or (known[-1].value > ALIKE * speed.value and known[-1].low > speed.high):
+            known.append(speed)
+        groups[index] = kind if len(known) == 1 else f"{kind}, slower {len(known) - 1}"
+    return [groups[index] for index in range(len(reports))]
 
 
 def _device(report: Report, name: str, figures: Sequence[Figure]) -> Device:

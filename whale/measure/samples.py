@@ -15,8 +15,8 @@ from whale.ir.figure import Figure
 
 Key = TypeVar("Key", bound=Hashable)
 
-ROUND_SECONDS = 5e-3
-"""About as long as a round's calls take together: so long that the clock and the start count little."""
+ROUND_SECONDS = 0.05
+"""About as long as a round's calls take together: some periods of what throttles a device or a share of a core."""
 
 
 @dataclass(frozen=True, slots=True)

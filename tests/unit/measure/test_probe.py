@@ -46,18 +46,23 @@ def test_alike_devices_are_pooled_and_what_hosts_share_is_a_card() -> None:
     cluster = probed_cluster(
         [
             report("a", 1e9, ("inside a", ALONE, 5.0), ("inside a", AT_ONCE, 2.0), ("a - b", ALONE, 4.0), ("a - b", AT_ONCE, 3.0)),
-            report("a", 3e9),
+            report("a", 1.1e9),
             report("b", 8e9, ("inside b", ALONE, 7.0)),
             report("b", 8e9),
         ]
     )
     a, b = cluster.hosts
-    assert [dict(device.flops) for device in a.devices] == [{"float32": 2e9, "bfloat16": pytest.approx(2e9 / 3)}] * 2
+    assert [dict(device.flops) for device in a.devices] == [{"float32": 1.05e9, "bfloat16": pytest.approx(1.05e9 / 3)}] * 2
     assert b.devices[0].peak_flops("float32") == 8e9
     assert a.devices[0].kernel_start == 2e-6 and a.devices[0].bandwidth == 2e10
     assert (a.link, b.link, cluster.network) == (Link(2.0, 2.0), Link(7.0, 7.0), Link(4.0, 4.0))
     assert (a.card, b.card) == (6.0, 6.0), "two pairs at once had 3 each, where one alone has 4"
     assert {figure.name for figure in cluster.measured} >= {"a cpu: memory", "inside a: bandwidth, all at once", "a - b: latency, alone"}
+
+
+def test_a_slower_device_of_the_same_kind_is_not_pooled_with_the_others() -> None:
+    (host,) = probed_cluster([report("a", speed) for speed in (1e9, 3e9, 2.9e9, 1.1e9)]).hosts
+    assert [device.peak_flops("float32") for device in host.devices] == [1.05e9, 2.95e9, 2.95e9, 1.05e9]
 
 
 def test_pairs_that_get_together_what_one_has_alone_share_the_link() -> None:
