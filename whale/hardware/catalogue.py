@@ -13,6 +13,9 @@ from whale.hardware.fields import Entry
 from whale.ir.cluster import Device, Link
 
 CPU = "cpu"
+DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+SPEEDS = ("half_width", "traffic", "host_seconds")
+"""What may be said of a device beside its data sheet and efficiency."""
 FILE = "devices.yaml"
 
 
@@ -26,6 +29,8 @@ class KnownDevice:
         bandwidth: bytes per second of its own memory.
         flops: peak FLOP/s per dtype, sorted pairs; float32 is among them.
         efficiency: share of the peak that large matrix products reach.
+        efficiencies: of dtypes for which it is another, sorted pairs.
+        half_width, traffic, host_seconds: as of `Device`.
         link: name of the usual link inside a host.
         nvml: word lists, each of which identifies the device in NVML's name for it.
     """
@@ -37,6 +42,10 @@ class KnownDevice:
     efficiency: float
     link: str
     nvml: tuple[tuple[str, ...], ...]
+    efficiencies: tuple[tuple[str, float], ...] = ()
+    half_width: float = 0.0
+    traffic: float = 1.0
+    host_seconds: float = 0.0
 
     def device(self, name: str, host: str, *, memory: int | None = None, num_cores: float = 1.0) -> Device:
         """One of these, on a host.
@@ -48,7 +57,8 @@ class KnownDevice:
             num_cores: its speeds are this many times the catalogue's: a CPU's number of cores, or the part of a shared GPU.
         """
         flops = tuple((dtype, peak * num_cores) for dtype, peak in self.flops)
-        return Device(name, host, self.name, flops, memory or self.memory, self.bandwidth * num_cores, self.efficiency)
+        reached = self.efficiency, None, self.efficiencies, self.half_width, self.traffic, self.host_seconds
+        return Device(name, host, self.name, flops, memory or self.memory, self.bandwidth * num_cores, *reached)
 
 
 @dataclass(frozen=True)
@@ -131,23 +141,48 @@ def read_link(entry: Entry) -> Link | None:
 
 def read_flops(entry: Entry) -> dict[str, float]:
     """Peak FLOP/s per dtype, from ``{float32: 15.7 TFLOP/s, float16: 125 TFLOP/s}``."""
-    dtypes = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-    if not entry.is_mapping(dtypes):
+    if not entry.is_mapping(DTYPES):
         return {}
-    amounts = {dtype: entry.quantity(dtype, "FLOP/s") for dtype in dtypes}
+    amounts = {dtype: entry.quantity(dtype, "FLOP/s") for dtype in DTYPES}
     return {dtype: amount for dtype, amount in amounts.items() if amount is not None}
+
+
+def read_efficiency(entry: Entry) -> tuple[float, tuple[tuple[str, float], ...]] | None:
+    """An efficiency, and those of dtypes that have their own: ``0.8``, or ``{float32: 0.8, float16: 0.6}``, the first for all others."""
+    if not isinstance(entry.get("efficiency"), dict):
+        found = entry.number("efficiency", high=1)
+        return None if found is None else (found, ())
+    below = entry.below("efficiency", f"{entry.name}: efficiency")
+    if not below.is_mapping(DTYPES, required=("float32",)):
+        return None
+    shares = {dtype: below.number(dtype, high=1) for dtype in DTYPES}
+    own = {dtype: share for dtype, share in shares.items() if share is not None}
+    return (own.pop("float32"), tuple(sorted(own.items()))) if "float32" in own else None
 
 
 def _read_device(entry: Entry, name: str) -> KnownDevice:
     keys = ("memory", "bandwidth", "flops", "efficiency", "link", "nvml")
-    entry.is_mapping(keys, required=keys)
+    entry.is_mapping((*keys, *SPEEDS), required=keys)
     nvml = entry.get("nvml")
+    efficiency, efficiencies = read_efficiency(entry) or (0.0, ())
     return KnownDevice(
         name,
         int(entry.quantity("memory", "B") or 0),
         entry.quantity("bandwidth", "B/s") or 0.0,
         tuple(sorted(read_flops(entry.below("flops", f"device {name}: flops")).items())),
-        entry.number("efficiency", high=1) or 0.0,
+        efficiency,
         entry.text("link") or "",
         tuple(_words(str(item)) for item in nvml) if isinstance(nvml, list) else (),
+        efficiencies,
+        **read_speeds(entry),
     )
+
+
+def read_speeds(entry: Entry) -> dict[str, float]:
+    """What a device, or the catalogue, says of `SPEEDS`."""
+    found = {
+        "half_width": entry.number("half_width"),
+        "traffic": entry.number("traffic", high=1),
+        "host_seconds": entry.quantity("host_seconds", "s", zero=True),
+    }
+    return {name: amount for name, amount in found.items() if amount is not None}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from whale.config import nearest
-from whale.hardware.catalogue import CPU, KnownDevice, catalogue, read_flops
+from whale.hardware.catalogue import CPU, SPEEDS, KnownDevice, catalogue, read_efficiency, read_flops, read_speeds
 from whale.hardware.fields import Entry
 from whale.ir.cluster import Device
 
@@ -15,7 +15,7 @@ MOST = 100_000
 """Devices of one entry, hosts of one entry: more is a slip of the pen."""
 
 _REPEATED = re.compile(r"(\d+)\s*[x*]\s*(\S.*)")
-_KEYS = ("model", "count", "memory", "bandwidth", "flops", "efficiency", "num_cores", "kernel_start")
+_KEYS = ("model", "count", "memory", "bandwidth", "flops", "efficiency", "num_cores", "kernel_start", *SPEEDS)
 _FULL = ("memory", "bandwidth", "flops", "efficiency")
 
 
@@ -87,13 +87,20 @@ def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[
         flops |= read_flops(entry.below("flops", f"{entry.name}: flops"))
         if "float32" not in flops:
             entry.fault(f"{entry.name}: flops needs at least 'float32'", "flops")
+    speeds = read_speeds(entry)
+    written = read_efficiency(entry) if entry.has("efficiency") else None
+    efficiency, efficiencies = written or (usual.efficiency, usual.efficiencies)
     memory, bandwidth = entry.quantity("memory", "B"), entry.quantity("bandwidth", "B/s")
     changed = replace(
         usual,
         flops=tuple(sorted(flops.items())),
         memory=max(1, int(memory)) if memory is not None else usual.memory,
         bandwidth=bandwidth if bandwidth is not None else usual.bandwidth,
-        efficiency=entry.number("efficiency", high=1) or usual.efficiency,
+        efficiency=efficiency,
         kernel_start=entry.quantity("kernel_start", "s", zero=True),
+        efficiencies=efficiencies,
+        half_width=speeds.get("half_width", usual.half_width),
+        traffic=speeds.get("traffic", usual.traffic),
+        host_seconds=speeds.get("host_seconds", usual.host_seconds),
     )
     return lambda name, host: replace(changed, name=name, host=host)

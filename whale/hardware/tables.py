@@ -7,8 +7,8 @@ from whale.units import format_bytes, format_count, format_seconds
 
 
 def device_table() -> str:
-    """Every device: memory, bandwidth, speeds, efficiency, link."""
-    lines = ["| device | memory | bandwidth | float32 | float16 | bfloat16 | efficiency | link |", "|" + " --- |" * 8]
+    """Every device: memory, bandwidth, speeds, efficiency, traffic, link."""
+    lines = ["| device | memory | bandwidth | float32 | float16 | bfloat16 | efficiency | traffic | link |", "|" + " --- |" * 9]
     for device in catalogue().devices.values():
         flops = dict(device.flops)
         speeds = [f"{format_count(flops[dtype])}FLOP/s" if dtype in flops else "-" for dtype in ("float32", "float16", "bfloat16")]
@@ -17,7 +17,8 @@ def device_table() -> str:
             format_bytes(device.memory),
             f"{format_count(device.bandwidth)}B/s",
             *speeds,
-            f"{device.efficiency:g}",
+            ", ".join([f"{device.efficiency:g}", *(f"{dtype} {share:g}" for dtype, share in device.efficiencies)]),
+            f"{device.traffic:g}",
             device.link,
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -52,6 +52,11 @@ class Device:
         bandwidth: bytes per second of its own memory.
         efficiency: share of the peak that large matrix products reach, 0 to 1.
         kernel_start: seconds that starting one kernel costs, where that was measured; None for the usual.
+        efficiencies: of dtypes for which it is another, as sorted pairs.
+        half_width: a matrix product whose smallest size is this reaches half of the efficiency.
+        traffic: share of the bandwidth that kernels reach, 0 to 1.
+        host_seconds: what its host needs to start one kernel; 0 where the host is the device. Hosts run ahead: it rules only where
+            kernels are shorter.
     """
 
     name: str
@@ -62,6 +67,10 @@ class Device:
     bandwidth: float
     efficiency: float = 1.0
     kernel_start: float | None = None
+    efficiencies: tuple[tuple[str, float], ...] = ()
+    half_width: float = 0.0
+    traffic: float = 1.0
+    host_seconds: float = 0.0
 
     @cached_property
     def kind(self) -> Device:
@@ -72,6 +81,10 @@ class Device:
         """Peak FLOP/s at a dtype; float32's where the device names none for it."""
         table = dict(self.flops)
         return table.get(dtype, table["float32"])
+
+    def reached_flops(self, dtype: str) -> float:
+        """FLOP/s that large matrix products reach at a dtype."""
+        return self.peak_flops(dtype) * dict(self.efficiencies).get(dtype, self.efficiency)
 
     def __str__(self) -> str:
         return f"{self.name} {self.model} {format_bytes(self.memory)}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device
@@ -93,8 +96,53 @@ def test_a_sum_goes_inside_hosts_first() -> None:
 
 
 def test_optimizer_traffic() -> None:
-    assert optimizer_seconds(device("d", "h", bandwidth=7e9), 1e9, 2) == pytest.approx(1.0)
+    assert optimizer_seconds(device("d", "h", bandwidth=7e9), 1e9, 1e9, 2e9) == pytest.approx(1.0)
 
 
 def test_a_cluster_for_tests_has_the_speeds_asked_for() -> None:
     assert [d.peak_flops("float32") for d in cluster((2e9, 1e9)).devices] == [2e9, 1e9]
+
+
+def test_a_narrow_product_does_not_fill_the_device() -> None:
+    wide, narrow = (op_table(chain(1, width=width)) for width in (100, 10))
+    assert (narrow.depth[place := narrow.position["layer0"]], narrow.width[place]) == (10, 10)
+    assert narrow.narrowest(2)[place] == 2, "rows are a size too"
+    half = replace(device("d", "h", flops=1e6, bandwidth=1e15), half_width=10.0)
+    seconds = op_seconds(narrow, half, 1000, Costs(launch_seconds=0.0))
+    assert seconds.forward_per_row[place] == pytest.approx(2 * 2 * 10 * 10 / 1e6)
+    seconds = op_seconds(wide, half, 1000, Costs(launch_seconds=0.0))
+    assert seconds.forward_per_row[place] == pytest.approx(1.1 * 2 * 100 * 100 / 1e6)
+
+
+def test_short_kernels_wait_for_the_host() -> None:
+    graph, fast = chain(4, width=100), replace(device("d", "h", flops=1e15, bandwidth=1e15), host_seconds=1e-3)
+    table, costs = op_table(graph), Costs(launch_seconds=0.0)
+    index, launches = np.arange(len(graph.ops)), sum(table.launches)
+    found = op_seconds(table, fast, 4, costs)
+    assert found.started_forward(index).at(4) == pytest.approx(launches * 1e-3)
+    assert found.started_backward(index).at(4) == pytest.approx(2 * launches * 1e-3)
+    assert found.forward(index).at(4) < 1e-9, "the search ranks by what devices do"
+    found = op_seconds(table, replace(fast, flops=(("float32", 1e6),)), 4, costs)
+    assert found.started_forward(index) == found.forward(index)
+
+
+def test_pointwise_ops_may_run_in_one_kernel_with_their_reader() -> None:
+    graph = Graph()
+    h = graph.linear("layer0", graph.input("x"))
+    for number, source in enumerate((h, "p0", "p1")):
+        graph.call(f"p{number}", "aten.tanh.default", source, flops=32, tags=("pointwise",))
+    graph.sum_loss(graph.linear("layer1", "p2"))
+    built = graph.build()
+    alone, fused = op_table(built), op_table(built, fused=True)
+    place = [built.position[f"p{number}"] for number in range(3)]
+    assert alone.launches[place].tolist() == [1, 1, 1] and fused.launches[place].tolist() == [0, 0, 1]
+    assert fused.bytes_per_row[place].tolist() == [8 * 4, 0, 8 * 4], "the first reads, the last writes"
+    assert alone.bytes_per_row[place].tolist() == [2 * 8 * 4] * 3
+
+
+def test_products_may_run_in_tensorfloat() -> None:
+    table = op_table(chain(1, width=100))
+    known = replace(device("d", "h", bandwidth=1e15), flops=(("float32", 1e6), ("tf32", 8e6)), efficiencies=(("tf32", 0.5),))
+    plain, fast = (op_seconds(table, known, 1, Costs(launch_seconds=0.0, allows_tf32=allowed)) for allowed in (False, True))
+    place = table.position["layer0"]
+    assert plain.forward_per_row[place] == pytest.approx(4 * fast.forward_per_row[place])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from whale.errors import ClusterError
-from whale.hardware import catalogue
+from whale.hardware import catalogue, parse_cluster
 from whale.hardware.catalogue import read_catalogue
 from whale.hardware.tables import device_table, link_table
 
@@ -32,6 +32,9 @@ ROOT = Path(__file__).parents[3]
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100-PCIE"),
         ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GeForce RTX 2080 Ti", "2080Ti"),
+        ("NVIDIA TITAN RTX", "TitanRTX"),
         ("NVIDIA L4", "L4"),
         ("NVIDIA L40S", None),
         ("NVIDIA A10", "A10"),
@@ -70,3 +73,16 @@ def test_a_catalogue_with_faults_is_refused() -> None:
         )
     assert "unknown link 'b'" in str(caught.value)
     assert "unknown link 'c'" in str(caught.value)
+
+
+def test_an_efficiency_may_be_that_of_a_dtype() -> None:
+    device = catalogue().devices["V100-32GB"].device("d", "h")
+    assert device.reached_flops("float16") == 0.65 * 125e12 and device.reached_flops("float32") == 0.88 * 15.7e12
+    assert device.reached_flops("bfloat16") == device.reached_flops("float32")
+    for wrong, message in (
+        ("{float16: 0.5}", "needs 'float32'"),
+        ("{float32: 2}", "above 0 and at most 1"),
+        ("{int7: 1}", "no key 'int7'"),
+    ):
+        with pytest.raises(ClusterError, match=message):
+            parse_cluster(f"hosts: [{{devices: {{model: T4, efficiency: {wrong}}}}}]\n")

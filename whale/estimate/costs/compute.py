@@ -1,51 +1,87 @@
-"""Compute time of ops on a device: the larger of arithmetic and memory traffic, and a fixed part per kernel."""
+"""Compute time of ops on a device: the larger of arithmetic and memory traffic, a fixed part per kernel, and the host that starts them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whale.estimate.costs.costs import Costs
+from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import Floats, OpTable
 from whale.ir.cluster import Device
+
+Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class OpSeconds:
-    """Seconds per op in graph order, as ``fixed + per_row x rows``."""
+    """Seconds per op in graph order: on the device as ``fixed + per_row x rows``, and of the host that starts the kernels.
 
+    Attributes:
+        num_rows: about which the lines are taken.
+    """
+
+    num_rows: float
     forward_fixed: Floats
     forward_per_row: Floats
     backward_fixed: Floats
     backward_per_row: Floats
+    forward_host: Floats
+    backward_host: Floats
+
+    def forward(self, index: Index) -> Line:
+        """The forward pass of some ops, one after the other, on a device that never waits for its host."""
+        return Line(float(self.forward_fixed[index].sum()), float(self.forward_per_row[index].sum()))
+
+    def backward(self, index: Index, shares: Floats | float = 1.0) -> Line:
+        """The backward pass of some ops, or these shares of each, likewise."""
+        return Line(float((self.backward_fixed[index] * shares).sum()), float((self.backward_per_row[index] * shares).sum()))
+
+    def started_forward(self, index: Index) -> Line:
+        """The forward pass of some ops with waiting for the host, which runs ahead: where it needs longer than all kernels."""
+        return self._waiting(self.forward(index), float(self.forward_host[index].sum()))
+
+    def started_backward(self, index: Index, shares: Floats | float = 1.0) -> Line:
+        """The backward pass likewise."""
+        return self._waiting(self.backward(index, shares), float((self.backward_host[index] * shares).sum()))
+
+    def _waiting(self, device: Line, started: float) -> Line:
+        return device + Line(max(0.0, started - device.at(self.num_rows)))
 
 
 def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) -> OpSeconds:
     """Times of all ops on a device.
 
-    An op takes ``max(flops / (peak x efficiency), bytes / bandwidth)``, which bends where the one overtakes the
-    other. The line given for it is the side that rules at `num_rows`: exact there, a lower bound elsewhere.
+    An op takes ``max(flops / (peak x efficiency), bytes / (bandwidth x traffic))``, which bends where the one overtakes the
+    other; the efficiency falls with the smallest size of a matrix product. The line given for it is the side that rules at
+    `num_rows`: exact there, a lower bound elsewhere if the efficiency is constant.
 
     Args:
         num_rows: rows of a micro-batch on this device, about which the lines are taken.
-        costs: efficiency, launches and traffic.
+        costs: launches and traffic.
     """
-    efficiency = device.efficiency
-    peaks = np.array([device.peak_flops(dtype) * efficiency for dtype in table.dtypes])[table.dtype]
+    filled = 1 / (1 + device.half_width / np.maximum(table.narrowest(num_rows), 1.0))
+    peaks = np.array([device.reached_flops(_computed_in(dtype, device, costs)) for dtype in table.dtypes])[table.dtype] * filled
+    bandwidth = device.bandwidth * device.traffic
     launch = table.launches * (costs.launch_seconds if device.kernel_start is None else device.kernel_start)
+    start = table.launches * device.host_seconds
     forward = _rule(
-        (table.flops_fixed / peaks, table.flops_per_row / peaks),
-        (table.bytes_fixed / device.bandwidth, table.bytes_per_row / device.bandwidth),
-        num_rows,
+        (table.flops_fixed / peaks, table.flops_per_row / peaks), (table.bytes_fixed / bandwidth, table.bytes_per_row / bandwidth), num_rows
     )
-    traffic = costs.backward_traffic * table.trains / device.bandwidth
+    again = costs.backward_traffic * table.trains
     backward = _rule(
         (table.backward_flops_fixed / peaks, table.backward_flops_per_row / peaks),
-        (table.bytes_fixed * traffic, table.bytes_per_row * traffic),
+        (table.bytes_fixed * again / bandwidth, table.bytes_per_row * again / bandwidth),
         num_rows,
     )
-    return OpSeconds(forward[0] + launch, forward[1], backward[0] + launch * costs.backward_traffic * table.trains, backward[1])
+    return OpSeconds(num_rows, forward[0] + launch, forward[1], backward[0] + launch * again, backward[1], start, start * again)
+
+
+def _computed_in(dtype: str, device: Device, costs: Costs) -> str:
+    """The type that a device computes products of a dtype in."""
+    return "tf32" if dtype == "float32" and costs.allows_tf32 and "tf32" in dict(device.flops) else dtype
 
 
 def _rule(arithmetic: tuple[Floats, Floats], traffic: tuple[Floats, Floats], num_rows: float) -> tuple[Floats, Floats]:

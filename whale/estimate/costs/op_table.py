@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate.costs.line import Line
+from whale.estimate.costs.products import NO_PRODUCT, product_sizes
 from whale.ir.graph import ModelGraph, Op, TensorSpec
 
 Floats = NDArray[np.float64]
@@ -27,6 +29,7 @@ class OpTable:
         trains: 1 where a gradient flows through the op.
         flops_fixed, flops_per_row: forward; `backward_flops_*` likewise.
         bytes_fixed, bytes_per_row: read and written by the forward pass.
+        depth, width, height_fixed, height_per_row: sizes of matrix products (`ProductSizes`).
     """
 
     position: dict[str, int]
@@ -40,6 +43,15 @@ class OpTable:
     backward_flops_per_row: Floats
     bytes_fixed: Floats
     bytes_per_row: Floats
+    depth: Floats
+    width: Floats
+    height_fixed: Floats
+    height_per_row: Floats
+
+    def narrowest(self, num_rows: float) -> Floats:
+        """The smallest size of each product at a number of rows."""
+        found: Floats = np.minimum(np.minimum(self.depth, self.width), self.height_fixed + self.height_per_row * num_rows)
+        return found
 
 
 def spec_line(spec: TensorSpec, num_rows: int) -> Line:
@@ -67,16 +79,21 @@ def is_free(op: Op) -> bool:
     return op.kind != "call" or not op.outputs or "view" in op.tags or op.target == "operator.getitem"
 
 
-def op_table(graph: ModelGraph) -> OpTable:
-    """Collects the figures of a graph."""
+def op_table(graph: ModelGraph, *, fused: bool = False) -> OpTable:
+    """Collects the figures of a graph.
+
+    Args:
+        fused: whether pointwise ops run in one kernel with the op that alone reads them.
+    """
     sizes = output_lines(graph)
+    inside = fused_ops(graph) if fused else frozenset()
     dtypes: dict[str, int] = {"float32": 0}
     rows: list[tuple[float, ...]] = []
     codes: list[int] = []
     for op in graph.ops:
         codes.append(dtypes.setdefault(_compute_dtype(op), len(dtypes)))
-        rows.append((0.0,) * 8 if is_free(op) else _figures(op, graph, sizes))
-    columns = np.array(rows, dtype=np.float64).reshape(len(rows), 8).T
+        rows.append(_FREE if is_free(op) else _figures(op, graph, sizes, inside))
+    columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(_FREE)).T
     return OpTable(graph.position, tuple(dtypes), np.array(codes, dtype=np.int64), *columns)
 
 
@@ -87,14 +104,34 @@ def _compute_dtype(op: Op) -> str:
     return "float32"
 
 
-def _figures(op: Op, graph: ModelGraph, sizes: dict[str, Line]) -> tuple[float, ...]:
+_FREE = (0.0,) * 8 + (inf, inf, inf, 0.0)
+
+
+def _figures(op: Op, graph: ModelGraph, sizes: dict[str, Line], inside: frozenset[str]) -> tuple[float, ...]:
     written = sizes[op.name]
-    read = written if op.operator in GATHERS else Line.sum(sizes[name] for name in op.inputs)
-    moved = read + written
-    with_rows = moved.per_row > 0
+    read = written if op.operator in GATHERS else Line.sum(sizes[name] for name in op.inputs if name not in inside)
+    with_rows = (read + written).per_row > 0
+    moved = read if op.name in inside else read + written
+    product = product_sizes(graph, op)
     forward, backward = _spread(op.forward_flops, with_rows, graph.num_rows), _spread(op.backward_flops, with_rows, graph.num_rows)
     trains = 1.0 if op.requires_grad else 0.0
-    return (1.0, trains, forward.fixed, forward.per_row, backward.fixed, backward.per_row, moved.fixed, moved.per_row)
+    launches = 0.0 if op.name in inside else 1.0
+    height = (0.0, product.height / graph.num_rows) if product.height_grows else (product.height, 0.0)
+    work = forward.fixed, forward.per_row, backward.fixed, backward.per_row, moved.fixed, moved.per_row
+    return (launches, trains, *work, product.depth, product.width, *height)
+
+
+def fused_ops(graph: ModelGraph) -> frozenset[str]:
+    """Pointwise ops (dropout among them) that one op alone reads, which makes something of their size and is no matrix product."""
+    found = set()
+    for op in graph.ops:
+        users = graph.users[op.name]
+        if op.tags & {"pointwise", "random"} and op.outputs and len(users) == 1:
+            user = graph.by_name[users[0]]
+            alike = bool(user.outputs) and user.outputs[0].shape == op.outputs[0].shape and not is_free(user)
+            if alike and product_sizes(graph, user) == NO_PRODUCT:
+                found.add(op.name)
+    return frozenset(found)
 
 
 def _spread(flops: int, with_rows: bool, num_rows: int) -> Line:

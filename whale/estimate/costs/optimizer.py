@@ -5,9 +5,6 @@ from __future__ import annotations
 from whale.ir.cluster import Device
 
 
-def optimizer_seconds(device: Device, trainable_bytes: float, optimizer_states: int) -> float:
-    """Seconds of one step over `trainable_bytes` of weights; it is bound by memory traffic.
-
-    Weight and states are read and written, the gradient is read.
-    """
-    return trainable_bytes * (2 * (1 + optimizer_states) + 1) / device.bandwidth
+def optimizer_seconds(device: Device, weights: float, gradients: float, states: float) -> float:
+    """Seconds of one step over so many bytes of trained weights, of their gradients and of what is kept of them."""
+    return (2 * (weights + states) + gradients) / (device.bandwidth * device.traffic)

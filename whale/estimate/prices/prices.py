@@ -67,7 +67,7 @@ class Prices:
     @cached_property
     def table(self) -> OpTable:
         """Figures of all ops."""
-        return op_table(self.graph)
+        return op_table(self.graph, fused=self.costs.fuses_pointwise)
 
     @cached_property
     def outputs(self) -> dict[str, Line]:
@@ -133,7 +133,7 @@ class Prices:
             found = op_seconds(self.table, device, num_rows, self.costs)
             if not self.training:
                 zero = np.zeros_like(found.backward_fixed)
-                found = OpSeconds(found.forward_fixed, found.forward_per_row, zero, zero)
+                found = replace(found, backward_fixed=zero, backward_per_row=zero, backward_host=zero)
             self._seconds[key] = found
         return self._seconds[key]
 
@@ -201,7 +201,7 @@ class Prices:
             return self.compute(part, device, num_rows)[0]
         seconds = self.seconds(device, num_rows)
         index = np.array([self.table.position[name] for segment in recompute.segments for name in segment], dtype=np.int64)
-        return Line(float(seconds.forward_fixed[index].sum()), float(seconds.forward_per_row[index].sum()))
+        return seconds.forward(index)
 
     def compute(self, part: Part, device: Device, num_rows: float) -> tuple[Line, Line]:
         """Seconds of a part on a device, forward and backward, by rows about a number of them."""
@@ -209,7 +209,5 @@ class Prices:
         if key not in self._computing:
             seconds = self.seconds(device, num_rows)
             index = np.array([self.table.position[name] for name in part.ops], dtype=np.int64)
-            forward = Line(float(seconds.forward_fixed[index].sum()), float(seconds.forward_per_row[index].sum()))
-            backward = Line(float(seconds.backward_fixed[index].sum()), float(seconds.backward_per_row[index].sum()))
-            self._computing[key] = forward, backward
+            self._computing[key] = seconds.forward(index), seconds.backward(index)
         return self._computing[key]

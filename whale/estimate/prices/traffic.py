@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.axes import Axes
+from whale.axes import Axes, axes_of
 from whale.estimate.costs.compute import op_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import GATHERS, Floats, OpTable, spec_line
+from whale.estimate.costs.products import product_sizes
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph, Op
 
-COLUMNS = ("dtype", "launches", "trains", "flops_fixed", "flops_per_row", "backward_flops_fixed", "backward_flops_per_row")
+COLUMNS = tuple(each.name for each in fields(OpTable) if each.name not in ("position", "dtypes"))
+"""The columns of a table of ops."""
+
+DEPTH, WIDTH, HEIGHT, NEITHER = range(4)
+"""Which size of a matrix product an axis is of."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,13 @@ class CutTraffic:
     Attributes:
         table: of these ops.
         fixed, per_row: per op, bytes of what it reads and writes that has its axis, by rows.
+        sizes: per op, which size of its product its axis is of.
     """
 
     table: OpTable
     fixed: Floats
     per_row: Floats
+    sizes: NDArray[np.int64]
 
     def at(self, shares: Floats) -> OpTable:
         """The table of a device that works on these shares, one per op."""
@@ -43,6 +51,10 @@ class CutTraffic:
             backward_flops_per_row=table.backward_flops_per_row * shares,
             bytes_fixed=table.bytes_fixed - (1 - shares) * self.fixed,
             bytes_per_row=table.bytes_per_row - (1 - shares) * self.per_row,
+            depth=table.depth * np.where(self.sizes == DEPTH, shares, 1.0),
+            width=table.width * np.where(self.sizes == WIDTH, shares, 1.0),
+            height_fixed=table.height_fixed * np.where(self.sizes == HEIGHT, shares, 1.0),
+            height_per_row=table.height_per_row * np.where(self.sizes == HEIGHT, shares, 1.0),
         )
 
     def seconds(self, device: Device, num_rows: float, shares: Floats, costs: Costs, *, training: bool) -> Floats:
@@ -66,12 +78,31 @@ def cut_traffic(graph: ModelGraph, axes: Axes, table: OpTable, work: Sequence[tu
         for (op, axis), launches in zip(work, own.launches, strict=True)
     ]
     fixed = np.minimum(np.array([line.fixed for line in lines]), own.bytes_fixed)
-    return CutTraffic(own, fixed, np.minimum(np.array([line.per_row for line in lines]), own.bytes_per_row))
+    sizes = [
+        _cut_size(graph, axes, op, axis) if axis is not None and depth < inf else NEITHER
+        for (op, axis), depth in zip(work, own.depth, strict=True)
+    ]
+    return CutTraffic(
+        own, fixed, np.minimum(np.array([line.per_row for line in lines]), own.bytes_per_row), np.array(sizes, dtype=np.int64)
+    )
+
+
+def _cut_size(graph: ModelGraph, axes: Axes, op: Op, axis: str) -> int:
+    """Which size of an op's product an axis is of."""
+    known, weight = axes.ops.get(op.name), product_sizes(graph, op).weight
+    if known is None:
+        return NEITHER
+    made = [axis in axes_of(dimension) for dimension in known.outputs[0]]
+    if not any(made):
+        return DEPTH
+    if weight is not None:
+        return WIDTH if axis in axes.in_results(weight) else HEIGHT
+    return WIDTH if made[-1] else HEIGHT if made[-2:-1] == [True] else NEITHER
 
 
 def rows_of(table: OpTable, index: NDArray[np.int64]) -> OpTable:
     """Some rows of a table; positions stay those of the whole."""
-    return replace(table, **{name: getattr(table, name)[index] for name in (*COLUMNS, "bytes_fixed", "bytes_per_row")})
+    return replace(table, **{name: getattr(table, name)[index] for name in COLUMNS})
 
 
 def local_table(graph: ModelGraph, axes: Axes, table: OpTable, work: Mapping[str, str], shares: Mapping[str, float]) -> OpTable:
@@ -87,7 +118,7 @@ def local_table(graph: ModelGraph, axes: Axes, table: OpTable, work: Mapping[str
     part = cut_traffic(graph, axes, table, [(graph.by_name[name], work[name]) for name in names])
     scaled = part.at(np.array([shares[work[name]] for name in names]))
     columns = {}
-    for name in (*COLUMNS, "bytes_fixed", "bytes_per_row"):
+    for name in COLUMNS:
         column = getattr(table, name).copy()
         column[index] = getattr(scaled, name)
         columns[name] = column

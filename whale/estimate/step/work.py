@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from whale.axes.labels import Labels
 from whale.estimate.costs.line import Line
-from whale.estimate.costs.op_table import Floats
 from whale.estimate.memory.kept import kept_for_weights, weight_share
 from whale.estimate.memory.memory import kept_names, size_line, working_line
 from whale.estimate.prices.halves import halved, messages_of
@@ -134,11 +133,8 @@ class Works:
         found = prices.seconds(prices.cluster.by_name[device], float(num_rows))
         index = _positions(prices, key.part.ops)
         weights = np.array([weight_share(prices.graph, name) for name in key.part.ops])
-        forward = _line(found.forward_fixed[index], found.forward_per_row[index])
-        fixed, per_row = found.backward_fixed[index], found.backward_per_row[index]
-        again = _positions(prices, [name for run in key.segments for name in run])
-        repeated = _line(found.forward_fixed[again], found.forward_per_row[again])
-        return forward, _line(fixed * (1 - weights), per_row * (1 - weights)) + repeated, _line(fixed * weights, per_row * weights)
+        repeated = found.started_forward(_positions(prices, [name for run in key.segments for name in run]))
+        return found.started_forward(index), found.started_backward(index, 1 - weights) + repeated, found.started_backward(index, weights)
 
     def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """Seconds of F, I and W of a split group, whose devices wait for one another: of the slowest, with what they exchange."""
@@ -159,10 +155,6 @@ class Works:
     def _bridges(self, key: StageKey) -> tuple[Labels, tuple[Bridge, ...]]:
         labels = self.prices.labels(key.part.ops, key.shards)
         return labels, self.prices.bridges(key.part.ops, key.shards, key.part.returned(self.prices.graph))
-
-
-def _line(fixed: Floats, per_row: Floats) -> Line:
-    return Line(float(fixed.sum()), float(per_row.sum()))
 
 
 def _positions(prices: Prices, ops: Sequence[str]) -> NDArray[np.int64]:

@@ -113,7 +113,7 @@ class Workers:
             tuple(self._work(own, index)),
             held,
             tuple(self._held.of([place.key], [position])[0].total for place, position in zip(own, positions, strict=True)),
-            optimizer_seconds(known, trained, costs.optimizer_states),
+            optimizer_seconds(known, trained, held.gradients, held.optimizer),
             costs.capacity(known),
         )
 

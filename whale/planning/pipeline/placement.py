@@ -83,7 +83,7 @@ def device_groups(cluster: Cluster, size: int, *, prefer_intra_node: bool) -> tu
 
 
 def _speed(device: Device) -> float:
-    return device.peak_flops("float32") * device.efficiency
+    return device.reached_flops("float32")
 
 
 def _assign(group: Sequence[Device], sizes: Sequence[int], demand: Sequence[float], supply: Callable[[Device], float]) -> Placed:

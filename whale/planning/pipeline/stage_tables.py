@@ -76,11 +76,17 @@ class StageTables:
         index = np.array([prices.table.position[op] for op in points.spine], dtype=np.int64)
         forward = seconds.forward_fixed + num_rows * seconds.forward_per_row
         per_op = (times * forward + seconds.backward_fixed + num_rows * seconds.backward_per_row) / width
-        done = np.concatenate(([0.0], np.cumsum(per_op[index])))[points.bounds]
-        time = done[None, :] - done[:, None]
+        started = times * seconds.forward_host + seconds.backward_host  # every device starts every kernel
+        time = np.maximum(self._between_bounds(per_op[index]), self._between_bounds(started[index]))
         if link is not None:
             time = time + (points.messages * link.latency + self._crossing(num_rows) / link.bandwidth)[:, None]
         return self._of_pieces(time)
+
+    def _between_bounds(self, per_op: Floats) -> Floats:
+        """The sums over the ops of every piece."""
+        done = np.concatenate(([0.0], np.cumsum(per_op)))[self.points.bounds]
+        found: Floats = done[None, :] - done[:, None]
+        return found
 
     def _held(self, stage: int, num_rows: int) -> Floats:
         """Bytes that every piece needs on a device."""

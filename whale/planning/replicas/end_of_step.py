@@ -47,7 +47,10 @@ def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence
             weights[device] = weights.get(device, 0) + num_bytes
     slowest = max(reduced, key=lambda device: reduced[device], default=None)
     optimizer = max(
-        (optimizer_seconds(prices.cluster.by_name[device], held, prices.costs.optimizer_states) for device, held in weights.items()),
+        (
+            optimizer_seconds(prices.cluster.by_name[device], held, held, held * prices.costs.optimizer_states)
+            for device, held in weights.items()
+        ),
         default=0.0,
     )
     sync = reduced[slowest] if slowest else 0.0

@@ -290,7 +290,8 @@ class Figures:
         times = []
         for worker in self.workers:
             share = shares[label.work, worker.position] if shares is not None and label.work != WHOLE else 1.0
-            times.append(optimizer_seconds(worker.device, held * share, self.prices.costs.optimizer_states))
+            own = held * share
+            times.append(optimizer_seconds(worker.device, own, own, own * self.prices.costs.optimizer_states))
         return max(times) / self.site.num_micro_batch
 
     def _counts(self, op: Op, label: Label) -> bool:
