@@ -52,7 +52,7 @@ ROOMS = {
     "runtime": (
         ("training",),
         ("runtime",),
-        ("checkpoint", "weights"),
+        ("checkpoint", "recording", "weights"),
         ("execute",),
         ("state",),
         ("program",),

@@ -21,6 +21,7 @@ from whale.api.progress import told_if_long
 from whale.api.since_capture import SinceCapture
 from whale.api.step_loss import step_loss
 from whale.api.tracebacks import in_short
+from whale.api.tracing import Tracing
 from whale.errors import WhaleError, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -43,14 +44,16 @@ class Engine:
         state: what training changes.
         runtime: the plan at work.
         trains: whether the user gave an optimizer.
+        tracing: records chosen steps; None where none are.
 
     Attributes:
         modes, state, runtime: as given.
     """
 
-    def __init__(self, modes: Modes, state: EngineState, runtime: Runtime, *, trains: bool = True) -> None:
+    def __init__(self, modes: Modes, state: EngineState, runtime: Runtime, *, trains: bool = True, tracing: Tracing | None = None) -> None:
         self.modes, self.state, self.runtime = modes, state, runtime
         self._loader: Loader | None = None
+        self._tracing = tracing
         self._first_step = state.step_number
         world = runtime.roster.world
         self._since = SinceCapture(modes.train.graph, modes.train.program.tensors, state.tensors, world.device)
@@ -86,8 +89,13 @@ class Engine:
         return self._train(batch)
 
     def _train(self, batch: Any) -> torch.Tensor:
+        number = self.state.step_number
+        if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
+            self._tracing.begin(number)
         captured, view = self._view("train", batch)
         loss = train_step(self.runtime, self.state, view, captured.key)
+        if self._tracing is not None:
+            self._tracing.end(number, view.num_rows)
         self._rest()
         return step_loss(loss)
 

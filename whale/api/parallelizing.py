@@ -22,6 +22,7 @@ from whale.api.progress import told_if_long
 from whale.api.session import resolve_config
 from whale.api.since_capture import check_types
 from whale.api.tracebacks import in_short
+from whale.api.tracing import Tracing
 from whale.capture import BatchDims, warning_of
 from whale.comm import on_first_rank, together
 from whale.config import Config
@@ -30,6 +31,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planning import decide
 from whale.runtime.execute.rank_batch import rank_pieces
+from whale.runtime.program.watch import NOBODY
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.schedules import schedules_of
@@ -106,5 +108,9 @@ def parallelize(
         holdings = Holdings.of(decided, graph, axes)
         with told_if_long("making weights and process groups", world):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
-            runtime = Runtime(roster=roster, schedules=schedules, holdings=holdings, captured=modes.train, state=state, config=settings)
-        return Engine(modes, state, runtime, trains=optimizer is not None)
+            tracing = Tracing.of(settings, graph, attachment.cluster, roster)
+            watch = NOBODY if tracing is None else tracing.recorder
+            runtime = Runtime(
+                roster=roster, schedules=schedules, holdings=holdings, captured=modes.train, state=state, config=settings, watch=watch
+            )
+        return Engine(modes, state, runtime, trains=optimizer is not None, tracing=tracing)

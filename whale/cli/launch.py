@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from whale.runtime.execute.status import RankStatus
 
 TIMEOUT = "WHALE_COMMUNICATION_TIMEOUT_SECONDS"
+TRACE = "WHALE_TRACE_DIRECTORY"
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -70,7 +71,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "whale run"
     parser.usage = (
-        "whale run [--ranks N] [--recipe R.yaml] [--timeout SECONDS]\n                 [torchrun's flags] SCRIPT [the script's own words]"
+        "whale run [--ranks N] [--recipe R.yaml] [--timeout SECONDS] [--trace DIR]\n"
+        "                 [torchrun's flags] SCRIPT [the script's own words]"
     )
     parser.description = "Start a training script on several ranks. Accepts torchrun's flags beside its own."
     own = parser.add_argument_group("whale's own flags")
@@ -80,6 +82,11 @@ def make_parser() -> argparse.ArgumentParser:
     own.add_argument("--recipe", metavar="R.yaml", help="configuration of the engines that the script makes")
     own.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="longest that a rank waits for another (communication.timeout_seconds)"
+    )
+    own.add_argument(
+        "--trace",
+        metavar="DIR",
+        help="record three steps there: report.html, trace.json for Perfetto (trace.directory, and keys beside it)",
     )
     parser._action_groups.insert(0, parser._action_groups.pop())  # help lists the groups in this order
     parser._optionals.title = "torchrun's flags"
@@ -109,6 +116,8 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
         if arguments.timeout <= 0:
             raise ConfigError(f"--timeout must be more than 0 seconds, not {arguments.timeout:g}")
         variables[TIMEOUT] = str(arguments.timeout)
+    if arguments.trace is not None:
+        variables[TRACE] = str(Path(arguments.trace).resolve())
     return variables
 
 

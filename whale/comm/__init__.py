@@ -3,6 +3,7 @@
 from whale.comm.agreement import on_first_rank, together
 from whale.comm.backend import backend_of, blocks_host
 from whale.comm.channels import Channel, Channels
+from whale.comm.clocks import Clock, compare_clocks
 from whale.comm.groups import Groups
 from whale.comm.waiting import Launched, Waits
 from whale.comm.world import World, close_at_exit, connect
@@ -10,6 +11,7 @@ from whale.comm.world import World, close_at_exit, connect
 __all__ = [
     "Channel",
     "Channels",
+    "Clock",
     "Groups",
     "Launched",
     "Waits",
@@ -17,6 +19,7 @@ __all__ = [
     "backend_of",
     "blocks_host",
     "close_at_exit",
+    "compare_clocks",
     "connect",
     "on_first_rank",
     "together",

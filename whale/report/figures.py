@@ -45,7 +45,8 @@ def device_table(cluster: Cluster, step: StepEstimate, tracks: Sequence[Track]) 
 
 def _row(track: Track, cluster: Cluster, step_seconds: float, *, with_measured: bool) -> tuple[str, ...]:
     each = track.estimate
-    measured = format_seconds(track.measured_busy) if track.measured is not None else "-"
+    ends = (min(track.measured_busy), track.slowest) if track.measured_busy else ()
+    measured = " to ".join(dict.fromkeys(format_seconds(each) for each in ends)) or "-"
     return (
         each.name,
         cluster.by_name[each.devices[0]].model,

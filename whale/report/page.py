@@ -50,7 +50,7 @@ def report_html(
         f"<header><h1>{escape(heading)}</h1>\n{paragraph(_subtitle(plan))}{figures}</header>\n",
         section("straggler", "Who holds up the step", "".join(map(paragraph, words))),
         section("time", "Time", _time(tracks, drawn, recordings, recording)),
-        section("memory", "Memory", _memory()),
+        section("memory", "Memory", _memory(recording)),
         section("structure", "What runs where", structure(plan, graph)),
         section("devices", "Devices and links", device_table(cluster, step, tracks) + link_table(step)),
         section("why", "Why the plan is as it is", _choices(plan)),
@@ -109,16 +109,18 @@ def _of_recording(recordings: Sequence[StepRecording], recording: StepRecording 
     chosen = f"step {recording.step_number}" + (f", of middle length among the {len(recordings)} recorded" if len(recordings) > 1 else "")
     error = f"clocks agree within {format_seconds(recording.clock_error)}" if recording.clock_error else "all devices have one clock"
     return (
-        f"Measured: {chosen}, {recording.num_rows} rows; {error}. Where devices share a row, the one that computed longest is shown. "
-        "A message ends when its receiver has waited for it: it may have come before."
+        f"Measured: {chosen}, {recording.num_rows} rows; {error}. Of devices that share a row, one of the replica that computed "
+        "longest is shown. A message ends when its receiver has waited for it: it may have come before."
     )
 
 
-def _memory() -> str:
+def _memory(recording: StepRecording | None) -> str:
+    is_counted = recording is None or any(each.memory for each in recording.devices)
+    told = "" if is_counted else " Only a GPU's bytes are counted in a run, so all of this is predicted."
     return (
-        '<canvas id="held" tabindex="0" role="img" aria-label="Bytes on each device over the step, under its limit"></canvas>\n'
+        '<canvas id="held" role="img" aria-label="Bytes on each device over the step, under its limit"></canvas>\n'
         '<p class="note">Grey: parameters with their gradients and the optimizer\'s state. The red line is what a plan may use; '
-        "where it lies far above, it is drawn broken and told in words.</p>\n"
+        f"where it lies far above, it is drawn broken and told in words.{told}</p>\n"
     )
 
 

@@ -93,9 +93,9 @@ def _measured(step: StepEstimate, tracks: Sequence[Track]) -> Iterator[str]:
     """The measured straggler, where there is one."""
     if not any(track.measured for track in tracks):
         return
-    slow = max(tracks, key=lambda track: track.measured_busy)
+    slow = max(tracks, key=lambda track: track.slowest)
     assert slow.measured is not None
     predicted = slow.estimate.busy
-    times = f", {slow.measured_busy / predicted:.2f} times the {format_seconds(predicted)} that were predicted" if predicted else ""
+    times = f", {slow.slowest / predicted:.2f} times the {format_seconds(predicted)} that were predicted" if predicted else ""
     same = "too" if slow.estimate is step.straggler else f"and not {step.straggler.devices[0]}"
-    yield f"Measured, it is {slow.measured.device} {same}: it computed {format_seconds(slow.measured_busy)}{times}."
+    yield f"Measured, it is {slow.measured.device} {same}: it computed {format_seconds(slow.slowest)}{times}."

@@ -24,6 +24,7 @@ from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
 from whale.runtime.program.captured import Captured
+from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.buffers import merge_buffers
 from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.engine_state import EngineState
@@ -45,9 +46,10 @@ class Runtime:
         captured: the model in training.
         state: what the programs read and write.
         config: settings.
+        watch: told when each action, message, bucket and segment of a step begins and ends.
 
     Attributes:
-        roster, schedules, holdings, config: as given.
+        roster, schedules, holdings, config, watch: as given.
         clipping: of the gradients, or their norm alone; None where no setting asks for it.
         losses: looks at the loss of each step.
     """
@@ -61,13 +63,15 @@ class Runtime:
         captured: Captured,
         state: EngineState,
         config: Config,
+        watch: Watch = NOBODY,
     ) -> None:
         graph = captured.graph
+        self.watch = watch
         self.roster, self.schedules, self.holdings = roster, schedules, holdings
         self.config, self._captured, self._tensors = config, captured, state.tensors
         buckets = plan_buckets(holdings.shardings, graph, alike_schedules(roster.plan), config.communication.bucket_bytes)
         groups = groups_of(roster.plan, graph, holdings.shardings)
-        self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph))
+        self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph), watch)
         self._sync = self._make_sync(buckets, state)
         self._buffers = SharedBuffers(holdings, roster.rank, state.tensors, self._connections.everyone.add, roster.world.device)
         self._workers: dict[str, Worker] = {}
@@ -133,7 +137,8 @@ class Runtime:
                     sync.abandon()
                 raise
             if sync is not None:
-                sync.wait()
+                with self.watch.waiting("gradients"):
+                    sync.wait()
             self._buffers.settle(worker.model, worker.written, worker.made, batch.num_rows)
             return step
 
@@ -219,4 +224,4 @@ class Runtime:
             return None
         stages = {(seat.replica, stage) for stage in roster.plan.pipelines[seat.replica].stages_of(seat.pipeline_rank)}
         groups, waits = self._connections.groups, roster.world.waits
-        return GradientSync(buckets, self.holdings, seat.rank, stages, roster.world_ranks, state.parameters, groups, waits)
+        return GradientSync(buckets, self.holdings, seat.rank, stages, roster.world_ranks, state.parameters, groups, waits, self.watch)

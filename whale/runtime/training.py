@@ -7,6 +7,7 @@ import math
 import torch
 
 from whale.errors import warn
+from whale.ir.schedule import Action, Kind
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.loss import LossAccount
 from whale.runtime.runtime import Runtime
@@ -43,7 +44,9 @@ def train_step(runtime: Runtime, state: EngineState, batch: BatchView, mode: str
     with runtime.status.reporting():
         applies = _is_fit(runtime, state.step_number, step.account, loss, norm)
     runtime.status.set("STEP")
+    runtime.watch.begin(Action(Kind.STEP))
     state.advance(loss, applies=applies)
+    runtime.watch.end()
     return loss
 
 

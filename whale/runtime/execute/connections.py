@@ -11,6 +11,7 @@ from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.program.shard import Group
+from whale.runtime.program.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Connections:
         channels: between ranks.
         everyone: sums over all ranks.
         status: where the current action is kept for others to read.
+        watch: told when each action, message and segment begins and ends.
     """
 
     roster: Roster
@@ -30,21 +32,23 @@ class Connections:
     channels: Channels
     everyone: Everyone
     status: StatusBoard
+    watch: Watch
 
     @staticmethod
-    def open(roster: Roster, rank_sets: Iterable[tuple[int, ...]], pairs: Iterable[tuple[int, int]]) -> Connections:
+    def open(roster: Roster, rank_sets: Iterable[tuple[int, ...]], pairs: Iterable[tuple[int, int]], watch: Watch) -> Connections:
         """Makes the connections; all ranks of the world call it with the same arguments.
 
         Args:
             roster: who is who.
             rank_sets: ranks of the plan that sum together, beside the whole world.
             pairs: ordered pairs of ranks of the plan between which something travels.
+            watch: told when each action, message and segment begins and ends.
         """
         world = roster.world
         status = StatusBoard.open(world.rank)
         groups = Groups(world, [roster.everyone, *map(roster.in_world, rank_sets)])
         channels = Channels(world, (Channel(*(roster.world_ranks[rank] for rank in pair)) for pair in pairs))
-        return Connections(roster, groups, channels, Everyone(world, groups, status), status)
+        return Connections(roster, groups, channels, Everyone(world, groups, status, watch), status, watch)
 
     def split_group(self, stage: Stage, position: int) -> Group | None:
         """The ranks that share the work of a device of a stage; None where it is not split."""

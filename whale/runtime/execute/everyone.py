@@ -6,6 +6,7 @@ import torch
 
 from whale.comm import Groups, Launched, World
 from whale.runtime.execute.status import StatusBoard
+from whale.runtime.program.watch import Watch
 
 
 class Everyone:
@@ -15,10 +16,11 @@ class Everyone:
         world: this process among its peers.
         groups: holds the group of all ranks.
         status: where what is waited for is kept.
+        watch: told of each wait.
     """
 
-    def __init__(self, world: World, groups: Groups, status: StatusBoard) -> None:
-        self._groups, self._status, self._waits = groups, status, world.waits
+    def __init__(self, world: World, groups: Groups, status: StatusBoard, watch: Watch) -> None:
+        self._groups, self._status, self._waits, self._watch = groups, status, world.waits, watch
         self._ranks = tuple(range(world.size))
         self._peers = tuple(rank for rank in self._ranks if rank != world.rank)
 
@@ -34,7 +36,8 @@ class Everyone:
         """
         if work is not None:
             self._status.set(what, self._peers)
-            self._waits.wait(work, what, self._peers)
+            with self._watch.waiting(what):
+                self._waits.wait(work, what, self._peers)
 
     def add(self, tensor: torch.Tensor, what: str) -> None:
         """Sums a tensor, in place, and waits for it."""

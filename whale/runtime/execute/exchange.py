@@ -18,11 +18,9 @@ from whale.ir.plan import Edge
 from whale.ir.schedule import Action, Kind
 from whale.runtime.execute.boundary import Boundary, Copy
 from whale.runtime.program.shard.pieces import Index, as_index, on_device, part, write_part
+from whale.runtime.program.watch import Place, Watch
 from whale.schedules import Releases
 from whale.sharding.crossings import Direction
-
-Place = tuple[Direction, int, int]
-"""Direction, stage and micro-batch."""
 
 _BACKWARD = frozenset({Kind.SEND_BACKWARD, Kind.POST_BACKWARD, Kind.RECV_BACKWARD})
 
@@ -81,6 +79,7 @@ class Exchange:
         device: where tensors are used.
         waits: how communication is waited for.
         releases: which sends are known to be done when a receive is.
+        watch: told of each message.
     """
 
     def __init__(
@@ -93,10 +92,11 @@ class Exchange:
         device: torch.device,
         waits: Waits,
         releases: Releases,
+        watch: Watch,
     ) -> None:
         self._rank, self._position = rank, position
         self._boundary, self._model, self._channels = boundary, model, channels
-        self._device, self._waits = device, waits
+        self._device, self._waits, self._watch = device, waits, watch
         self._parcels: dict[Place, list[Parcel]] = {}
         self._sends: dict[tuple[Place, int], list[tuple[Launched, torch.Tensor]]] = {}
         self._done_at = {(place_of(receive), sender): [place_of(send) for send in sends] for (receive, sender), sends in releases.items()}
@@ -135,6 +135,7 @@ class Exchange:
         wire = torch.empty(form.shape, dtype=dtype, device=self._channels.wire_device)
         with self._waits.speaking(_name(place, "POST"), (copy.channel.source,)):
             work = self._channels.receive(_bytes(wire), copy.channel)
+        self._watch.posted(sender, place, copy.channel, wire)
         self._parcels.setdefault(place, []).append(Parcel(copy, form, wire, work, copy.channel.source, sender))
 
     def peers(self, place: Place) -> tuple[int, ...]:
@@ -145,6 +146,8 @@ class Exchange:
         """Waits for the parcels that have been posted, each once: Gloo's receives cannot be waited for again."""
         for parcel in self._parcels.get(place, ()):
             self._waits.wait(parcel.work, _name(place, "RECV"), (parcel.peer,))
+            if parcel.work is not None:
+                self._watch.arrived(parcel.sender, place, parcel.copy.channel)
             parcel.work = None
             for done in self._done_at.get((place, self._boundary.replica.pipeline.stage_rank[parcel.sender[1]]), ()):
                 self._let_go(done, parcel.peer)
@@ -166,7 +169,7 @@ class Exchange:
         """
         for edge, copy in self._copies(place, local=False):
             if copy.channel.source == self._rank:
-                self._send(place, copy, self._piece(place, edge, values, copy))
+                self._send(place, _receiving(place, edge), copy, self._piece(place, edge, values, copy))
 
     def hand_over(self, place: Place, values: Mapping[str, torch.Tensor]) -> None:
         """Passes a stage's values on within its virtual device: to other stages of this rank, and between its ranks.
@@ -180,12 +183,13 @@ class Exchange:
                 parcel = Parcel(copy, self._form(there, edge, copy), self._piece(place, edge, values, copy), None, self._rank, place)
                 self._parcels.setdefault(there, []).append(parcel)
             elif source == self._rank:
-                self._send(place, copy, self._piece(place, edge, values, copy))
+                self._send(place, _receiving(place, edge), copy, self._piece(place, edge, values, copy))
             elif target == self._rank:
                 self._post(place, _receiving(place, edge), edge, copy)
 
-    def _send(self, place: Place, copy: Copy, piece: torch.Tensor) -> None:
+    def _send(self, place: Place, receiver: Place, copy: Copy, piece: torch.Tensor) -> None:
         wire = piece.contiguous().to(self._channels.wire_device)
+        self._watch.sent(place, receiver, copy.channel, wire)
         with self._waits.speaking(_name(place, "SEND"), (copy.channel.target,)):
             work = self._channels.send(_bytes(wire), copy.channel)
         self._sends.setdefault((place, copy.channel.target), []).append((work, wire))

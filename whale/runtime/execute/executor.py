@@ -15,13 +15,14 @@ from whale.comm import Launched
 from whale.ir.graph import ModelGraph
 from whale.ir.schedule import COMMUNICATION, POSTS, RECEIVES, Action, Kind
 from whale.runtime.execute.batch_view import BatchView
-from whale.runtime.execute.exchange import Exchange, Place, place_of
+from whale.runtime.execute.exchange import Exchange, place_of
 from whale.runtime.execute.loss import LossAccount
 from whale.runtime.execute.op_faults import named_ops
 from whale.runtime.execute.order import Order
 from whale.runtime.execute.randomness import seed_of
 from whale.runtime.execute.stage import Flight, StageRunner
 from whale.runtime.execute.status import StatusBoard
+from whale.runtime.program.watch import Place, Watch
 from whale.runtime.state.gradient_sync import GradientSync
 
 
@@ -73,6 +74,7 @@ class Executor:
         counted: stages whose loss terms this rank counts: of a split group, whose devices all compute them, one does.
         sync: gradient synchronisation; None where nothing is trained.
         status: where the current action is kept for others to read.
+        watch: told when each action begins and ends.
         device: where this rank computes.
 
     Attributes:
@@ -88,12 +90,13 @@ class Executor:
         counted: frozenset[int],
         sync: GradientSync | None,
         status: StatusBoard,
+        watch: Watch,
         device: torch.device,
     ) -> None:
         self._order, self._stages, self._exchange, self._model = order, stages, exchange, model
         self._counted = counted
         self._gates = [stage.gate for stage in stages.values() if stage.gate is not None]
-        self._sync, self._status, self._device = sync, status, device
+        self._sync, self._status, self._watch, self._device = sync, status, watch, device
         self._flights: dict[tuple[int, int], Flight] = {}
         self._num_in_flight = 0
         self._handlers: dict[Kind, Callable[[StepState, int, int], None]] = {
@@ -143,6 +146,8 @@ class Executor:
             if needs_weights or action.kind in COMMUNICATION:
                 agreed()
             self._status.set(name, self._exchange.peers(place_of(action)) if action.kind in RECEIVES else ())
+            if action.kind is not Kind.STEP:
+                self._watch.begin(action)
             if action.kind is Kind.SYNC and self._sync is not None:
                 self._sync.finish_stage(_stage(action))
             elif action.kind is Kind.LOSS:  # agreed on all ranks before the sum: one that refuses the batch starts none
@@ -154,6 +159,7 @@ class Executor:
             elif action.kind in self._handlers:
                 assert action.stage is not None and action.micro_batch is not None
                 self._handlers[action.kind](state, action.stage, action.micro_batch)
+            self._watch.end()
         if self._sync is not None:
             self._sync.finish()
         self._exchange.finish()

@@ -79,7 +79,7 @@ def make_stages(
         stage = replica.stages[index]
         shards = _shards(replica, stage, axes, seat.position)
         splits = any(action.kind is Kind.BACKWARD_WEIGHT and action.stage == index for action in actions)
-        source = StageSource(captured.graph, captured.graph_for, replica, stage, set(known), device, splits, shards)
+        source = StageSource(captured.graph, captured.graph_for, replica, stage, set(known), device, splits, shards, connections.watch)
         group = connections.split_group(stage, seat.position)
         written = written_buffers(captured.graph, frozenset(stage.ops))
         buffers = StepBuffers(tensors, {name: kinds[name] for name in written if kinds[name] != "statistics"})

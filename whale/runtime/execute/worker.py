@@ -69,7 +69,9 @@ class Worker:
             known = {*self._weights.by_rows, *self._weights.measured}
             stages = make_stages(replica, self._seat, order.actions, captured, self.written, known, tensors, axes, connections)
             exchange = self._make_exchange(schedule, axes, connections)
-            self._executor = Executor(order, stages.runners, exchange, self.model, stages.counted, sync, connections.status, self._device)
+            self._executor = Executor(
+                order, stages.runners, exchange, self.model, stages.counted, sync, connections.status, connections.watch, self._device
+            )
         self._runners = stages.runners
         self._agreement = Agreement(plan, self.model, self._weights, stages, tensors, roster, connections.everyone)
 
@@ -79,7 +81,9 @@ class Worker:
         replica = self.plan.replicas[seat.replica]
         done = releases(schedule, Edges.of(schedule, edge_pairs(replica)), seat.pipeline_rank)
         boundary = Boundary(self.plan, replica, self.model, ranks, axes)
-        return Exchange(world.rank, seat.position, boundary, self.model, connections.channels, world.device, world.waits, done)
+        return Exchange(
+            world.rank, seat.position, boundary, self.model, connections.channels, world.device, world.waits, done, connections.watch
+        )
 
     @property
     def peak_in_flight(self) -> int:

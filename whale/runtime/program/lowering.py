@@ -20,6 +20,7 @@ from whale.runtime.program.overlap import overlap
 from whale.runtime.program.segments import with_segments
 from whale.runtime.program.shard import GROUP, lower_shards
 from whale.runtime.program.shared_gradient import divide_gradients
+from whale.runtime.program.watch import NOBODY, Watch
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ def lower(
     device: torch.device,
     *,
     splits_backward: bool = False,
-    segments: Sequence[Collection[str]] = (),
+    segments: Sequence[Sequence[str]] = (),
     shards: StageShards | None = None,
     num_rows: int = 0,
     halving: Halving | None = None,
+    watch: Watch = NOBODY,
 ) -> StageProgram:
     """Cuts the ops of one stage out of the whole graph.
 
@@ -73,6 +75,7 @@ def lower(
         shards: of a split stage: its program works on this device's parts, and takes the split group first.
         num_rows: rows that its split group takes, where the batch is cut.
         halving: how a split stage computes its rows in two halves; None where it computes them at once.
+        watch: told when each of these segments is computed.
     """
     wanted, handed = set(ops), set(received)
     read = _reads(model, wanted, handed, outputs)
@@ -93,7 +96,7 @@ def lower(
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
     keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
     return StageProgram(
-        module=with_segments(local, segments, random),
+        module=with_segments(local, segments, random, watch),
         inputs=(*first, *read),
         outputs=tuple(outputs),
         kinds=(*first, *kinds),

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from whale.runtime.program.marks import op_of
+from whale.runtime.program.watch import NOBODY, Watch
 
 
 class Recomputed(nn.Module):
@@ -26,23 +27,31 @@ class Recomputed(nn.Module):
     Args:
         module: takes the inputs and returns a tuple.
         is_random: whether it draws random numbers, which are then the same both times.
+        name: of the segment.
+        watch: told each time that it is computed.
     """
 
-    def __init__(self, module: fx.GraphModule, *, is_random: bool) -> None:
+    def __init__(self, module: fx.GraphModule, *, is_random: bool, name: str, watch: Watch) -> None:
         super().__init__()
         self.module, self.is_random = module, is_random
+        self._name, self._watch = name, watch
 
     def forward(self, *inputs: Any) -> Any:
-        return checkpoint(self.module, *inputs, use_reentrant=False, preserve_rng_state=self.is_random)
+        return checkpoint(self._compute, *inputs, use_reentrant=False, preserve_rng_state=self.is_random)
+
+    def _compute(self, *inputs: Any) -> Any:
+        with self._watch.segment(self._name):
+            return self.module(*inputs)
 
 
-def with_segments(graph: fx.Graph, segments: Sequence[Collection[str]], random: Collection[str]) -> fx.GraphModule:
+def with_segments(graph: fx.Graph, segments: Sequence[Sequence[str]], random: Collection[str], watch: Watch = NOBODY) -> fx.GraphModule:
     """A module that runs a stage's graph with these segments recomputed.
 
     Args:
         graph: of the stage, its nodes marked with their op's name (`OP`); changed in place.
         segments: names of the ops of each run.
         random: ops that draw random numbers.
+        watch: told when each of them is computed.
     """
     root = nn.Module()
     for number, segment in enumerate(segments):
@@ -52,7 +61,8 @@ def with_segments(graph: fx.Graph, segments: Sequence[Collection[str]], random: 
         if marked:
             nodes = order[marked[0] : marked[-1] + 1]  # with what lowering put in between
             name = f"segment{number}"
-            root.add_module(name, Recomputed(_take_out(graph, nodes, name), is_random=not names.isdisjoint(random)))
+            inner, is_random = _take_out(graph, nodes, name), not names.isdisjoint(random)
+            root.add_module(name, Recomputed(inner, is_random=is_random, name=f"{segment[0]} .. {segment[-1]}", watch=watch))
     return fx.GraphModule(root, graph)
 
 

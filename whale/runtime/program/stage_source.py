@@ -14,6 +14,7 @@ from whale.axes.halving import MIN_ROWS, halve_stage
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica, Stage
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
+from whale.runtime.program.watch import NOBODY, Watch
 
 GraphSource = Callable[[int], fx.Graph]
 """The captured graph for a number of rows of a piece."""
@@ -31,6 +32,7 @@ class StageSource:
         device: where it computes.
         splits_backward: whether its schedule runs input and weight gradients apart.
         shards: of a split stage.
+        watch: told when segments are computed.
 
     Attributes:
         outputs: names that the program returns.
@@ -46,8 +48,9 @@ class StageSource:
         device: torch.device,
         splits_backward: bool,
         shards: StageShards | None = None,
+        watch: Watch = NOBODY,
     ) -> None:
-        self._shards = shards
+        self._shards, self._watch = shards, watch
         self._splits_backward = splits_backward
         self._model, self._graphs, self._stage, self._device = model, graphs, stage, device
         self._received = {name for edge in replica.edges if edge.target == stage.index for name in edge.tensors}
@@ -80,6 +83,7 @@ class StageSource:
                 segments=self._stage.recomputed,
                 num_rows=rows,
                 halving=halving,
+                watch=self._watch,
             )
             self._lowered[key] = program
         return program

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from whale.comm import Groups, Launched, Waits
 from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
+from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.holdings import Holdings
 from whale.sharding.buckets import Bucket
 
@@ -68,6 +69,7 @@ class _Bucket:
     slots: list[_Slot]
     stages: frozenset[int]
     flat: torch.Tensor
+    number: int
     num_final: int = 0
     is_armed: bool = False
     is_ready: bool = False
@@ -102,6 +104,7 @@ class GradientSync:
         parameters: what this rank owns.
         groups: one per owner set.
         waits: how communication is waited for.
+        watch: told when each bucket begins and ends.
     """
 
     def __init__(
@@ -114,9 +117,10 @@ class GradientSync:
         parameters: Mapping[str, torch.nn.Parameter],
         groups: Groups,
         waits: Waits,
+        watch: Watch = NOBODY,
     ) -> None:
         self._groups = groups
-        self._waits = waits
+        self._waits, self._watch = waits, watch
         self._buckets: list[_Bucket] = []
         self._buckets_of: dict[torch.Tensor, list[_Bucket]] = {}  # tensors are keys by identity
         self._armed: set[int] = set()
@@ -125,7 +129,7 @@ class GradientSync:
             if rank not in plan.owners:
                 continue
             ranks = tuple(sorted(world_ranks[owner] for owner in plan.owners))
-            bucket = _make_bucket(plan, holdings, rank, stages, ranks, parameters)
+            bucket = _make_bucket(plan, holdings, rank, stages, ranks, parameters, len(self._buckets))
             self._buckets.append(bucket)
             for parameter in bucket.parameters if plan.is_at_one_place else ():
                 self._buckets_of.setdefault(parameter, []).append(bucket)
@@ -182,6 +186,7 @@ class GradientSync:
         for bucket in self._buckets:
             assert bucket.is_started, f"gradients of {bucket.plan.pieces} were never final"
             self._waits.wait(bucket.work, "gradient synchronisation", bucket.ranks)
+            self._watch.summed(bucket.number)
             for slot in bucket.apart:
                 if slot.index is not None:
                     assert slot.parameter.grad is not None
@@ -229,6 +234,8 @@ class GradientSync:
         for slot in bucket.apart:
             slot.fill()
         bucket.work = self._groups.all_reduce(bucket.flat, bucket.ranks)
+        if bucket.work is not None:
+            self._watch.summing(bucket.number, bucket.stages, bucket.ranks, bucket.flat, bucket.work)
 
 
 def _make_bucket(
@@ -238,6 +245,7 @@ def _make_bucket(
     stages: Collection[tuple[int, int]],
     ranks: tuple[int, ...],
     parameters: Mapping[str, torch.nn.Parameter],
+    number: int,
 ) -> _Bucket:
     places = []
     for name, piece in plan.pieces:
@@ -253,4 +261,4 @@ def _make_bucket(
         slots.append(_Slot(parameter, index, flat[offset : offset + shape.numel()].view(shape), adds))
         offset += shape.numel()
     mine = frozenset(stage for replica, stage in plan.stages if (replica, stage) in stages)
-    return _Bucket(plan, ranks, slots, mine, flat)
+    return _Bucket(plan, ranks, slots, mine, flat, number)

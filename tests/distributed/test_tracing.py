@@ -1,0 +1,100 @@
+"""Recorded steps: every action, message, bucket and segment is in the trace, and the numbers are those of a run without."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import reference
+from tests.distributed.training import Case, make_engine, run_case
+from tests.distributed.world import RankFailure, World
+from tests.models import Block, Description, Segment
+from tests.unit.report.pages import Page
+from whale.errors import ConfigError
+from whale.ir.plan import Plan
+from whale.ir.schedule import Kind, Schedule
+
+BLOCKS = (Block("linear"), Block("gelu"), Block("linear"), Block("linear"), Block("gelu"), Block("linear"))
+PIPELINES = Description(tokens=False, blocks=BLOCKS, segments=(Segment(0), Segment(3)), placement="construction")
+
+
+def train(rank: int, num_ranks: int, case: Case) -> tuple[list[float], dict[str, torch.Tensor], Plan, tuple[Schedule, ...]]:
+    engine = make_engine(case)
+    try:
+        losses = [float(engine.step(batch)) for batch in case.batches]
+        state = engine.state_dict()
+        assert state is not None
+        return losses, reference.copy_of(state), engine.plan, engine.schedules
+    finally:
+        engine.close()
+
+
+def events(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """Per process, by its name, its events."""
+    found = json.loads(file.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    return {name: [event for event in found if event["pid"] == process] for process, name in names.items()}
+
+
+@pytest.mark.parametrize("keys", [{"recompute.policy": {0: 1, 1: 1}}, {"pipeline.schedule": "zb_h1"}], ids=["recompute", "zb_h1"])
+def test_everything_is_recorded_and_nothing_is_changed(keys: dict[str, object], world: World, tmp_path: Path) -> None:
+    config = {"pipeline.num_micro_batch": 4, "communication.bucket_bytes": 300, **keys}
+    case = Case(PIPELINES, (16, 16, 16, 16), (1.0,) * 4, tuple(config.items()))
+    recorded = {"trace.directory": str(tmp_path / "there"), "trace.first_step": 1, "trace.num_steps": 2}
+    traced = run_case(world, train, replace(case, config=tuple({**config, **recorded}.items())))
+    for (losses, state, *_), (other_losses, other_state, *_) in zip(traced, run_case(world, train, case), strict=True):
+        assert losses == other_losses
+        assert all(torch.equal(state[name], other_state[name]) for name in state)
+    _, _, plan, schedules = traced[0]
+    found = events(tmp_path / "there" / "trace.json")
+    for replica, schedule in zip(plan.replicas, schedules, strict=True):
+        for rank, actions in enumerate(schedule.ranks):
+            (device,) = replica.stages[schedule.stage_rank.index(rank)].virtual_device.devices
+            own = found[f"measured {device}"]
+            slices = [event["name"] for event in own if event["ph"] == "X" and event["cat"] != "segment"]
+            wanted = [str(action) for action in actions if action.kind is not Kind.STEP]
+            assert slices == 2 * [*wanted, "STEP"], device
+            _check_segments(own, recomputes="recompute.policy" in keys)
+    _check_what_travels(found)
+    page = Page((tmp_path / "there" / "report.html").read_text())
+    assert [len(track["runs"]) for track in page.data["tracks"]] == [2] * len(page.data["tracks"])
+    assert "among the 2 recorded, 16 rows; all devices have one clock" in page.text
+
+
+def _check_segments(own: list[dict[str, Any]], *, recomputes: bool) -> None:
+    """They lie inside passes, and are computed twice."""
+    passes = [(event["ts"], event["ts"] + event["dur"]) for event in own if event["ph"] == "X" and event["cat"] == "compute"]
+    segments = [(event["ts"], event["ts"] + event["dur"]) for event in own if event["ph"] == "X" and event["cat"] == "segment"]
+    assert bool(segments) == recomputes and len(segments) % 16 == 0, "two steps of four micro-batches, forward and backward"
+    assert all(any(low <= start and end <= high for low, high in passes) for start, end in segments)
+
+
+def _check_what_travels(found: dict[str, list[dict[str, Any]]]) -> None:
+    """The same messages and as many buckets as are predicted, in both recorded steps."""
+    for name, own in found.items():
+        kind, device = name.split()[:2]
+        if kind == "measured":
+            continue
+        for category in ("messages", "gradients"):
+            predicted, measured = (
+                sorted(event["name"] for event in each if event.get("cat") == category and event["ph"] == "b")
+                for each in (own, found[f"measured {device}"])
+            )
+            assert predicted and measured == sorted(2 * predicted), (name, category)
+        ends = [event for event in found[f"measured {device}"] if event["ph"] in "be"]
+        begun = {event["id"]: event["ts"] for event in ends if event["ph"] == "b"}
+        assert all(begun[event["id"]] <= event["ts"] for event in ends if event["ph"] == "e")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(world: World, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = (("pipeline.num_micro_batch", 2), ("trace.directory", str(tmp_path / "file" / "inside")))
+    with pytest.raises(RankFailure) as failure:
+        run_case(world, train, Case(PIPELINES, (8,), (1.0,) * 2, config))
+    assert len(failure.value.errors) == 2
+    assert all(isinstance(error, ConfigError) and "cannot be made" in error.message for error in failure.value.errors.values())

@@ -1,0 +1,107 @@
+"""Recording chosen steps of a run: `trace.directory` gets trace.json for Perfetto, and report.html, the picture of a step.
+
+After each recorded step the ranks hand what they saw to rank 0, which writes both files anew; so a run that ends early
+leaves what it has done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from whale.comm import compare_clocks, on_first_rank
+from whale.config import Config
+from whale.config.sections import Trace
+from whale.errors import ConfigError
+from whale.estimate import Costs, StepEstimate, estimate
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.timeline import StepRecording
+from whale.report import report_html, trace_json
+from whale.runtime.execute.roster import Roster
+from whale.runtime.recording.rank_step import RankStep, put_together
+from whale.runtime.recording.recorder import Recorder
+
+TRACE, REPORT = "trace.json", "report.html"
+
+
+@dataclass
+class Tracing:
+    """The recording of a run.
+
+    Attributes:
+        directory: where it is written; made here.
+        steps: numbers of the steps that are recorded.
+        recorder: told what happens on this rank.
+        graph, cluster, config: what the step is predicted from.
+        roster: who is who.
+    """
+
+    directory: Path
+    steps: range
+    recorder: Recorder
+    graph: ModelGraph
+    cluster: Cluster
+    config: Config
+    roster: Roster
+    _recordings: list[StepRecording] = field(default_factory=list)
+
+    @staticmethod
+    def of(config: Config, graph: ModelGraph, cluster: Cluster, roster: Roster) -> Tracing | None:
+        """The recording that rank 0's settings ask for, on all ranks; None where they ask for none.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
+        world = roster.world
+        trace = on_first_rank(world, lambda: _ready(config.trace))
+        if trace.directory is None:
+            return None
+        steps = range(trace.first_step, trace.first_step + trace.num_steps)
+        return Tracing(Path(trace.directory), steps, Recorder(world.rank, world.device), graph, cluster, config, roster)
+
+    def begin(self, step_number: int) -> None:
+        """Called by all ranks before each step; where it is recorded, they start it together."""
+        if step_number in self.steps:
+            self.recorder.start(compare_clocks(self.roster.world))
+
+    def end(self, step_number: int, num_rows: int) -> None:
+        """Called by all ranks after each step.
+
+        Raises:
+            ConfigError: the files cannot be written.
+        """
+        if step_number not in self.steps:
+            return
+        seen = [each for each in self.roster.world.gather_objects(self.recorder.stop()) if isinstance(each, RankStep)]
+        on_first_rank(self.roster.world, lambda: self._write(step_number, num_rows, seen))
+
+    def _write(self, step_number: int, num_rows: int, seen: list[RankStep]) -> None:
+        plan = self.roster.plan
+        devices = dict(zip(self.roster.world_ranks, plan.devices, strict=True))
+        self._recordings.append(put_together(step_number, num_rows, seen, devices))
+        title = f"One step of a run on {plan.cluster}"
+        pages = {
+            TRACE: trace_json(plan, self._predicted, self._recordings),
+            REPORT: report_html(plan, self.graph, self.cluster, self._predicted, self._recordings, title=title),
+        }
+        try:
+            for name, text in pages.items():
+                (self.directory / name).write_text(text)
+        except OSError as error:
+            raise ConfigError(f"trace.directory {self.directory} cannot be written to: {error.strerror}") from error
+
+    @cached_property
+    def _predicted(self) -> StepEstimate:
+        return estimate(self.roster.plan, self.graph, self.cluster, Costs.of(self.config))
+
+
+def _ready(trace: Trace) -> Trace:
+    """Makes the folder before the run that is to be recorded in it."""
+    try:
+        if trace.directory is not None:
+            Path(trace.directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"trace.directory {trace.directory} cannot be made: {error.strerror}") from error
+    return trace

@@ -1,0 +1,59 @@
+"""Who is told when each action, message, bucket and segment of a step begins and ends: as a rule nobody.
+
+F0 ------ [segment] ---    begin, segment, end
+1SEND_F0                   sent
+0POST_B0 ... 0RECV_B0      posted, arrived
+gradients                  summing, summed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from whale.comm import Channel, Launched
+from whale.ir.schedule import Action
+from whale.sharding.crossings import Direction
+
+Place = tuple[Direction, int, int]
+"""Direction, stage and micro-batch."""
+
+_NOTHING = nullcontext()
+
+
+class Watch:
+    """Takes no notice. A recorder overrides what it is told."""
+
+    def begin(self, action: Action) -> None:
+        """An action begins."""
+
+    def end(self) -> None:
+        """The action that has begun is done."""
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for others that is no action, such as that for gradients."""
+        return _NOTHING
+
+    def segment(self, name: str) -> AbstractContextManager[None]:
+        """Around a segment of a stage's program."""
+        return _NOTHING
+
+    def sent(self, sender: Place, receiver: Place, channel: Channel, wire: torch.Tensor) -> None:
+        """A tensor's way has begun."""
+
+    def posted(self, sender: Place, receiver: Place, channel: Channel, wire: torch.Tensor) -> None:
+        """A tensor may come."""
+
+    def arrived(self, sender: Place, receiver: Place, channel: Channel) -> None:
+        """A tensor has been waited for."""
+
+    def summing(self, bucket: int, stages: Collection[int], ranks: Collection[int], flat: torch.Tensor, work: Launched) -> None:
+        """The sum of a bucket of gradients has begun."""
+
+    def summed(self, bucket: int) -> None:
+        """It has been waited for."""
+
+
+NOBODY = Watch()

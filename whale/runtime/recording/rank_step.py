@@ -1,0 +1,89 @@
+"""What one rank saw of a step, and the step that all of them saw.
+
+A message is seen at two ends: its way begins when it is sent and its receive is posted, whichever is later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from whale.ir.timeline import DeviceTimeline, Message, Span, StepRecording, Stretch, Sync
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One end of a message.
+
+    Attributes:
+        name: the stages and the micro-batch: ``0 -> 1 F3``.
+        source, target: ranks of the world.
+        num_bytes: of all its tensors.
+        start, end: of a sender both when it was sent; of a receiver when it was posted and waited for.
+    """
+
+    name: str
+    source: int
+    target: int
+    num_bytes: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank saw, in seconds of rank 0's clock.
+
+    Attributes:
+        rank: of the world.
+        spans: of its actions, in order.
+        sends, receives: its ends of messages.
+        syncs, segments, waits, memory: as of `DeviceTimeline`.
+        clock_error: by which its clock may differ from rank 0's.
+    """
+
+    rank: int
+    spans: tuple[Span, ...]
+    sends: tuple[Leg, ...]
+    receives: tuple[Leg, ...]
+    syncs: tuple[Sync, ...]
+    segments: tuple[Stretch, ...]
+    waits: tuple[Stretch, ...]
+    memory: tuple[tuple[float, float], ...]
+    clock_error: float
+
+
+def put_together(step_number: int, num_rows: int, ranks: Sequence[RankStep], device_of: Mapping[int, str]) -> StepRecording:
+    """The step that ranks saw.
+
+    Args:
+        step_number: steps done before it.
+        num_rows: of its batch.
+        ranks: all ranks of the world.
+        device_of: the device of each rank of the plan, by its number in the world, in the plan's order.
+    """
+    by_rank = {each.rank: each for each in ranks}
+    own = {rank: by_rank[rank] for rank in device_of}
+    zero = min((span.start for each in own.values() for span in each.spans[:1]), default=0.0)
+    sent = {(leg.name, leg.source, leg.target): leg for each in own.values() for leg in each.sends}
+    messages: dict[int, list[Message]] = {rank: [] for rank in device_of}
+    for leg in sorted((leg for each in own.values() for leg in each.receives), key=lambda leg: leg.end):
+        start = max(sent[leg.name, leg.source, leg.target].start, leg.start)
+        source, target = device_of[leg.source], device_of[leg.target]
+        message = Message(leg.name, source, target, leg.num_bytes, min(start, leg.end) - zero, leg.end - zero)
+        messages[leg.source].append(message)
+        messages[leg.target].append(message)
+    timelines = tuple(_timeline(device, own[rank], messages[rank], zero) for rank, device in device_of.items())
+    return StepRecording(step_number, num_rows, timelines, max(each.clock_error for each in own.values()))
+
+
+def _timeline(device: str, seen: RankStep, messages: Sequence[Message], zero: float) -> DeviceTimeline:
+    return DeviceTimeline(
+        device,
+        tuple(Span(span.action, span.start - zero, span.end - zero) for span in seen.spans),
+        tuple(messages),
+        tuple(replace(sync, start=sync.start - zero, end=sync.end - zero) for sync in seen.syncs),
+        tuple(Stretch(each.name, each.start - zero, each.end - zero) for each in seen.segments),
+        tuple(Stretch(each.name, each.start - zero, each.end - zero) for each in seen.waits),
+        tuple((time - zero, num_bytes) for time, num_bytes in seen.memory),
+    )

@@ -1,0 +1,187 @@
+"""Records what happens on this rank in chosen steps: appends a time to a list, and nothing else, while the step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from whale.comm import Channel, Clock, Launched
+from whale.ir.schedule import Action
+from whale.ir.timeline import Span, Stretch, Sync
+from whale.runtime.program.watch import Place, Watch
+from whale.runtime.recording.rank_step import Leg, RankStep
+from whale.runtime.recording.ticks import Tick, Ticks, ticks_of
+
+Route = tuple[Place, Place, Channel]
+
+
+@dataclass
+class _Way:
+    """One end of a message: its bytes so far, its first and its last time."""
+
+    num_bytes: int
+    start: Tick
+    end: Tick
+
+
+@dataclass
+class _Sum:
+    """A bucket on its way; a host that carries it says itself when it was done."""
+
+    stages: tuple[int, ...]
+    num_owners: int
+    num_bytes: int
+    start: Tick
+    done: Tick | None = None
+    end: Tick | None = None
+
+
+@dataclass
+class _Notes:
+    """What is written down in one step."""
+
+    ticks: Ticks
+    clock: Clock
+    actions: list[tuple[Action, Tick, Tick]] = field(default_factory=list)
+    segments: list[tuple[str, Tick, Tick]] = field(default_factory=list)
+    waits: list[tuple[str, Tick, Tick]] = field(default_factory=list)
+    sent: dict[Route, _Way] = field(default_factory=dict)
+    received: dict[Route, _Way] = field(default_factory=dict)
+    sums: dict[int, _Sum] = field(default_factory=dict)
+    memory: list[tuple[Tick, int]] = field(default_factory=list)
+
+
+class Recorder(Watch):
+    """Records the steps between `start` and `stop`; outside of them it takes no notice.
+
+    Args:
+        rank: of the world.
+        device: where this rank computes.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._notes: _Notes | None = None
+        self._action: Action | None = None
+        self._begun: Tick = 0.0
+
+    def start(self, clock: Clock) -> None:
+        """Records from here on.
+
+        Args:
+            clock: of this rank.
+        """
+        self._notes = _Notes(ticks_of(self._device), clock)
+
+    def stop(self) -> RankStep:
+        """Ends the record; waits for the device."""
+        assert self._notes is not None, "start comes before stop"
+        notes, self._notes = self._notes, None
+        ticks, offset = notes.ticks, notes.clock.offset
+
+        def at(tick: Tick) -> float:
+            return ticks.seconds(tick) + offset
+
+        return RankStep(
+            self._rank,
+            tuple(Span(action, at(start), at(end)) for action, start, end in notes.actions),
+            tuple(_leg(route, way, at(way.start), at(way.start)) for route, way in notes.sent.items()),
+            tuple(_leg(route, way, at(way.start), at(way.end)) for route, way in notes.received.items()),
+            tuple(
+                Sync(s.stages, s.num_owners, float(s.num_bytes), at(s.start), at(s.done or s.end or s.start)) for s in notes.sums.values()
+            ),
+            tuple(Stretch(name, at(start), at(end)) for name, start, end in notes.segments),
+            tuple(Stretch(name, at(start), at(end)) for name, start, end in notes.waits),
+            tuple((at(tick), float(num_bytes)) for tick, num_bytes in notes.memory),
+            notes.clock.error,
+        )
+
+    def begin(self, action: Action) -> None:
+        if self._notes is not None:
+            self._action, self._begun = action, self._notes.ticks.now()
+            self._count_bytes(self._notes, self._begun)
+
+    def end(self) -> None:
+        if self._notes is not None and self._action is not None:
+            now = self._notes.ticks.now()
+            self._notes.actions.append((self._action, self._begun, now))
+            self._count_bytes(self._notes, now)
+            self._action = None
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        notes = self._notes
+        if notes is None:
+            yield
+            return
+        start = notes.ticks.now()
+        try:
+            yield
+        finally:
+            notes.waits.append((what, start, notes.ticks.now()))
+
+    @contextmanager
+    def segment(self, name: str) -> Iterator[None]:
+        notes = self._notes
+        if notes is None:
+            yield
+            return
+        start = notes.ticks.now()
+        try:
+            yield
+        finally:  # what is computed again may end early, by an exception of torch's
+            notes.segments.append((name, start, notes.ticks.now()))
+
+    def sent(self, sender: Place, receiver: Place, channel: Channel, wire: torch.Tensor) -> None:
+        if self._notes is not None:
+            _note(self._notes.sent, (sender, receiver, channel), wire, self._notes.ticks.now())
+
+    def posted(self, sender: Place, receiver: Place, channel: Channel, wire: torch.Tensor) -> None:
+        if self._notes is not None:
+            _note(self._notes.received, (sender, receiver, channel), wire, self._notes.ticks.now())
+
+    def arrived(self, sender: Place, receiver: Place, channel: Channel) -> None:
+        if self._notes is not None:
+            self._notes.received[sender, receiver, channel].end = self._notes.ticks.now()
+
+    def summing(self, bucket: int, stages: Collection[int], ranks: Collection[int], flat: torch.Tensor, work: Launched) -> None:
+        if self._notes is None:
+            return
+        started = _Sum(tuple(sorted(stages)), len(ranks), flat.numel() * flat.element_size(), self._notes.ticks.now())
+        self._notes.sums[bucket] = started
+        if work.blocks_host:
+
+            def done(_: object) -> None:
+                started.done = perf_counter()
+
+            work.work.get_future().add_done_callback(done)
+
+    def summed(self, bucket: int) -> None:
+        if self._notes is not None and bucket in self._notes.sums:
+            self._notes.sums[bucket].end = self._notes.ticks.now()
+
+    @staticmethod
+    def _count_bytes(notes: _Notes, now: Tick) -> None:
+        num_bytes = notes.ticks.num_bytes()
+        if num_bytes is not None:
+            notes.memory.append((now, num_bytes))
+
+
+def _note(ways: dict[Route, _Way], route: Route, wire: torch.Tensor, now: Tick) -> None:
+    """Tensors of one route are one message."""
+    num_bytes = wire.numel() * wire.element_size()
+    known = ways.get(route)
+    if known is None:
+        ways[route] = _Way(num_bytes, now, now)
+    else:
+        known.num_bytes += num_bytes
+
+
+def _leg(route: Route, way: _Way, start: float, end: float) -> Leg:
+    (direction, source, micro_batch), (_, target, _), channel = route
+    name = f"{source} -> {target} {'F' if direction == 'forward' else 'B'}{micro_batch}"
+    return Leg(name, channel.source, channel.target, way.num_bytes, start, end)
