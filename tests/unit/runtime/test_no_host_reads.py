@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import whale
 from tests.standin import DEVICE, StandIn, held
+from whale.errors import OpFault
 from whale.runtime.execute.batch_view import BatchView
 
 WIDTH, LENGTH, CLASSES, IGNORED, NUM_ROWS = 8, 4, 11, -100, 6
@@ -153,5 +154,5 @@ def test_a_step_that_reads_is_found() -> None:
 
 def test_a_batch_left_on_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BatchView, "rows_on", lambda self, device, *place: self.rows(*place))
-    with pytest.raises(RuntimeError, match="mixes devices"):
+    with pytest.raises(OpFault, match="mixes devices"):
         train(Language, next_tokens)
