@@ -15,6 +15,7 @@ from tests.distributed.world import World as Ranks
 from whale.comm import World
 from whale.hardware import load_cluster
 from whale.ir.cluster import Cluster
+from whale.ir.profile import read_profile
 from whale.measure import compute_speed, link_speed
 from whale.measure.probing import probe
 
@@ -54,3 +55,26 @@ def test_the_verb_starts_ranks_and_writes_what_they_measured(tmp_path: Path) -> 
     assert "messages inside" in result.stderr and "written to" in result.stdout
     cluster = load_cluster(path)
     assert len(cluster.devices) == 2
+
+
+SCRIPT = """
+import torch
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+    return model, (torch.randn(4, 8),), lambda output, batch: output.square().mean()
+"""
+CLUSTER = "hosts: [{name: a, devices: {model: cpu, count: 2}}]\n"
+
+
+def test_the_verb_profiles_on_as_many_ranks_as_the_cluster_has(tmp_path: Path) -> None:
+    (tmp_path / "profiled.py").write_text(SCRIPT)
+    (tmp_path / "two.yaml").write_text(CLUSTER)
+    words = ["profile", "profiled.py:build", "--cluster", "two.yaml", "--rounds", "1", "--output", "p.json"]
+    result = subprocess.run(
+        [sys.executable, "-m", "whale", *words], cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS
+    )
+    assert result.returncode == 0, result.stderr
+    (kind,) = read_profile(tmp_path / "p.json").kinds
+    assert kind.device == load_cluster(tmp_path / "two.yaml").devices[0].kind
+    assert [figure.num_samples for figure in kind.forward] == [2, 2], "a round of each rank"

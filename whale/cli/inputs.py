@@ -17,6 +17,7 @@ from whale.errors import CaptureError, ConfigError, WhaleError
 from whale.hardware import load_cluster
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
+from whale.ir.profile import read_profile
 from whale.ir.serialization import from_json
 
 SOURCE_HELP = (
@@ -41,6 +42,7 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds all that a plan is made from."""
     add_graph_arguments(parser)
     parser.add_argument("--cluster", metavar="C.yaml", help="the devices; without it, the recipe's, else this machine's")
+    parser.add_argument("--profile", metavar="P.json", help="times that `whale profile` has measured, instead of those worked out")
     parser.add_argument("--ranks", type=int, metavar="N", help="without --cluster: ranks on this machine (default: one per GPU, else one)")
     parser.add_argument("--recipe", metavar="R.yaml", help="configuration")
     parser.add_argument("--plan", metavar="P.yaml", help="a written plan, which leaves open what it does not say; or a plan.json")
@@ -125,9 +127,18 @@ def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
 
 
 def read_config(arguments: argparse.Namespace) -> Config:
-    """The recipe's configuration, with environment variables over it, and ``--set`` over both."""
+    """The recipe's configuration, with environment variables over it, and ``--set`` and ``--profile`` over both.
+
+    What to know of the times in a profile goes to standard error.
+    """
     config = load_config(arguments.recipe, environment=os.environ)
-    return config.with_values(parse_pairs(arguments.set, "--set"))
+    config = config.with_values(parse_pairs(arguments.set, "--set"))
+    if arguments.profile is not None:
+        config = config.with_values({"cluster.profile": arguments.profile})
+    if config.cluster.profile is not None:
+        for warning in read_profile(config.cluster.profile).warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+    return config
 
 
 def parse_pairs(pairs: Sequence[str], flag: str) -> dict[str, Any]:

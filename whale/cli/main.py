@@ -16,6 +16,7 @@ import whale.cli.explain as explain
 import whale.cli.launch as launch
 import whale.cli.plan as plan
 import whale.cli.probe as probe
+import whale.cli.profile as profile
 import whale.cli.schedule as schedule
 import whale.cli.simulate as simulate
 from whale.errors import WhaleError
@@ -53,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (doctor, capture, axes, plan, explain, simulate, schedule, probe, launch):
+    for verb in (doctor, capture, axes, plan, explain, simulate, schedule, probe, profile, launch):
         verb.add_parser(verbs)
     return parser
 

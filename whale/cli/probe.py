@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from whale.cli.inputs import write_text
-from whale.cli.ranks import add_rank_arguments, on_ranks, teller
+from whale.cli.ranks import add_rank_arguments, num_devices, on_ranks, teller
 from whale.config import Config
 from whale.hardware import cluster_text
 from whale.ir.cluster import Cluster
@@ -32,7 +32,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, and prints or writes the cluster."""
-    return on_ranks(arguments, "probe", _measure)
+    return on_ranks(arguments, "probe", _measure, num_devices)
 
 
 def _measure(arguments: argparse.Namespace) -> int:

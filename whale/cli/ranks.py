@@ -20,8 +20,11 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks on this machine (default: one per GPU, else one)")
 
 
-def on_ranks(arguments: argparse.Namespace, verb: str, action: Callable[[argparse.Namespace], int]) -> int:
+def on_ranks(arguments: argparse.Namespace, verb: str, action: Callable[[argparse.Namespace], int], usual: Callable[[], int]) -> int:
     """Does a verb's work on every rank: in this process if it is one, else in ranks that are started with the same words.
+
+    Args:
+        usual: how many ranks there are if ``--ranks`` does not say.
 
     Raises:
         ConfigError: fewer than one rank is asked for, or a number where torchrun has started the ranks.
@@ -32,13 +35,14 @@ def on_ranks(arguments: argparse.Namespace, verb: str, action: Callable[[argpars
         return action(arguments)
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, not {arguments.ranks}")
-    count = arguments.ranks or _num_devices()
+    count = arguments.ranks or usual()
     if count == 1:
         return action(arguments)
     return launch(["--ranks", str(count), "-m", "whale", verb, *_words(arguments)])
 
 
-def _num_devices() -> int:
+def num_devices() -> int:
+    """GPUs of this machine, or one CPU rank."""
     from whale.measure import devices_at_hand
 
     return len(devices_at_hand().devices)
@@ -48,10 +52,10 @@ def _words(arguments: argparse.Namespace) -> list[str]:
     """The command line of a rank: this one's without the number of ranks."""
     words: list[str] = []
     for name, value in vars(arguments).items():
-        if name in ("verb", "run", "ranks", "source") or value in (None, []):
+        if name in ("verb", "run", "ranks", "source") or value in (None, False, []):
             continue
         for each in value if isinstance(value, list) else [value]:
-            words += [f"--{name.replace('_', '-')}", str(each)]
+            words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
     return [*words, arguments.source] if hasattr(arguments, "source") else words
 
 

@@ -144,6 +144,6 @@ def _section(document: Document, section: str, content: object) -> Iterable[Sett
 
 def _beside(recipe: str | Path, setting: Setting) -> Setting:
     """A file that a recipe names lies relative to the recipe."""
-    if setting.name != "cluster.file" or not isinstance(setting.value, str) or not setting.value:
+    if setting.name not in ("cluster.file", "cluster.profile") or not isinstance(setting.value, str) or not setting.value:
         return setting
     return Setting(setting.name, os.path.normpath(Path(recipe).parent / setting.value), setting.where)

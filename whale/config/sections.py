@@ -32,6 +32,9 @@ class Cluster:
     file: str | None = key(
         None, "cluster file; in a recipe relative to the recipe, elsewhere to the working directory; null: the devices at hand"
     )
+    profile: str | None = key(
+        None, "what `whale profile` has measured of the model on these devices; found as the cluster file is; null: prices are worked out"
+    )
     colocate_split_and_replicate: bool = key(False, "put all TaskGraphs of a replica on the same devices")
     device_place_prefer_intra_node: bool = key(True, "prefer to keep one model replica within one host")
 

@@ -46,10 +46,12 @@ class Clock:
     Attributes:
         world: this process among its peers; all of them make the same calls of a clock, in the same order.
         num_rounds: how often each thing is measured.
+        round_seconds: about as long as a round's calls take together.
     """
 
     world: World
     num_rounds: int
+    round_seconds: float = ROUND_SECONDS
 
     def once(self, call: Callable[[], object]) -> float:
         """Seconds of one call, the longest of all ranks; a call before it warms up."""
@@ -64,10 +66,10 @@ class Clock:
 
         Args:
             call: what to time; None on a rank that stays idle meanwhile.
-            num_repeats: calls of a round; None for as many as take about `ROUND_SECONDS`.
+            num_repeats: calls of a round; None for as many as take about `round_seconds`.
             num_rounds: None for the clock's own.
         """
-        repeats = num_repeats or (max(1, math.ceil(ROUND_SECONDS / self._time(call, 1))) if call is not None else 1)
+        repeats = num_repeats or (max(1, math.ceil(self.round_seconds / self._time(call, 1))) if call is not None else 1)
         found = []
         for _ in range(num_rounds or self.num_rounds):
             self.world.barrier()

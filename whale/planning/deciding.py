@@ -46,7 +46,7 @@ def decide(
             f"a plan serves the model it was made for (plan: {given.model}, this model: {graph.fingerprint})",
             hint="plan again: the model, its scopes or the example batch have changed",
         )
-    return given, verify(given, graph, cluster, costs=Costs.of(config))
+    return given, verify(given, graph, cluster, costs=Costs.for_model(config, graph, cluster))
 
 
 def _read_plan(path: Path) -> Plan:

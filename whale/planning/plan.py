@@ -61,7 +61,7 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
         PlanError: no plan fits, or a tensor cannot travel between stages.
     """
     num_rows = graph.num_rows if rows is None else rows
-    pricing = StagePricing.of(Prices(graph, cluster, Costs.of(config)), config.communication.overlap)
+    pricing = StagePricing.of(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config.communication.overlap)
     gather_rows = config.communication.gather_rows
     if config.replicas:
         return _state(graph, cluster, *_plan_blocks(pricing, config, num_rows), gather_rows=gather_rows)

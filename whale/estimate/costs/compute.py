@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
+from whale.estimate.costs.measured import Measured
 from whale.estimate.costs.op_table import Floats, OpTable
 from whale.ir.cluster import Device
 
@@ -60,7 +61,7 @@ def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) ->
 
     Args:
         num_rows: rows of a micro-batch on this device, about which the lines are taken.
-        costs: launches and traffic.
+        costs: launches and traffic, and times that were measured instead.
     """
     filled = 1 / (1 + device.half_width / np.maximum(table.narrowest(num_rows), 1.0))
     peaks = np.array([device.reached_flops(_computed_in(dtype, device, costs)) for dtype in table.dtypes])[table.dtype] * filled
@@ -76,7 +77,23 @@ def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) ->
         (table.bytes_fixed * again / bandwidth, table.bytes_per_row * again / bandwidth),
         num_rows,
     )
-    return OpSeconds(num_rows, forward[0] + launch, forward[1], backward[0] + launch * again, backward[1], start, start * again)
+    found = OpSeconds(num_rows, forward[0] + launch, forward[1], backward[0] + launch * again, backward[1], start, start * again)
+    return found if costs.measured is None else _as_measured(found, table, device, costs.measured)
+
+
+def _as_measured(found: OpSeconds, table: OpTable, device: Device, known: Measured) -> OpSeconds:
+    """The times with those that were measured in their place; what the host needs to start a kernel is in them."""
+    forward = known.lines(device, table.op, table.share, found.num_rows, backward=False)
+    backward = known.lines(device, table.op, table.share, found.num_rows, backward=True)
+    return replace(
+        found,
+        forward_fixed=np.where(np.isnan(forward[0]), found.forward_fixed, forward[0]),
+        forward_per_row=np.where(np.isnan(forward[0]), found.forward_per_row, forward[1]),
+        backward_fixed=np.where(np.isnan(backward[0]), found.backward_fixed, backward[0]),
+        backward_per_row=np.where(np.isnan(backward[0]), found.backward_per_row, backward[1]),
+        forward_host=np.where(np.isnan(forward[0]), found.forward_host, 0.0),
+        backward_host=np.where(np.isnan(backward[0]), found.backward_host, 0.0),
+    )
 
 
 def _computed_in(dtype: str, device: Device, costs: Costs) -> str:

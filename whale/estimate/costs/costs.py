@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whale.config import Config
-from whale.ir.cluster import Device
+from whale.estimate.costs.measured import Measured, measured
+from whale.ir.cluster import Cluster, Device
+from whale.ir.graph import ModelGraph
+from whale.ir.profile import read_profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class Costs:
         bucket_bytes: gradients are synchronised in buckets of about this size.
         memory_fraction: share of each device's memory that a plan may use. The rest is the allowance for the driver's
             context, communicators and fragmentation.
+        measured: times of ops in the place of those that are worked out; None where nothing was measured.
     """
 
     launch_seconds: float = 4e-6
@@ -34,6 +38,7 @@ class Costs:
     optimizer_states: int = 2
     bucket_bytes: int = 25 * 2**20
     memory_fraction: float = 0.9
+    measured: Measured | None = None
 
     @staticmethod
     def of(config: Config) -> Costs:
@@ -43,6 +48,16 @@ class Costs:
             bucket_bytes=config.communication.bucket_bytes,
             memory_fraction=config.memory.fraction,
         )
+
+    @staticmethod
+    def for_model(config: Config, graph: ModelGraph, cluster: Cluster) -> Costs:
+        """The starting values with what the user has set, and with the times of the profile that ``cluster.profile`` names.
+
+        Raises:
+            ConfigError: the profile cannot be read, or is of another model or of other devices.
+        """
+        costs, file = Costs.of(config), config.cluster.profile
+        return costs if file is None else replace(costs, measured=measured(read_profile(file), graph, cluster))
 
     def capacity(self, device: Device) -> int:
         """Bytes that a plan may use on a device."""

@@ -25,6 +25,8 @@ class OpTable:
     Attributes:
         position: index of each op by name.
         dtypes: the distinct dtypes; `dtype` indexes them, per op the type that it computes in.
+        op: position in the graph.
+        share: of the op's work that is done here.
         launches: kernels started by the forward pass (0 for views, integers and what is no call).
         trains: 1 where a gradient flows through the op.
         flops_fixed, flops_per_row: forward; `backward_flops_*` likewise.
@@ -35,6 +37,8 @@ class OpTable:
     position: dict[str, int]
     dtypes: tuple[str, ...]
     dtype: NDArray[np.int64]
+    op: NDArray[np.int64]
+    share: Floats
     launches: Floats
     trains: Floats
     flops_fixed: Floats
@@ -94,7 +98,8 @@ def op_table(graph: ModelGraph, *, fused: bool = False) -> OpTable:
         codes.append(dtypes.setdefault(_compute_dtype(op), len(dtypes)))
         rows.append(_FREE if is_free(op) else _figures(op, graph, sizes, inside))
     columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(_FREE)).T
-    return OpTable(graph.position, tuple(dtypes), np.array(codes, dtype=np.int64), *columns)
+    number, whole = np.arange(len(rows)), np.ones(len(rows))
+    return OpTable(graph.position, tuple(dtypes), np.array(codes, dtype=np.int64), number, whole, *columns)
 
 
 def _compute_dtype(op: Op) -> str:

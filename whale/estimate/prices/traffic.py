@@ -55,6 +55,7 @@ class CutTraffic:
             width=table.width * np.where(self.sizes == WIDTH, shares, 1.0),
             height_fixed=table.height_fixed * np.where(self.sizes == HEIGHT, shares, 1.0),
             height_per_row=table.height_per_row * np.where(self.sizes == HEIGHT, shares, 1.0),
+            share=table.share * shares,
         )
 
     def seconds(self, device: Device, num_rows: float, shares: Floats, costs: Costs, *, training: bool) -> Floats:

@@ -1,0 +1,151 @@
+"""Measuring a model's ops: each distinct one once, at several rows, in a world of one; what cannot be run is said."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from whale.capture import capture
+from whale.cli import main
+from whale.comm import World
+from whale.errors import ClusterError
+from whale.hardware import DeviceProfile, parse_cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.profile import Profile, read_profile
+from whale.measure import devices_at_hand, profiling
+from whale.measure.op_inputs import Inputs
+from whale.measure.op_times import PassRounds
+from whale.measure.profiling import Known, distinct_ops, own_kind, profile_model, rows_to_measure
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"), timedelta(seconds=60))
+
+
+class Model(nn.Module):
+    """Two alike blocks, an embedding, a size that is read, and a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = torch.relu(block(x)) + x.reshape(x.shape[0] * 3, 8).view(x.shape)
+        first, second = torch.var_mean(x, -1)
+        return first + second.masked_fill(ids == 0, 0.0)
+
+
+def inputs(device: str = "cpu") -> tuple[ModelGraph, Inputs]:
+    with torch.device(device):
+        model = Model()
+    batch = {"ids": torch.arange(24).view(8, 3) % 11}
+    graph, program = capture(model, batch, lambda output, batch: output.square().mean())
+    names = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    return graph, Inputs(graph, program.graph, dict(zip(names, program.arguments(batch), strict=True)), torch.device("cpu"))
+
+
+def measure(graph: ModelGraph, own: Inputs, known: Profile | None = None, again: bool = False) -> tuple[Profile, list[str]]:
+    told: list[str] = []
+    profile = profile_model(ALONE, devices_at_hand(1), graph, own, Known(known, again), 2, told.append)
+    return profile, told
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_each_distinct_op_is_measured_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    graph, own = inputs(device)
+    ops = distinct_ops(graph)
+    assert sum("aten.linear" in name for name in ops) == 1
+    profile, told = measure(graph, own)
+    (kind,) = profile.kinds
+    assert kind.rows == rows_to_measure(graph) == (1, 2, 8)
+    assert {op.signature for op in kind.ops} == set(ops)
+    assert {op.reason for op in kind.ops} == {""}
+    for op in kind.ops:
+        assert len(op.forward) == 3 and min(op.forward) > 0
+        assert len(op.backward) == (3 if op.signature.endswith("with gradient") else 0)
+    assert len(kind.forward) == len(kind.backward) == 3
+    assert told[0].startswith(f"{len(ops)} of {len(ops)} distinct ops at 1, 2, 8 rows")
+
+
+def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    graph, own = inputs()
+    profile, _ = measure(graph, own)
+    again, told = measure(graph, own, profile)
+    assert again == profile and len(told) == 1 and told[0].startswith("0 of ")
+    assert measure(graph, own, profile, again=True)[0].kinds[0].ops != profile.kinds[0].ops
+
+
+def test_an_operator_that_fails_alone_keeps_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    graph, own = inputs()
+    node = own.node_of[next(op.name for op in graph.ops if "relu" in op.target)]
+
+    def broken(*_: object) -> Tensor:
+        raise ValueError("not here\nand more")
+
+    monkeypatch.setattr(node, "target", broken)
+    monkeypatch.setattr(profiling, "time_passes", lambda *_: PassRounds())
+    (kind,) = measure(graph, own)[0].kinds
+    reasons = {op.signature.partition("(")[0]: op.reason for op in kind.ops if op.reason}
+    assert reasons == {"aten.relu.default": "ValueError: not here"}
+    assert kind.forward == ()
+
+
+CLUSTER = """hosts:
+  - {name: a, devices: [T4, {model: cpu, num_cores: 2}]}
+  - {name: b, devices: {model: cpu, num_cores: 4}}
+network: ethernet-10g
+"""
+
+
+def test_a_rank_stands_for_a_device_of_its_model() -> None:
+    cluster = parse_cluster(CLUSTER)
+    assert own_kind(cluster, DeviceProfile("b", "cpu", 1), 5) == cluster.devices[2].kind
+    assert own_kind(cluster, DeviceProfile("elsewhere", "cpu", 1), 1) == cluster.devices[2].kind
+    assert own_kind(cluster, DeviceProfile("elsewhere", "T4", 1), 1) == cluster.devices[0].kind
+    with pytest.raises(ClusterError, match="here: H100, cluster cluster: T4, cpu"):
+        own_kind(cluster, DeviceProfile("b", "H100", 1), 0)
+
+
+SCRIPT = """
+import torch
+
+def build(width=8):
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU())
+    return model, (torch.randn(4, width),), lambda output, batch: output.square().mean()
+"""
+
+
+def test_the_verb_writes_what_the_other_verbs_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("profiled.py").write_text(SCRIPT)
+    words = ["profile", "profiled.py:build", "--rounds", "2", "--output", "p.json"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert "distinct ops at 1, 4 rows" in said.err and "aten.linear.default" in said.out and "written to p.json" in said.out
+    assert len(read_profile("p.json").kinds) == 1
+    assert main(["plan", "profiled.py:build", "--profile", "p.json"]) == 0
+    assert main(["explain", "profiled.py:build", "--set", "cluster.profile=p.json"]) == 0
+    assert main(words) == 0
+    assert "0 of 4 distinct ops" in capsys.readouterr().err
+    assert main(["plan", "profiled.py:build", "--profile", "p.json", "--arg", "width=4"]) == 1
+    assert "a profile serves the model that it was measured of" in capsys.readouterr().err
+    assert main(["plan", "profiled.py:build", "--profile", "p.json", "--ranks", "2"]) == 1
+    assert "a profile serves the devices that it was measured on" in capsys.readouterr().err
+
+
+def test_a_captured_model_cannot_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "model.json", "--output", "p.json"]) == 1
+    assert "whale profile runs the model's own code" in capsys.readouterr().err

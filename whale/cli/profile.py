@@ -1,0 +1,114 @@
+"""``whale profile``: measures a model's ops and passes on the ranks at hand, for plans that are priced by what was measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whale.cli.inputs import add_source_arguments, build_model, write_text
+from whale.cli.ranks import add_rank_arguments, num_devices, on_ranks, teller
+from whale.cli.tables import print_table
+from whale.config import Config
+from whale.errors import ConfigError
+from whale.hardware import load_cluster
+from whale.ir.profile import KindProfile, read_profile
+from whale.ir.serialization import to_json
+from whale.units import format_seconds
+
+if TYPE_CHECKING:
+    from whale.comm import World
+    from whale.ir.cluster import Cluster
+
+ROUNDS = 7
+SHOWN = 12
+"""Ops that the table shows: those that take longest."""
+SIGNATURE_WIDTH = 60
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Adds the verb's words."""
+    parser = verbs.add_parser(
+        "profile",
+        help="measure a model's ops on the devices at hand",
+        description="Measures each distinct op of a model, forward and backward, and its whole passes, on the devices of a cluster file. "
+        "What --output has already is not measured again.",
+    )
+    add_source_arguments(parser)
+    parser.add_argument("--cluster", metavar="C.yaml", help="what the devices at hand are called in plans; without it, what is found")
+    add_rank_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"how often each thing is measured (default: {ROUNDS})")
+    parser.add_argument("--output", metavar="P.json", required=True, help="write the profile here, beside what it has already")
+    parser.add_argument("--again", action="store_true", help="measure what is known as well")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints what takes longest, and writes the profile."""
+    if arguments.source.endswith(".json"):
+        raise ConfigError("whale profile runs the model's own code: FILE.py:FUNCTION", hint="model.json has no weights and no operators")
+    return on_ranks(
+        arguments, "profile", _measure, lambda: num_devices() if arguments.cluster is None else _ranks_of(load_cluster(arguments.cluster))
+    )
+
+
+def _ranks_of(cluster: Cluster) -> int:
+    """As many ranks as a host of the cluster has of the devices that are here; of GPUs no more than there are."""
+    from whale.measure import devices_at_hand
+
+    here = devices_at_hand().devices
+    count = max(sum(device.model == here[0].model for device in host.devices) for host in cluster.hosts)
+    return max(1, count if here[0].model == "cpu" else min(count, len(here)))
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    """On one rank."""
+    from whale.capture import capture
+    from whale.comm import connect, on_first_rank, together
+    from whale.measure.op_inputs import Inputs
+    from whale.measure.profiling import Known, profile_model
+
+    world = connect(Config().communication.timeout_seconds)
+    model, batch, loss, batch_dims = together(world, lambda: build_model(arguments.source, arguments.arg))
+    graph, program = together(world, lambda: capture(model, batch, loss, batch_dims=batch_dims))
+    names = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    inputs = Inputs(graph, program.graph, dict(zip(names, program.arguments(batch), strict=True)), world.device)
+    cluster = together(world, lambda: _cluster(arguments, world))
+    file = Path(arguments.output)
+    known = Known(on_first_rank(world, lambda: read_profile(file) if file.exists() else None), arguments.again)
+    profile = profile_model(world, cluster, graph, inputs, known, arguments.rounds, teller(world, "profile"))
+    if world.rank == 0:
+        write_text(arguments.output, to_json(profile, indent=1))
+        for kind in profile.kinds:
+            print("\n".join(_lines(kind)))
+            _print_ops(kind)
+        for warning in profile.warnings:
+            print(f"warning: {warning}")
+        print(f"written to {arguments.output}")
+    return 0
+
+
+def _cluster(arguments: argparse.Namespace, world: World) -> Cluster:
+    from whale.measure import devices_at_hand
+
+    return load_cluster(arguments.cluster) if arguments.cluster is not None else devices_at_hand(world.local_size)
+
+
+def _lines(kind: KindProfile) -> Iterator[str]:
+    yield f"{kind.device.model}, {kind.machine}, torch {kind.torch}; rows {', '.join(map(str, kind.rows))}"
+    yield from (str(figure) for figure in (*kind.forward, *kind.backward))
+    for op in kind.ops:
+        if op.reason:
+            yield f"not measured, its price is worked out: {op.signature}: {op.reason}"
+
+
+def _print_ops(kind: KindProfile) -> None:
+    measured = sorted((op for op in kind.ops if op.forward), key=lambda op: -sum((*op.forward[-1:], *op.backward[-1:])))
+    rows = [(op.signature[:SIGNATURE_WIDTH], _last(op.forward), _last(op.backward), f"{op.spread:.0%}") for op in measured[:SHOWN]]
+    title = f"the longest of {len(measured)} distinct ops, at {kind.rows[-1]} rows"
+    print_table(title, ("op", "forward", "backward", "spread"), rows, ("forward", "backward", "spread"))
+
+
+def _last(times: tuple[float, ...]) -> str:
+    return format_seconds(times[-1]) if times else ""

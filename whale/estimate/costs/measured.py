@@ -1,0 +1,114 @@
+"""Measured times of ops in the place of those worked out: an op takes what it took, between and beyond the rows by straight lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale.errors import ConfigError
+from whale.estimate.costs.op_table import Floats, is_free
+from whale.ir.cluster import Cluster, Device
+from whale.ir.figure import Figure
+from whale.ir.graph import ModelGraph
+from whale.ir.profile import KindProfile, OpTimes, Profile, model_fingerprint, signature
+from whale.units import format_count
+
+
+@dataclass(frozen=True, eq=False)
+class KindTimes:
+    """Times on one kind of device.
+
+    Attributes:
+        rows: numbers of rows, ascending.
+        forward, backward: per op of the graph, in its order, and number of rows; no number where nothing was measured.
+    """
+
+    rows: Floats
+    forward: Floats
+    backward: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """The times of a graph's ops, by kind of device."""
+
+    kinds: Mapping[Device, KindTimes]
+
+    def lines(self, device: Device, ops: NDArray[np.int64], shares: Floats, num_rows: float, *, backward: bool) -> tuple[Floats, Floats]:
+        """Seconds as ``fixed + per_row x rows`` about a number of rows, one for each op; no number where nothing was measured.
+
+        Args:
+            ops: their positions in the graph.
+            shares: of each op that is worked on; a part takes as long as the whole of so many fewer rows.
+        """
+        known = self.kinds[device.kind]
+        fixed, per_row = _lines(known.rows, (known.backward if backward else known.forward)[ops], num_rows * shares)
+        return fixed, per_row * shares
+
+
+def _lines(rows: Floats, seconds: Floats, at: Floats) -> tuple[Floats, Floats]:
+    """The piece of each op's curve that holds at a number of rows; the outermost pieces go on, and none falls with the rows."""
+    if len(rows) == 1:
+        return np.zeros(len(at)), seconds[:, 0] / rows[0]
+    piece = np.clip(np.searchsorted(rows, at) - 1, 0, len(rows) - 2)
+    every = np.arange(len(at))
+    low, high = seconds[every, piece], seconds[every, piece + 1]
+    slope = np.maximum(high - low, 0.0) / (rows[piece + 1] - rows[piece])
+    value = np.maximum(low + slope * (at - rows[piece]), 0.0)
+    return np.maximum(value - slope * at, 0.0), np.minimum(slope, value / np.maximum(at, 1e-9))
+
+
+def measured(profile: Profile, graph: ModelGraph, cluster: Cluster) -> Measured:
+    """The times that a profile has for a graph's ops on the devices of a cluster.
+
+    Raises:
+        ConfigError: the profile is of another model, or of other devices than some that the cluster has.
+    """
+    found = model_fingerprint(graph)
+    if profile.model != found:
+        raise ConfigError(
+            f"a profile serves the model that it was measured of (profile: {profile.model}, this model: {found})",
+            hint="the model, its sizes or its loss have changed: whale profile measures it again",
+        )
+    kinds = {device.kind: device.name for device in cluster.devices}
+    known = {kind.device.kind: kind for kind in profile.kinds}
+    for kind, name in kinds.items():
+        if kind not in known:
+            raise ConfigError(
+                f"a profile serves the devices that it was measured on ({name}: {_told(kind)}; profile: {', '.join(map(_told, known))})",
+                hint="whale profile ... --cluster with this cluster file, on that machine, adds it",
+            )
+    return Measured({kind: _times(known[kind], graph) for kind in kinds})
+
+
+def _told(kind: Device) -> str:
+    return f"{kind.model} with {format_count(kind.peak_flops('float32'))}FLOP/s and {format_count(kind.bandwidth)}B/s"
+
+
+def _times(profile: KindProfile, graph: ModelGraph) -> KindTimes:
+    priced = np.array([not is_free(op) for op in graph.ops])
+    trained = priced & np.array([op.requires_grad for op in graph.ops])
+    found = [profile.by_signature.get(signature(op, graph), OpTimes("")) for op in graph.ops]
+    nothing = (np.nan,) * len(profile.rows)
+    forward, backward = (
+        np.array([times or nothing for times in each]) for each in zip(*((op.forward, op.backward) for op in found), strict=True)
+    )
+    return KindTimes(
+        np.array(profile.rows, dtype=np.float64),
+        _adding_up(forward, priced, profile.forward),
+        _adding_up(backward, trained, profile.backward),
+    )
+
+
+def _adding_up(seconds: Floats, counted: NDArray[np.bool_], passes: Sequence[Figure]) -> Floats:
+    """The times of ops such that together they take what the whole pass took: what lies between ops falls to them in proportion.
+
+    They stay as they are where the pass, or some op that counts, was not measured.
+    """
+    if not passes or np.isnan(seconds[counted]).any():
+        return seconds
+    scaled: Floats = seconds * (np.array([each.value for each in passes]) / seconds[counted].sum(axis=0))
+    return scaled

@@ -1,0 +1,91 @@
+"""How long ops take by themselves, forward and backward, and the whole graph's passes, on this rank's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from whale.ir.graph import Op
+from whale.measure.op_inputs import Inputs
+from whale.measure.samples import Clock
+
+Rounds = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpRounds:
+    """Seconds of an op's rounds on one rank; `backward` is empty where there is no gradient, both where some rank gives a reason."""
+
+    forward: Rounds = ()
+    backward: Rounds = ()
+    reason: str = ""
+
+
+def time_op(clock: Clock, inputs: Inputs, op: Op, num_rows: int) -> OpRounds:
+    """Times an op on all ranks at once.
+
+    An op that cannot be run alone on some rank is timed on none: the reason is that of the first such rank.
+    """
+    reason = ""
+    try:
+        forward, backward = _calls(inputs, op, num_rows)
+        forward()
+        if backward is not None:
+            backward()
+    except Exception as error:  # whatever the operator raises: the op keeps the price that is worked out
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    reasons = [str(each) for each in clock.world.gather_objects(reason) if each]
+    if reasons:
+        return OpRounds(reason=reasons[0])
+    return OpRounds(clock.rounds(forward), clock.rounds(backward) if backward is not None else ())
+
+
+def _calls(inputs: Inputs, op: Op, num_rows: int) -> tuple[Callable[[], object], Callable[[], object] | None]:
+    """The op's forward and backward pass as calls."""
+    arguments, keywords, leaves = inputs.of_op(op, num_rows)
+    target = inputs.node_of[op.name].target
+    assert callable(target), "an op that computes is a call of a function"
+    forward: Callable[[], Any] = partial(target, *arguments, **keywords)
+    if "in_place" in op.tags or not op.requires_grad:
+        return partial(_without_gradient, forward), None
+    made = [each for each in pytree.tree_leaves(forward()) if isinstance(each, Tensor) and each.requires_grad]
+    gradients = [torch.ones_like(each) for each in made]
+    return forward, partial(torch.autograd.grad, made, leaves, gradients, retain_graph=True, allow_unused=True)
+
+
+def _without_gradient(forward: Callable[[], object]) -> None:
+    with torch.no_grad():
+        forward()
+
+
+@dataclass(frozen=True, slots=True)
+class PassRounds:
+    """Seconds of the whole graph's rounds on one rank: forward, and forward and backward; empty where some rank has no room for it."""
+
+    forward: Rounds = ()
+    both: Rounds = ()
+
+
+def time_passes(clock: Clock, inputs: Inputs, num_rows: int) -> PassRounds:
+    """Times the whole graph on all ranks at once."""
+    module, reason = fx.GraphModule(nn.Module(), inputs.nodes), ""
+    try:
+        arguments, parameters = inputs.of_graph(num_rows)
+        both = partial(_forward_and_backward, module, arguments, parameters)
+        both()
+    except torch.OutOfMemoryError as error:
+        reason = str(error)
+    if any(clock.world.gather_objects(reason)):
+        return PassRounds()
+    return PassRounds(clock.rounds(partial(module, *arguments), num_repeats=1), clock.rounds(both, num_repeats=1))
+
+
+def _forward_and_backward(module: fx.GraphModule, arguments: list[Any], parameters: list[Tensor]) -> None:
+    made = [each for each in pytree.tree_leaves(module(*arguments)) if isinstance(each, Tensor) and each.requires_grad]
+    torch.autograd.grad(sum(each.sum() for each in made), parameters, allow_unused=True)  # type: ignore[arg-type]

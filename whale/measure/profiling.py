@@ -1,0 +1,152 @@
+"""Measuring a model on the ranks at hand: each distinct op once, and the whole model's passes, per kind of device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from whale.comm import World
+from whale.errors import ClusterError
+from whale.hardware import DeviceProfile
+from whale.ir.cluster import Cluster, Device
+from whale.ir.graph import ModelGraph, Op
+from whale.ir.profile import KindProfile, Profile, model_fingerprint, signature
+from whale.measure.devices import local_profile
+from whale.measure.op_inputs import Inputs
+from whale.measure.op_times import OpRounds, PassRounds, time_op, time_passes
+from whale.measure.rank_times import RankTimes, pooled_kind
+from whale.measure.samples import Clock
+
+ROUND_SECONDS = 5e-3
+"""Of an op: there are many, and the whole passes, which take longer, say what they add up to."""
+TOLD = 20
+"""Ops between two lines of progress."""
+STEP = 4
+"""Each number of rows that is measured is about this many times the one before."""
+
+
+def rows_to_measure(graph: ModelGraph) -> tuple[int, ...]:
+    """Numbers of rows from one to the example's, ascending; only the example's where the capture is for that alone."""
+    rows, found = graph.num_rows, [graph.num_rows]
+    while graph.dynamic and rows > 1:
+        rows = max(1, rows // STEP)
+        found.append(rows)
+    return tuple(reversed(found))
+
+
+def distinct_ops(graph: ModelGraph) -> dict[str, Op]:
+    """The first op of each signature, but for sizes, views and items, which take no time of their own."""
+    found: dict[str, Op] = {}
+    for op in graph.ops:
+        if op.kind == "call" and op.outputs and "view" not in op.tags and op.target != "operator.getitem":
+            found.setdefault(signature(op, graph), op)
+    return found
+
+
+def own_kind(cluster: Cluster, profile: DeviceProfile, position: int) -> Device:
+    """The kind of the cluster's device that a rank stands for: of its model, on its host if that is there.
+
+    Args:
+        position: of the rank among those of its host.
+
+    Raises:
+        ClusterError: the cluster has no such device.
+    """
+    alike = [device for device in cluster.devices if device.model == profile.model]
+    if not alike:
+        models = ", ".join(sorted({device.model for device in cluster.devices}))
+        raise ClusterError(
+            f"a profile is measured on a device of the cluster (here: {profile.model}, cluster {cluster.name}: {models})",
+            hint="whale probe --output C.yaml describes the devices at hand",
+        )
+    here = [device for device in alike if device.host == profile.host] or alike
+    return here[position % len(here)].kind
+
+
+@dataclass(frozen=True)
+class Known:
+    """What earlier profiles have.
+
+    Attributes:
+        profile: as it was read; None where there is none.
+        again: whether to measure all the same.
+    """
+
+    profile: Profile | None
+    again: bool
+
+    @property
+    def model(self) -> str:
+        """Of which model; empty for none."""
+        return self.profile.model if self.profile is not None and not self.again else ""
+
+    def of(self, kind: Device, rows: Sequence[int]) -> KindProfile:
+        """What is known of a kind of device under this torch, at these rows."""
+        found = self.profile.kinds if self.profile is not None and not self.again else ()
+        alike = (each for each in found if each.device == kind and each.torch == torch.__version__ and each.rows == tuple(rows))
+        return next(alike, KindProfile(kind, "", "", tuple(rows), ()))
+
+    def others(self, model: str, kinds: Container[Device]) -> tuple[KindProfile, ...]:
+        """What is known of the same model on other kinds of device."""
+        if self.profile is None or self.profile.model != model:
+            return ()
+        return tuple(each for each in self.profile.kinds if each.device not in kinds)
+
+
+def profile_model(
+    world: World, cluster: Cluster, graph: ModelGraph, inputs: Inputs, known: Known, num_rounds: int, tell: Callable[[str], None]
+) -> Profile:
+    """Measures a model on all ranks; every rank calls it.
+
+    Ops that an earlier profile has of the same device, torch and rows are not measured again; nor are passes of the same model.
+
+    Args:
+        world: this process among its peers.
+        cluster: whose devices the ranks stand for.
+        graph: the captured model.
+        inputs: of its ops, on this rank's device.
+        known: what was measured before; equal on all ranks.
+        num_rounds: how often each thing is measured.
+        tell: is called with what is measured next.
+
+    Returns:
+        On every rank, what is now known of the model on these and other devices.
+    """
+    rows, ops, model = rows_to_measure(graph), distinct_ops(graph), model_fingerprint(graph)
+    kind = own_kind(cluster, local_profile(world.local_rank, world.local_size), world.local_rank)
+    kinds = [each for each in world.gather_objects(kind) if isinstance(each, Device)]
+    before = {each: known.of(each, rows) for each in kinds}
+    wanted = {name: op for name, op in ops.items() if not all(name in each.by_signature for each in before.values())}
+    there = f"; {len(ops) - len(wanted)} are known" if len(wanted) < len(ops) else ""
+    tell(f"{len(wanted)} of {len(ops)} distinct ops at {', '.join(map(str, rows))} rows{there}")
+    clock = Clock(world, num_rounds, ROUND_SECONDS)
+    is_known = known.model == model and all(each.forward for each in before.values())
+    passes = () if is_known and not wanted else tuple(_passes(clock, inputs, rows, tell))
+    own = RankTimes(kind, machine_name(world.device), dict(_ops(clock, inputs, wanted, rows, tell)), passes)
+    reports = [each for each in world.gather_objects(own) if isinstance(each, RankTimes)]
+    measured = tuple(pooled_kind([each for each in reports if each.kind == one], before[one], tuple(ops), rows) for one in before)
+    return Profile(model, (*measured, *known.others(model, before)))
+
+
+def _ops(
+    clock: Clock, inputs: Inputs, wanted: Mapping[str, Op], rows: Sequence[int], tell: Callable[[str], None]
+) -> Iterator[tuple[str, tuple[OpRounds, ...]]]:
+    for number, (name, op) in enumerate(wanted.items(), 1):
+        yield name, tuple(time_op(clock, inputs, op, num_rows) for num_rows in rows)
+        if number % TOLD == 0:
+            tell(f"{number} of {len(wanted)} ops are measured")
+
+
+def _passes(clock: Clock, inputs: Inputs, rows: Sequence[int], tell: Callable[[str], None]) -> Iterator[PassRounds]:
+    for num_rows in rows:
+        tell(f"the whole model, {num_rows} row(s)")
+        yield time_passes(clock, inputs, num_rows)
+
+
+def machine_name(device: torch.device) -> str:
+    """What a device calls itself."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).name)
+    return f"CPU rank of {torch.get_num_threads()} thread(s)"

@@ -1,0 +1,80 @@
+"""What ranks have timed of a model's ops, pooled over ranks of one kind: medians, with what an earlier profile knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from whale.ir.cluster import Device
+from whale.ir.figure import Figure
+from whale.ir.profile import KindProfile, OpTimes
+from whale.measure.op_times import OpRounds, PassRounds
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank has timed.
+
+    Attributes:
+        kind: of its device.
+        machine: what that calls itself.
+        ops: by signature, per number of rows.
+        passes: of the whole model, per number of rows; empty where they are known.
+    """
+
+    kind: Device
+    machine: str
+    ops: Mapping[str, tuple[OpRounds, ...]]
+    passes: tuple[PassRounds, ...]
+
+
+def pooled_kind(ranks: Sequence[RankTimes], before: KindProfile, signatures: Iterable[str], rows: tuple[int, ...]) -> KindProfile:
+    """What ranks of one kind have timed together.
+
+    Args:
+        ranks: at least one.
+        before: what was known of the kind.
+        signatures: the model's distinct ops.
+        rows: that were measured.
+    """
+    first = ranks[0]
+    ops = tuple(_times(name, [rank.ops[name] for rank in ranks]) if name in first.ops else before.by_signature[name] for name in signatures)
+    forward, backward = (before.forward, before.backward) if not first.passes else _passes([rank.passes for rank in ranks], rows)
+    return KindProfile(first.kind, first.machine, torch.__version__, rows, ops, forward, backward)
+
+
+def _times(name: str, ranks: Sequence[tuple[OpRounds, ...]]) -> OpTimes:
+    reason = next((rounds.reason for rank in ranks for rounds in rank if rounds.reason), "")
+    if reason:
+        return OpTimes(name, reason=reason)
+    forward = list(_figures(name, [[rounds.forward for rounds in rank] for rank in ranks]))
+    backward = list(_figures(name, [[rounds.backward for rounds in rank] for rank in ranks]))
+    spread = max(figure.spread for figure in (*forward, *backward))
+    return OpTimes(name, tuple(figure.value for figure in forward), tuple(figure.value for figure in backward), round(spread, 3))
+
+
+def _figures(name: str, ranks: Sequence[Sequence[Sequence[float]]]) -> Iterator[Figure]:
+    """Per number of rows the figure of all ranks' rounds; none where nothing was timed."""
+    for rounds in zip(*ranks, strict=True):
+        samples = [seconds for own in rounds for seconds in own]
+        if samples:
+            yield Figure.of(name, "s", samples)
+
+
+def _passes(ranks: Sequence[tuple[PassRounds, ...]], rows: tuple[int, ...]) -> tuple[tuple[Figure, ...], tuple[Figure, ...]]:
+    """Figures of the forward and of the backward pass; none where the model did not fit at some number of rows."""
+    if any(not rounds.forward for rank in ranks for rounds in rank):
+        return (), ()
+    forward = [_pass("forward pass", num_rows, [rank[at].forward for rank in ranks]) for at, num_rows in enumerate(rows)]
+    backward = []
+    for at, num_rows in enumerate(rows):
+        usual = forward[at].value
+        rest = [tuple(max(each - usual, 1e-9) for each in rank[at].both) for rank in ranks]
+        backward.append(_pass("backward pass", num_rows, rest))
+    return tuple(forward), tuple(backward)
+
+
+def _pass(name: str, num_rows: int, ranks: Sequence[Sequence[float]]) -> Figure:
+    return Figure.of(f"{name}, {num_rows} row(s)", "s", [seconds for own in ranks for seconds in own])
