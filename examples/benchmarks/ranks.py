@@ -8,32 +8,42 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from miniature import slowed
+
 HOST = "127.0.0.1"
 Result = dict[str, float]
 
 
-def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, shares: Sequence[float] = ()) -> Any:
     """Calls a function on every rank; a single rank is in no process group.
 
     Args:
         num_ranks: processes to start.
         function: of the top level of a module.
         *arguments: what it is called with; these and its result must pickle.
+        shares: of a core, one per rank, that the ranks are slowed to.
 
     Returns:
         What it gave on rank 0.
     """
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_run, (num_ranks, store.port, function, arguments, results), nprocs=num_ranks)
+    ranks = mp.spawn(_run, (num_ranks, store.port, function, arguments, results), nprocs=num_ranks, join=False)
+    with slowed(ranks.pids(), shares) if shares else nullcontext():
+        while not ranks.join():
+            pass
     return results.get()
 
 

@@ -1,0 +1,93 @@
+"""Slow links between processes of one machine: a network namespace each, joined by a bridge, with a bandwidth.
+
+    rank 0 [whale-N-0] ---- token bucket ----+
+                                             |  bridge
+    rank 1 [whale-N-1] ---- token bucket ----+
+
+Needs root, and Debian's iproute2. All of it goes at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NETWORK = "10.213.{0}"
+CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Links:
+    """Namespaces, one per rank.
+
+    Attributes:
+        names: of the namespaces.
+        addresses: of the ranks in them.
+    """
+
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+    def enter(self, rank: int) -> None:
+        """Moves this process into its namespace; before it opens sockets or starts threads that do."""
+        descriptor = os.open(f"/run/netns/{self.names[rank]}", os.O_RDONLY)
+        try:
+            if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"the namespace {self.names[rank]} cannot be entered")
+        finally:
+            os.close(descriptor)
+
+
+def can_make_links() -> bool:
+    """Whether this process may make network namespaces."""
+    return os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
+
+
+@contextlib.contextmanager
+def slow_links(num_ranks: int, megabits: float) -> Iterator[Links]:
+    """Joins so many namespaces by links of this speed each way.
+
+    Args:
+        num_ranks: namespaces to make.
+        megabits: per second, of every link.
+
+    Raises:
+        subprocess.CalledProcessError: the kernel or the rights do not allow it.
+    """
+    own, network = os.getpid(), NETWORK.format(os.getpid() % 250)
+    links = Links(tuple(f"whale-{own}-{rank}" for rank in range(num_ranks)), tuple(f"{network}.{rank + 1}" for rank in range(num_ranks)))
+    with contextlib.ExitStack() as stack:
+        bridge = f"wb{own}"
+        _ip("link", "add", bridge, "type", "bridge")
+        stack.callback(_ip, "link", "del", bridge)
+        _ip("addr", "add", f"{network}.254/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        for rank, (name, address) in enumerate(zip(links.names, links.addresses, strict=True)):
+            _ip("netns", "add", name)
+            stack.callback(_ip, "netns", "del", name)
+            _join(name, address, bridge, f"wv{own}-{rank}", megabits)
+        yield links
+
+
+def _join(namespace: str, address: str, bridge: str, outside: str, megabits: float) -> None:
+    _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+    _ip("link", "set", outside, "master", bridge, "up")
+    _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
+    for device in ("lo", "eth0"):
+        _ip("-n", namespace, "link", "set", device, "up")
+    bucket = ("tbf", "rate", f"{megabits}mbit", "burst", "128kb", "latency", "400ms")
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", "eth0", "root", "handle", "1:", *bucket)
+    _run("tc", "qdisc", "add", "dev", outside, "root", *bucket)
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)

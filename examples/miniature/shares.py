@@ -1,0 +1,128 @@
+"""A process at a stated share of a core: by a quota of the kernel where one may be set, else by stopping it in every period.
+
+    share 0.33    |###......|###......|###......|      periods of 20 ms
+
+A share of 1 is left alone. Each process is pinned to one core, the ranks in turn. What was changed is undone at the end, whatever
+happens in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PERIOD_SECONDS = 0.02
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@contextlib.contextmanager
+def slowed(pids: Sequence[int], shares: Sequence[float], memory_bytes: int | None = None) -> Iterator[str]:
+    """Keeps processes at shares of a core while it is open.
+
+    Args:
+        pids: of the processes; they may start threads later, which are slowed too.
+        shares: of a core, in (0, 1], one per process.
+        memory_bytes: that each may use; needs control groups.
+
+    Yields:
+        How it is done: "quota" or "signals".
+
+    Raises:
+        ValueError: a share is out of range.
+        OSError: memory cannot be limited here.
+    """
+    if any(not 0 < share <= 1 for share in shares):
+        raise ValueError(f"a share of a core is above 0 and at most 1 ({list(shares)})")
+    with contextlib.ExitStack() as stack:
+        cores = sorted(os.sched_getaffinity(0))
+        for number, pid in enumerate(pids):
+            stack.callback(_pin, pid, os.sched_getaffinity(pid))
+            _pin(pid, {cores[number % len(cores)]})
+        if memory_bytes is not None:
+            for pid in pids:
+                stack.enter_context(_group("memory", pid, {"memory.limit_in_bytes": memory_bytes}, {"memory.max": memory_bytes}))
+        slow = [(pid, share) for pid, share in zip(pids, shares, strict=True) if share < 1]
+        quotas = contextlib.ExitStack()
+        try:
+            for pid, share in slow:
+                quotas.enter_context(_quota(pid, share))
+        except OSError:
+            quotas.close()
+            for pid, share in slow:
+                stack.enter_context(_stopped(pid, share))
+            yield "signals"
+            return
+        stack.push(quotas)
+        yield "quota"
+
+
+def _pin(pid: int, cores: set[int]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.sched_setaffinity(pid, cores)
+
+
+def _quota(pid: int, share: float) -> contextlib.AbstractContextManager[None]:
+    period = int(1e6 * PERIOD_SECONDS)
+    own = int(period * share)
+    return _group("cpu", pid, {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": own}, {"cpu.max": f"{own} {period}"})
+
+
+@contextlib.contextmanager
+def _group(controller: str, pid: int, first: dict[str, int], second: dict[str, int | str]) -> Iterator[None]:
+    """A control group of one process; the settings of version 1, which has a tree per controller, and of version 2."""
+    of_controller = CGROUPS / controller
+    root, settings = (of_controller, first) if of_controller.is_dir() else (CGROUPS, second)
+    group = root / f"whale-{pid}"
+    group.mkdir(exist_ok=root is CGROUPS)
+    try:
+        for name, value in settings.items():
+            (group / name).write_text(str(value))
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        for line in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):  # it has just ended
+                (root / "cgroup.procs").write_text(line)
+        with contextlib.suppress(FileNotFoundError):
+            _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """A group can go when the last of its processes has been reaped, which takes a moment."""
+    until = time.monotonic() + 5
+    while True:
+        try:
+            return group.rmdir()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(PERIOD_SECONDS)
+
+
+@contextlib.contextmanager
+def _stopped(pid: int, share: float) -> Iterator[None]:
+    ended = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while not ended.wait(PERIOD_SECONDS * share):
+                os.kill(pid, signal.SIGSTOP)
+                ended.wait(PERIOD_SECONDS * (1 - share))
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

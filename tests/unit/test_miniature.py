@@ -1,0 +1,72 @@
+"""Ranks slowed and joined by slow links, and everything undone at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from miniature import links, shares
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as started:
+        yield started
+        started.kill()
+
+
+def quota_of(pid: int) -> list[str]:
+    """What the kernel says of the group of a process, in either version of control groups."""
+    for path in (shares.CGROUPS / "cpu" / f"whale-{pid}" / "cpu.cfs_quota_us", shares.CGROUPS / f"whale-{pid}" / "cpu.max"):
+        if path.exists():
+            return path.read_text().split()[:1]
+    return []
+
+
+def test_a_share_is_kept_by_a_quota_and_undone(process: subprocess.Popen[bytes]) -> None:
+    before = os.sched_getaffinity(process.pid)
+    with pytest.raises(KeyError), shares.slowed([process.pid], [0.25]) as how:
+        if how == "quota":
+            assert quota_of(process.pid) == ["5000"]
+        assert len(os.sched_getaffinity(process.pid)) == 1 <= len(before)
+        raise KeyError
+    assert quota_of(process.pid) == []
+
+
+def test_without_control_groups_it_is_stopped_and_goes_on(process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "CGROUPS", Path("/nowhere"))
+    with shares.slowed([process.pid], [0.25]) as how:
+        assert how == "signals"
+    state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    assert state in "SR"
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_share_is_part_of_a_core(process: subprocess.Popen[bytes], share: float) -> None:
+    with pytest.raises(ValueError, match="above 0 and at most 1"), shares.slowed([process.pid], [share]):
+        pass
+
+
+def test_a_process_that_ends_meanwhile_leaves_nothing(process: subprocess.Popen[bytes]) -> None:
+    with shares.slowed([process.pid], [0.5]):
+        process.kill()
+        process.wait()
+    assert quota_of(process.pid) == []
+
+
+@pytest.mark.skipif(not links.can_make_links(), reason="network namespaces need root and iproute2")
+def test_namespaces_have_addresses_and_go_at_the_end() -> None:
+    with links.slow_links(2, 100.0) as made:
+        for name, address in zip(made.names, made.addresses, strict=True):
+            shown = subprocess.run(["ip", "-n", name, "addr"], check=True, capture_output=True, text=True).stdout
+            assert address in shown
+            bucket = subprocess.run(["tc", "-n", name, "qdisc"], check=True, capture_output=True, text=True).stdout
+            assert "rate 100Mbit" in bucket
+    left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    assert not any(name in left for name in made.names)
