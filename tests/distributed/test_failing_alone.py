@@ -176,6 +176,16 @@ def test_settings_that_are_odd_on_one_rank(world: World, odd: object, said: str)
     assert len(caught.value.errors) == 2
 
 
+def agree(rank: int, num_ranks: int) -> int:
+    config = {"replicas": [{"split": 2}]}
+    engine = whale.parallelize(captured_scopes("none").model, loss=loss, batch=make_batch(8), config=config)
+    return len(engine.plan.replicas)
+
+
+def test_settings_of_replicas_are_compared(world: World) -> None:
+    assert world.run(agree, num_ranks=2, timeout=120) == [1, 1]
+
+
 SCRIPT = """
 import os, torch, whale
 from torch import nn

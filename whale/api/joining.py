@@ -37,7 +37,7 @@ def join(resolve: Callable[[], Config]) -> tuple[World, Config]:
 
 
 def _compare(settings: Config, world: World) -> None:
-    everyones = world.gather_objects(dict(settings.items()))
+    everyones = world.gather_objects({name: str(value) for name, value in settings.items()})  # lines, which blocks know, do not travel
     first = everyones[0]
     assert isinstance(first, dict)
     for rank, own in enumerate(everyones):

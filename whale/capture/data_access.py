@@ -1,18 +1,24 @@
-"""`Tensor.data` in the graph: the detached tensor that it is; without this, what is written to it would vanish."""
+"""What reaches behind a tensor in the code that is captured: `.data` is the detached tensor that it is; what leaves torch is refused.
+
+Without this, what is written to `.data` would vanish, and numpy would be given memory without values.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from whale.capture.source import user_line
 from whale.errors import CaptureError
 
+_LEAVING = (torch.Tensor.numpy, torch.Tensor.__array__)
+
 
 class DataAccess(TorchFunctionMode):
-    """Reads `tensor.data` as ``tensor.detach()``, and refuses to set it."""
+    """Reads `tensor.data` as ``tensor.detach()``, and refuses to set it; refuses what takes values out of torch, and packed sequences."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
@@ -22,5 +28,17 @@ class DataAccess(TorchFunctionMode):
                 "a captured model puts no other tensor in the place of one (.data = ... does)",
                 where=user_line(),
                 hint="use the new tensor in its place; what a buffer holds is written by buffer.copy_(value)",
+            )
+        if func in _LEAVING and isinstance(args[0], FakeTensor):
+            raise CaptureError(
+                "a captured model computes with torch alone (here numpy is given a tensor's values)",
+                where=user_line(),
+                hint="compute it with torch, or before the step, in the data set",
+            )
+        if func == torch._pack_padded_sequence:
+            raise CaptureError(
+                "a captured model's control flow and sizes do not depend on values in tensors (those of packed sequences do)",
+                where=user_line(),
+                hint="run the layer on the padded batch and read each row's last place: output[torch.arange(len(lengths)), lengths - 1]",
             )
         return func(*args, **(kwargs or {}))

@@ -17,42 +17,61 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from whale.capture.functions import call
 from whale.capture.regions import recomputed
 from whale.capture.source import line_of_traceback, user_line
 from whale.capture.wrapper import Mode
 from whale.errors import CaptureError, WhaleError, raise_faults
+from whale.ir.source import SourceLine
 
 INNER_HINT = "write torch.cond, while_loop and the like with ordinary tensor operations"
 
 
-def as_capture_error(error: Exception) -> WhaleError:
-    """The error that the user sees for an exception that ended a capture."""
+def as_capture_error(error: Exception, last_number: SourceLine | None = None) -> WhaleError:
+    """The error that the user sees for an exception that ended a capture.
+
+    Args:
+        error: the exception.
+        last_number: where the model's code last read a number of a tensor.
+    """
     from torch._dynamo.exc import TorchDynamoException, UserError  # seconds to load, and only a capture needs it
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     if isinstance(error, WhaleError):
         return error
     where = line_of_traceback(error.__traceback__)
-    if isinstance(error, GuardOnDataDependentSymNode):
+    asked = _asked(error)
+    if asked is not None:
         return CaptureError(
-            f"a captured model's control flow and sizes do not depend on values in tensors ({_asked(error)})",
+            f"a captured model's control flow and sizes do not depend on values in tensors ({asked})",
             where=where,
             hint="use torch.where or masks in place of Python's if, for, int() and bool() on tensors",
         )
     if isinstance(error, TorchDynamoException) and not isinstance(error, UserError):  # such an export compiles those alone
         return CaptureError(f"a captured model is one graph without inner programs ({_first_line(error)})", where=where, hint=INNER_HINT)
-    return CaptureError(f"the model cannot be captured: {type(error).__name__}: {_first_line(error)}", where=where)
+    read = "" if last_number is None else f"; a number that is not known was read of one at {last_number}"
+    return CaptureError(
+        "the model cannot be captured: its code fails where tensors have shapes and no values yet "
+        f"({type(error).__name__}: {_first_line(error)}{read})",
+        where=where,
+        hint="code that asks whether it is traced may go another way than in a plain step",
+    )
 
 
-def _asked(error: Exception) -> str:
-    """What was read of a tensor, in words: torch calls a condition ``Eq(u0, 1)``."""
-    is_condition = re.search(r"expression Eq\(u\d+, 1\) ", str(error)) is not None
-    return "here a condition decides what is computed" if is_condition else "here a number that is read from one does"
+def _asked(error: Exception) -> str | None:
+    """What was asked of values, in words: torch calls a condition ``Eq(u0, 1)``; None where an error is another."""
+    if isinstance(error, (DynamicOutputShapeException, DataDependentOutputException)):
+        return f"the result of {error.func} has sizes that only values tell"
+    if isinstance(error, GuardOnDataDependentSymNode) and re.search(r"expression Eq\(u\d+, 1\) ", str(error)) is not None:
+        return "here a condition decides what is computed"
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return "here a number that is read from one does"
+    return None
 
 
 def _first_line(error: Exception) -> str:
@@ -98,6 +117,7 @@ def watched() -> Iterator[None]:
 
         patch(torch.autograd.Function, "apply", classmethod(_guarded(apply)))
         patch(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _checkpointing)
+        patch(nn.Module, "_apply", _converted)
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
             patch(torch.Tensor, name, _refuse_hook)
         yield
@@ -167,6 +187,28 @@ def _checkpointing(*args: Any, **kwargs: Any) -> Iterator[None]:
     """What stands around the function in the other form: it runs where this yields."""
     with recomputed():
         yield
+
+
+def _converted(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """What `module.to(...)` and the like do in `forward`: nothing, where the module is like that already.
+
+    Raises:
+        CaptureError: it changes a parameter or a buffer.
+    """
+    for owner in module.modules() if recurse else [module]:
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is None:
+                continue
+            with _disable_current_modes():  # asked of a stand-in: the trace would take its own parameter for what comes out
+                made = change(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
+            if (made.dtype, made.device) != (tensor.dtype, tensor.device):
+                raise CaptureError(
+                    "a captured model keeps its parameters and buffers in forward "
+                    f"(.to() puts {made.dtype} on {made.device} in the place of {name} of {type(owner).__name__}, {tensor.dtype})",
+                    where=user_line(),
+                    hint="convert the model before parallelize, or the input in forward",
+                )
+    return module
 
 
 def _refuse_hook(*args: Any, **kwargs: Any) -> NoReturn:

@@ -76,7 +76,7 @@ def trace(model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: 
         return first, None
     fixed = first if static or isinstance(first, WhaleError) else export.attempt(structure.example_rows, dynamic=False)
     if not isinstance(fixed, Traced):
-        error = as_capture_error(fixed)
+        error = as_capture_error(fixed, export.ways.last_number)
         raise error.with_traceback(None) from (None if error is fixed else fixed)
     double = export.attempt(2 * structure.example_rows, dynamic=False)
     return fixed, double if isinstance(double, Traced) else None

@@ -82,9 +82,14 @@ def held(condition: Tensor, value: bool, other: str, where: str) -> Tensor:
 
 
 class Ways:
-    """The reads of one trace after the other, and what each was told."""
+    """The reads of one trace after the other, and what each was told.
+
+    Attributes:
+        last_number: where a number was read of a tensor, the last time.
+    """
 
     def __init__(self) -> None:
+        self.last_number: SourceLine | None = None
         self._path: list[Way] = []
         self._num_read = 0
         self._num_ops = 0
@@ -182,9 +187,12 @@ class _Asked(TorchFunctionMode):
             told = self._ways.read(args[0])
             if told is not None:
                 return told
+        if func in _NUMBERS and not self._is_known(args[0]):
+            self._ways.last_number = user_line()
         return func(*args, **(kwargs or {}))
 
 
+_NUMBERS = (torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.tolist)
 _TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero)
 _TRIED = CaptureError("this way is being tried")
 

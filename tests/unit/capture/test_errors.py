@@ -59,6 +59,18 @@ def numpy(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x) * float(x.numpy().sum())
 
 
+def converted(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear.to(torch.float64)(x.double())  # type: ignore[no-any-return]
+
+
+def packed(linear: nn.Linear, x: Tensor) -> Tensor:
+    return nn.utils.rnn.pack_padded_sequence(linear(x)[None], torch.tensor([4]), batch_first=True).data
+
+
+def drawn(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) * (1, 2)[int(torch.rand(1).item())]
+
+
 def mistaken(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x[:, :3])
 
@@ -73,7 +85,10 @@ def chosen(linear: nn.Linear, x: Tensor) -> Any:
         (branch, "do not depend on values in tensors"),
         (hooked, "no gradient hooks"),
         (numpy, "numpy"),
-        (mistaken, "cannot be captured"),
+        (converted, r"keeps its parameters and buffers in forward \(.to\(\) puts torch.float64"),
+        (packed, "packed sequences"),
+        (drawn, "a number that is"),
+        (mistaken, "cannot be captured: its code fails where tensors have shapes and no values yet"),
         pytest.param(chosen, "inner programs", marks=pytest.mark.slow),
     ],
 )
@@ -92,6 +107,12 @@ def test_what_would_be_lost_is_an_error_with_the_line(
     assert not model.training and not isinstance(model.linear.weight.data, torch._subclasses.FakeTensor)
     assert torch.autograd.Function.apply == apply
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_module_that_is_like_that_already_is_left() -> None:
+    graph, _ = capture(Net(lambda linear, x: linear.to(torch.float32)(x)), torch.randn(4, 4), lambda output, batch: output.mean())
+    first = next(op for op in graph.ops if op.kind == "call")
+    assert first.target == "aten.linear.default" and first.requires_grad
 
 
 def test_a_function_that_writes_to_what_it_is_given() -> None:
