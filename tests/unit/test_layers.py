@@ -18,7 +18,7 @@ PACKAGE = ROOT / "whale"
 LINES = (
     ("cli",),
     ("api", "workloads"),
-    ("tuning", "report"),
+    ("search", "report"),
     ("capture", "planning", "runtime", "measure"),
     ("estimate",),
     ("schedules",),
@@ -33,8 +33,7 @@ HEIGHT = {part: len(LINES) - number for number, line in enumerate(LINES) for par
 # Inside the largest parts, highest first: the rooms of one line never import one another; the files beside them stand on top.
 ROOMS = {
     "planning": (
-        ("retarget", "simulation"),
-        ("deciding",),
+        ("retarget", "seating", "simulation"),
         ("plan",),
         ("explain", "verify"),
         ("replicas",),
@@ -58,7 +57,7 @@ ROOMS = {
         ("program",),
     ),
 }
-WITHOUT_TORCH = ("errors", "units", "ir", "config", "axes", "hardware", "sharding", "schedules", "estimate", "planning", "report")
+WITHOUT_TORCH = ("errors", "units", "ir", "config", "axes", "hardware", "sharding", "schedules", "estimate", "planning", "report", "search")
 WITH_DISTRIBUTED = ("comm", "runtime", "measure", "cli", "api")
 
 FILES = sorted(PACKAGE.rglob("*.py"))

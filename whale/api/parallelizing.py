@@ -29,12 +29,12 @@ from whale.config import Config
 from whale.errors import warn
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
-from whale.planning import decide
 from whale.runtime.execute.rank_batch import rank_pieces
 from whale.runtime.program.watch import NOBODY
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.schedules import schedules_of
+from whale.search import decide
 
 
 @in_short

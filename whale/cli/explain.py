@@ -13,7 +13,7 @@ from whale.cli.report import add_report_argument, check_report, write_report
 from whale.cli.tables import paragraph
 from whale.ir.plan import Choice
 from whale.ir.serialization import encode
-from whale.planning import decide
+from whale.search import decide
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:

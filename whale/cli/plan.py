@@ -12,7 +12,7 @@ from whale.cli.report import add_report_argument, check_report, write_report
 from whale.cli.tables import print_table
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
-from whale.planning import decide
+from whale.search import decide
 from whale.sharding.communicators import communicators_of
 from whale.sharding.parameters import parameter_shardings
 from whale.units import format_bytes, format_seconds
@@ -64,6 +64,8 @@ def print_plan(plan: Plan) -> None:
         print(line)
     print(f"predicted: {format_seconds(plan.step_seconds)} per step")
     for choice in plan.choices:
+        if choice.pass_name == "search":
+            print(f"search: {choice.decision}; {choice.bound}")
         if choice.pass_name == "estimate":
             print(f"{choice.subject}: {choice.decision}; {choice.cost}")
     if plan.idle_devices:

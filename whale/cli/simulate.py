@@ -12,7 +12,8 @@ from whale.cli.report import add_report_argument, check_report, write_report
 from whale.cli.tables import print_table
 from whale.estimate import DeviceEstimate
 from whale.ir.plan import describe_order, describe_shape
-from whale.planning import Simulation, decide
+from whale.planning import Simulation
+from whale.search import decide
 from whale.units import format_bytes, format_seconds
 
 _BOUNDS = {

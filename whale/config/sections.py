@@ -105,3 +105,17 @@ class Recompute:
         choices=("none", "auto", "full", "blocks", "selective"),
         by_stage=True,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """How a plan is looked for."""
+
+    search: str = key(
+        "auto",
+        "auto: search for the fastest plan where no scope, no replicas and no number of stages say how the model is divided; off: never",
+        choices=("auto", "off"),
+    )
+    effort: int = key(
+        100, "plans that a search makes at most; those of many devices, or with split stages, count for several", rule=at_least(1)
+    )

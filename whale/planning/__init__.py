@@ -1,9 +1,8 @@
 """The planner: ordered passes from a ModelGraph, a Cluster and a Config to a Plan, without torch."""
 
-from whale.planning.deciding import decide
 from whale.planning.pipeline.balance import MemoryLimit, MemoryShortage, balance
 from whale.planning.plan import make_plan
 from whale.planning.retarget import carry_plan, retarget_plan
 from whale.planning.simulation import Simulation
 
-__all__ = ["MemoryLimit", "MemoryShortage", "Simulation", "balance", "carry_plan", "decide", "make_plan", "retarget_plan"]
+__all__ = ["MemoryLimit", "MemoryShortage", "Simulation", "balance", "carry_plan", "make_plan", "retarget_plan"]

@@ -36,7 +36,7 @@ from whale.planning.shard.scattering import scatter_all
 from whale.planning.shard.stage_price import StagePricing, make_scene
 from whale.planning.structure.crossing import crossing, crossing_faults
 from whale.planning.structure.structure import analyse
-from whale.planning.verify.verify import needs_axes, verify
+from whale.planning.verify.verify import memory_faults, needs_axes, verify
 from whale.units import format_seconds
 
 
@@ -64,7 +64,7 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
     pricing = StagePricing.of(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config.communication.overlap)
     gather_rows = config.communication.gather_rows
     if config.replicas:
-        return _state(graph, cluster, *_plan_blocks(pricing, config, num_rows), gather_rows=gather_rows)
+        return draft_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows), gather_rows=gather_rows).finished()
     annotations = read_scopes(graph, config, len(cluster.devices))
     pipeline = shape_pipeline(config, annotations, len(cluster.devices))
     if annotations is not None:
@@ -80,7 +80,7 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
             prefers_intra_node=prefers_intra_node,
         ),
     )
-    return _state(graph, cluster, [annotations] * len(found.best.replicas), found, gather_rows=gather_rows)
+    return draft_plan(graph, cluster, [annotations] * len(found.best.replicas), found, gather_rows=gather_rows).finished()
 
 
 def _solver(
@@ -225,10 +225,14 @@ def _best(solve: Callable[[Placement], Solution], candidates: Sequence[Placement
     return best, remarks
 
 
-def _state(
+def draft_plan(
     graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotations | None], found: Outcome, *, gather_rows: bool
-) -> tuple[Plan, StepEstimate]:
-    """The plan of an outcome, and its estimate; `annotations` are those of each replica."""
+) -> Draft:
+    """The plan of an outcome, estimated but not yet explained; `annotations` are those of each replica.
+
+    Raises:
+        PlanError: it does not fit in memory, or a tensor cannot travel.
+    """
     solver, best = found.solver, found.best
     replicas = tuple(
         make_replica(solver.prices, model, _stage_names(model.pipeline, annotations[index]), index, share)
@@ -238,20 +242,20 @@ def _state(
     is_split = any(model.pipeline.splits for model in best.replicas)
     if is_split:
         replicas, borders = scatter_all(replicas, solver.prices)
-    draft = _Draft(graph, cluster, annotations, found, replicas, borders)
+    outcome = _Outcome(graph, cluster, annotations, found, replicas, borders)
     if not needs_joining(replicas, solver.prices):
-        return draft.stated(replicas)
+        return outcome.drafted(replicas)
     reason = why_apart(replicas) if gather_rows else "communication.gather_rows is false"
     if not reason:
         try:
-            return draft.stated(join_replicas(replicas, solver.prices))
+            return outcome.drafted(join_replicas(replicas, solver.prices))
         except PlanError as error:  # what is gathered may not fit in memory
             reason = error.message
-    return draft.stated(replicas, (explain_apart(reason),))
+    return outcome.drafted(replicas, (explain_apart(reason),))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Draft:
+class _Outcome:
     """What is decided of a plan but for how its replicas divide the rows.
 
     Attributes:
@@ -268,11 +272,10 @@ class _Draft:
     apart: tuple[Replica, ...]
     borders: tuple[Choice, ...]
 
-    def stated(self, replicas: tuple[Replica, ...], apart: tuple[Choice, ...] = ()) -> tuple[Plan, StepEstimate]:
-        """The plan with these replicas, estimated and verified; `apart` says why they were not joined."""
+    def drafted(self, replicas: tuple[Replica, ...], reasons: tuple[Choice, ...] = ()) -> Draft:
+        """The plan with these replicas; `reasons` say why they were not joined."""
         graph, solver, best = self.graph, self.found.solver, self.found.best
-        prices = solver.prices
-        axes = find_batch_axes(graph, replicas, prices)
+        axes = find_batch_axes(graph, replicas, solver.prices)
         raise_faults(crossing_faults(graph, replicas, dict(axes)))
         plan = Plan(
             model=graph.fingerprint,
@@ -285,13 +288,39 @@ class _Draft:
             planned_rows=solver.num_rows,
             parameter_states=solver.pricing.prices.states,
         )
-        plan, step = with_estimate(plan, prices)
-        own = explain_choices(self.annotations[0], self.found, plan.replicas if replicas == self.apart else self.apart)
+        plan, step = with_estimate(plan, solver.prices)
+        raise_faults(list(memory_faults(step, self.cluster)))
+        return Draft(self, plan, step, reasons, is_joined=replicas != self.apart)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A plan without reasons.
+
+    Attributes:
+        outcome: what it was made of.
+        plan: with its estimate.
+        step: the estimate.
+        reasons: why its replicas were not joined, where that was to be asked.
+        is_joined: whether they were.
+    """
+
+    outcome: _Outcome
+    plan: Plan
+    step: StepEstimate
+    reasons: tuple[Choice, ...]
+    is_joined: bool
+
+    def finished(self) -> tuple[Plan, StepEstimate]:
+        """The plan with what led to it, verified, and the estimate of its step."""
+        own, plan = self.outcome, self.plan
+        graph, prices = own.graph, own.found.solver.prices
+        choices = explain_choices(own.annotations[0], own.found, own.apart if self.is_joined else plan.replicas)
         mixed = mixed_apart(plan, graph, prices.axes) if keeps_apart(plan) else ()
-        rows = (*explain_joining(self.apart, plan, prices), *apart, *self.borders, *explain_mixing(mixed))
-        plan = dataclasses.replace(plan, choices=(*own, *rows, *explain_step(step)))
-        verify(plan, graph, self.cluster, prices.axes if needs_axes(plan) else None, step=step)
-        return plan, step
+        rows = (*explain_joining(own.apart, plan, prices), *self.reasons, *own.borders, *explain_mixing(mixed))
+        plan = dataclasses.replace(plan, choices=(*choices, *rows, *explain_step(self.step)))
+        verify(plan, graph, own.cluster, prices.axes if needs_axes(plan) else None, step=self.step)
+        return plan, self.step
 
 
 def _devices(replicas: Sequence[Replica]) -> tuple[str, ...]:

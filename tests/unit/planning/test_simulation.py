@@ -14,7 +14,8 @@ from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.errors import PlanError
 from whale.ir.serialization import to_json
-from whale.planning import Simulation, decide
+from whale.planning import Simulation
+from whale.search import decide
 
 MIXED = cluster((1e12, 5e11, 1e12, 2e11))
 

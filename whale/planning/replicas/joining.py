@@ -26,6 +26,11 @@ def needs_joining(replicas: Sequence[Replica], prices: Prices) -> bool:
     is_divided = len(replicas) > 1 or any(len(stage.shares) > 1 for replica in replicas for stage in replica.stages)
     if not is_divided and all(replica.pipeline.num_micro_batch == 1 for replica in replicas):
         return False
+    return mixes_samples(prices)
+
+
+def mixes_samples(prices: Prices) -> bool:
+    """Whether some op needs rows of others."""
     axes = prices.axes
     return BATCH in axes.by_name and any(_surely_mixes(found, prices.graph) for found in axes.mixing)
 

@@ -68,7 +68,7 @@ def verify(
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)
     found = estimate(plan, graph, cluster, costs, axes=axes) if step is None else step
-    raise_faults(list(_memory(found, cluster)))
+    raise_faults(list(memory_faults(found, cluster)))
     return found
 
 
@@ -189,8 +189,11 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
             yield PlanError(f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)})")
 
 
-def _memory(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
-    """The planner gives out rows by lines, which chunks bend: a little over the share is let pass, over the memory nothing is."""
+def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
+    """Devices on which a step does not fit in memory.
+
+    The planner gives out rows by lines, which chunks bend: a little over the share is let pass, over the memory nothing is.
+    """
     for each in step.devices:
         need = round(each.peak.total)
         short = need - each.capacity

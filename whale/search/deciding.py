@@ -1,7 +1,8 @@
-"""The plan of a run or of a simulation: made now, written down by the user, or made before and verified; with its estimate."""
+"""The plan of a run or of a simulation: searched for, written down by the user, or made before and verified; with its estimate."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from whale.config import Config, read_plan
@@ -11,8 +12,11 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json
+from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
 from whale.planning.verify.verify import verify
+from whale.search.freedom import is_free
+from whale.search.searching import search
 
 
 def decide(
@@ -21,7 +25,8 @@ def decide(
     """The plan, and the estimate of its step.
 
     Args:
-        plan: made before, as a value or a JSON file; or written down, in a YAML file, which fixes what it says; None plans.
+        plan: made before, as a value or a JSON file; or written down, in a YAML file, which fixes what it says; None plans, by a
+            search where nothing says how the model is divided.
         graph: the captured model.
         cluster: to run on.
         config: settings.
@@ -32,9 +37,9 @@ def decide(
         PlanError: the file cannot be read, or the plan does not serve this model and cluster, or there is none.
     """
     if plan is None:
-        return plan_and_estimate(graph, cluster, config, rows=rows)
+        return _planned(graph, cluster, config, rows)
     if isinstance(plan, (str, Path)) and Path(plan).suffix in (".yaml", ".yml"):
-        return plan_and_estimate(graph, cluster, config.with_values(read_plan(plan)), rows=rows)
+        return _planned(graph, cluster, config.with_values(read_plan(plan)), rows)
     given = plan if isinstance(plan, Plan) else _read_plan(Path(plan))
     if rows not in (None, given.planned_rows):
         raise PlanError(
@@ -47,6 +52,16 @@ def decide(
             hint="plan again: the model, its scopes or the example batch have changed",
         )
     return given, verify(given, graph, cluster, costs=Costs.for_model(config, graph, cluster))
+
+
+def _planned(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate]:
+    if not is_free(graph, config):
+        return plan_and_estimate(graph, cluster, config, rows=rows)
+    if len(cluster.devices) == 1:  # there is something to look for only where the model does not fit as it is
+        with contextlib.suppress(MemoryShortage):
+            return plan_and_estimate(graph, cluster, config, rows=rows)
+    found = search(graph, cluster, config, rows=rows)
+    return found.plan, found.step
 
 
 def _read_plan(path: Path) -> Plan:

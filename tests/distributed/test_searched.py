@@ -1,0 +1,36 @@
+"""The law for plans that a search chose: with replicas, pipelines or idle ranks, as the devices have it."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+
+from tests import reference
+from tests.distributed.training import Case, largest_of, run_case, train_rank_and_plan, train_reference
+from tests.distributed.world import World
+from tests.models import Block, Description
+from whale.ir.plan import Plan
+
+MODEL = Description(tokens=True, blocks=(Block("feed_forward"), Block("attention"), Block("linear", skip_from=1), Block("gelu")))
+EFFORT = (("planning.effort", 30),)
+
+
+def searched(rank: int, num_ranks: int, case: Case) -> tuple[reference.Run, Plan]:
+    with mock.patch.dict(os.environ, {"WHALE_PLANNING_SEARCH": "auto"}):
+        return train_rank_and_plan(rank, num_ranks, case)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "num_used"),
+    [((0.001, 0.003, 0.002), 3), ((0.001, 1e-7), 1), ((0.002, 0.001), 2)],
+    ids=["three", "one far too slow", "two"],
+)
+def test_law(world: World, speeds: tuple[float, ...], num_used: int) -> None:
+    case = Case(MODEL, (12, 7), speeds, EFFORT)
+    runs = run_case(world, searched, case)
+    assert runs[0][1].choices[0].pass_name == "search"
+    assert len(runs[0][1].devices) == num_used
+    error, where = largest_of([run for run, _ in runs], train_reference(case))
+    assert error < 1e-10, where

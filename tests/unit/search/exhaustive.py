@@ -1,0 +1,84 @@
+"""Every way to seat a model on the devices of a small cluster, by their names, without classes, bounds or symmetry: the plain way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+
+from whale.config import Config
+from whale.errors import WhaleError
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.planning.pipeline.placement import Placed
+from whale.planning.seating import Seater, Seating
+from whale.search.freedom import ORDERS
+from whale.search.space import powers_of_two
+
+
+def least_seconds(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> float | None:
+    """The time of the fastest plan; None where there is none."""
+    seater = Seater(graph, cluster, config, num_rows)
+    found = list[float]()
+    for seatings in every_seating(cluster, num_rows):
+        try:
+            found.append(seater.draft(seatings).plan.step_seconds)
+        except WhaleError:
+            continue
+    return min(found, default=None)
+
+
+def every_seating(cluster: Cluster, num_rows: int) -> Iterator[tuple[Seating, ...]]:
+    """All seatings: replicas in the cluster's order, with equal numbers of micro-batches and one order."""
+    names = [device.name for device in cluster.devices]
+    for replicas in replicas_of(names):
+        for placed in all_grouped(replicas, cluster):
+            for num_micro_batch in powers_of_two(num_rows // len(placed)):
+                deepest = max(map(len, placed))
+                for order in ORDERS[: 1 if deepest == 1 or num_micro_batch == 1 else None]:
+                    yield tuple(
+                        Seating(
+                            (order if len(own) > 1 else ORDERS[0]).schedule,
+                            (order if len(own) > 1 else ORDERS[0]).num_chunks,
+                            num_micro_batch,
+                            len(own[0]),
+                            own,
+                        )
+                        for own in placed
+                    )
+
+
+def replicas_of(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """All ways to put some of the devices in rows; a row stands where its first device does."""
+    if not names:
+        return
+    first, others = names[0], names[1:]
+    yield from replicas_of(others)  # the first stays idle
+    for size in range(len(others) + 1):
+        for beside in permutations(others, size):
+            rest = [name for name in others if name not in beside]
+            for place in range(size + 1):
+                own = (*beside[:place], first, *beside[place:])
+                yield (own,)
+                yield from ((own, *more) for more in replicas_of(rest))
+
+
+def all_grouped(replicas: Sequence[tuple[str, ...]], cluster: Cluster) -> Iterator[tuple[Placed, ...]]:
+    """All ways to make split groups of neighbours in each row: of one kind, as large as some host has them."""
+    if not replicas:
+        yield ()
+        return
+    for own in grouped(replicas[0], cluster):
+        for others in all_grouped(replicas[1:], cluster):
+            yield (own, *others)
+
+
+def grouped(row: Sequence[str], cluster: Cluster) -> Iterator[Placed]:
+    for width in powers_of_two(len(row)):
+        groups = tuple(tuple(row[start : start + width]) for start in range(0, len(row), width))
+        kinds = [{cluster.by_name[name].kind for name in group} for group in groups]
+        if len(groups[-1]) == width and all(len(found) == 1 and room(found, cluster) >= width for found in kinds):
+            yield groups
+
+
+def room(kinds: set[object], cluster: Cluster) -> int:
+    return max(sum(device.kind in kinds for device in host.devices) for host in cluster.hosts)

@@ -1,0 +1,180 @@
+"""The search finds the fastest of all plans of its space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.planning.graphs import Graph, device
+from tests.unit.search.exhaustive import least_seconds
+from whale.config import Config
+from whale.errors import ConfigError, PlanError, WhaleError
+from whale.ir.cluster import Cluster, Host, Link
+from whale.ir.graph import ModelGraph
+from whale.planning import MemoryShortage, make_plan
+from whale.planning.plan import Draft
+from whale.planning.seating import Seater, Seating
+from whale.search import Found, search
+from whale.search.freedom import freedom_of
+
+SPEEDS = (1e9, 3e9, 1e10)
+GIB = 2**30
+MEMORIES = (6_000, 20_000, GIB)
+NETWORKS = (1e6, 1e8, 1e10)
+
+
+def layers(widths: list[int]) -> ModelGraph:
+    """Linear layers of these widths and a sum."""
+    graph = Graph()
+    value, before = graph.input("x", widths[0]), widths[0]
+    for index, width in enumerate(widths):
+        weight = graph.parameter(f"layer{index}.weight", width, before)
+        value = graph.call(f"layer{index}", "aten.linear.default", value, weight, width=width, flops=8 * width * before)
+        before = width
+    graph.sum_loss(value)
+    return graph.build()
+
+
+def made(hosts: list[list[tuple[float, int]]], network: float) -> Cluster:
+    """Hosts of devices with these speeds and memories."""
+    found = []
+    for number, own in enumerate(hosts):
+        devices = tuple(device(f"h{number}/{index}", f"h{number}", flops, memory) for index, (flops, memory) in enumerate(own))
+        found.append(Host(f"h{number}", devices, Link(1e9, 1e-6)))
+    return Cluster("random", tuple(found), Link(network, 1e-5) if len(found) > 1 else None)
+
+
+def looked_at_all(graph: ModelGraph, cluster: Cluster, rows: int) -> Found | None:
+    try:
+        return search(graph, cluster, Config(), rows=rows, effort=math.inf)
+    except WhaleError:
+        return None
+
+
+models = st.lists(st.sampled_from((4, 16, 64)), min_size=1, max_size=5).map(layers)
+devices = st.tuples(st.sampled_from(SPEEDS), st.sampled_from(MEMORIES))
+
+
+def clusters(num_devices: int) -> st.SearchStrategy[Cluster]:
+    hosts = st.lists(st.lists(devices, min_size=1, max_size=num_devices), min_size=1, max_size=num_devices)
+    return st.builds(made, hosts.filter(lambda found: sum(map(len, found)) <= num_devices), st.sampled_from(NETWORKS))
+
+
+def is_exhaustive(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
+    found = looked_at_all(graph, cluster, rows)
+    least = least_seconds(graph, cluster, freedom_of(Config(), mixes_samples=False).config, rows)
+    assert (found is None) == (least is None)
+    if found is not None and least is not None:
+        assert found.plan.step_seconds == pytest.approx(least, rel=1e-9)
+        assert found.num_unproven == 0 and found.gap == 0
+
+
+@settings(max_examples=6)
+@given(graph=models, cluster=clusters(2), rows=st.integers(1, 9))
+def test_equals_the_best_of_all_plans_on_two_devices(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
+    is_exhaustive(graph, cluster, rows)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(graph=models, cluster=clusters(3), rows=st.integers(1, 9))
+def test_equals_the_best_of_all_plans_on_three_devices(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
+    is_exhaustive(graph, cluster, rows)
+
+
+@pytest.mark.slow
+@settings(max_examples=3)
+@given(graph=models, cluster=clusters(4), rows=st.integers(1, 9))
+def test_equals_the_best_of_all_plans_on_four_devices(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
+    is_exhaustive(graph, cluster, rows)
+
+
+def search_of(graph: ModelGraph, cluster: Cluster, rows: int, **settings: object) -> Found:
+    return search(graph, cluster, Config({f"pipeline.{key}": value for key, value in settings.items()}), rows=rows)
+
+
+def test_slow_devices_behind_a_slow_link_are_left_out() -> None:
+    cluster = made([[(1e10, GIB)] * 2, [(1e9, GIB)]], network=1e6)
+    found = search_of(layers([64] * 4), cluster, 16)
+    assert found.plan.idle_devices == ("h1/0",)
+    assert found.plan.step_seconds < make_plan(layers([64] * 4), cluster, Config(), rows=16).step_seconds
+
+
+def test_a_model_larger_than_a_device_becomes_a_pipeline_or_is_split() -> None:
+    graph = layers([64] * 4)  # 16 KiB a layer, 64 KiB with gradient and optimizer state
+    cluster = made([[(1e9, 200_000)] * 2], network=1e9)
+    with pytest.raises(MemoryShortage):
+        make_plan(graph, cluster, Config(), rows=8)
+    found = search_of(graph, cluster, 8)
+    assert found.plan.pipelines[0].num_stages > 1 or found.plan.replicas[0].stages[0].split > 1
+
+
+def test_a_pipeline_gets_micro_batches() -> None:
+    found = search_of(layers([64] * 4), made([[(1e9, 200_000)]] * 2, network=1e7), 8)
+    assert found.plan.pipelines[0].num_stages > 1
+    assert found.plan.pipelines[0].num_micro_batch > 1
+
+
+def test_what_is_set_stays() -> None:
+    cluster = made([[(1e9, GIB)] * 4], network=1e9)
+    found = search_of(layers([64] * 4), cluster, 8, num_stages=2, num_micro_batch=4, schedule="gpipe")
+    assert {(own.num_ranks, own.num_micro_batch, own.schedule) for own in found.plan.pipelines} == {(2, 4, "gpipe")}
+
+
+def test_no_runner_up_is_faster_than_the_choice() -> None:
+    found = search_of(layers([64] * 4), made([[(1e9, GIB), (3e9, GIB)], [(1e9, GIB)]], network=1e8), 8)
+    times = [found.plan.step_seconds, *(each.seconds for each in found.runners_up)]
+    assert times == sorted(times) and len(times) > 3
+    assert found.bound <= found.plan.step_seconds
+
+
+def test_the_plan_says_how_good_it_is() -> None:
+    found = search_of(layers([64] * 4), made([[(1e9, GIB), (3e9, GIB)]], network=1e8), 8)
+    choice = found.plan.choices[0]
+    assert choice.pass_name == "search" and choice.bound == "no arrangement of this space is faster"
+    assert choice.decision == str(found.arrangement) and str(found.runners_up[0]) in choice.runner_up
+
+
+def test_what_fits_nowhere_says_by_how_much() -> None:
+    with pytest.raises(PlanError, match=r"weights, gradients and optimizer state alone are 168\.11 KiB more"):
+        search_of(layers([64] * 4), made([[(1e9, 100_000)]], network=1e9), 8)
+
+
+def test_more_micro_batches_than_rows_leave_nothing() -> None:
+    with pytest.raises(ConfigError, match="a row for every device and micro-batch"):
+        search_of(layers([4]), made([[(1e9, GIB)]], network=1e9), 2, num_micro_batch=4)
+
+
+def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted, seen = Seater.draft, list[Sequence[Seating]]()
+
+    def interrupted(self: Seater, seatings: Sequence[Seating]) -> Draft:
+        seen.append(seatings)
+        if len(seen) > 1:
+            raise KeyboardInterrupt
+        return drafted(self, seatings)
+
+    monkeypatch.setattr(Seater, "draft", interrupted)
+    found = search_of(layers([64] * 4), made([[(1e9, GIB)] * 2], network=1e9), 8)
+    assert found.was_interrupted and found.num_planned == 1 and "interrupted" in found.reasons[0]
+
+
+def test_samples_that_depend_on_one_another_stay_together() -> None:
+    graph = Graph()
+    value = graph.linear("layer", graph.input("x"))
+    value = graph.call("mixed", "aten.softmax.int", value, 0)
+    graph.sum_loss(value)
+    found = search_of(graph.build(), made([[(1e9, GIB)] * 2], network=1e9), 8)
+    assert all(own.num_micro_batch == 1 for own in found.plan.pipelines)
+    assert not any("mixes samples" in choice.subject for choice in found.plan.choices)
+
+
+@pytest.mark.parametrize("num_devices", [36, 40, 72])
+def test_any_number_of_devices(num_devices: int) -> None:
+    cluster = made([[(1e9, GIB)] * 4] * (num_devices // 4), network=1e9)
+    found = search(layers([16] * 4), cluster, Config(), rows=2 * num_devices, effort=8)
+    assert len(found.plan.devices) <= num_devices

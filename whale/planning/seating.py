@@ -1,0 +1,145 @@
+"""Plans for replicas of which all is said but their cuts, their rows and what they recompute: what a search over plans asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from whale.config import Config
+from whale.config.keys import Shares
+from whale.estimate import Costs
+from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.planning.pipeline.balance import MemoryShortage
+from whale.planning.pipeline.cut_points import CutPoints, find_cut_points
+from whale.planning.pipeline.placement import Placed, Placement
+from whale.planning.pipeline.recompute import KEEP_ALL, kept_under, read_policy
+from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipeline
+from whale.planning.plan import Draft, draft_plan
+from whale.planning.replicas.group_size import Outcome
+from whale.planning.replicas.joining import mixes_samples
+from whale.planning.replicas.solve import Solver, solve_together
+from whale.planning.shard.stage_price import StagePricing
+from whale.planning.structure.structure import Structure, analyse
+
+
+@dataclass(frozen=True)
+class Seating:
+    """One replica: how its pipeline runs, and on which devices.
+
+    Attributes:
+        schedule: name of the schedule kind.
+        num_chunks: stages per rank.
+        num_micro_batch: micro-batches of a step.
+        width: devices of a split group; each rank has one group.
+        placed: the devices of each rank, in the order of the pipeline.
+    """
+
+    schedule: str
+    num_chunks: int
+    num_micro_batch: int
+    width: int
+    placed: Placed
+
+
+@dataclass(eq=False)
+class Seater:
+    """Makes plans of one graph on one cluster, by the passes of `make_plan`; what several of them share is worked out once.
+
+    Args:
+        graph: the model; its scopes are not looked at.
+        cluster: the devices there are.
+        config: settings; those of the pipeline are the seatings'.
+        num_rows: of the global batch.
+    """
+
+    graph: ModelGraph
+    cluster: Cluster
+    config: Config
+    num_rows: int
+    _solvers: dict[Hashable, Solver] = field(default_factory=dict, init=False)
+    _points: dict[str, CutPoints] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def prices(self) -> Prices:
+        """Of the graph on the cluster."""
+        return Prices(self.graph, self.cluster, Costs.of(self.config))
+
+    @cached_property
+    def structure(self) -> Structure:
+        """What stays together in any cut."""
+        return analyse(self.graph)
+
+    @cached_property
+    def points(self) -> CutPoints:
+        """Where the model can be cut, if nothing is recomputed."""
+        return self._cut_points(KEEP_ALL.kind)
+
+    @cached_property
+    def mixes_samples(self) -> bool:
+        """Whether some op needs rows of others: then alike replicas of one micro-batch are joined, and other plans change the numbers."""
+        return mixes_samples(self.prices)
+
+    def draft(self, seatings: Sequence[Seating]) -> Draft:
+        """The plan with these replicas, estimated.
+
+        Raises:
+            MemoryShortage: it does not fit.
+            WhaleError: the model cannot be cut, or its rows divided, in this way.
+        """
+        used = {name for seating in seatings for names in seating.placed for name in names}
+        idle = tuple(device.name for device in self.cluster.devices if device.name not in used)
+        placement = Placement("chosen by the search", tuple(seating.placed for seating in seatings), idle)
+        found = self._outcome(placement, seatings)
+        return draft_plan(self.graph, self.cluster, [None] * len(seatings), found, gather_rows=self.config.communication.gather_rows)
+
+    def _outcome(self, placement: Placement, seatings: Sequence[Seating]) -> Outcome:
+        """Without recomputation where ``auto`` leaves the choice and that fits."""
+        if self.config.recompute.policy == "auto":
+            with contextlib.suppress(MemoryShortage):
+                return self._solved(placement, seatings, "none")
+        return self._solved(placement, seatings, self.config.recompute.policy)
+
+    def _solved(self, placement: Placement, seatings: Sequence[Seating], policy: str | Shares) -> Outcome:
+        solvers = [self._solver(seating, policy) for seating in seatings]
+        return Outcome(solvers[0], solve_together(placement, solvers, self.num_rows), {})
+
+    def _solver(self, seating: Seating, policy: str | Shares) -> Solver:
+        """The solver of a pipeline of this shape, whatever its devices are."""
+        key = seating.schedule, seating.num_chunks, seating.num_micro_batch, seating.width, len(seating.placed), policy
+        if key not in self._solvers:
+            pipeline = self._shape(seating)
+            read = read_policy(policy, pipeline)
+            points = self._cut_points(read.kind)
+            self._solvers[key] = Solver(self.graph, self.structure, self._pricing, pipeline, self.num_rows, points=points, policy=read)
+        return self._solvers[key]
+
+    def _shape(self, seating: Seating) -> PipelineShape:
+        num_ranks = len(seating.placed)
+        config = self.config.with_values(
+            {
+                "pipeline.schedule": seating.schedule,
+                "pipeline.num_chunks": seating.num_chunks,
+                "pipeline.num_micro_batch": seating.num_micro_batch,
+                "pipeline.num_stages": num_ranks,
+            }
+        )
+        pipeline = shape_pipeline(config, None, num_ranks)
+        if seating.width == 1:
+            return pipeline
+        devices, splits = (seating.width,) * num_ranks, (Split(seating.width),) * pipeline.num_stages
+        return dataclasses.replace(pipeline, devices=devices, splits=splits)
+
+    def _cut_points(self, policy: str) -> CutPoints:
+        if policy not in self._points:
+            kept = kept_under(self.prices, dataclasses.replace(KEEP_ALL, kind=policy))
+            self._points[policy] = find_cut_points(self.graph, self.structure, self.prices, kept)
+        return self._points[policy]
+
+    @cached_property
+    def _pricing(self) -> StagePricing:
+        return StagePricing.of(self.prices, self.config.communication.overlap)

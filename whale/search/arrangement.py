@@ -1,0 +1,98 @@
+"""What is decided of a plan before devices have names: how many replicas of which kinds of devices, and how they take turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from whale.ir.cluster import Device
+
+
+@dataclass(frozen=True)
+class Team:
+    """Replicas that are alike.
+
+    Attributes:
+        kinds: of the devices of each rank, in the order of the pipeline.
+        width: devices of each rank: a split group, where there are several.
+        count: how many replicas.
+    """
+
+    kinds: tuple[Device, ...]
+    width: int
+    count: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.kinds)
+
+    @cached_property
+    def taken(self) -> Mapping[Device, int]:
+        """Devices of each kind that all its replicas take."""
+        return {kind: number * self.width * self.count for kind, number in Counter(self.kinds).items()}
+
+    def __str__(self) -> str:
+        runs = [(kind.model, len(list(run))) for kind, run in groupby(self.kinds)]
+        stages = " -> ".join(f"{number} x {model}" if number > 1 else model for model, number in runs)
+        split = f", each split over {self.width}" if self.width > 1 else ""
+        return f"{self.count} x ({stages}{split})"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """In which order the stages of a replica compute.
+
+    Attributes:
+        schedule: name of the schedule kind.
+        num_chunks: stages per rank.
+    """
+
+    schedule: str
+    num_chunks: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.schedule} of {self.num_chunks} chunks" if self.num_chunks > 1 else self.schedule
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A plan up to the names of its devices, its cuts and its rows.
+
+    Attributes:
+        teams: the replicas, alike ones together.
+        order: of all of them; a replica of one rank has nothing to order.
+        num_micro_batch: of each replica in a step.
+    """
+
+    teams: tuple[Team, ...]
+    order: Order
+    num_micro_batch: int
+
+    @property
+    def num_replicas(self) -> int:
+        return sum(team.count for team in self.teams)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(team.count * team.num_ranks * team.width for team in self.teams)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is copies of the undivided model."""
+        return all(team.num_ranks * team.width == 1 for team in self.teams)
+
+    @property
+    def num_tasks(self) -> int:
+        """Stages times micro-batches, of one replica of each team."""
+        return sum(team.num_ranks * self.order.num_chunks for team in self.teams) * self.num_micro_batch
+
+    @property
+    def is_split(self) -> bool:
+        return any(team.width > 1 for team in self.teams)
+
+    def __str__(self) -> str:
+        order = f", {self.order}" if any(team.num_ranks > 1 for team in self.teams) else ""
+        return f"{' + '.join(map(str, self.teams))}{order}, {self.num_micro_batch} micro-batch(es)"

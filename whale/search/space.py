@@ -1,0 +1,172 @@
+"""All arrangements that a search ranges over: every one on few devices, those of like devices in a row on many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations, product
+
+from whale.ir.cluster import Cluster, Device
+from whale.search.arrangement import Arrangement, Order, Team
+from whale.search.bounds import Bounds
+from whale.search.freedom import Freedom
+
+COMPLETE = 4
+"""On up to so many devices every line-up is looked at, in whatever order its devices stand."""
+
+FRONT = 4
+"""Beside replicas of other kinds so many forms of the replicas of one kind are looked at."""
+
+Lineup = tuple[Team, ...]
+Counts = Mapping[Device, int]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The arrangements of a model on a cluster.
+
+    Attributes:
+        cluster: the devices there are.
+        freedom: what may be chosen.
+        num_rows: of the global batch; every device takes a row of every micro-batch.
+        num_places: stages that the model can be cut into at most.
+    """
+
+    cluster: Cluster
+    freedom: Freedom
+    num_rows: int
+    num_places: int
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Devices of each kind."""
+        return Counter(device.kind for device in self.cluster.devices)
+
+    @cached_property
+    def widths(self) -> Mapping[Device, tuple[int, ...]]:
+        """Per kind, the sizes of split groups that fit on a host: powers of two."""
+        most: Counter[Device] = Counter()
+        for host in self.cluster.hosts:
+            most |= Counter(device.kind for device in host.devices)
+        return {kind: powers_of_two(count) for kind, count in most.items()}
+
+    def lineups(self, bounds: Bounds) -> Iterator[Lineup]:
+        """Which replicas there are, each line-up once.
+
+        Args:
+            bounds: tell which replicas of one kind are worth a look.
+        """
+        small = len(self.cluster.devices) <= COMPLETE
+        for lineup in dict.fromkeys(self._every_lineup() if small else self._lineups_in_a_row(bounds)):
+            if self._is_allowed(lineup):
+                yield lineup
+
+    def arrangements(self, lineup: Lineup) -> Iterator[Arrangement]:
+        """A line-up in every order, with every number of micro-batches."""
+        most = self.num_rows // sum(team.count for team in lineup)
+        for num_micro_batch in self._micro_batches(lineup, most):
+            for order in self._orders(lineup, num_micro_batch):
+                yield Arrangement(lineup, order, num_micro_batch)
+
+    def plainest(self, arrangements: Iterable[Arrangement]) -> Arrangement | None:
+        """Copies of the model on most devices, in fewest micro-batches: the plan without a search; None where it is not there."""
+        plain = [each for each in arrangements if each.is_plain]
+        return min(plain, key=lambda each: (-each.num_devices, each.num_micro_batch), default=None)
+
+    def _micro_batches(self, lineup: Lineup, most: int) -> Sequence[int]:
+        fixed = self.freedom.micro_batches
+        if fixed is None:
+            return powers_of_two(most)
+        return (fixed,) if fixed <= most else ()
+
+    def _orders(self, lineup: Lineup, num_micro_batch: int) -> Iterator[Order]:
+        """Orders that differ for this line-up: a replica of one rank has nothing to order, and one micro-batch no turns."""
+        deepest = max(team.num_ranks for team in lineup)
+        for order in self.freedom.orders[: 1 if deepest == 1 or num_micro_batch == 1 else None]:
+            if deepest * order.num_chunks <= self.num_places:
+                yield order
+
+    def _is_allowed(self, lineup: Lineup) -> bool:
+        wanted = self.freedom.num_ranks
+        deep = all(team.num_ranks <= self.num_places and wanted in (None, team.num_ranks) for team in lineup)
+        return deep and (not self.freedom.alike or (len(lineup) == 1 and (lineup[0].width == 1 or lineup[0].count == 1)))
+
+    def _every_lineup(self) -> Iterator[Lineup]:
+        """All sets of replicas, by growing each with replicas that do not stand before its last."""
+        words = list(self._words())
+
+        def grown(taken: Counter[tuple[tuple[Device, ...], int]], left: Counter[Device], start: int) -> Iterator[Lineup]:
+            for number in range(start, len(words)):
+                kinds, width = words[number]
+                need = Counter(kinds * width)
+                if need <= left:
+                    more = taken + Counter([words[number]])
+                    yield tuple(Team(*word, count) for word, count in more.items())
+                    yield from grown(more, left - need, number)
+
+        yield from grown(Counter(), Counter(self.counts), 0)
+
+    def _words(self) -> Iterator[tuple[tuple[Device, ...], int]]:
+        """All replicas: kinds along the pipeline, and the width of its split groups."""
+        for width in sorted({width for widths in self.widths.values() for width in widths}):
+            room = Counter({kind: count // width for kind, count in self.counts.items() if width in self.widths[kind]})
+            ends: list[tuple[Device, ...]] = [()]
+            while ends:
+                ends = [(*word, kind) for word in ends for kind in room if word.count(kind) < room[kind]]
+                for word in ends:
+                    yield word, width
+
+    def _lineups_in_a_row(self, bounds: Bounds) -> Iterator[Lineup]:
+        """Replicas of one kind each, of every kind its own; and replicas over several kinds, like devices in a row."""
+        for kind in self.counts:
+            yield from ((team,) for team in self._of_one_kind(kind))
+        for used in product(*([None, *self._front(kind, bounds)] for kind in self.counts)):
+            lineup = tuple(team for team in used if team is not None)
+            if lineup:
+                yield lineup
+        for kinds in self._sequences():
+            for mixed in self._of_kinds(kinds):
+                yield (mixed,)
+                left = {kind: count - mixed.taken.get(kind, 0) for kind, count in self.counts.items()}
+                rest = tuple(Team((kind,), 1, count) for kind, count in left.items() if count)
+                if rest:
+                    yield (mixed, *rest)
+
+    def _of_one_kind(self, kind: Device) -> Iterator[Team]:
+        """As many replicas as there are devices for, of each depth and width."""
+        for width in self.widths[kind]:
+            room = self.counts[kind] // width
+            for num_ranks in powers_of_two(min(room, self.num_places)):
+                yield Team((kind,) * num_ranks, width, room // num_ranks)
+
+    def _front(self, kind: Device, bounds: Bounds) -> Sequence[Team]:
+        """The replicas of one kind that take least time for their share of the rows, and copies of the model, as far as they fit."""
+
+        def seconds(team: Team) -> float:
+            counts = self._micro_batches((team,), int(bounds.share_of(team))) or (1,)
+            return min(bounds.alone(team, self.freedom.orders[0], count) for count in counts)
+
+        teams = [team for team in self._of_one_kind(kind) if self._is_allowed((team,)) and not bounds.shortage(team)]
+        return sorted(teams, key=lambda team: (team.num_ranks * team.width > 1, seconds(team)))[:FRONT]
+
+    def _sequences(self) -> Iterator[tuple[Device, ...]]:
+        for number in range(2, len(self.counts) + 1):
+            yield from permutations(self.counts, number)
+
+    def _of_kinds(self, kinds: tuple[Device, ...]) -> Iterator[Team]:
+        """Replicas that take of each of these kinds what it has per replica, for every number of replicas that is worth it."""
+        shared = set.intersection(*(set(self.widths[kind]) for kind in kinds))
+        for width in sorted(shared):
+            rooms = [self.counts[kind] // width for kind in kinds]
+            numbers = powers_of_two(min(rooms)) + tuple(room for room in rooms if room <= min(rooms))
+            for count in sorted(set(numbers)):
+                depths = [room // count for room in rooms]
+                if sum(depths) <= self.num_places:
+                    yield Team(tuple(kind for kind, depth in zip(kinds, depths, strict=True) for _ in range(depth)), width, count)
+
+
+def powers_of_two(most: int) -> tuple[int, ...]:
+    """1, 2, 4 ... up to a number."""
+    return tuple(1 << exponent for exponent in range(most.bit_length()))
