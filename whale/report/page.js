@@ -12,7 +12,8 @@
   const HUES = [255, 55, 150, 345, 205, 100, 300, 25];  // of micro-batches, in turn; neighbours lie far apart
   const AXIS = 24, BAR = 22, SYNC = 7, GAP = 12, LABEL = 17, STRIP = 54;
   const view = { from: 0, to: data.ticks }, options = { messages: true, stretch: false };
-  let rows = [], chosen = null, hovered = null, gutter = 0, drag = null;
+  const isMeasured = data.tracks.some((track) => track.runs.length > 1);
+  let rows = [], chosen = null, hovered = null, gutter = 0, isWide = true, drag = null;
 
   // ---- words ----------------------------------------------------------------------------------------------------
   const digits = (value) => (Math.abs(value) >= 100 ? value.toFixed(0) : Number(value.toPrecision(3)).toString());
@@ -47,10 +48,11 @@
   const x = (tick, run) => gutter + ((tick * scaleOf(run) - view.from) / (view.to - view.from)) * (timeline.clientWidth - gutter);
   function place() {
     rows = [];
-    gutter = timeline.clientWidth >= 720 ? 168 : 0;
+    isWide = timeline.clientWidth >= 720;
+    gutter = isWide ? 168 : isMeasured ? 16 : 0;
     let y = AXIS + 4;
     for (const track of data.tracks) {
-      if (!gutter) y += LABEL;
+      if (!isWide) y += LABEL;
       track.y = y;
       track.runs.forEach((run, number) => {
         rows.push({ track, run: number, what: "bars", list: run.bars, y, height: BAR });
@@ -114,7 +116,7 @@
   function label(context, track, y) {
     const name = track.name + (track.alike ? ` and ${track.alike} like it` : "");
     context.textAlign = "left"; context.fillStyle = colour("text");
-    if (!gutter) {
+    if (!isWide) {
       context.fillText(cut(context, `${name}, ${track.title}`, timeline.clientWidth), 0, y - LABEL / 2);
       return;
     }
@@ -133,14 +135,14 @@
     context.fillRect(left, top, width > 4 ? width - 1 : width, height);
     if (works && (kind === "W" || kind === "R") && width > 3) hatch(context, left, top, width - 1, height);
     const text = nameOf(bar).slice(String(bar[1]).length), shown = bar[1] < 0 ? kind : text;
-    if (works && width > context.measureText(shown).width + 6) {
-      const from = Math.max(left, gutter), to = Math.min(left + width, timeline.clientWidth);
+    const from = Math.max(left, gutter), to = Math.min(left + width, timeline.clientWidth);
+    if (works && to - from > 12 && to - from > context.measureText(shown).width + 6) {
       if (kind === "W" || kind === "R") {
         const half = context.measureText(shown).width / 2 + 3;
         context.fillStyle = fill(kind, microBatch); context.fillRect((from + to) / 2 - half, top + 3, 2 * half, height - 6);
       }
       context.fillStyle = colour("bar-text"); context.textAlign = "center";
-      if (to - from > context.measureText(shown).width) context.fillText(shown, (from + to) / 2, top + height / 2 + 1);
+      context.fillText(shown, (from + to) / 2, top + height / 2 + 1);
     }
     context.globalAlpha = 1;
     return 1;
@@ -190,7 +192,7 @@
     for (const item of [hovered, chosen].filter(Boolean)) outline(context, item);
     context.restore();
     for (const track of data.tracks) label(context, track, track.y);
-    if (gutter && data.tracks.some((track) => track.runs.length > 1)) tags(context);
+    if (isMeasured) tags(context);
     timeline.dataset.bars = String(count);
   }
   function tags(context) {
@@ -207,10 +209,10 @@
   }
 
   function drawMemory() {
-    const step = STRIP + (gutter ? GAP : GAP + LABEL), width = timeline.clientWidth;
+    const step = STRIP + (isWide ? GAP : GAP + LABEL), width = timeline.clientWidth;
     const height = AXIS + 4 + data.tracks.length * step, context = prepare(memory, height);
     axis(context, width, height);
-    data.tracks.forEach((track, number) => strip(context, track, AXIS + 4 + number * step + (gutter ? 0 : LABEL), width));
+    data.tracks.forEach((track, number) => strip(context, track, AXIS + 4 + number * step + (isWide ? 0 : LABEL), width));
     memory.dataset.strips = String(data.tracks.length);
   }
   function strip(context, track, top, width) {
@@ -221,16 +223,16 @@
     context.save();
     context.beginPath(); context.rect(gutter, top, width - gutter, STRIP); context.clip();
     context.fillStyle = colour("held"); context.fillRect(gutter, y(track.held), width - gutter, STRIP);
-    track.runs.forEach((run, number) => run.memory.length && curve(context, run.memory, number, y, width));
+    track.runs.forEach((run, number) => run.memory.length && curve(context, run.memory, number, y, y(track.held)));
     const line = near ? Math.round(y(track.capacity)) + 0.5 : top + 5.5;
     context.strokeStyle = colour("limit"); context.lineWidth = 1.5; context.setLineDash(near ? [] : [7, 5]);
     context.beginPath(); context.moveTo(gutter, line); context.lineTo(width, line); context.stroke(); context.setLineDash([]);
     context.restore();
     const told = `peak ${bytes(most)}, limit ${bytes(track.capacity)}`;
-    label(context, gutter ? { ...track, title: `peak ${bytes(most)}` } : { ...track, title: told }, top);
-    if (gutter) { context.fillStyle = colour("limit"); context.fillText(cut(context, `limit ${bytes(track.capacity)}`, gutter - 12), 0, top + 40); }
+    label(context, isWide ? { ...track, title: `peak ${bytes(most)}` } : { ...track, title: told }, top);
+    if (isWide) { context.fillStyle = colour("limit"); context.fillText(cut(context, `limit ${bytes(track.capacity)}`, gutter - 12), 0, top + 40); }
   }
-  function curve(context, points, run, y, width) {
+  function curve(context, points, run, y, held) {
     context.beginPath();
     let [last, height] = [x(0, run), y(points[0][1])];
     context.moveTo(last, height);
@@ -244,7 +246,7 @@
     context.lineTo(last, height);
     context.strokeStyle = colour(run ? "measured" : "accent"); context.lineWidth = 1.5; context.stroke();
     if (!run) {
-      context.lineTo(last, y(0)); context.lineTo(x(0, run), y(0)); context.closePath();
+      context.lineTo(last, held); context.lineTo(x(0, run), held); context.closePath();
       context.globalAlpha = 0.22; context.fillStyle = colour("accent"); context.fill(); context.globalAlpha = 1;
     }
   }
@@ -294,7 +296,10 @@
     if (key === "ArrowLeft" || key === "ArrowRight") {
       return choose({ row, bar: row.list[Math.min(Math.max(at + (key === "ArrowRight" ? 1 : -1), 0), row.list.length - 1)] });
     }
-    const next = rows[Math.min(Math.max(rows.indexOf(row) + (key === "ArrowDown" ? 1 : -1), 0), rows.length - 1)];
+    // Up and down stay at one time: to bars, or to a sum or wait at the same time.
+    const onward = key === "ArrowDown" ? rows.slice(rows.indexOf(row) + 1) : rows.slice(0, rows.indexOf(row)).reverse();
+    const meets = (each) => each.at(-2) < bar.at(-1) && each.at(-1) > bar.at(-2);
+    const next = onward.find((each) => each.what === "bars" || each.list.some(meets)) ?? row;
     const middle = (bar.at(-2) + bar.at(-1)) / 2, far = (each) => Math.abs((each.at(-2) + each.at(-1)) / 2 - middle);
     return choose({ row: next, bar: next.list.reduce((best, each) => (far(each) < far(best) ? each : best), next.list[0]) });
   }
@@ -349,7 +354,13 @@
       return [`${lines}linear-gradient(90deg, ${stops})`, `${KINDS[kind]} (${kind})`];
     });
     entries.push([colour("other"), "optimizer; below a bar: gradients being summed"]);
-    if (data.tracks.some((track) => track.runs.length > 1)) entries.push([colour("wait"), "waiting"], ["none", "p predicted, m measured"]);
+    if (isMeasured) {
+      entries.unshift(["none", "p predicted, m measured"]);
+      entries.push([colour("wait"), "waiting"]);
+    }
+    if (data.tracks.some((track) => track.runs.some((run) => run.segments.length))) {
+      entries.push([`linear-gradient(transparent 70%, ${colour("text")} 70%)`, "a segment, computed again in the backward pass"]);
+    }
     document.getElementById("legend").replaceChildren(...entries.map(([background, text]) => {
       const entry = document.createElement("span"), swatch = document.createElement("i");
       swatch.style.background = background;

@@ -13,7 +13,7 @@ from whale.ir.schedule import Kind
 from whale.report.tracks import Track
 from whale.units import format_seconds
 
-_NEARLY = 0.02
+_NEARLY = 0.05
 """Shares closer than this are called equal."""
 _WORDS = {
     Kind.FORWARD: "forward passes",
@@ -35,7 +35,7 @@ def straggler_words(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepE
     yield f"Its time goes to {_where_it_goes(slow)}."
     yield from _why(plan, graph, cluster, step)
     for choice in plan.choices:
-        if choice.pass_name == "balance" and choice.bound:
+        if choice.pass_name == "balance" and choice.bound and len(plan.replicas) > 1:
             yield f"The {choice.subject} are {choice.decision}, bound by {choice.bound}."
     yield from _measured(step, tracks)
 

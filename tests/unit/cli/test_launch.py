@@ -87,17 +87,18 @@ def test_help_shows_our_own_flags_first() -> None:
     assert text.index("--timeout SECONDS     longest") < text.index("torchrun's flags:") < text.index("--nnodes NNODES")
 
 
-def test_ranks_get_the_recipe_the_timeout_one_thread_and_a_hash_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_the_recipe_the_timeout_the_trace_one_thread_and_a_hash_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text("pipeline:\n  num_micro_batch: 2\n")
-    words = ["--ranks", "2", "--recipe", "recipe.yaml", "--timeout", "5", "train.py"]
+    words = ["--ranks", "2", "--recipe", "recipe.yaml", "--timeout", "5", "--trace", "recorded", "train.py"]
     assert launch._variables(launch.make_parser().parse_args(words)) == {
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "WHALE_RECIPE": str(tmp_path / "recipe.yaml"),
         "WHALE_COMMUNICATION_TIMEOUT_SECONDS": "5.0",
+        "WHALE_TRACE_DIRECTORY": str(tmp_path / "recorded"),
     }
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("PYTHONHASHSEED", "random")
