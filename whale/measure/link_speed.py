@@ -1,7 +1,7 @@
-"""How fast ranks send to one another: latency and bandwidth of a message, one pair alone and all pairs at once.
+"""How fast ranks send to one another: latency and bandwidth of a message, one pair alone and all ranks at once.
 
-host a   0  1  2  3        alone inside     0-1            at once inside    0-1  2-3
-host b   4  5  6  7        alone between    0-4            at once between   0-4  1-5  2-6  3-7
+host a   0  1  2  3        alone inside     0 - 1          at once inside    0 > 1 > 2 > 3 > 0
+host b   4  5  6  7        alone between    0 - 4          at once between   0 - 4  1 - 5  2 - 6  3 - 7
 """
 
 from __future__ import annotations
@@ -25,74 +25,84 @@ SMALL_BYTES, LARGE_BYTES = 4, 1 << 23
 NUM_SMALL, NUM_LARGE = 10, 2
 """Exchanges of a round."""
 
+Route = tuple[int, int]
+"""Who sends to whom."""
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Pairs of ranks that exchange messages at the same time, while all others are idle.
+    """Messages that travel at the same time, while all other ranks are idle.
 
     Attributes:
         where: ``inside HOST``, or ``HOST - HOST``.
-        how: `ALONE` or `AT_ONCE`.
-        pairs: of ranks.
+        how: `ALONE`: one pair, there and back in turns; `AT_ONCE`: each rank sends to one and receives from one.
+        routes: of ranks.
     """
 
     where: str
     how: str
-    pairs: tuple[tuple[int, int], ...]
+    routes: tuple[Route, ...]
 
 
 def phases(hosts: Sequence[str]) -> Iterator[Phase]:
     """What to measure between ranks, given their hosts: inside each, and between each and the next.
 
-    One pair says what the link gives; all pairs at once say what they share: a host's card, its bus, or its cores.
+    One pair says what the link gives; all at once say what they share: a host's card, its bus, or its cores. Inside a host that
+    is one step of a ring, of which collectives are made.
     """
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         members.setdefault(host, []).append(rank)
     for host, ranks in members.items():
-        yield from _both(f"inside {host}", list(zip(ranks[::2], ranks[1::2], strict=False)))
+        if len(ranks) > 1:
+            yield Phase(f"inside {host}", ALONE, _both_ways(ranks[:1], ranks[1:]))
+            yield Phase(f"inside {host}", AT_ONCE, (*pairwise(ranks), (ranks[-1], ranks[0])))
     for (host, here), (other, there) in pairwise(members.items()):
-        yield from _both(f"{host} - {other}", list(zip(here, there, strict=False)))
+        yield Phase(f"{host} - {other}", ALONE, _both_ways(here[:1], there))
+        yield Phase(f"{host} - {other}", AT_ONCE, _both_ways(here, there))
 
 
-def _both(where: str, pairs: list[tuple[int, int]]) -> Iterator[Phase]:
-    if pairs:
-        yield Phase(where, ALONE, (pairs[0],))
-    if len(pairs) > 1:
-        yield Phase(where, AT_ONCE, tuple(pairs))
+def _both_ways(here: Sequence[int], there: Sequence[int]) -> tuple[Route, ...]:
+    return tuple(route for a, b in zip(here, there, strict=False) for route in ((a, b), (b, a)))
 
 
 def link_samples(clock: Clock, phase: Phase) -> Iterator[Samples]:
-    """Measures one phase; every rank calls it, and the first of each pair has samples."""
+    """Measures one phase; every rank calls it, and those who send have samples: of one message, one way."""
     with clock.world.speaking(f"measuring messages, {phase.where}"):
-        peer = next((pair for pair in phase.pairs if clock.world.rank in pair), None)
-        small = clock.rounds(_exchange(clock.world, peer, SMALL_BYTES), num_repeats=NUM_SMALL)
-        large = clock.rounds(_exchange(clock.world, peer, LARGE_BYTES), num_repeats=NUM_LARGE)
-    if peer is None or peer[0] != clock.world.rank:
+        small = clock.rounds(_call(clock.world, phase, SMALL_BYTES), num_repeats=NUM_SMALL)
+        large = clock.rounds(_call(clock.world, phase, LARGE_BYTES), num_repeats=NUM_LARGE)
+    if not small:
         return
-    latencies = tuple(each / 2 for each in small)
+    messages = 2 if phase.how == ALONE else 1  # one after the other
+    latencies = tuple(each / messages for each in small)
     usual = sorted(latencies)[len(latencies) // 2]
-    rest = [max(each / 2 - usual, 1e-9) for each in large]
+    rest = [max(each / messages - usual, 1e-9) for each in large]
     yield Samples(f"{LATENCY}, {phase.how}", "s", latencies)
     yield Samples.rates(f"{BANDWIDTH}, {phase.how}", "B/s", LARGE_BYTES - SMALL_BYTES, rest)
 
 
-def _exchange(world: World, pair: tuple[int, int] | None, num_bytes: int) -> Callable[[], None] | None:
-    """There and back between this rank and its peer; None where it has none."""
-    if pair is None:
+def _call(world: World, phase: Phase, num_bytes: int) -> Callable[[], None] | None:
+    """This rank's part in the exchange; None where it has none."""
+    target = next((b for a, b in phase.routes if a == world.rank), None)
+    source = next((a for a, b in phase.routes if b == world.rank), None)
+    if target is None or source is None:
         return None
     device = world.device if backend_of(world.device) is not None else torch.device("cpu")
-    peer, tensor = sum(pair) - world.rank, torch.zeros(num_bytes // 4, device=device)
-    call = partial(_there_and_back if world.rank == pair[0] else _back_and_there, peer, tensor)
+    sent, received = (torch.zeros(num_bytes // 4, device=device) for _ in range(2))
+    if phase.how == AT_ONCE:
+        call = partial(_send_and_receive, sent, target, received, source)
+    else:
+        call = partial(_in_turns, sent, target, phase.routes[0][0] == world.rank)
     call()  # the first message opens the connection
     return call
 
 
-def _there_and_back(peer: int, tensor: Tensor) -> None:
-    dist.send(tensor, peer)
-    dist.recv(tensor, peer)
+def _in_turns(tensor: Tensor, peer: int, begins: bool) -> None:
+    """There and back."""
+    for sends in (begins, not begins):
+        (dist.send if sends else dist.recv)(tensor, peer)
 
 
-def _back_and_there(peer: int, tensor: Tensor) -> None:
-    dist.recv(tensor, peer)
-    dist.send(tensor, peer)
+def _send_and_receive(sent: Tensor, target: int, received: Tensor, source: int) -> None:
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)]):
+        work.wait()

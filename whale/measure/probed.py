@@ -14,7 +14,7 @@ from whale.measure.samples import Samples, pooled
 
 NAME = "probed"
 SHARED_BELOW = 0.9
-"""A card, or a link, is shared if all pairs at once get less than this part of what each gets alone."""
+"""A card, or a link, is shared if all at once get less than this part of what each gets alone."""
 ALIKE = 1.2
 """Devices of one kind on one host are one group up to this ratio of their speeds, or if their samples overlap; a slower one, throttled
 or shared, is its own."""
@@ -51,7 +51,7 @@ class Report:
 def probed_cluster(reports: Sequence[Report]) -> Cluster:
     """The cluster of the ranks, by rank, with all figures that were measured.
 
-    Devices have the speeds that they reach while all compute at once, and links inside a host what they give while all send, or,
+    Devices have the speeds that they reach while all compute at once, and links inside a host what they give while all send; or,
     where all together get no more than one pair alone, that as a link that they share. Between hosts each device has what one
     alone gets, and where they share it, what all get together is the host's card.
     """
@@ -102,19 +102,19 @@ def _value(figures: Sequence[Figure], what: str) -> float | None:
 
 
 def _link(figures: Sequence[Figure], how: str) -> Link:
-    """The link as one pair alone, or all pairs at once, have it; alone where there is only one pair."""
-    bandwidth, latency = (_value(figures, f"{what}, {how}") or _value(figures, f"{what}, {ALONE}") for what in (BANDWIDTH, LATENCY))
+    """The link as one pair alone has it, or all at once."""
+    bandwidth, latency = (_value(figures, f"{what}, {how}") for what in (BANDWIDTH, LATENCY))
     assert bandwidth is not None and latency is not None, "a pair measures both"
     return Link(bandwidth, latency)
 
 
 def _inside(host: str, devices: Sequence[Device], messages: Mapping[str, Sequence[Figure]]) -> Link:
-    """As all pairs at once have it; one that they share where they get together no more than one alone."""
+    """As all at once have it; one that they share where they get together no more than one alone."""
     found = messages.get(f"inside {host}")
     if found is None:
         return Link(devices[0].bandwidth, 0.0)  # of a single device: nothing leaves it
     alone, together = _link(found, ALONE), _link(found, AT_ONCE)
-    if len(devices) > 3 and len(devices) // 2 * together.bandwidth * SHARED_BELOW < alone.bandwidth:
+    if len(devices) * together.bandwidth * SHARED_BELOW < alone.bandwidth:
         return Link(alone.bandwidth, together.latency, shared=True)
     return together
 

@@ -77,4 +77,5 @@ def _passes(ranks: Sequence[tuple[PassRounds, ...]], rows: tuple[int, ...]) -> t
 
 
 def _pass(name: str, num_rows: int, ranks: Sequence[Sequence[float]]) -> Figure:
-    return Figure.of(f"{name}, {num_rows} row(s)", "s", [seconds for own in ranks for seconds in own])
+    """Of each round the slowest rank: a step waits for it."""
+    return Figure.of(f"{name}, {num_rows} row(s)", "s", [max(seconds) for seconds in zip(*ranks, strict=True)])

@@ -20,12 +20,14 @@ from whale.measure.topology import gpu_notes
 def test_pairs_alone_and_all_at_once() -> None:
     found = list(phases(["a", "a", "b", "a", "b", "a", "c"]))
     assert found == [
-        Phase("inside a", ALONE, ((0, 1),)),
-        Phase("inside a", AT_ONCE, ((0, 1), (3, 5))),
-        Phase("inside b", ALONE, ((2, 4),)),
-        Phase("a - b", ALONE, ((0, 2),)),
-        Phase("a - b", AT_ONCE, ((0, 2), (1, 4))),
-        Phase("b - c", ALONE, ((2, 6),)),
+        Phase("inside a", ALONE, ((0, 1), (1, 0))),
+        Phase("inside a", AT_ONCE, ((0, 1), (1, 3), (3, 5), (5, 0))),
+        Phase("inside b", ALONE, ((2, 4), (4, 2))),
+        Phase("inside b", AT_ONCE, ((2, 4), (4, 2))),
+        Phase("a - b", ALONE, ((0, 2), (2, 0))),
+        Phase("a - b", AT_ONCE, ((0, 2), (2, 0), (1, 4), (4, 1))),
+        Phase("b - c", ALONE, ((2, 6), (6, 2))),
+        Phase("b - c", AT_ONCE, ((2, 6), (6, 2))),
     ]
     assert list(phases(["a"])) == []
 
@@ -45,9 +47,9 @@ UNITS = (("latency", "s"), ("bandwidth", "B/s"))
 def test_alike_devices_are_pooled_and_what_hosts_share_is_a_card() -> None:
     cluster = probed_cluster(
         [
-            report("a", 1e9, ("inside a", ALONE, 5.0), ("inside a", AT_ONCE, 2.0), ("a - b", ALONE, 4.0), ("a - b", AT_ONCE, 3.0)),
+            report("a", 1e9, ("inside a", ALONE, 5.0), ("inside a", AT_ONCE, 3.0), ("a - b", ALONE, 4.0), ("a - b", AT_ONCE, 3.0)),
             report("a", 1.1e9),
-            report("b", 8e9, ("inside b", ALONE, 7.0)),
+            report("b", 8e9, ("inside b", ALONE, 7.0), ("inside b", AT_ONCE, 6.0)),
             report("b", 8e9),
         ]
     )
@@ -55,7 +57,7 @@ def test_alike_devices_are_pooled_and_what_hosts_share_is_a_card() -> None:
     assert [dict(device.flops) for device in a.devices] == [{"float32": 1.05e9, "bfloat16": pytest.approx(1.05e9 / 3)}] * 2
     assert b.devices[0].peak_flops("float32") == 8e9
     assert a.devices[0].kernel_start == 2e-6 and a.devices[0].bandwidth == 2e10
-    assert (a.link, b.link, cluster.network) == (Link(2.0, 2.0), Link(7.0, 7.0), Link(4.0, 4.0))
+    assert (a.link, b.link, cluster.network) == (Link(3.0, 3.0), Link(6.0, 6.0), Link(4.0, 4.0))
     assert (a.card, b.card) == (6.0, 6.0), "two pairs at once had 3 each, where one alone has 4"
     assert {figure.name for figure in cluster.measured} >= {"a cpu: memory", "inside a: bandwidth, all at once", "a - b: latency, alone"}
 
@@ -66,9 +68,9 @@ def test_a_slower_device_of_the_same_kind_is_not_pooled_with_the_others() -> Non
 
 
 def test_pairs_that_get_together_what_one_has_alone_share_the_link() -> None:
-    first = report("a", 1e9, ("inside a", ALONE, 5.0), ("inside a", AT_ONCE, 2.6))
+    first = report("a", 1e9, ("inside a", ALONE, 5.0), ("inside a", AT_ONCE, 1.3))
     (host,) = probed_cluster([first, *[report("a", 1e9)] * 3]).hosts
-    assert host.link == Link(5.0, 2.6, shared=True)
+    assert host.link == Link(5.0, 1.3, shared=True)
 
 
 def test_a_network_that_no_pair_slows_is_not_shared() -> None:
