@@ -22,6 +22,11 @@ def entry(name: str, size: int = 32, **options: Any) -> Entry:
     return Entry(f"timm/{name}", partial(built, name, options), image_classes(size), class_loss)
 
 
+def mixer(name: str, **options: Any) -> Entry:
+    build = partial(MlpMixer, num_classes=5, img_size=32, patch_size=8, embed_dim=32, num_blocks=2, **options)
+    return Entry(f"timm/{name}", build, image_classes(32), class_loss)
+
+
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 
 ENTRIES = (
@@ -32,48 +37,13 @@ ENTRIES = (
     entry("davit_tiny", depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 32), num_heads=(2, 2, 2, 2), window_size=2),
     entry("deit_tiny_distilled_patch16_224", **VIT),
     entry("eva02_tiny_patch14_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4),
-    Entry(
-        "timm/gmlp",
-        partial(
-            MlpMixer,
-            num_classes=5,
-            img_size=32,
-            patch_size=8,
-            embed_dim=32,
-            num_blocks=2,
-            mlp_ratio=2,
-            block_layer=SpatialGatingBlock,
-            mlp_layer=SpatialMlp,
-        ),
-        image_classes(32),
-        class_loss,
-    ),
+    mixer("gmlp", mlp_ratio=2, block_layer=SpatialGatingBlock, mlp_layer=SpatialMlp),
     entry("lcnet_050"),
-    Entry(
-        "timm/mlp_mixer",
-        partial(MlpMixer, num_classes=5, img_size=32, patch_size=8, embed_dim=32, num_blocks=2),
-        image_classes(32),
-        class_loss,
-    ),
+    mixer("mlp_mixer"),
     entry("mobilenetv3_small_050"),
     entry("pit_ti_224", img_size=32, patch_size=8, stride=4, base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(2, 2, 2)),
     entry("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 32), num_heads=(1, 2, 2, 4)),
-    Entry(
-        "timm/resmlp",
-        partial(
-            MlpMixer,
-            num_classes=5,
-            img_size=32,
-            patch_size=8,
-            embed_dim=32,
-            num_blocks=2,
-            mlp_ratio=4,
-            block_layer=ResBlock,
-            norm_layer=Affine,
-        ),
-        image_classes(32),
-        class_loss,
-    ),
+    mixer("resmlp", mlp_ratio=4, block_layer=ResBlock, norm_layer=Affine),
     entry("seresnet18", layers=(1, 1, 1, 1)),
     entry("swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=8, depths=(1, 2), num_heads=(2, 4)),
     entry("tnt_s_patch16_224", img_size=32, patch_size=8, embed_dim=32, inner_dim=8, depth=2, num_heads_inner=2, num_heads_outer=4),

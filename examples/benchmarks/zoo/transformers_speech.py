@@ -87,6 +87,8 @@ def entry(name: str, family: str, head: str, batch: Any, single: bool = False, *
 
 
 SERIES = {"prediction_length": 4, "context_length": 16, "lags_sequence": [1, 2, 3], "num_time_features": 1, "scaling": "mean"}
+PATCHES = {"context_length": 16, "prediction_length": 4, "num_input_channels": 3, "patch_length": 4, "patch_stride": 4, "loss": "mse"}
+
 ENTRIES = (
     entry(
         "ast",
@@ -126,26 +128,16 @@ ENTRIES = (
         "PatchTST",
         "ForPrediction",
         channels_batch,
-        context_length=16,
-        prediction_length=4,
-        num_input_channels=3,
-        patch_length=4,
-        patch_stride=4,
         ffn_dim=48,
-        loss="mse",
+        **PATCHES,
     ),
     entry(
         "patchtsmixer",
         "PatchTSMixer",
         "ForPrediction",
         channels_batch,
-        context_length=16,
-        prediction_length=4,
-        num_input_channels=3,
-        patch_length=4,
-        patch_stride=4,
         num_layers=2,
-        loss="mse",
+        **PATCHES,
     ),
     Entry(
         "transformers/decision-transformer",

@@ -92,6 +92,17 @@ def caption_batch(rows: int) -> Batch:
     return {"pixel_values": images(rows, 16), "labels": tokens(rows, 6)}
 
 
+SWIN = {
+    "image_size": 32,
+    "patch_size": 4,
+    "window_size": 4,
+    "embed_dim": 8,
+    "depths": [1, 2],
+    "num_hidden_layers": 2,
+    "num_attention_heads": [2, 4],
+    "num_labels": 5,
+}
+
 CLASSIFIERS = (
     entry("beit", "Beit", image_size=16, patch_size=8, num_labels=5),
     entry("convnext", "ConvNext", batch=larger, hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 1, 1], num_hidden_layers=4, num_labels=5),
@@ -150,32 +161,8 @@ CLASSIFIERS = (
         decoder_hidden_size=16,
         num_labels=5,
     ),
-    entry(
-        "swin",
-        "Swin",
-        batch=larger,
-        image_size=32,
-        patch_size=4,
-        window_size=4,
-        embed_dim=8,
-        depths=[1, 2],
-        num_hidden_layers=2,
-        num_attention_heads=[2, 4],
-        num_labels=5,
-    ),
-    entry(
-        "swinv2",
-        "Swinv2",
-        batch=larger,
-        image_size=32,
-        patch_size=4,
-        window_size=4,
-        embed_dim=8,
-        depths=[1, 2],
-        num_hidden_layers=2,
-        num_attention_heads=[2, 4],
-        num_labels=5,
-    ),
+    entry("swin", "Swin", batch=larger, **SWIN),
+    entry("swinv2", "Swinv2", batch=larger, **SWIN),
     entry("timesformer", "Timesformer", "ForVideoClassification", video_batch, image_size=16, patch_size=8, num_frames=4, num_labels=5),
     entry("videomae", "VideoMAE", "ForVideoClassification", video_batch, image_size=16, patch_size=8, num_frames=4, num_labels=5),
     entry("vit", "ViT", image_size=16, patch_size=8, num_labels=5),
