@@ -66,7 +66,7 @@ class ScheduleError(WhaleError):
 
 
 class BatchError(WhaleError):
-    """A batch that cannot be divided as the plan says, that differs between ranks, or that the model refuses."""
+    """A batch that cannot be divided as the plan says, or that differs between ranks."""
 
 
 class InitializationError(WhaleError):
@@ -82,7 +82,7 @@ class RuntimeFault(WhaleError):
 
 
 class OpFault(RuntimeFault):
-    """An op of the model failed on this rank alone, by what it was given."""
+    """An op of the model failed on this rank alone, by what it was given, or the model itself refuses that."""
 
 
 def first_few(names: Sequence[str], most: int = 3, *, separator: str = ", ", count: int | None = None) -> str:

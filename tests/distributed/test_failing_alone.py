@@ -157,6 +157,55 @@ def test_one_that_reads_a_label_out_of_range(world: World) -> None:
     assert "rank 1 has failed: OpFault: the ops of a model take what they are given (%cross_entropy" in said[0][0], said
 
 
+class Wary(nn.Module):
+    """Looks at what it is given before it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 100:
+            raise ValueError("too large")
+        h = self.first(x).relu()
+        assert h.isfinite().all()
+        return self.second(h)  # type: ignore[no-any-return]
+
+
+def refuse_a_batch(rank: int, num_ranks: int, config: dict[str, Any]) -> str:
+    batch = {"x": torch.rand(8, 4), "label": torch.arange(8) % 3}
+    engine = whale.parallelize(
+        Wary(),
+        loss=lambda output, batch: nn.functional.cross_entropy(output, batch["label"]),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        batch=batch,
+        config={"communication.timeout_seconds": LIMIT_SECONDS, **config},
+        cluster=make_cluster((1.0,) * num_ranks),
+    )
+    engine.step(batch)
+    bad = {**batch, "x": batch["x"].index_fill(0, torch.tensor([7]), 1000.0)}
+    start = time.monotonic()
+    with pytest.raises(RuntimeFault) as caught:
+        engine.step(bad)
+    assert time.monotonic() - start < AT_ONCE_SECONDS
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "finder"),
+    [
+        ({}, 1),
+        ({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}, 0),
+        ({"replicas": [{"split": 2}]}, None),
+    ],
+)
+def test_a_batch_that_the_model_refuses(world: World, config: dict[str, Any], finder: int | None) -> None:
+    said = world.run(refuse_a_batch, config, num_ranks=2, timeout=180)
+    for rank, text in enumerate(said):
+        assert "the model refuses this batch (ValueError: too large)" in text, said
+        assert finder in (None, rank) or f"rank {finder} has failed: OpFault" in text, said
+
+
 def settle(rank: int, num_ranks: int, odd: object) -> None:
     whale.parallelize(captured_scopes("none").model, loss=loss, batch=make_batch(8), config=odd if rank == 1 else {})  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from whale.errors import CaptureError
+from whale.errors import OpFault
 
 STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default)
 
@@ -27,13 +27,13 @@ def strided(tensor: Tensor, strides: Sequence[int], sizes: Sequence[int], new_st
         offset: of the result from the tensor's first element.
 
     Raises:
-        CaptureError: it lies otherwise, and memory is read that is none of its elements.
+        OpFault: it lies otherwise, and memory is read that is none of its elements.
     """
     if tensor.stride() != tuple(strides):
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
         reach = offset + sum((size - 1) * stride for size, stride in zip(sizes, new_strides, strict=True))
         if last + 1 != tensor.numel() or not 0 <= offset <= reach <= last:
-            raise CaptureError(
+            raise OpFault(
                 "as_strided of a captured model reads elements of its tensor only (this one reads what lies between or behind them)"
             )
         tensor = torch.empty_strided(tensor.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

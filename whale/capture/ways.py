@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from whale.capture.source import user_line
-from whale.errors import BatchError, CaptureError
+from whale.errors import CaptureError, OpFault
 from whale.ir.source import SourceLine
 
 T = TypeVar("T")
@@ -68,12 +68,12 @@ def held(condition: Tensor, value: bool, other: str, where: str) -> Tensor:
     """The op of a captured model that stands for a read: in every step the condition must be what the capture took it for.
 
     Raises:
-        BatchError: it is not.
+        OpFault: it is not.
     """
     if bool(condition) != value:
         if other:
-            raise BatchError(f"the model refuses this batch ({other})", where=where or None)
-        raise BatchError(
+            raise OpFault(f"the model refuses this batch ({other})", where=where or None)
+        raise OpFault(
             f"a captured model goes one way for every batch (what it asks of a tensor here is {not value}; it was captured for {value})",
             where=where or None,
             hint="use torch.where or masks in place of Python's if on tensors",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from whale.axes import discover
 from whale.capture import Program, capture
-from whale.errors import BatchError, CaptureError
+from whale.errors import CaptureError, OpFault
 from whale.ir.graph import ModelGraph, Op
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -70,7 +70,7 @@ def test_a_check_is_one_in_every_step(step: Step, number: int, bad: float, text:
     assert len(checks(graph)) == number
     assert not any("decides" in op.tags for op in checks(graph))
     assert loss(program, torch.rand(3, 4)).isfinite()
-    with pytest.raises(BatchError, match=text):
+    with pytest.raises(OpFault, match=text):
         loss(program, torch.full((3, 4), bad))
 
 
@@ -89,7 +89,7 @@ def test_the_way_that_can_be_captured_is_held_to() -> None:
     assert "decides" in check.tags
     assert check.where is not None
     torch.testing.assert_close(loss(program, x := torch.rand(3, 4)), program.tensors["layer.weight"].matmul(x.T).sum() + 3 * bias(program))
-    with pytest.raises(BatchError, match="what it asks of a tensor here is True; it was captured for False"):
+    with pytest.raises(OpFault, match="what it asks of a tensor here is True; it was captured for False"):
         loss(program, torch.full((3, 4), 5.0))
 
 
