@@ -35,6 +35,7 @@ ROOMS = {
     "planning": (
         ("retarget", "seating", "simulation"),
         ("plan",),
+        ("written",),
         ("explain", "verify"),
         ("replicas",),
         ("shard",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import whale
 from whale.capture import capture
 from whale.cli.inputs import read_graph
-from whale.config import load_config
+from whale.config import load_config, read_plan
 from whale.hardware import load_cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
-from whale.planning import make_plan
+from whale.planning import make_plan, write_plan
 from whale.planning.verify import verify
 
 ROOT = Path(__file__).parents[2] / "strategies"
@@ -107,12 +107,16 @@ EXPECTED = {
 }
 
 
+def model_for(expected: Expected) -> ModelGraph:
+    return EXAMPLES[expected.example]() if expected.example else graph_of(expected.scopes)
+
+
 def plan_for(recipe: Path, expected: Expected) -> Plan:
     config = load_config(recipe, environment={})
     if config.cluster.file is not None:
         assert Path(config.cluster.file).stem == expected.cluster
     cluster = load_cluster(ROOT / "clusters" / f"{expected.cluster}.yaml")
-    graph = EXAMPLES[expected.example]() if expected.example else graph_of(expected.scopes)
+    graph = model_for(expected)
     plan = make_plan(graph, cluster, config)
     verify(plan, graph, cluster)
     return plan
@@ -132,6 +136,18 @@ def test_recipes_give_what_they_promise(recipe: Path) -> None:
         wanted = dict(expected.unlike).get(replica.index, expected.devices_per_stage)
         assert tuple(len(stage.virtual_device.devices) for stage in replica.stages) == wanted
     assert not plan.idle_devices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_plans_of_recipes_are_written_down_and_read_back(recipe: Path, tmp_path: Path) -> None:
+    expected = EXPECTED[recipe.stem]
+    plan, graph = plan_for(recipe, expected), model_for(expected)
+    path = tmp_path / "plan.yaml"
+    path.write_text(write_plan(plan, graph))
+    config = load_config(recipe, environment={}).with_values(read_plan(path))
+    read = make_plan(graph, load_cluster(ROOT / "clusters" / f"{expected.cluster}.yaml"), config)
+    assert replace(read, choices=()) == replace(plan, choices=())
 
 
 def test_a_faster_device_takes_more_rows() -> None:

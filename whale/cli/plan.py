@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from whale.axes import discover
@@ -12,6 +13,7 @@ from whale.cli.report import add_report_argument, check_report, write_report
 from whale.cli.tables import print_table
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
+from whale.planning import write_plan
 from whale.search import decide
 from whale.sharding.communicators import communicators_of
 from whale.sharding.parameters import parameter_shardings
@@ -23,7 +25,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser("plan", help="plan a model for a cluster")
     add_planning_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--output", metavar="plan.json", help="write the plan here")
+    parser.add_argument("--output", metavar="FILE", help="write the plan here: plan.yaml as one that is written down, plan.json as a value")
     add_report_argument(parser)
     parser.set_defaults(run=run)
 
@@ -37,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows)
     write_report(arguments.report, plan, graph, cluster, step)
     if arguments.output is not None:
-        write_text(arguments.output, to_json(plan))
+        is_written = Path(arguments.output).suffix in (".yaml", ".yml")
+        write_text(arguments.output, write_plan(plan, graph) if is_written else to_json(plan))
     if arguments.json:
         print(to_json(plan, indent=1))
         return 0

@@ -22,6 +22,7 @@ from typing import Any
 
 from whale.config.keys import Key, at_least
 from whale.config.nearest import nearest
+from whale.config.stages import STAGES, StageBlock, read_stages
 from whale.errors import ConfigError, WhaleError
 
 REPLICAS, PLAN = "replicas", "plan"
@@ -30,6 +31,9 @@ Place = Callable[..., object]
 """Where a value stands, by the way to it: number of the block, key."""
 
 ALL, EVEN = "all", "even"
+
+_BESIDE_STAGES = (STAGES, "rows", "recompute", "schedule", "num_micro_batch", "num_chunks", "group_size")
+"""The keys of a replica whose stages are written down."""
 
 RECOMPUTE = "recompute"
 
@@ -49,6 +53,7 @@ class ReplicaBlock:
         axes: that are cut in split stages, wherever ops may work along them; None: the planner chooses.
         more_axes: beside `axes`, those that the planner may cut too.
         recompute: as ``recompute.policy``; None: as that says.
+        stages: where the replica is written down whole; empty where the planner makes them.
         place: where its keys stand, by name.
     """
 
@@ -62,11 +67,12 @@ class ReplicaBlock:
     axes: tuple[str, ...] | None = None
     more_axes: tuple[str, ...] = ()
     recompute: str | tuple[tuple[int, Any], ...] | None = None
+    stages: tuple[StageBlock, ...] = ()
     place: Place | None = field(default=None, compare=False, repr=False)
 
-    def at(self, key: str | None = None) -> object:
-        """The user's line of a key, or of the block; None where it is not known."""
-        return None if self.place is None else self.place(*(() if key is None else (key,)))
+    def at(self, *way: str | int) -> object:
+        """The user's line of a key, or of what lies inside of it; None where it is not known."""
+        return None if self.place is None else self.place(*way)
 
     def as_data(self) -> dict[str, Any]:
         """In the form of a recipe."""
@@ -79,7 +85,8 @@ class ReplicaBlock:
                 value = dict(value)
             if value is not None and value != ():
                 found[name] = list(value) if isinstance(value, tuple) else value
-        return found | dict(self.pipeline)
+        stages = {STAGES: [stage.as_data() for stage in self.stages]} if self.stages else {}
+        return found | dict(self.pipeline) | stages
 
 
 def _count_key(name: str) -> Key:
@@ -193,11 +200,15 @@ class Reader:
                 continue
             values: dict[str, Any] = {}
             for name, value in block.items():
+                if name == STAGES:
+                    values[name], wrong = read_stages(value, partial(where, number, name))
+                    faults += wrong
+                    continue
                 try:
                     values[name] = self._value(name, value, where(number, name))
                 except ConfigError as fault:
                     faults.append(fault)
-            own = {name: values.pop(name) for name in (*_READERS, RECOMPUTE) if name in values}
+            own = {name: values.pop(name) for name in (*_READERS, RECOMPUTE, STAGES) if name in values}
             pipeline = tuple((name, values[name]) for name in self.keys if name in values)
             blocks.append(ReplicaBlock(**own, pipeline=pipeline, place=partial(where, number)))
         faults += _together(blocks, where) if not faults else []
@@ -206,7 +217,7 @@ class Reader:
     def _value(self, name: object, value: object, place: object) -> object:
         found = self.keys.get(str(name)) or _READERS.get(str(name))
         if found is None:
-            known = tuple(dict.fromkeys((*_READERS, *self.keys)))
+            known = tuple(dict.fromkeys((*_READERS, *self.keys, STAGES)))
             close = nearest(str(name), known)
             hint = f"did you mean {close!r}?" if close else f"keys of a block: {', '.join(known)}"
             raise ConfigError(f"unknown key {name!r} in a block of {REPLICAS}", where=place, hint=hint)
@@ -235,6 +246,13 @@ def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
 
 
 def _contradictions(block: ReplicaBlock, number: int, where: Place) -> Iterator[WhaleError]:
+    beside = [name for name in block.as_data() if name not in _BESIDE_STAGES]
+    if block.stages and beside:
+        yield ConfigError(
+            f"stages that are written down leave nothing open (replica {number} says {', '.join(beside)} too)",
+            where=where(number, beside[0]),
+            hint=f"beside stages stand {', '.join(_BESIDE_STAGES[1:])}",
+        )
     if isinstance(block.devices, tuple) and block.count != 1:
         count = ALL if block.count is None else block.count
         yield ConfigError(f"devices by name make one replica (replica {number}, count: {count})", where=where(number, "devices"))

@@ -4,5 +4,6 @@ from whale.planning.pipeline.balance import MemoryLimit, MemoryShortage, balance
 from whale.planning.plan import make_plan
 from whale.planning.retarget import carry_plan, retarget_plan
 from whale.planning.simulation import Simulation
+from whale.planning.written import write_plan
 
-__all__ = ["MemoryLimit", "MemoryShortage", "Simulation", "balance", "carry_plan", "make_plan", "retarget_plan"]
+__all__ = ["MemoryLimit", "MemoryShortage", "Simulation", "balance", "carry_plan", "make_plan", "retarget_plan", "write_plan"]

@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
-from whale.axes import batch_axes, discover
 from whale.config import Config, ReplicaBlock
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Costs, StepEstimate
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import BatchAxis, Choice, Plan, Replica
+from whale.ir.plan import Choice, Plan, Replica, devices_of
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
 from whale.planning.explain.choices import explain_choices
 from whale.planning.explain.joining import explain_apart, explain_joining
@@ -34,9 +33,10 @@ from whale.planning.replicas.written import assign_by_blocks, check_written_axes
 from whale.planning.shard.insisting import check_axes
 from whale.planning.shard.scattering import scatter_all
 from whale.planning.shard.stage_price import StagePricing, make_scene
-from whale.planning.structure.crossing import crossing, crossing_faults
+from whale.planning.structure.crossing import crossing_faults, find_batch_axes
 from whale.planning.structure.structure import analyse
 from whale.planning.verify.verify import memory_faults, needs_axes, verify
+from whale.planning.written import state_plan
 from whale.units import format_seconds
 
 
@@ -63,6 +63,8 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
     num_rows = graph.num_rows if rows is None else rows
     pricing = StagePricing.of(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config.communication.overlap)
     gather_rows = config.communication.gather_rows
+    if any(block.stages for block in config.replicas):
+        return state_plan(graph, cluster, config, rows)
     if config.replicas:
         return draft_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows), gather_rows=gather_rows).finished()
     annotations = read_scopes(graph, config, len(cluster.devices))
@@ -280,7 +282,7 @@ class _Outcome:
         plan = Plan(
             model=graph.fingerprint,
             cluster=self.cluster.name,
-            devices=_devices(replicas),
+            devices=devices_of(replicas),
             idle_devices=best.placement.idle,
             task_graphs=task_graphs(graph, self.annotations[0], best.replicas[0].assignment.stage_of),
             replicas=replicas,
@@ -323,25 +325,5 @@ class Draft:
         return plan, self.step
 
 
-def _devices(replicas: Sequence[Replica]) -> tuple[str, ...]:
-    """The devices in use, replica by replica and rank by rank."""
-    stages = (replica.stages[replica.pipeline.stage_rank.index(rank)] for replica in replicas for rank in range(replica.pipeline.num_ranks))
-    return tuple(device for stage in stages for device in stage.virtual_device.devices)
-
-
-def _stage_names(pipeline: PipelineShape, annotations: Annotations | None) -> list[list[str]]:
-    if annotations is None:
-        return [["model"] for _ in pipeline.stage_rank]
-    return [
-        [name for name, own in zip(annotations.names, annotations.stages, strict=True) if own == stage]
-        for stage in range(pipeline.num_stages)
-    ]
-
-
-def find_batch_axes(graph: ModelGraph, replicas: Sequence[Replica], prices: Prices | None = None) -> tuple[tuple[str, BatchAxis], ...]:
-    """Where the batch is in the tensors that travel."""
-    travelling = crossing(replicas)
-    if not travelling:
-        return ()
-    found = batch_axes(graph, prices.axes if prices else discover(graph))
-    return tuple((name, found[name]) for name in travelling if name in found)
+def _stage_names(pipeline: PipelineShape, annotations: Annotations | None) -> list[tuple[str, ...]]:
+    return [("model",) if annotations is None else annotations.names_of(stage) for stage in range(pipeline.num_stages)]

@@ -113,6 +113,10 @@ def test_a_written_plan_is_planned_and_simulated(model: str, capsys: pytest.Capt
         assert main([verb, *words]) == 0
         assert "1 replica(s) x 2 stage(s) on 2 device(s)" in (printed := capsys.readouterr().out)
         assert "4 micro-batch(es)" in printed
+    assert main(["plan", *words, "--output", "whole.yaml"]) == 0
+    planned = capsys.readouterr().out
+    assert main(["plan", model, "--ranks", "4", "--plan", "whole.yaml"]) == 0
+    assert capsys.readouterr().out == planned
     Path("written.yaml").write_text("replicas: 3\n")
     assert main(["simulate", *words]) == 1
     assert "at written.yaml:1" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from whale.ir.plan.choice import Choice
 from whale.ir.plan.parameter_state import FIXED, TRAINED, Form, ParameterState, class_of, plain_states
 from whale.ir.plan.plan import BatchAxis, Plan
-from whale.ir.plan.replica import Edge, Pipeline, Replica
+from whale.ir.plan.replica import Edge, Pipeline, Replica, devices_of
 from whale.ir.plan.segment import Segment, program_of
 from whale.ir.plan.shard import BATCH, Shard, describe_shards
 from whale.ir.plan.stage import Estimate, Stage, VirtualDevice
@@ -32,6 +32,7 @@ __all__ = [
     "describe_order",
     "describe_shape",
     "describe_shards",
+    "devices_of",
     "plain_states",
     "program_of",
 ]

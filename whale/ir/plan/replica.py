@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from whale.ir.plan.stage import Stage
@@ -83,3 +84,9 @@ class Replica:
     def is_local(self, edge: Edge) -> bool:
         """Whether both stages of an edge run on one virtual device, so that no SEND or RECV stands in the schedule."""
         return self.pipeline.stage_rank[edge.source] == self.pipeline.stage_rank[edge.target]
+
+
+def devices_of(replicas: Iterable[Replica]) -> tuple[str, ...]:
+    """The devices in use, replica by replica and virtual device by virtual device: the ranks of a plan."""
+    stages = (replica.stages[replica.pipeline.stage_rank.index(rank)] for replica in replicas for rank in range(replica.pipeline.num_ranks))
+    return tuple(device for stage in stages for device in stage.virtual_device.devices)

@@ -47,6 +47,10 @@ class Annotations:
         """Devices of all virtual devices together."""
         return sum(dict(zip(self.places, self.devices, strict=True)).values())
 
+    def names_of(self, stage: int) -> tuple[str, ...]:
+        """The TaskGraphs of a stage."""
+        return tuple(name for name, own in zip(self.names, self.stages, strict=True) if own == stage)
+
     def split_scopes(self, stage: int) -> tuple[Scope, ...]:
         """The splits in a stage."""
         return tuple(scope for scope, own in zip(self.scopes, self.stages, strict=True) if own == stage and scope.kind == "split")

@@ -33,7 +33,7 @@ def explain_choices(annotations: Annotations | None, found: Outcome, replicas: S
         yield Choice(
             "task graphs",
             "stages",
-            "; ".join(f"stage {stage}: {', '.join(_names_of(annotations, stage))}" for stage in range(annotations.num_stages)),
+            "; ".join(f"stage {stage}: {', '.join(annotations.names_of(stage))}" for stage in range(annotations.num_stages)),
             bound="the scopes",
         )
     yield from explain_sharding(best, replicas)
@@ -44,10 +44,6 @@ def explain_choices(annotations: Annotations | None, found: Outcome, replicas: S
         if any(len(stage.shares) > 1 and stage.estimates for stage in replica.stages):  # of joined replicas, joining tells
             yield _inner_rows(replica)
     yield from explain_recompute(found.solver, best, replicas)
-
-
-def _names_of(annotations: Annotations, stage: int) -> list[str]:
-    return [name for name, own in zip(annotations.names, annotations.stages, strict=True) if own == stage]
 
 
 def _schedules(best: Solution) -> Iterator[Choice]:

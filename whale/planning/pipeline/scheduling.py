@@ -144,7 +144,7 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         group_size=group_size,
     )
     in_flight = tuple(-(-peaks[rank] // chunks) for rank in stage_rank)
-    recomputed, inserts = _recomputed(config, num_ranks)
+    recomputed, inserts = recomputed_stages(config, num_ranks)
     if chunks == 1:
         recomputed = tuple(recomputed[rank] for rank in stage_rank)
     return PipelineShape(
@@ -175,7 +175,7 @@ def smallest_group(config: Config, num_ranks: int) -> int | None:
     return min(num_ranks, config.pipeline.num_micro_batch)
 
 
-def _recomputed(config: Config, num_ranks: int) -> tuple[tuple[int, ...], bool]:
+def recomputed_stages(config: Config, num_ranks: int) -> tuple[tuple[int, ...], bool]:
     """What recomputes as a whole: what the schedule says, or every stage where the policy is ``full``."""
     wanted = config.pipeline
     small = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=1, num_chunks=wanted.num_chunks)

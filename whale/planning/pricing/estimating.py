@@ -12,11 +12,16 @@ from whale.ir.plan import Estimate, Plan, Stage
 def with_estimate(plan: Plan, prices: Prices) -> tuple[Plan, StepEstimate]:
     """The plan with the time of its step and the figures of its stages, and where they are from."""
     step = estimate_with(prices, plan)
+    return with_figures(plan, step), step
+
+
+def with_figures(plan: Plan, step: StepEstimate) -> Plan:
+    """The plan with what an estimate says of its step and its stages."""
     replicas = tuple(
         replace(replica, stages=tuple(replace(stage, estimates=_estimates(stage, step)) for stage in replica.stages))
         for replica in plan.replicas
     )
-    return replace(plan, replicas=replicas, step_seconds=step.step_seconds), step
+    return replace(plan, replicas=replicas, step_seconds=step.step_seconds)
 
 
 def _estimates(stage: Stage, step: StepEstimate) -> tuple[Estimate, ...]:

@@ -9,10 +9,9 @@ from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Line, spec_line
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Edge, Plan, Replica, Shard, TaskGraph, program_of
-from whale.planning.plan import find_batch_axes
 from whale.planning.replicas.joining import cut_rows
 from whale.planning.retarget.shards import retarget_shards, same_axes
-from whale.planning.structure.crossing import crossing_faults
+from whale.planning.structure.crossing import crossing_faults, find_batch_axes
 from whale.planning.structure.stages import Assignment, Late, Wish, assign
 from whale.planning.structure.structure import Structure, analyse, floating_ops
 from whale.planning.structure.updates import update_faults

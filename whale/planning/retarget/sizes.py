@@ -16,9 +16,9 @@ from whale.ir.division import divide
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Edge, Plan, Replica, Shard, Stage
 from whale.ir.reach import reached_parameters
-from whale.planning.plan import find_batch_axes
 from whale.planning.retarget.retarget import retarget_plan
 from whale.planning.retarget.shards import same_axes
+from whale.planning.structure.crossing import find_batch_axes
 from whale.planning.verify.shards import shard_faults
 
 

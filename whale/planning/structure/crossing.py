@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from whale.axes import Axes, batch_axes
+from whale.axes import Axes, batch_axes, discover
 from whale.errors import PlanError, WhaleError
+from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis, Plan, Replica
 
@@ -58,3 +59,12 @@ def crossing_faults(graph: ModelGraph, replicas: Iterable[Replica], batch_axes: 
                 )
             )
     return faults
+
+
+def find_batch_axes(graph: ModelGraph, replicas: Sequence[Replica], prices: Prices | None = None) -> tuple[tuple[str, BatchAxis], ...]:
+    """Where the batch is in the tensors that travel."""
+    travelling = crossing(replicas)
+    if not travelling:
+        return ()
+    found = batch_axes(graph, prices.axes if prices else discover(graph))
+    return tuple((name, found[name]) for name in travelling if name in found)

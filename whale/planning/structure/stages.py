@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from whale.estimate.prices.part import Part
@@ -125,10 +125,19 @@ def _parts(graph: ModelGraph, structure: Structure, stage_of: Mapping[str, int],
             members[stage_of[term.sum]].add(term.weight)
     for own in members:
         _add_repeats(own, structure)
-    ordered = [tuple(sorted(own, key=graph.position.__getitem__)) for own in members]
-    held = [_parameters(graph, structure, ops) for ops in ordered]
+    return parts_of(graph, stage_of, [tuple(sorted(own, key=graph.position.__getitem__)) for own in members])
+
+
+def parts_of(graph: ModelGraph, stage_of: Mapping[str, int], ordered: Sequence[tuple[str, ...]]) -> tuple[Part, ...]:
+    """The parts of the stages, with the parameters that they hold and what they receive and hand on.
+
+    Args:
+        stage_of: the stage of every op that is not repeated.
+        ordered: per stage its ops in graph order, with those that it repeats.
+    """
+    held = [_parameters(graph, ops) for ops in ordered]
     held[-1] |= {parameter.name for parameter in graph.parameters}.difference(*held)  # nobody reads these, somebody keeps them
-    received = [_received(structure, stage_of, ops, stage) for stage, ops in enumerate(ordered)]
+    received = [_received(graph, stage_of, ops, stage) for stage, ops in enumerate(ordered)]
     handed_on: list[dict[str, None]] = [{} for _ in ordered]
     for source, tensors in (arriving for own in received for arriving in own):
         handed_on[source] |= dict.fromkeys(tensors)
@@ -154,17 +163,15 @@ def _add_repeats(own: set[str], structure: Structure) -> None:
                 waiting.append(source)
 
 
-def _parameters(graph: ModelGraph, structure: Structure, ops: tuple[str, ...]) -> set[str]:
-    read = [graph.by_name[name] for name in {source for name in ops for source in structure.inputs[name]}]
+def _parameters(graph: ModelGraph, ops: tuple[str, ...]) -> set[str]:
+    read = [graph.by_name[name] for name in {source for name in ops for source in graph.by_name[name].inputs}]
     return {graph.parameter_by_name[op.target].name for op in read if op.kind in ("parameter", "buffer")}
 
 
-def _received(
-    structure: Structure, stage_of: Mapping[str, int], ops: tuple[str, ...], stage: int
-) -> tuple[tuple[int, tuple[str, ...]], ...]:
+def _received(graph: ModelGraph, stage_of: Mapping[str, int], ops: tuple[str, ...], stage: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
     found: dict[int, dict[str, None]] = {}
     for name in ops:
-        for source in structure.inputs[name]:
+        for source in graph.by_name[name].inputs:
             if stage_of.get(source, stage) != stage:
                 found.setdefault(stage_of[source], {})[source] = None
     return tuple((source, tuple(tensors)) for source, tensors in sorted(found.items()))

@@ -1,0 +1,146 @@
+"""Plans that are written down whole: read back they are the same plan, and what contradicts the model is said with its line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.examples import at_most
+from tests.unit.planning.graphs import chain, cluster, scope
+from whale.config import Config, read_plan
+from whale.errors import ConfigError, PlanError, WhaleError
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
+from whale.planning import make_plan, write_plan
+from whale.workloads import gpt
+
+MIXED = cluster((1e12, 5e11) * 3)
+
+
+@cache
+def model() -> ModelGraph:
+    return gpt(layers=4, hidden=64, heads=4, sequence=16, vocabulary=128, attention="explicit", dropout=0.1)
+
+
+def read_back(made: Plan, graph: ModelGraph, folder: Path) -> Plan:
+    path = folder / "plan.yaml"
+    path.write_text(write_plan(made, graph))
+    found = make_plan(graph, MIXED, Config(read_plan(path)))
+    assert found.choices[0].bound == f"the written plan at {path}:2"
+    return found
+
+
+def same(made: Plan, found: Plan) -> bool:
+    """Equal but for the account of why."""
+    return replace(made, choices=()) == replace(found, choices=())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4, "recompute.policy": "full"},
+        {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4, "pipeline.schedule": "interleaved", "pipeline.num_chunks": 2},
+        {"plan": {"num_stages": 2, "split": 2, "recompute": "selective", "num_micro_batch": 2, "replicas": 1}},
+        {"replicas": [{"num_stages": 2, "num_micro_batch": 2}, {"split": 3}]},
+    ],
+    ids=["replicas", "recomputed", "chunks", "split", "unlike"],
+)
+def test_a_plan_read_back_is_the_same_plan(settings: dict[str, Any], tmp_path: Path) -> None:
+    made = make_plan(model(), MIXED, Config(settings), rows=48)
+    assert same(made, read_back(made, model(), tmp_path))
+
+
+SCOPED = chain(6, [(scope(index // 2, None if index // 2 == 1 else 1, f"part{index // 2}"),) for index in range(6)], width=32)
+WIDE = chain(6, [(scope(index // 3, 1 + index // 3, f"part{index // 3}"),) for index in range(6)], width=32)
+
+
+@at_most(15)
+@given(
+    st.sampled_from([SCOPED, WIDE, chain(7, width=16)]),
+    st.sampled_from(["gpipe", "1f1b", "zb_h1", "zb_v"]),
+    st.integers(1, 3),
+    st.integers(18, 60),
+)
+def test_scopes_and_schedules_are_read_back(tmp_path_factory: Any, graph: ModelGraph, schedule: str, count: int, rows: int) -> None:
+    settings = {"pipeline.schedule": schedule, "pipeline.num_micro_batch": count}
+    try:
+        made = make_plan(graph, MIXED, Config(settings), rows=rows)
+    except WhaleError:  # this shape is none
+        return
+    assert same(made, read_back(made, graph, tmp_path_factory.mktemp("plans")))
+
+
+def written(folder: Path, stages: list[dict[str, Any]], **block: Any) -> Plan:
+    (folder / "plan.yaml").write_text(yaml.safe_dump({"replicas": [block | {"stages": stages}]}, sort_keys=False))
+    return make_plan(model(), MIXED, Config(read_plan(folder / "plan.yaml")), rows=12)
+
+
+FIRST = {"devices": ["h0/0"], "ops": ["embedding .. add_4"]}
+LAST = {"devices": ["h0/1"], "ops": ["layer_norm_4 .. sum_default"]}
+
+
+def test_what_is_left_out_is_plain(tmp_path: Path) -> None:
+    made = written(tmp_path, [FIRST, LAST | {"recompute": ["layer_norm_4 .. add_6"]}], num_micro_batch=3)
+    replica = made.replicas[0]
+    assert (replica.pipeline.num_micro_batch, replica.pipeline.schedule, made.planned_rows) == (3, "1f1b", 12)
+    assert replica.edges[0].tensors == ("add_4",) and made.idle_devices == ("h0/2", "h0/3", "h0/4", "h0/5")
+    assert not replica.stages[0].recomputed and len(replica.stages[1].recomputed) == 1
+    assert made.step_seconds > 0 and all(stage.estimates for stage in replica.stages)
+
+
+@pytest.mark.parametrize(
+    ("stages", "block", "message", "way"),
+    [
+        ([FIRST, LAST | {"devices": ["h0/9"]}], {}, r"stage 1: h0/9 is not in test\)\n  at .*\n  hint: did you mean", "h0/9"),
+        ([FIRST | {"split": 2}, LAST], {}, r"stage 0, split: 2, devices: 1", "split"),
+        ([FIRST | {"rows": [1, 2]}, LAST], {}, r"stage 0, groups: 1, rows of 2", "rows"),
+        ([FIRST | {"cut": {"hidden": [4, 4]}}, LAST], {}, r"stage 0, hidden: 2 parts, split: 1", "hidden"),
+        ([FIRST | {"ops": ["embeding"]}, LAST], {}, r"embeding is none\)\n  at .*\n  hint: did you mean 'embedding", "ops"),
+        ([FIRST | {"ops": ["add_4 .. embedding"]}, LAST], {}, "a run of ops ends behind its start", "ops"),
+        ([FIRST, LAST], {"recompute": "selective"}, r"what they compute again \(recompute: selective\)", "recompute"),
+        ([FIRST, LAST], {"split": 2}, r"leave nothing open \(replica 0 says split too\)", "split"),
+        ([FIRST, {"devices": ["h0/1"]}], {}, r"its devices and its ops \(stage 1: no ops\)", "h0/1"),
+        ([FIRST, LAST | {"colour": 1}], {}, "unknown key 'colour' in a stage", "colour"),
+        ([FIRST, LAST | {"halves": 1}], {}, "stages.halves takes true or false", "halves"),
+        ([FIRST | {"cut": {"hidden": {"whole": []}}}, LAST], {}, "whole_in, whole_parameters, scattered", "cut"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_its_line(
+    stages: list[dict[str, Any]], block: dict[str, Any], message: str, way: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        written(tmp_path, stages, **block)
+    line = int(str(caught.value.where).rpartition(":")[2])
+    around = (tmp_path / "plan.yaml").read_text().splitlines()[max(0, line - 1) : line + 1]
+    assert any(way in text for text in around), (line, around)
+
+
+def test_what_is_missing_is_said_by_the_check_of_plans(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"layer_norm_4 lacks add_4|some stage computes every result"):
+        written(tmp_path, [FIRST | {"ops": ["embedding .. add_3"]}, LAST])
+    with pytest.raises(PlanError, match="a device belongs to one virtual device"):
+        written(tmp_path, [FIRST | {"devices": ["h0/0", "h0/1"]}, LAST])
+
+
+def test_all_replicas_are_written_whole_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    whole = {"devices": ["h0/0"], "ops": ["embedding .. sum_default"]}
+    path.write_text(yaml.safe_dump({"replicas": [{"stages": [whole]}, {"devices": 1}]}))
+    with pytest.raises(ConfigError, match=r"written down for all replicas or for none") as caught:
+        make_plan(model(), MIXED, Config(read_plan(path)))
+    assert str(caught.value.where) == f"{path}:7"
+
+
+def test_alike_parts_stand_once(tmp_path: Path) -> None:
+    made = make_plan(model(), MIXED, Config({"plan": {"split": 2, "recompute": "blocks"}}), rows=48)
+    text = write_plan(made, model())
+    assert len(made.replicas) == 3 and text.count("cut: &") <= 1 and text.count("cut: *") == 2
+    assert same(made, read_back(made, model(), tmp_path))

@@ -1,0 +1,206 @@
+"""A plan that is written down whole, stated: nothing is chosen, only what follows from what is written is worked out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from whale.config import Config, ReplicaBlock, StageBlock, did_you_mean
+from whale.config.stages import Run, show_run
+from whale.errors import ConfigError, PlanError, WhaleError, raise_faults
+from whale.estimate import Costs, StepEstimate
+from whale.estimate.prices.part import Part
+from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Choice, Edge, Pipeline, Plan, Replica, Stage, VirtualDevice, devices_of, program_of
+from whale.planning.annotations.taskgraphs import Annotations, read_scopes, task_graphs
+from whale.planning.explain.step import explain_step
+from whale.planning.pipeline.scheduling import recomputed_stages, smallest_group
+from whale.planning.pricing.estimating import with_figures
+from whale.planning.structure.crossing import find_batch_axes
+from whale.planning.structure.stages import parts_of
+from whale.planning.structure.structure import analyse
+from whale.planning.verify.verify import needs_axes, verify
+from whale.schedules import placement
+
+MAX_NAMES = 2000
+"""Among at most this many ops the nearest name is looked for."""
+
+
+def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None = None) -> tuple[Plan, StepEstimate]:
+    """The plan that the blocks of a configuration write down, verified, and its estimate.
+
+    Args:
+        graph: the captured model.
+        cluster: the devices that it names.
+        config: whose ``replicas`` all have stages.
+        rows: of the global batch; None for the sum of those of the replicas, else of the example.
+
+    Raises:
+        ConfigError: what is written contradicts itself, the model or the cluster; all of it at once.
+        PlanError: the plan is none for another reason, or does not fit in memory.
+    """
+    found = _Written(graph, cluster, config)
+    raise_faults([fault for block in config.replicas for fault in found.faults(block)])
+    prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
+    replicas = tuple(found.replica(index, block, prices) for index, block in enumerate(config.replicas))
+    stated = sum(block.rows or 0 for block in config.replicas) or graph.num_rows
+    first, used = config.replicas[0], devices_of(replicas)
+    plan = Plan(
+        model=graph.fingerprint,
+        cluster=cluster.name,
+        devices=used,
+        idle_devices=tuple(device.name for device in cluster.devices if device.name not in set(used)),
+        task_graphs=task_graphs(graph, found.scopes(first), found.stage_of(first)),
+        replicas=replicas,
+        batch_axes=find_batch_axes(graph, replicas, prices),
+        planned_rows=stated if rows is None else rows,
+        parameter_states=prices.states,
+    )
+    try:
+        step = verify(plan, graph, cluster, prices.axes if needs_axes(plan) else None, costs=prices.costs)
+    except PlanError as fault:  # a fault of several says its lines itself
+        raise PlanError(fault.message, where=fault.where or first.at(), hint=fault.hint) from None
+    written = Choice("plan", "everything", "as it is written", bound=f"the written plan at {first.at()}")
+    return replace(with_figures(plan, step), choices=(written, *explain_step(step))), step
+
+
+class _Written:
+    """What is written, beside the model and the cluster."""
+
+    def __init__(self, graph: ModelGraph, cluster: Cluster, config: Config) -> None:
+        self.graph, self.cluster, self.config = graph, cluster, config
+        self._calls = tuple(op.name for op in graph.ops if op.kind == "call")
+        self._position = {name: index for index, name in enumerate(self._calls)}
+        self._repeatable = analyse(graph).repeatable
+        self._parts: dict[tuple[tuple[Run, ...], ...], tuple[Part, ...]] = {}
+
+    def faults(self, block: ReplicaBlock) -> Iterator[WhaleError]:
+        """What is wrong with a block by itself, and beside the model's scopes."""
+        if not block.stages:
+            yield ConfigError("stages are written down for all replicas or for none (this one has none)", where=block.at())
+            return
+        policy = block.recompute or "none"
+        if policy not in ("none", "full"):
+            yield ConfigError(
+                f"stages that are written down say what they compute again (recompute: {policy})",
+                where=block.at("recompute"),
+                hint="recompute: full goes with them, for whole stages by R actions",
+            )
+        for number, stage in enumerate(block.stages):
+            yield from self._stage_faults(block, number, stage)
+        scopes = self.scopes(block)
+        if scopes is not None and scopes.num_stages != len(block.stages):
+            yield ConfigError(
+                f"a replica has the stages of the model's scopes (scopes: {scopes.num_stages}, written: {len(block.stages)})",
+                where=block.at("stages"),
+            )
+
+    def _stage_faults(self, block: ReplicaBlock, number: int, stage: StageBlock) -> Iterator[WhaleError]:
+        name = f"stage {number}"
+        for device in stage.devices:
+            if device not in self.cluster.by_name:
+                yield ConfigError(
+                    f"a stage runs on devices of the cluster ({name}: {device} is not in {self.cluster.name})",
+                    where=block.at("stages", number, "devices"),
+                    hint=did_you_mean(device, self.cluster.by_name),
+                )
+        groups, rest = divmod(len(stage.devices), stage.split)
+        if rest:
+            yield ConfigError(
+                f"split divides the devices of a stage into groups ({name}, split: {stage.split}, devices: {len(stage.devices)})",
+                where=block.at("stages", number, "split"),
+            )
+        elif stage.rows and len(stage.rows) != groups:
+            yield ConfigError(
+                f"each split group has its rows ({name}, groups: {groups}, rows of {len(stage.rows)})",
+                where=block.at("stages", number, "rows"),
+            )
+        for shard in stage.cut:
+            if len(shard.sizes) != stage.split:
+                yield ConfigError(
+                    f"a cut has a part for each device of a split group ({name}, {shard.axis}: {len(shard.sizes)} parts, "
+                    f"split: {stage.split})",
+                    where=block.at("stages", number, "cut", shard.axis),
+                )
+        for key, runs in (("ops", stage.ops), ("recompute", stage.recompute)):
+            for run in runs:
+                yield from self._run_faults(run, name, block.at("stages", number, key))
+
+    def _run_faults(self, run: Run, name: str, where: object) -> Iterator[WhaleError]:
+        unknown = [op for op in dict.fromkeys(run) if op not in self._position]
+        for op in unknown:
+            yield ConfigError(
+                f"a stage has ops of the model ({name}: {op} is none)", where=where, hint=did_you_mean(op, self._calls[:MAX_NAMES])
+            )
+        if not unknown and self._position[run[0]] > self._position[run[1]]:
+            yield ConfigError(f"a run of ops ends behind its start ({name}: {show_run(run)})", where=where)
+
+    def scopes(self, block: ReplicaBlock) -> Annotations | None:
+        """The model's scopes on the devices of a block; None for a model without."""
+        return read_scopes(self.graph, self.config, len({name for stage in block.stages for name in stage.devices}))
+
+    def _ops(self, runs: Sequence[Run]) -> tuple[str, ...]:
+        found = {index for first, last in runs for index in range(self._position[first], self._position[last] + 1)}
+        return tuple(self._calls[index] for index in sorted(found))
+
+    def stage_of(self, block: ReplicaBlock) -> dict[str, int]:
+        """The stage of every op that is not repeated."""
+        found: dict[str, list[int]] = {}
+        for number, stage in enumerate(block.stages):
+            for name in self._ops(stage.ops):
+                found.setdefault(name, []).append(number)
+        return {name: stages[0] for name, stages in found.items() if len(stages) == 1 and name not in self._repeatable}
+
+    def _parts_of(self, block: ReplicaBlock) -> tuple[Part, ...]:
+        key = tuple(stage.ops for stage in block.stages)
+        if key not in self._parts:
+            self._parts[key] = parts_of(self.graph, self.stage_of(block), [self._ops(runs) for runs in key])
+        return self._parts[key]
+
+    def replica(self, index: int, block: ReplicaBlock, prices: Prices) -> Replica:
+        """A block as a replica of the plan."""
+        pipeline, parts, scopes = self._pipeline(block), self._parts_of(block), self.scopes(block)
+        stages = []
+        for number, (stage, part) in enumerate(zip(block.stages, parts, strict=True)):
+            names = ("model",) if scopes is None else scopes.names_of(number)
+            stages.append(
+                Stage(
+                    number,
+                    names,
+                    part.ops,
+                    VirtualDevice(stage.devices),
+                    stage.rows or (1,) * (len(stage.devices) // stage.split),
+                    part.parameters,
+                    split=stage.split,
+                    shards=stage.cut,
+                    program=program_of(part.ops, stage.recompute, in_halves=stage.halves),
+                )
+            )
+        share = block.rows or 1
+        largest = -(-share // pipeline.num_micro_batch)
+        edges = sorted(((source, target), tensors) for target, part in enumerate(parts) for source, tensors in part.received)
+        return Replica(
+            index,
+            share,
+            pipeline,
+            tuple(stages),
+            tuple(Edge(*ends, tensors, round(prices.payload(tensors)[0].at(largest))) for ends, tensors in edges),
+        )
+
+    def _pipeline(self, block: ReplicaBlock) -> Pipeline:
+        own = self.config.with_values(
+            {f"pipeline.{key}": value for key, value in block.pipeline} | {"recompute.policy": block.recompute or "none"}
+        )
+        places: dict[tuple[str, ...], int] = {}
+        stage_rank = tuple(places.setdefault(stage.devices, len(places)) for stage in block.stages)
+        wanted = own.pipeline
+        return Pipeline(
+            wanted.schedule,
+            wanted.num_micro_batch,
+            stage_rank,
+            len(placement(wanted.schedule, num_ranks=1, num_chunks=wanted.num_chunks)),
+            smallest_group(own, len(places)),
+            recomputed_stages(own, len(places))[1],
+        )

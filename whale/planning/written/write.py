@@ -1,0 +1,72 @@
+"""A plan as the text of a written plan, which says all of it: read back, it is the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from whale.config import ReplicaBlock, StageBlock
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan, Replica, Stage
+
+WIDTH = 140
+
+
+def write_plan(plan: Plan, graph: ModelGraph) -> str:
+    """The text, in YAML; what several replicas or stages say alike stands once, under a name.
+
+    Args:
+        graph: the model that the plan is for.
+    """
+    calls = [op.name for op in graph.ops if op.kind == "call"]
+    position = {name: index for index, name in enumerate(calls)}
+    replicas = [_block(replica, calls, position).as_data() for replica in plan.replicas]
+    data = _shared({"replicas": replicas}, {})
+    return str(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)).rstrip()
+
+
+def _block(replica: Replica, calls: Sequence[str], position: Mapping[str, int]) -> ReplicaBlock:
+    pipeline = replica.pipeline
+    said = ((name, getattr(pipeline, name)) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size"))
+    return ReplicaBlock(
+        rows=replica.share,
+        pipeline=tuple((name, value) for name, value in said if value is not None),
+        recompute="full" if pipeline.recomputes_stages else None,
+        stages=tuple(_stage(stage, calls, position) for stage in replica.stages),
+    )
+
+
+def _stage(stage: Stage, calls: Sequence[str], position: Mapping[str, int]) -> StageBlock:
+    return StageBlock(
+        devices=stage.virtual_device.devices,
+        ops=_runs(stage.ops, calls, position),
+        split=stage.split,
+        rows=stage.shares,
+        cut=stage.shards,
+        recompute=tuple((segment.first, segment.last) for segment in stage.program if segment.recompute),
+        halves=stage.overlap,
+    )
+
+
+def _runs(ops: Sequence[str], calls: Sequence[str], position: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
+    """The ops as runs of consecutive calls of the graph."""
+    runs: list[list[int]] = []
+    for index in (position[name] for name in ops):
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return tuple((calls[first], calls[last]) for first, last in runs)
+
+
+def _shared(value: Any, known: dict[str, Any]) -> Any:
+    """The data with one object for all equal lists and mappings, which YAML then names and refers to."""
+    if isinstance(value, dict):
+        value = {name: _shared(each, known) for name, each in value.items()}
+    elif isinstance(value, list):
+        value = [_shared(each, known) for each in value]
+    else:
+        return value
+    return known.setdefault(repr(value), value) if len(repr(value)) > WIDTH else value
