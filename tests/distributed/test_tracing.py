@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,32 @@ def _check_what_travels(found: dict[str, list[dict[str, Any]]]) -> None:
         ends = [event for event in found[f"measured {device}"] if event["ph"] in "be"]
         begun = {event["id"]: event["ts"] for event in ends if event["ph"] == "b"}
         assert all(begun[event["id"]] <= event["ts"] for event in ends if event["ph"] == "e")
+
+
+def test_what_a_split_group_exchanges_is_waited_for_inside_passes(world: World, tmp_path: Path) -> None:
+    split = Description(tokens=False, blocks=BLOCKS, segments=(Segment(0, 2, is_split=True),), placement="construction")
+    keys = {"pipeline.num_micro_batch": 2, "trace.directory": str(tmp_path), "trace.first_step": 0, "trace.num_steps": 1}
+    run_case(world, train, Case(split, (8,), (1.0,) * 2, tuple(keys.items())))
+    for name, own in events(tmp_path / "trace.json").items():
+        waits = [event for event in own if event.get("cat") == "wait" and event["ph"] == "b"]
+        inside = [event for event in waits if event["name"].startswith(("wait for all-", "wait for reduce-"))]
+        assert bool(inside) == name.startswith("measured"), name
+        passes = [(event["ts"], event["ts"] + event["dur"]) for event in own if event["ph"] == "X" and event["cat"] == "compute"]
+        assert all(any(low <= event["ts"] <= high for low, high in passes) for event in inside)
+
+
+def test_a_run_that_ends_before_its_first_recorded_step_says_so(world: World, tmp_path: Path) -> None:
+    config = (("pipeline.num_micro_batch", 2), ("trace.directory", str(tmp_path / "there")))
+    said = run_case(world, train_and_hear, Case(PIPELINES, (8, 8), (1.0,) * 2, config))
+    assert [len(warnings) for warnings in said] == [1, 0]
+    assert "nothing was recorded in" in said[0][0] and list((tmp_path / "there").iterdir()) == []
+
+
+def train_and_hear(rank: int, num_ranks: int, case: Case) -> list[str]:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        train(rank, num_ranks, case)
+    return [str(each.message) for each in heard if "recorded" in str(each.message)]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(world: World, tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ class Engine:
     def close(self) -> None:
         """Gives back process groups; the engine cannot step afterwards. Other engines are not touched."""
         self.runtime.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
     # ---- state -----------------------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from whale.comm import compare_clocks, on_first_rank
+from whale.comm import close_at_exit, compare_clocks, on_first_rank
 from whale.config import Config
 from whale.config.sections import Trace
-from whale.errors import ConfigError
+from whale.errors import ConfigError, warn
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
@@ -46,6 +46,7 @@ class Tracing:
     config: Config
     roster: Roster
     _recordings: list[StepRecording] = field(default_factory=list)
+    _is_closed: bool = False
 
     @staticmethod
     def of(config: Config, graph: ModelGraph, cluster: Cluster, roster: Roster) -> Tracing | None:
@@ -59,7 +60,9 @@ class Tracing:
         if trace.directory is None:
             return None
         steps = range(trace.first_step, trace.first_step + trace.num_steps)
-        return Tracing(Path(trace.directory), steps, Recorder(world.rank, world.device), graph, cluster, config, roster)
+        found = Tracing(Path(trace.directory), steps, Recorder(world.rank, world.device), graph, cluster, config, roster)
+        close_at_exit(found)
+        return found
 
     def begin(self, step_number: int) -> None:
         """Called by all ranks before each step; where it is recorded, they start it together."""
@@ -76,6 +79,15 @@ class Tracing:
             return
         seen = [each for each in self.roster.world.gather_objects(self.recorder.stop()) if isinstance(each, RankStep)]
         on_first_rank(self.roster.world, lambda: self._write(step_number, num_rows, seen))
+
+    def close(self) -> None:
+        """Warns on rank 0 where nothing has been recorded."""
+        if self.roster.world.rank == 0 and not self._recordings and not self._is_closed:
+            warn(
+                f"nothing was recorded in {self.directory}: the run ended with {self.steps.start} steps or less (trace.first_step says how "
+                "many are done before the first recorded one)"
+            )
+        self._is_closed = True
 
     def _write(self, step_number: int, num_rows: int, seen: list[RankStep]) -> None:
         plan = self.roster.plan

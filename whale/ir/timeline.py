@@ -72,7 +72,7 @@ class DeviceTimeline:
         messages: that it sends and receives.
         syncs: that it takes part in.
         segments: of a stage's program, inside the actions that run them.
-        waits: for others, where no action stands for it.
+        waits: for others, where no action stands for it: for gradients, or inside passes for what a split group exchanges.
         memory: (second, bytes), in order; empty where nobody counts them.
     """
 

@@ -55,7 +55,8 @@
       if (!isWide) y += LABEL;
       track.y = y;
       track.runs.forEach((run, number) => {
-        rows.push({ track, run: number, what: "bars", list: run.bars, y, height: BAR });
+        run.row = { track, run: number, what: "bars", list: run.bars, y, height: BAR };
+        rows.push(run.row);
         y += BAR + 1;
         if (run.syncs.length) { rows.push({ track, run: number, what: "syncs", list: run.syncs, y, height: SYNC }); y += SYNC + 1; }
         if (run.waits.length) { rows.push({ track, run: number, what: "waits", list: run.waits, y, height: SYNC }); y += SYNC + 1; }
@@ -66,7 +67,6 @@
     }
     return y;
   }
-  const rowOf = (track, run) => rows.find((row) => row.track === track && row.run === run && row.what === "bars");
 
   // ---- colours --------------------------------------------------------------------------------------------------
   let style = getComputedStyle(document.documentElement);
@@ -164,7 +164,7 @@
     const focus = hovered ?? chosen, wanted = focus && focus.row.what === "bars" ? focus.bar[2] : -1;
     const dense = data.messages.length > 400 ? 0.3 : 0.75;
     for (const [run, source, target, name, , start, end] of data.messages) {
-      const [from, to] = [rowOf(data.tracks[source], run), rowOf(data.tracks[target], run)];
+      const [from, to] = [data.tracks[source].runs[run]?.row, data.tracks[target].runs[run]?.row];
       if (!from || !to || from === to) continue;
       const microBatch = Number(/\d+$/.exec(name)[0]), down = to.y > from.y;
       context.globalAlpha = wanted < 0 ? dense : wanted === microBatch ? 1 : 0.1;

@@ -99,3 +99,6 @@ def _measured(step: StepEstimate, tracks: Sequence[Track]) -> Iterator[str]:
     times = f", {slow.slowest / predicted:.2f} times the {format_seconds(predicted)} that were predicted" if predicted else ""
     same = "too" if slow.estimate is step.straggler else f"and not {step.straggler.devices[0]}"
     yield f"Measured, it is {slow.measured.device} {same}: it computed {format_seconds(slow.slowest)}{times}."
+    ratios = [each / track.estimate.busy for track in tracks for each in track.measured_busy if track.estimate.busy]
+    if len(ratios) > 1 and predicted:
+        yield f"The mean device computed {sum(ratios) / len(ratios):.2f} times as long as was predicted of it."

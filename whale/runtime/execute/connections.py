@@ -56,7 +56,7 @@ class Connections:
             return None
         roster = self.roster
         ranks = tuple(roster.world_ranks[roster.plan.rank_of[device]] for device in stage.groups[position // stage.split])
-        return Group(self.groups[tuple(sorted(ranks))], ranks, roster.world.device, roster.world.waits)
+        return Group(self.groups[tuple(sorted(ranks))], ranks, roster.world.device, roster.world.waits, watch=self.watch)
 
     def close(self) -> None:
         """Gives back what was made here."""

@@ -33,7 +33,7 @@ class Watch:
         """The action that has begun is done."""
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for others that is no action, such as that for gradients."""
+        """Around a wait for others that is no action: for gradients, or inside a pass for what a split group exchanges."""
         return _NOTHING
 
     def segment(self, name: str) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.comm import Launched, Waits, backend_of, blocks_host
+from whale.runtime.program.watch import NOBODY, Watch
 
 CPU = torch.device("cpu")
 
@@ -46,6 +47,7 @@ class Group:
         device: where its tensors lie, which decides what carries them.
         waits: how its collectives are waited for.
         gate: what its next message waits for.
+        watch: told of each wait.
     """
 
     process_group: dist.ProcessGroup
@@ -53,6 +55,7 @@ class Group:
     device: torch.device = CPU
     waits: Waits = field(default_factory=lambda: Waits(timedelta(seconds=300)), compare=False)
     gate: Gate = field(default_factory=Gate, compare=False)
+    watch: Watch = field(default=NOBODY, compare=False)
 
     @cached_property
     def size(self) -> int:
@@ -111,4 +114,5 @@ class Group:
         Raises:
             RuntimeFault: a peer died or the limit passed; names what it was for and the ranks.
         """
-        self.waits.wait(None if work is None else Launched(work, self._blocks_host), what, self.peers)
+        with self.watch.waiting(what):
+            self.waits.wait(None if work is None else Launched(work, self._blocks_host), what, self.peers)
