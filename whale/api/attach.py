@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from whale.comm import World, together
-from whale.errors import ClusterError
+from whale.errors import ClusterError, warn
 from whale.hardware import DeviceProfile, load_cluster, make_cluster
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
@@ -49,7 +48,7 @@ def attach(cluster: Cluster | str | Path | None, world: World) -> Attachment:
         found, names = make_cluster(profiles)
         return Attachment(found, {name: rank for rank, name in enumerate(names)})
     for warning in described.warnings if world.rank == 0 else ():
-        warnings.warn(warning, stacklevel=3)
+        warn(warning)
     if len(described.devices) > world.size:
         raise ClusterError(
             f"every device of the cluster needs a rank (cluster {described.name}: {len(described.devices)} devices, {world.size} ranks)",

@@ -18,6 +18,7 @@ from whale.api.initial_state import initial_state
 from whale.api.joining import join
 from whale.api.losses import as_loss
 from whale.api.modes import Modes
+from whale.api.profiled import warn_of_profile
 from whale.api.progress import told_if_long
 from whale.api.session import resolve_config
 from whale.api.since_capture import check_types
@@ -90,6 +91,7 @@ def parallelize(
         together(world, lambda: check_types(world.device))
         if world.rank == 0:
             warn_of_hooks(model)
+        on_first_rank(world, lambda: warn_of_profile(settings.cluster.profile))
         attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
         with told_if_long("capturing the model", world):
             loss_of = together(world, lambda: as_loss(loss, model, batch))

@@ -106,7 +106,7 @@ class Tracing:
 
     @cached_property
     def _predicted(self) -> StepEstimate:
-        return estimate(self.roster.plan, self.graph, self.cluster, Costs.of(self.config))
+        return estimate(self.roster.plan, self.graph, self.cluster, Costs.for_model(self.config, self.graph, self.cluster))
 
 
 def _ready(trace: Trace) -> Trace:

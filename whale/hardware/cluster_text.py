@@ -48,11 +48,21 @@ def _device(kind: Device, count: int) -> str:
         "memory": f"{kind.memory} B",
         "bandwidth": format_quantity(kind.bandwidth, "B/s"),
         "flops": f"{{{flops}}}",
-        "efficiency": f"{kind.efficiency:.4g}",
+        "efficiency": _efficiency(kind),
+        "traffic": f"{kind.traffic:.4g}",
+        "host_seconds": format_quantity(kind.host_seconds, "s"),
     }
+    if kind.half_width > 0:
+        said["half_width"] = f"{kind.half_width:.4g}"
     if kind.kernel_start is not None:
         said["kernel_start"] = format_quantity(kind.kernel_start, "s")
     return _mapping(said)
+
+
+def _efficiency(kind: Device) -> str:
+    if not kind.efficiencies:
+        return f"{kind.efficiency:.4g}"
+    return _mapping({dtype: f"{share:.4g}" for dtype, share in (("float32", kind.efficiency), *kind.efficiencies)})
 
 
 def _link(link: Link) -> str:

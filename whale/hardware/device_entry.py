@@ -57,7 +57,9 @@ def _find(entry: Entry, model: str) -> KnownDevice | None:
     if model not in devices:
         close = nearest(model, devices)
         hint = f"did you mean {close!r}? " if close else f"known: {', '.join(devices)}. "
-        entry.fault(f"unknown device model {model!r}", hint=f"{hint}Or describe it in full: model, {', '.join(_FULL)}")
+        entry.fault(
+            f"unknown device model {model!r}", hint=f"{hint}Or describe it in full: model, {', '.join(_FULL)}; `whale probe` measures it"
+        )
         return None
     return devices[model]
 

@@ -10,6 +10,7 @@ from whale.hardware.catalogue import catalogue
 from whale.ir.cluster import Cluster, Device, Host, Link
 
 NAME = "devices at hand"
+_HINT = "describe the devices in a cluster file, as `whale probe` measures them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class DeviceProfile:
             return known.device(name, self.host, memory=self.memory, num_cores=self.num_cores)
         if "float32" not in dict(self.flops) or self.bandwidth <= 0 or self.efficiency <= 0:
             raise ClusterError(
-                f"nothing is known of device model {self.model!r} on {self.host}", hint="describe the devices in a cluster file"
+                f"nothing is known of device model {self.model!r} on {self.host}",
+                hint=_HINT,
             )
         return Device(name, self.host, self.model, self.flops, self.memory, self.bandwidth, self.efficiency)
 
@@ -61,7 +63,8 @@ class DeviceProfile:
         found = self.link or catalogue().usual_link({self.model})
         if found is None:
             raise ClusterError(
-                f"no link is known for device model {self.model!r} on {self.host}", hint="describe the devices in a cluster file"
+                f"no link is known for device model {self.model!r} on {self.host}",
+                hint=_HINT,
             )
         return found
 

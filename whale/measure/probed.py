@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from whale.hardware import DeviceProfile
+from whale.hardware import CPU, DeviceProfile, catalogue
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.figure import Figure
 from whale.measure.compute_speed import KERNEL_START, MEMORY, PRODUCTS
@@ -93,8 +93,19 @@ def _device(report: Report, name: str, figures: Sequence[Figure]) -> Device:
             flops[dtype] = max(flops.get(dtype, 0.0), figure.value)
     memory, start = (_value(figures, what) for what in (MEMORY, KERNEL_START))
     assert memory is not None and start is not None, "every rank measures them"
-    profile = report.profile
-    return Device(name, profile.host, profile.model, tuple(sorted(flops.items())), profile.memory, memory, 1.0, start)
+    profile, known = report.profile, catalogue().devices.get(report.profile.model)
+    is_cpu = profile.model == CPU
+    return Device(
+        name,
+        profile.host,
+        profile.model,
+        tuple(sorted(flops.items())),
+        profile.memory,
+        memory,
+        kernel_start=start if is_cpu else None,
+        half_width=known.half_width if known is not None else 0.0,
+        host_seconds=0.0 if is_cpu else start,
+    )
 
 
 def _value(figures: Sequence[Figure], what: str) -> float | None:

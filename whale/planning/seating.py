@@ -67,7 +67,7 @@ class Seater:
     @cached_property
     def prices(self) -> Prices:
         """Of the graph on the cluster."""
-        return Prices(self.graph, self.cluster, Costs.of(self.config))
+        return Prices(self.graph, self.cluster, Costs.for_model(self.config, self.graph, self.cluster))
 
     @cached_property
     def structure(self) -> Structure:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import whale
 from whale.errors import BatchError, CaptureError, CheckpointError, ConfigError, PlanError, WhaleError
+from whale.ir.profile import KindProfile, Profile
 from whale.ir.serialization import to_json
+from whale.measure import devices_at_hand
 
 torch.set_num_threads(1)
 
@@ -42,6 +44,7 @@ def parallelize(model: Any = None, **changes: Any) -> whale.Engine:
             "needs 9 TaskGraphs .the model can be cut",
         ),
         ({"config": {"recompute.policy": {0: 1.5}}}, ConfigError, "stage 0: 1.5"),
+        ({"config": {"cluster.profile": "none.json"}}, ConfigError, "cannot read the profile none.json"),
         ({"cluster": "none.yaml"}, WhaleError, "cannot read none.yaml"),
         ({"plan": "none.json"}, PlanError, "cannot read the plan none.json"),
     ],
@@ -114,3 +117,13 @@ def test_one_row_is_evaluated_by_the_example_of_the_training() -> None:
     one = {name: value[:1] for name, value in BATCH.items()}
     assert torch.allclose(engine.predict({"input": one["input"]}), model(one["input"]))
     assert torch.isclose(engine.evaluate(one), loss(model(one["input"]), one).double())
+
+
+def test_a_profile_of_another_torch_is_told_and_of_another_model_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(to_json(Profile("another", (KindProfile(devices_at_hand(1).devices[0].kind, "", "1.0", (8,), ()),))))
+    with (
+        pytest.warns(UserWarning, match=r"was measured with torch 1\.0 \(here"),
+        pytest.raises(ConfigError, match="a profile serves the model that it was measured of"),
+    ):
+        parallelize(config={"cluster.profile": str(path)})

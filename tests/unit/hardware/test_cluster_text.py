@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,14 @@ from whale.ir.figure import Figure
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "strategies" / "clusters").glob("*.yaml"))
 FLOPS = (("bfloat16", 2e10), ("float16", 1.5e9), ("float32", 8.1e10), ("float64", 1.3e10))
+SPECIAL = Device(
+    "", "b", "it's", (("float32", 1e12),), 2**34, 1e11, 0.5, None, (("float16", 0.25),), half_width=8.0, traffic=0.75, host_seconds=8e-6
+)
 PROBED = Cluster(
     "no",
     (
         Host("7", (Device("7/0", "7", "cpu", FLOPS, 2**30 + 1, 1.9e10, 1.0, 1.5e-6),), Link(1.9e10, 0.0)),
-        Host(
-            "b",
-            tuple(Device(f"b/{i}", "b", "it's", (("float32", 1e12),), 2**34, 1e11, 0.5) for i in range(3)),
-            Link(2e9, 6e-5, shared=True),
-            3e9,
-        ),
+        Host("b", tuple(replace(SPECIAL, name=f"b/{i}") for i in range(3)), Link(2e9, 6e-5, shared=True), 3e9),
     ),
     Link(1.25e9, 4e-5),
     ((("7", "b"), Link(1e8, 1e-3)),),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.unit.measure.test_devices import Nvml, NVMLError, play
 from whale.cli import main
-from whale.hardware import DeviceProfile, load_cluster
+from whale.hardware import DeviceProfile, catalogue, load_cluster
 from whale.ir.cluster import Link
 from whale.measure import compute_speed
 from whale.measure.link_speed import ALONE, AT_ONCE, Phase, phases
@@ -65,6 +66,14 @@ def test_alike_devices_are_pooled_and_what_hosts_share_is_a_card() -> None:
 def test_a_slower_device_of_the_same_kind_is_not_pooled_with_the_others() -> None:
     (host,) = probed_cluster([report("a", speed) for speed in (1e9, 3e9, 2.9e9, 1.1e9)]).hosts
     assert [device.peak_flops("float32") for device in host.devices] == [1.05e9, 2.95e9, 2.95e9, 1.05e9]
+
+
+def test_a_gpu_is_as_fast_as_measured_and_waits_for_its_host() -> None:
+    first = report("a", 1e12)
+    (device,) = probed_cluster([replace(first, profile=DeviceProfile("a", "T4", 2**34))]).devices
+    assert device.reached_flops("float32") == 1e12 and device.traffic == 1.0
+    assert (device.kernel_start, device.host_seconds) == (None, 2e-6), "a GPU's host runs ahead"
+    assert device.half_width == catalogue().devices["T4"].half_width
 
 
 def test_pairs_that_get_together_what_one_has_alone_share_the_link() -> None:
