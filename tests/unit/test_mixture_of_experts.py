@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import whale
 from whale.axes import discover
 from whale.capture import capture
+from whale.cli.main import main
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
@@ -121,3 +123,16 @@ def test_loops_over_all_experts_are_captured(form: str) -> None:
 def test_sizes_and_branches_that_depend_on_values_are_not(form: str) -> None:
     with pytest.raises(whale.CaptureError, match=r"(?s)do not depend on values in tensors.*test_mixture_of_experts.py:\d+.*masks"):
         capture(Loop(form), {"x": torch.randn(ROWS, LENGTH, WIDTH)}, lambda output, batch: output.square().mean())
+
+
+@pytest.mark.slow
+def test_the_page_shows_the_plan_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "mixture_of_experts.md").read_text()
+    assert main(["explain", f"{root}/examples/moe.py:build", "--cluster", f"{root}/strategies/clusters/v100_t4.yaml"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    figures = [*re.findall(r"%einsum_\d.*?(forward all-to-all \S+ MiB, backward all-to-all \S+ MiB)", page)]
+    figures += re.findall(r"\S+ MiB per device and micro-batch|through whole tensors: \S+ MiB|(?<=`)cut batch [^`]+(?=`)", page)
+    assert len(figures) == 5
+    for figure in (*figures, *re.findall(r"stage \d -> stage \d: .*? \(\S+ MiB\)", page)):
+        assert figure in shown, figure
