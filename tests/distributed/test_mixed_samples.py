@@ -20,6 +20,7 @@ from tests import reference
 from tests.captures import Captured, captured_once
 from tests.distributed.training import largest_of, make_cluster
 from tests.distributed.world import World
+from tests.examples import at_most
 from tests.mixing import LOSSES, MIDDLES, Batch, Layers, make_batch
 from whale.ir.plan import BATCH, Plan
 
@@ -150,6 +151,38 @@ def test_mixed_samples_are_exact(world: World, name: str) -> None:
 def test_any_model_and_loss(world: World, case: Case) -> None:
     note(f"{case!r}")
     check(world, case)
+
+
+def train_or_refuse(rank: int, num_ranks: int, case: Case) -> Outcome | str:
+    try:
+        return train_rank(rank, num_ranks, case)
+    except whale.WhaleError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@at_most(30, suppress_health_check=list(HealthCheck))
+@given(
+    st.builds(
+        Case,
+        st.sampled_from(sorted(MIDDLES)),
+        st.sampled_from(sorted(LOSSES)),
+        st.sampled_from([(1.0, 1.0), (1.0, 3.0)]),
+        st.lists(st.integers(6, 14), min_size=3, max_size=3).map(tuple),
+        num_stages=st.integers(1, 2),
+        normalised=st.booleans(),
+        num_micro_batch=st.integers(1, 3),
+    )
+)
+def test_any_row_counts_are_exact_or_something_is_said(world: World, case: Case) -> None:
+    """Ragged batches, replicas of unlike shares, stages, micro-batches: nothing differs in silence, and no rank waits for another."""
+    note(f"{case!r}")
+    world.prepare(_prepare, case)
+    outcomes: list[Outcome | str] = world.run(train_or_refuse, case, num_ranks=2)
+    runs = [outcome for outcome in outcomes if isinstance(outcome, Outcome)]
+    assert len(runs) in (0, 2), "refused on all ranks, or on none"
+    if runs and not any(outcome.said for outcome in runs):
+        error, where = largest_of([outcome.run for outcome in runs], train_reference(case))
+        assert error < TOLERANCE, where
 
 
 def test_micro_batches_are_said_to_differ(world: World) -> None:
