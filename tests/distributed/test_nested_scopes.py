@@ -1,4 +1,4 @@
-"""Scopes nested in the ways that people write them train as the plain model: layers beside a split, bare parameters."""
+"""Scopes in the ways that people write them train as the plain model: layers beside a split, bare parameters, many stages."""
 
 from __future__ import annotations
 
@@ -63,8 +63,26 @@ class Wide(nn.Module):
         return value
 
 
+class Steps(nn.Module):
+    """Five layers, each under a scope of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(5):
+            with whale.replicate(1):
+                self.layers.append(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
 def make(spelling: str) -> nn.Module:
     torch.manual_seed(0)
+    if spelling == "more stages than devices":
+        return Steps().double()
     if spelling == "layers beside a split":
         return Wide(whale.replicate(2), whale.split(2)).double()
     if spelling == "without counts":
@@ -110,6 +128,7 @@ def train(rank: int, num_ranks: int, spelling: str) -> tuple[reference.Run, list
 SPELLINGS = {
     "layers beside a split": [(1, 2), (2, 2), (1, 2)],
     "without counts": [(1, 2), (2, 2), (1, 2)],
+    "more stages than devices": [(1, 1), (1, 1)],
     "bare parameters": [(2, 2)],
     "bare parameters inside a replicate": None,
     "bare parameters under a default strategy": None,

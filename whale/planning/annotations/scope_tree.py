@@ -229,6 +229,21 @@ def resolve_sizes(nodes: Sequence[ScopeNode], num_devices: int, *, colocate: boo
     return _in_order_of_appearance(walk, copies)
 
 
+def share_devices(sizes: Sizes, num_devices: int) -> Sizes:
+    """The sizes where consecutive virtual devices are one wherever there are more of them than the cluster has devices for.
+
+    They are as they were where that cannot be: where a split divides one of them, where scopes nest, or where they ask for unlike
+    numbers of devices.
+    """
+    num_places, each = len(sizes.devices), sizes.devices[0]
+    is_plain = sizes.copies == Copies(1, tuple(range(num_places))) and not sizes.widths and set(sizes.devices) == {each}
+    num_left = num_devices // each
+    if not is_plain or not 1 <= num_left < num_places:
+        return sizes
+    place_of = {leaf: place * num_left // num_places for leaf, place in sizes.place_of.items()}
+    return Sizes(place_of, (each,) * num_left, Copies(1, tuple(range(num_left))), sizes.widths)
+
+
 def _divisor(leaf: ScopeNode, size: int) -> int:
     """The devices of a split group on a virtual device of `size` devices."""
     width = leaf.scope.device_count or size

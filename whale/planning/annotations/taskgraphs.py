@@ -11,9 +11,10 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import TaskGraph
 from whale.ir.scope import Scope
 from whale.planning.annotations.phases import find_phases
-from whale.planning.annotations.scope_tree import Copies, ScopeNode, Sizes, resolve_sizes, scope_tree
+from whale.planning.annotations.scope_tree import Copies, ScopeNode, Sizes, resolve_sizes, scope_tree, share_devices
 from whale.planning.structure.stages import Assignment, Late, Wish, assign
 from whale.planning.structure.structure import Structure, analyse
+from whale.schedules import placement
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def read_scopes(graph: ModelGraph, config: Config, num_devices: int) -> Annotati
     if not tree.roots:
         return None
     sizes = resolve_sizes(tree.roots, num_devices, colocate=config.cluster.colocate_split_and_replicate)
+    if config.pipeline.num_stages is None and num_chunks(config) == 1:
+        sizes = share_devices(sizes, num_devices)
     leaves = sorted((leaf for node in tree.roots for leaf in node.leaves), key=lambda leaf: leaf.number)
     index = {leaf.number: position for position, leaf in enumerate(leaves)}
     task_graph_of = {}
@@ -87,6 +90,11 @@ def read_scopes(graph: ModelGraph, config: Config, num_devices: int) -> Annotati
         places=tuple(range(len(sizes.devices))),
         widths=tuple(widths.get(place, 1) for place in range(len(sizes.devices))),
     )
+
+
+def num_chunks(config: Config) -> int:
+    """Stages on each virtual device, by the schedule."""
+    return len(placement(config.pipeline.schedule, num_ranks=1, num_chunks=config.pipeline.num_chunks))
 
 
 def _is_mixed(leaves: Sequence[ScopeNode], sizes: Sizes) -> bool:

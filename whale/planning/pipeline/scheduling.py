@@ -11,7 +11,7 @@ from whale.ir.plan import Choice, Pipeline
 from whale.ir.schedule import Kind
 from whale.ir.scope import Scope
 from whale.planning.annotations.scope_tree import Copies
-from whale.planning.annotations.taskgraphs import Annotations
+from whale.planning.annotations.taskgraphs import Annotations, num_chunks
 from whale.schedules import BUILDERS, build, count_recomputed, insert_recompute, peak_in_flight, placement
 
 
@@ -119,7 +119,7 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         AnnotationError: TaskGraphs of one virtual device ask for unlike numbers of devices.
     """
     wanted = config.pipeline
-    chunks = len(placement(wanted.schedule, num_ranks=1, num_chunks=wanted.num_chunks))
+    chunks = num_chunks(config)
     if annotations is None:
         num_ranks = wanted.num_stages or 1
         if num_ranks > num_devices:

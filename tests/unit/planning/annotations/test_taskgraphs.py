@@ -50,6 +50,28 @@ def test_counts(first: int | None, second: int | None, expected: tuple[int, ...]
     assert stages([(scope(0, first, "a"),), (scope(1, second, "b"),)], 4) == expected
 
 
+@pytest.mark.parametrize(
+    ("counts", "num_devices", "expected"),
+    [
+        ((1, 1, 1), 2, (1, 1)),
+        ((1, 1, 1), 1, (1,)),
+        ((2, 2, 2), 5, (2, 2)),
+        ((1, 2, 1), 2, (1, 2, 1)),
+        ((2, 2), 1, (2, 2)),
+    ],
+)
+def test_more_stages_than_devices_share_them(counts: tuple[int, ...], num_devices: int, expected: tuple[int, ...]) -> None:
+    """Consecutive ones of equal counts; others ask for more than there is, which is said later."""
+    assert stages([(scope(number, count, f"s{number}"),) for number, count in enumerate(counts)], num_devices) == expected
+
+
+def test_stages_that_share_a_device_are_one() -> None:
+    plan = make_plan(chain(3, [(A,), (B,), (C,)]), cluster((1e9,) * 2), Config({"pipeline.num_micro_batch": 2}))
+    assert [stage.task_graphs for stage in plan.replicas[0].stages] == [("a", "b"), ("c",)]
+    with pytest.raises(ConfigError, match="the scopes make a pipeline of 3 virtual devices"):
+        make_plan(chain(3, [(A,), (B,), (C,)]), cluster((1e9,) * 2), Config({"pipeline.num_stages": 2}))
+
+
 def test_nested_scopes_multiply() -> None:
     outer = scope(0, 2, "outer")
     assert stages([(outer, A), (outer, B)], 4) == (2, 2)
