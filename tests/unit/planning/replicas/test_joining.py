@@ -63,12 +63,13 @@ def test_micro_batches_stay_apart_and_are_found() -> None:
 
 
 def test_a_plan_that_does_not_fit_joined_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(plan: Plan, *arguments: Any, **named: Any) -> None:
-        if any(stage.shards for stage in plan.replicas[0].stages):
-            raise PlanError("a plan fits in memory")
-        verify(plan, *arguments, **named)
+    asked: list[object] = []
 
-    monkeypatch.setattr("whale.planning.plan.verify", refuse)
+    def refuse(step: object, cluster: object) -> list[PlanError]:
+        asked.append(step)
+        return [PlanError("a plan fits in memory")] if len(asked) == 1 else []
+
+    monkeypatch.setattr("whale.planning.plan.memory_faults", refuse)
     plan = plan_of(graph_of("softmax"))
     assert len(plan.replicas) == 2 and mixed_apart(plan, graph_of("softmax"))
     assert said_apart(plan) == "a plan fits in memory"
