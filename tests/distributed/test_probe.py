@@ -13,26 +13,27 @@ import torch
 from tests.distributed.ranks import PATIENCE_SECONDS
 from tests.distributed.world import World as Ranks
 from whale.comm import World
-from whale.hardware import load_cluster
+from whale.hardware import DeviceProfile, cluster_text, load_cluster, parse_cluster
 from whale.ir.cluster import Cluster
 from whale.ir.profile import read_profile
-from whale.measure import compute_speed, link_speed
+from whale.measure import compute_speed, link_speed, probing
 from whale.measure.probing import probe
 
 
-def measure(rank: int, num_ranks: int) -> tuple[Cluster, list[str]]:
-    """Small sizes: what is measured is not looked at."""
+def measure(rank: int, num_ranks: int, on_host: int) -> tuple[Cluster, list[str]]:
+    """Small sizes: what is measured is not looked at. So many ranks make a host."""
     compute_speed.SIZES = {"cpu": (8, 16)}
     compute_speed.BEYOND_CACHES = {"cpu": 1 << 10}
     link_speed.LARGE_BYTES = 1 << 12
     told: list[str] = []
-    world = World(rank, num_ranks, rank, num_ranks, torch.device("cpu"), timedelta(seconds=PATIENCE_SECONDS))
+    probing.local_profile = lambda *_: DeviceProfile(f"host{rank // on_host}", "cpu", 2**30)  # type: ignore[assignment]
+    world = World(rank, num_ranks, rank % on_host, on_host, torch.device("cpu"), timedelta(seconds=PATIENCE_SECONDS))
     cluster, _ = probe(world, 2, told.append)
     return cluster, told
 
 
 def test_all_ranks_have_one_cluster(world: Ranks) -> None:
-    found = world.run(measure, num_ranks=4)
+    found = world.run(measure, 4, num_ranks=4)
     cluster, told = found[0]
     assert all(other == cluster for other, _ in found)
     (host,) = cluster.hosts
@@ -45,6 +46,17 @@ def test_all_ranks_have_one_cluster(world: Ranks) -> None:
     assert [what for what in told if what.startswith("messages")] == [
         f"messages inside {host.name}, {how}" for how in ("alone", "all at once")
     ]
+
+
+def test_ranks_of_several_hosts_measure_what_is_between_them(world: Ranks) -> None:
+    found = world.run(measure, 2, num_ranks=4)
+    cluster, told = found[0]
+    assert all(other == cluster for other, _ in found)
+    assert [host.name for host in cluster.hosts] == ["host0", "host1"] and cluster.network is not None
+    assert [what for what in told if what.startswith("messages")] == [
+        f"messages {where}, {how}" for where in ("inside host0", "inside host1", "host0 - host1") for how in ("alone", "all at once")
+    ]
+    assert [len(host.devices) for host in parse_cluster(cluster_text(cluster)).hosts] == [2, 2]
 
 
 def test_the_verb_starts_ranks_and_writes_what_they_measured(tmp_path: Path) -> None:

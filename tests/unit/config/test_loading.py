@@ -35,9 +35,10 @@ def test_a_recipe_file(recipe: Path) -> None:
 
 def test_cluster_section_and_file(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text("cluster:\n  file: c.yaml\n  colocate_split_and_replicate: true\nmemory:\n")
+    path.write_text("cluster:\n  file: c.yaml\n  profile: p.json\n  colocate_split_and_replicate: true\nmemory:\n")
     config = load_config(path, environment={})
     assert config.cluster.file == str(tmp_path / "c.yaml")
+    assert config.cluster.profile == str(tmp_path / "p.json")
     assert config.cluster.colocate_split_and_replicate
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,9 +39,9 @@ def test_the_clusters_of_the_project_read_back(path: Path) -> None:
     assert [device.name for device in again.devices] == [device.name for device in cluster.devices]
 
 
-def test_a_probed_cluster_reads_back() -> None:
+def test_a_probed_cluster_reads_back(golden: Callable[[str, str], None]) -> None:
     text = cluster_text(PROBED, ["Measured today.", "7: a note"])
-    assert text.startswith("# Measured today.\n# 7: a note\nname: 'no'\n")
+    golden("clusters/probed.yaml", text)
     again = parse_cluster(text)
     assert str(again) == str(PROBED)
     assert [device.kind for device in again.devices] == [device.kind for device in PROBED.devices]
