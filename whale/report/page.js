@@ -13,7 +13,7 @@
   const AXIS = 24, BAR = 22, SYNC = 7, GAP = 12, LABEL = 17, STRIP = 54;
   const view = { from: 0, to: data.ticks }, options = { messages: true, stretch: false };
   const isMeasured = data.tracks.some((track) => track.runs.length > 1);
-  let rows = [], chosen = null, hovered = null, gutter = 0, isWide = true, drag = null;
+  let rows = [], chosen = null, hovered = null, gutter = 0, pageWidth = 1, isWide = true, drag = null;
 
   // ---- words ----------------------------------------------------------------------------------------------------
   const digits = (value) => (Math.abs(value) >= 100 ? value.toFixed(0) : Number(value.toPrecision(3)).toString());
@@ -42,13 +42,16 @@
   }
 
   // ---- places ---------------------------------------------------------------------------------------------------
+  const messages = data.messages.map(([run, source, target, name, , start, end]) =>
+    ({ run, source, target, microBatch: Number(/\d+$/.exec(name)[0]), start, end }));
   const ends = [0, 1].map((run) => Math.max(1, ...data.tracks.flatMap((track) => !track.runs[run] ? [] :
     ["bars", "syncs", "waits"].map((what) => track.runs[run][what].reduce((most, bar) => Math.max(most, bar.at(-1)), 0)))));
   const scaleOf = (run) => (options.stretch ? data.ticks / ends[run] : 1);
-  const x = (tick, run) => gutter + ((tick * scaleOf(run) - view.from) / (view.to - view.from)) * (timeline.clientWidth - gutter);
+  const x = (tick, run) => gutter + ((tick * scaleOf(run) - view.from) / (view.to - view.from)) * (pageWidth - gutter);
   function place() {
     rows = [];
-    isWide = timeline.clientWidth >= 720;
+    pageWidth = timeline.clientWidth;
+    isWide = pageWidth >= 720;
     gutter = isWide ? 168 : isMeasured ? 16 : 0;
     let y = AXIS + 4;
     for (const track of data.tracks) {
@@ -69,18 +72,19 @@
   }
 
   // ---- colours --------------------------------------------------------------------------------------------------
-  let style = getComputedStyle(document.documentElement);
-  const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+  let style = getComputedStyle(document.documentElement), palette = {};  // reading a style is slow, so each colour is read once
+  const colour = (name) => (palette[name] ??= style.getPropertyValue(`--${name}`).trim());
   function fill(kind, microBatch) {
     if (kind === "STEP") return colour("other");
     const tone = kind === "F" || kind === "R" ? "forward" : "backward";
-    return `oklch(${colour(tone)} ${HUES[microBatch % HUES.length]})`;
+    const hue = HUES[microBatch % HUES.length];
+    return (palette[tone + hue] ??= `oklch(${colour(tone)} ${hue})`);
   }
   function hatch(context, left, top, width, height) {
     context.save();
     context.beginPath(); context.rect(left, top, width, height); context.clip();
     context.strokeStyle = colour("card"); context.lineWidth = 1.5; context.beginPath();
-    for (let at = Math.max(left, 0) - height - (Math.max(left, 0) % 6); at < Math.min(left + width, timeline.clientWidth); at += 6) {
+    for (let at = Math.max(left, 0) - height - (Math.max(left, 0) % 6); at < Math.min(left + width, pageWidth); at += 6) {
       context.moveTo(at, top + height); context.lineTo(at + height, top);
     }
     context.stroke(); context.restore();
@@ -117,7 +121,7 @@
     const name = track.name + (track.alike ? ` and ${track.alike} like it` : "");
     context.textAlign = "left"; context.fillStyle = colour("text");
     if (!isWide) {
-      context.fillText(cut(context, `${name}, ${track.title}`, timeline.clientWidth), 0, y - LABEL / 2);
+      context.fillText(cut(context, `${name}, ${track.title}`, pageWidth), 0, y - LABEL / 2);
       return;
     }
     context.fillText(cut(context, name, gutter - 12), 0, y + 8);
@@ -126,7 +130,7 @@
   function drawBar(context, row, bar) {
     const [number, , microBatch, start, end] = bar, kind = data.kinds[number];
     const left = x(start, row.run), width = Math.max(x(end, row.run) - left, 0.75);
-    if (left > timeline.clientWidth || left + width < gutter) return 0;
+    if (left > pageWidth || left + width < gutter) return 0;
     const works = WORKS.has(kind), focus = hovered ?? chosen;
     const others = focus && focus.row.what === "bars" && focus.bar[2] >= 0 && microBatch !== focus.bar[2];
     context.globalAlpha = others ? 0.3 : 1;
@@ -135,7 +139,7 @@
     context.fillRect(left, top, width > 4 ? width - 1 : width, height);
     if (works && (kind === "W" || kind === "R") && width > 3) hatch(context, left, top, width - 1, height);
     const text = nameOf(bar).slice(String(bar[1]).length), shown = bar[1] < 0 ? kind : text;
-    const from = Math.max(left, gutter), to = Math.min(left + width, timeline.clientWidth);
+    const from = Math.max(left, gutter), to = Math.min(left + width, pageWidth);
     if (works && to - from > 12 && to - from > context.measureText(shown).width + 6) {
       if (kind === "W" || kind === "R") {
         const half = context.measureText(shown).width / 2 + 3;
@@ -163,20 +167,19 @@
     if (!options.messages) return;
     const focus = hovered ?? chosen, wanted = focus && focus.row.what === "bars" ? focus.bar[2] : -1;
     const dense = data.messages.length > 400 ? 0.3 : 0.75;
-    for (const [run, source, target, name, , start, end] of data.messages) {
+    const bright = new Path2D(), faint = new Path2D();
+    for (const { run, source, target, microBatch, start, end } of messages) {
       const [from, to] = [data.tracks[source].runs[run]?.row, data.tracks[target].runs[run]?.row];
       if (!from || !to || from === to) continue;
-      const microBatch = Number(/\d+$/.exec(name)[0]), down = to.y > from.y;
-      context.globalAlpha = wanted < 0 ? dense : wanted === microBatch ? 1 : 0.1;
-      context.strokeStyle = colour("soft"); context.lineWidth = wanted === microBatch ? 2 : 1;
-      context.beginPath();
-      context.moveTo(x(start, run), down ? from.y + BAR : from.y); context.lineTo(x(end, run), down ? to.y : to.y + BAR);
-      context.stroke();
+      const path = wanted === microBatch ? bright : faint, down = to.y > from.y;
+      path.moveTo(x(start, run), down ? from.y + BAR : from.y); path.lineTo(x(end, run), down ? to.y : to.y + BAR);
     }
-    context.globalAlpha = 1;
+    context.strokeStyle = colour("soft");
+    context.globalAlpha = wanted < 0 ? dense : 0.1; context.lineWidth = 1; context.stroke(faint);
+    context.globalAlpha = 1; context.lineWidth = 2; context.stroke(bright);
   }
   function drawTimeline() {
-    const height = place(), width = timeline.clientWidth, context = prepare(timeline, height);
+    const height = place(), width = pageWidth, context = prepare(timeline, height);
     for (const row of rows) {
       context.fillStyle = colour("track"); context.fillRect(gutter, row.y, width - gutter, row.height);
     }
@@ -209,7 +212,7 @@
   }
 
   function drawMemory() {
-    const step = STRIP + (isWide ? GAP : GAP + LABEL), width = timeline.clientWidth;
+    const step = STRIP + (isWide ? GAP : GAP + LABEL), width = pageWidth;
     const height = AXIS + 4 + data.tracks.length * step, context = prepare(memory, height);
     axis(context, width, height);
     data.tracks.forEach((track, number) => strip(context, track, AXIS + 4 + number * step + (isWide ? 0 : LABEL), width));
@@ -234,14 +237,17 @@
   }
   function curve(context, points, run, y, held) {
     context.beginPath();
-    let [last, height] = [x(0, run), y(points[0][1])];
+    let last = x(0, run), height = y(points[0][1]), top = height;  // of changes within half a pixel the highest is seen
     context.moveTo(last, height);
     for (const [tick, count] of points) {
-      last = x(tick, run);
-      context.lineTo(last, height);
-      height = y(count);
-      context.lineTo(last, height);
+      const at = x(tick, run);
+      if (at - last >= 0.5) {
+        context.lineTo(last, top); context.lineTo(last, height); context.lineTo(at, height);
+        last = at; top = height;
+      }
+      height = y(count); top = Math.min(top, height);
     }
+    context.lineTo(last, top); context.lineTo(last, height);
     last = x(ends[run], run);
     context.lineTo(last, height);
     context.strokeStyle = colour(run ? "measured" : "accent"); context.lineWidth = 1.5; context.stroke();
@@ -267,7 +273,7 @@
   function zoom(factor, at = (view.from + view.to) / 2) {
     look(at - (at - view.from) * factor, at + (view.to - at) * factor);
   }
-  const tickAt = (left) => view.from + ((left - gutter) / (timeline.clientWidth - gutter)) * (view.to - view.from);
+  const tickAt = (left) => view.from + ((left - gutter) / (pageWidth - gutter)) * (view.to - view.from);
   function hit(left, top) {
     const row = rows.find((each) => top >= each.y - 1 && top <= each.y + each.height + 1);
     if (!row || left < gutter) return null;
@@ -318,7 +324,7 @@
   timeline.addEventListener("pointermove", (event) => {
     if (drag && (drag.moved || Math.abs(event.clientX - drag.left) > 4)) {
       drag.moved = true;
-      const by = ((event.clientX - drag.left) / (timeline.clientWidth - gutter)) * (drag.to - drag.from);
+      const by = ((event.clientX - drag.left) / (pageWidth - gutter)) * (drag.to - drag.from);
       look(drag.from - by, drag.to - by);
       return;
     }
@@ -334,7 +340,7 @@
   timeline.addEventListener("wheel", (event) => {
     if (event.ctrlKey || event.metaKey) zoom(Math.exp(event.deltaY * 0.004), tickAt(event.offsetX));
     else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-      const by = (event.deltaX / timeline.clientWidth) * (view.to - view.from);
+      const by = (event.deltaX / pageWidth) * (view.to - view.from);
       look(view.from + by, view.to + by);
     } else return;
     event.preventDefault();
@@ -369,7 +375,7 @@
       return entry;
     }));
   }
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { style = getComputedStyle(document.documentElement); legend(); redraw(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { style = getComputedStyle(document.documentElement); palette = {}; legend(); redraw(); });
   new ResizeObserver(redraw).observe(timeline);
   legend();
   drawTimeline();
