@@ -34,6 +34,7 @@ HEIGHT = {part: len(LINES) - number for number, line in enumerate(LINES) for par
 ROOMS = {
     "planning": (
         ("retarget", "seating", "simulation"),
+        ("even",),
         ("plan",),
         ("written",),
         ("explain", "verify"),

@@ -9,10 +9,10 @@ from typing import Any
 
 from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph
 from whale.cli.report import add_report_argument, check_report, write_report
-from whale.cli.tables import print_table
+from whale.cli.tables import paragraph, print_table
 from whale.estimate import DeviceEstimate
 from whale.ir.plan import describe_order, describe_shape
-from whale.planning import Simulation
+from whale.planning import EvenShares, Simulation, even_shares
 from whale.search import decide
 from whale.units import format_bytes, format_seconds
 
@@ -29,6 +29,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser("simulate", help="predict the time and memory of a step")
     add_planning_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, device by device")
+    parser.add_argument("--even", action="store_true", help="say too what equal shares of rows, layers and cuts would cost")
     add_report_argument(parser)
     parser.set_defaults(run=run)
 
@@ -39,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     config = read_config(arguments)
     cluster = read_cluster(arguments, config)
-    found = Simulation(*decide(arguments.plan, graph, cluster, config, rows=arguments.rows))
+    plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows)
+    found = Simulation(plan, step, even_shares(plan, graph, cluster, config) if arguments.even else None)
     write_report(arguments.report, found.plan, graph, cluster, found.step)
     if arguments.json:
         print(json.dumps(found.as_data(), indent=1))
@@ -66,6 +68,16 @@ def print_simulation(found: Simulation) -> None:
     print_table("", columns, rows, ("busy", "compute", "messages", "waits", "memory"))
     for name, seconds in found.bounds.items():
         print(f"bound  {format_seconds(seconds):>8}  {_BOUNDS[name]}")
+    if found.even is not None:
+        print("\n".join(paragraph("even   ", _even(found, found.even))))
+
+
+def _even(found: Simulation, even: EvenShares) -> str:
+    """What equal shares would cost, and whether they would run."""
+    if even.step_seconds is None:
+        return f"equal shares would not run: {even.reason}"
+    text = f"{format_seconds(even.step_seconds):>8}  with equal shares: balance is {found.speedup:.2f} x as fast"
+    return f"{text}; they would not run: {even.reason}" if even.reason else text
 
 
 def _row(each: DeviceEstimate, step_seconds: float) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ class ReplicaBlock:
     """One replica as the user wants it, or several that are alike.
 
     Attributes:
-        devices: their names, or how many; None for as many as its stages and split groups take.
+        devices: their names, those of each virtual device in order, or how many; None for as many as its stages and split groups take.
         split: devices of each split group; None: one, or what the scopes say.
         rows: its weight in the rows of the batch; None: balanced.
         pipeline: keys of the section ``pipeline`` with their values, where they are its own.
@@ -57,7 +57,7 @@ class ReplicaBlock:
         place: where its keys stand, by name.
     """
 
-    devices: tuple[str, ...] | int | None = None
+    devices: tuple[str, ...] | tuple[tuple[str, ...], ...] | int | None = None
     split: int | None = None
     rows: int | None = None
     pipeline: tuple[tuple[str, Any], ...] = ()
@@ -69,6 +69,18 @@ class ReplicaBlock:
     recompute: str | tuple[tuple[int, Any], ...] | None = None
     stages: tuple[StageBlock, ...] = ()
     place: Place | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The devices that are named."""
+        found = self.devices if isinstance(self.devices, tuple) else ()
+        return tuple(name for each in found for name in ((each,) if isinstance(each, str) else each))
+
+    @property
+    def placed(self) -> tuple[tuple[str, ...], ...] | None:
+        """The devices of each virtual device, where they are said; None where the planner places them."""
+        found = self.devices if isinstance(self.devices, tuple) else ()
+        return tuple(each for each in found if not isinstance(each, str)) or None
 
     def at(self, *way: str | int) -> object:
         """The user's line of a key, or of what lies inside of it; None where it is not known."""
@@ -84,7 +96,7 @@ class ReplicaBlock:
             if name == RECOMPUTE and isinstance(value, tuple):
                 value = dict(value)
             if value is not None and value != ():
-                found[name] = list(value) if isinstance(value, tuple) else value
+                found[name] = [list(each) if isinstance(each, tuple) else each for each in value] if isinstance(value, tuple) else value
         stages = {STAGES: [stage.as_data() for stage in self.stages]} if self.stages else {}
         return found | dict(self.pipeline) | stages
 
@@ -102,12 +114,19 @@ def _names(what: str) -> Callable[[str, object, object], tuple[str, ...]]:
     return read
 
 
-def _devices(name: str, value: object, place: object) -> tuple[str, ...] | int:
+def _devices(name: str, value: object, place: object) -> tuple[str, ...] | tuple[tuple[str, ...], ...] | int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     if isinstance(value, (list, tuple)) and value and all(isinstance(each, str) for each in value):
         return tuple(value)
-    raise ConfigError(f"{REPLICAS}.{name} takes names of devices, or a whole number at least 1 ({value!r} is not)", where=place)
+    lists = [own for own in value if isinstance(own, (list, tuple)) and own] if isinstance(value, (list, tuple)) else []
+    if lists and len(lists) == len(value) and all(isinstance(each, str) for own in lists for each in own):  # type: ignore[arg-type]
+        return tuple(tuple(own) for own in lists)
+    raise ConfigError(
+        f"{REPLICAS}.{name} takes names of devices, or lists of them (of each stage in order), or a whole number at least 1 "
+        f"({value!r} is not)",
+        where=place,
+    )
 
 
 def _count(name: str, value: object, place: object) -> int | None:
@@ -236,7 +255,7 @@ def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
     first: dict[str, int] = {}
     for number, block in enumerate(blocks):
         yield from _contradictions(block, number, where)
-        for name in block.devices if isinstance(block.devices, tuple) else ():
+        for name in block.names:
             if name in first:
                 message = f"a device belongs to one replica ({name}: to {first[name]} and {number})"
                 if first[name] == number:
@@ -253,7 +272,7 @@ def _contradictions(block: ReplicaBlock, number: int, where: Place) -> Iterator[
             where=where(number, beside[0]),
             hint=f"beside stages stand {', '.join(_BESIDE_STAGES[1:])}",
         )
-    if isinstance(block.devices, tuple) and block.count != 1:
+    if block.names and block.count != 1:
         count = ALL if block.count is None else block.count
         yield ConfigError(f"devices by name make one replica (replica {number}, count: {count})", where=where(number, "devices"))
     if block.micro_batch_rows is not None and "num_micro_batch" in dict(block.pipeline):

@@ -1,9 +1,21 @@
 """The planner: ordered passes from a ModelGraph, a Cluster and a Config to a Plan, without torch."""
 
+from whale.planning.even import EvenShares, even_shares
 from whale.planning.pipeline.balance import MemoryLimit, MemoryShortage, balance
 from whale.planning.plan import make_plan
 from whale.planning.retarget import carry_plan, retarget_plan
 from whale.planning.simulation import Simulation
 from whale.planning.written import write_plan
 
-__all__ = ["MemoryLimit", "MemoryShortage", "Simulation", "balance", "carry_plan", "make_plan", "retarget_plan", "write_plan"]
+__all__ = [
+    "EvenShares",
+    "MemoryLimit",
+    "MemoryShortage",
+    "Simulation",
+    "balance",
+    "carry_plan",
+    "even_shares",
+    "make_plan",
+    "retarget_plan",
+    "write_plan",
+]

@@ -124,10 +124,7 @@ def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int) -> tuple[
             made[key] = _solver(pricing, shape.config, shape.pipeline, shape.annotations, num_rows, block.asked)
         solvers.append(made[key])
     weights = [block.asked.rows for block in blocks if block.asked.rows is not None] or None
-    found = [
-        placements(block.cluster, solver.pipeline, *_demand(solver.pipeline, solver), prefer_intra_node=True)
-        for block, solver in zip(blocks, solvers, strict=True)
-    ]
+    found = [block.placements(*_demand(solver.pipeline, solver)) for block, solver in zip(blocks, solvers, strict=True)]
     candidates = [_together([own[min(index, len(own) - 1)] for own in found], idle) for index in range(max(map(len, found)))]
 
     def best(policy: Policy | None) -> Outcome:

@@ -9,6 +9,7 @@ from typing import Any
 
 from whale.estimate import DeviceEstimate, StepEstimate, pipeline_seconds
 from whale.ir.plan import Plan, Replica
+from whale.planning.even import EvenShares
 
 
 @dataclass(frozen=True)
@@ -18,15 +19,23 @@ class Simulation:
     Attributes:
         plan: verified.
         step: its estimate.
+        even: what equal shares would cost; None where nobody asked.
     """
 
     plan: Plan
     step: StepEstimate
+    even: EvenShares | None = None
 
     @property
     def samples_per_second(self) -> float:
         """Rows of the global batch by the time of a step."""
         return self.plan.planned_rows / self.step.step_seconds
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast as with equal shares; None where they were not asked for, or make no plan."""
+        seconds = self.even.step_seconds if self.even else None
+        return None if seconds is None else seconds / self.step.step_seconds
 
     @cached_property
     def bounds(self) -> Mapping[str, float]:
@@ -56,7 +65,8 @@ class Simulation:
 
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data; times in seconds, sizes in bytes."""
-        step = self.step
+        step, even = self.step, self.even
+        told = {} if even is None else {"even": {"step_seconds": even.step_seconds, "speedup": self.speedup, "reason": even.reason}}
         return {
             "step_seconds": step.step_seconds,
             "samples_per_second": self.samples_per_second,
@@ -64,6 +74,7 @@ class Simulation:
             "exposed_communication": step.straggler.exposed,
             "devices": list(self._devices()),
             "bounds": dict(self.bounds),
+            **told,
         }
 
     def _devices(self) -> Iterator[dict[str, Any]]:

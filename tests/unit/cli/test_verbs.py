@@ -104,6 +104,8 @@ def test_simulate_tells_time_and_memory(model: str, capsys: pytest.CaptureFixtur
         assert word in printed
     assert main(["simulate", *words, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["devices"]) == 2
+    assert main(["simulate", *words, "--even"]) == 0
+    assert "with equal shares: balance is 1.00 x as fast" in capsys.readouterr().out
 
 
 def test_a_written_plan_is_planned_and_simulated(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,8 @@ def test_all_faults_of_all_blocks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="6 faults") as caught:
         load_config(path, environment={})
     text = str(caught.value)
-    assert f"replicas.devices takes names of devices, or a whole number at least 1 (['a', 3] is not)\n  at {path}:2" in text
+    assert "replicas.devices takes names of devices, or lists of them (of each stage in order), or a whole number at least 1" in text
+    assert f"(['a', 3] is not)\n  at {path}:2" in text
     assert f"unknown key 'scheduel' in a block of replicas\n  at {path}:3\n  hint: did you mean 'schedule'?" in text
     assert f"replicas.split must be at least 1 (0 is not)\n  at {path}:4" in text
     assert f"at {path}:5\n  hint: did you mean 'gpipe'?" in text

@@ -14,8 +14,10 @@ from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.errors import PlanError
 from whale.ir.serialization import to_json
-from whale.planning import Simulation
+from whale.planning import Simulation, even_shares
+from whale.planning.plan import plan_and_estimate
 from whale.search import decide
+from whale.workloads import gpt
 
 MIXED = cluster((1e12, 5e11, 1e12, 2e11))
 
@@ -67,3 +69,25 @@ def test_a_plan_that_was_made_before_is_simulated_as_it_is(tmp_path: Path) -> No
     assert again.as_data() == made.as_data()
     with pytest.raises(PlanError, match=r"has rows of its own \(plan: 32, asked for: 64\)"):
         decide(path, chain(8, width=64), MIXED, Config(), rows=64)
+
+
+def test_equal_shares_are_slower_on_unlike_devices() -> None:
+    config = Config({"replicas": [{"num_stages": 2, "num_micro_batch": 4}] * 2})
+    graph = gpt(layers=6, hidden=64, heads=4, sequence=16, vocabulary=128)
+    plan, step = decide(None, graph, MIXED, config, rows=64)
+    even = even_shares(plan, graph, MIXED, config)
+    found = Simulation(plan, step, even)
+    assert even.step_seconds is not None and found.speedup is not None and found.speedup > 1.05 and even.reason == ""
+    assert found.as_data()["even"] == {"step_seconds": even.step_seconds, "speedup": found.speedup, "reason": ""}
+
+
+def test_equal_shares_on_equal_devices_cost_the_same() -> None:
+    alike, config = cluster((1e12,) * 4), Config({"pipeline.num_micro_batch": 2})
+    plan, step = plan_and_estimate(chain(8, width=64), alike, config, rows=32)
+    assert even_shares(plan, chain(8, width=64), alike, config).step_seconds == pytest.approx(step.step_seconds)
+
+
+def test_equal_shares_may_not_fit() -> None:
+    graph, config = chain(8, width=512), Config()
+    plan, _ = plan_and_estimate(graph, cluster((1e12, 5e11)), config, rows=32)
+    assert "fits in memory" in even_shares(plan, graph, cluster((1e12, 5e11), memory=2**20), config).reason

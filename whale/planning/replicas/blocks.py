@@ -11,6 +11,7 @@ from whale.errors import ConfigError, WhaleError, raise_faults
 from whale.ir.cluster import Cluster, Host
 from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import Annotations, read_scopes
+from whale.planning.pipeline.placement import Placement, placements
 from whale.planning.pipeline.scheduling import AskedAxes, PipelineShape, Split, shape_pipeline
 
 
@@ -27,6 +28,12 @@ class Block:
     cluster: Cluster
     asked: ReplicaBlock
     shape: Shape
+
+    def placements(self, memory: Sequence[float], work: Sequence[float] | None) -> tuple[Placement, ...]:
+        """The ways to place it that are worth pricing: as it is written, else those for what its ranks hold and compute."""
+        if self.asked.placed is not None:
+            return (Placement("as it is written", (self.asked.placed,), ()),)
+        return placements(self.cluster, self.shape.pipeline, memory, work, prefer_intra_node=True)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ def read_replicas(graph: ModelGraph, cluster: Cluster, config: Config, num_rows:
         try:
             for shape, names in _read(graph, config, asked, free, f"replica {number}"):
                 found.append((asked, shape, names))
-                free = free[len(names) :] if not isinstance(asked.devices, tuple) else free
+                free = free[len(names) :] if not asked.names else free
         except WhaleError as fault:
             faults.append(fault)
     raise_faults(faults)
@@ -73,7 +80,7 @@ def read_replicas(graph: ModelGraph, cluster: Cluster, config: Config, num_rows:
 
 
 def _free(cluster: Cluster, blocks: Sequence[ReplicaBlock]) -> tuple[list[str], list[WhaleError]]:
-    named = {name: block for block in blocks if isinstance(block.devices, tuple) for name in block.devices}
+    named = {name: block for block in blocks for name in block.names}
     faults: list[WhaleError] = [
         ConfigError(
             f"replicas.devices names devices of the cluster ({name} is not in {cluster.name})",
@@ -90,11 +97,11 @@ def _read(
     graph: ModelGraph, config: Config, asked: ReplicaBlock, free: Sequence[str], name: str
 ) -> Iterator[tuple[Shape, tuple[str, ...]]]:
     """The replicas that a block stands for, each with its devices."""
-    stated = len(asked.devices) if isinstance(asked.devices, tuple) else asked.devices
+    stated = len(asked.names) if isinstance(asked.devices, tuple) else asked.devices
     shape = _shape(graph, config, asked, stated, len(free), name)
     wanted = shape.pipeline.num_devices
-    if isinstance(asked.devices, tuple):
-        yield shape, asked.devices
+    if asked.names:
+        yield shape, asked.names
         return
     count = asked.count if asked.count is not None else max(1, len(free) // wanted)
     if len(free) < count * wanted:
@@ -179,6 +186,13 @@ def _check_devices(asked: ReplicaBlock, pipeline: PipelineShape, stated: int | N
             f"a replica has the devices that its stages take ({name}, devices: {stated}, stages: {each})",
             where=asked.at("devices"),
             hint="num_stages and split of the block say how many its stages take",
+        )
+    widths = tuple(map(len, asked.placed or ()))
+    if widths and widths != pipeline.devices:
+        raise ConfigError(
+            f"a replica has the devices that its stages take ({name}, devices: {' + '.join(map(str, widths))}, "
+            f"stages: {' + '.join(map(str, pipeline.devices))})",
+            where=asked.at("devices"),
         )
 
 

@@ -55,6 +55,16 @@ def test_stages_have_the_blocks_that_are_written(tmp_path: Path) -> None:
     assert len(made.replicas) == 2 and len(made.idle_devices) == 2
 
 
+def test_stages_run_where_they_are_written(tmp_path: Path) -> None:
+    placed = [["h0/5", "h0/1"], ["h0/3", "h0/2"]]
+    made = plan(tmp_path, num_stages=2, split=2, replicas=[{"devices": placed}])
+    assert [list(stage.virtual_device.devices) for stage in made.replicas[0].stages] == placed
+    assert made.devices == ("h0/5", "h0/1", "h0/3", "h0/2")
+    with pytest.raises(ConfigError, match=r"replica 0, devices: 3 \+ 1, stages: 2 \+ 2\)") as caught:
+        plan(tmp_path, num_stages=2, split=2, replicas=[{"devices": [["h0/5", "h0/1", "h0/3"], ["h0/2"]]}])
+    assert str(caught.value.where).startswith(f"{tmp_path / 'plan.yaml'}:")
+
+
 def test_chunks_take_blocks_in_turn(tmp_path: Path) -> None:
     made = plan(tmp_path, num_stages=2, num_chunks=3, schedule="interleaved", num_micro_batch=4, blocks="even", replicas=1)
     assert made.replicas[0].pipeline.stage_rank == (0, 1, 0, 1, 0, 1)
