@@ -146,3 +146,13 @@ def test_products_may_run_in_tensorfloat() -> None:
     plain, fast = (op_seconds(table, known, 1, Costs(launch_seconds=0.0, allows_tf32=allowed)) for allowed in (False, True))
     place = table.position["layer0"]
     assert plain.forward_per_row[place] == pytest.approx(4 * fast.forward_per_row[place])
+
+
+def test_a_product_with_a_number_keeps_nothing() -> None:
+    graph = Graph()
+    x = graph.linear("layer0", graph.input("x"))
+    graph.call("scaled", "aten.mul.Tensor", x, 0.5)
+    graph.call("squared", "aten.mul.Tensor", "scaled", "scaled")
+    graph.sum_loss(graph.linear("layer1", "squared"))
+    kept = kept_tensors(graph.build())
+    assert kept["scaled"] == () and kept["squared"] == ("scaled",)

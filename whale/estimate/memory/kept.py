@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from whale.ir.graph import ModelGraph, Op
+from whale.ir.graph import ModelGraph, Op, Ref
 from whale.ir.writes import dependents
 
 KEEPS_NOTHING = frozenset({
@@ -19,6 +19,9 @@ KEEPS_OUTPUT = frozenset({
     "native_dropout", "max_pool2d", "amax", "hardtanh",
 })  # fmt: skip
 """Ops whose gradient is a function of their own result (or of a mask of its size)."""
+
+SCALES = frozenset({"mul", "div"})
+"""Ops that are linear where one of their operands is a number."""
 
 KEEPS_BOTH = frozenset({"scaled_dot_product_attention", "cross_entropy_loss", "nll_loss", "nll_loss_nd"})
 """Ops that keep what they read and, beside it, something of the size of their result."""
@@ -52,6 +55,8 @@ def _kept_by(op: Op) -> tuple[str, ...]:
         return ()
     if name in KEEPS_OUTPUT:
         return (op.name,)
+    if name in SCALES and sum(isinstance(each, Ref) for each in op.args) == 1:
+        return ()
     return (*op.inputs, op.name) if name in KEEPS_BOTH else op.inputs
 
 

@@ -75,8 +75,8 @@ def cut_traffic(graph: ModelGraph, axes: Axes, table: OpTable, work: Sequence[tu
     index = np.array([table.position[op.name] for op, _ in work], dtype=np.int64)
     own = rows_of(table, index)
     lines = [
-        _line(graph, axes, op, axis) if axis is not None and launches else Line()
-        for (op, axis), launches in zip(work, own.launches, strict=True)
+        _line(graph, axes, op, axis) if axis is not None and moved else Line()
+        for (op, axis), moved in zip(work, own.bytes_fixed + own.bytes_per_row, strict=True)
     ]
     fixed = np.minimum(np.array([line.fixed for line in lines]), own.bytes_fixed)
     sizes = [

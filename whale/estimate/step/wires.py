@@ -13,7 +13,8 @@ from whale.estimate.step.alike import Path, Role, Wire
 from whale.estimate.step.crossings import Crossings
 from whale.estimate.step.sync import buckets, first_uses, ready_share
 from whale.ir.cluster import Device, Link
-from whale.ir.plan import Plan, Stage
+from whale.ir.graph import DTYPE_BYTES
+from whale.ir.plan import TRAINED, Plan, Stage
 from whale.sharding.buckets import Bucket
 
 _SENDS_AND_RECEIVES: tuple[Role, ...] = ((0,), (1,))
@@ -141,11 +142,20 @@ def sum_wires(plan: Plan, prices: Prices, links: Links) -> Iterator[Wire]:
         devices = [plan.devices[owner] for owner in bucket.owners]
         if bucket.owners not in fabrics:
             fabrics[bucket.owners] = fabric(prices.cluster, devices)
-        way = fastest_way(fabrics[bucket.owners], 2, float(bucket.num_bytes))
+        num_bytes = _gradient_bytes(plan, prices, bucket)
+        way = fastest_way(fabrics[bucket.owners], 2, num_bytes)
         if (bucket.owners, way) not in paths:
             paths[bucket.owners, way] = links.collective(devices, way)
-        kind = Sums(float(bucket.num_bytes), way.latency + prices.costs.message_seconds, position)
+        kind = Sums(num_bytes, way.latency + prices.costs.message_seconds, position)
         yield Wire(kind, bucket.owners, roles.of(bucket), paths[bucket.owners, way])
+
+
+def _gradient_bytes(plan: Plan, prices: Prices, bucket: Bucket) -> float:
+    """Bytes of a bucket in the type that the plan's gradients have; buckets count the parameters' own."""
+    form = next(state.gradient for state in plan.parameter_states if state.parameters == TRAINED)
+    own = prices.graph.parameter_by_name[bucket.names[0]].spec.dtype
+    factor = 1.0 if form is None or form.dtype == "own" else DTYPE_BYTES[form.dtype] / DTYPE_BYTES[own]
+    return bucket.num_bytes * factor
 
 
 class _Roles:

@@ -1,0 +1,51 @@
+"""The scoreboard of published runs (examples/benchmarks/runs.py, simulator.py): its scores, on figures made by hand."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
+
+from runs import Run, a100_runs, simulate, written
+from simulator import Result, constant_mfu_error, page, rank_correlation, score
+
+RUN = Run(2, 64, 4, 32, 128, "A100-80GB", 2, 8, "infiniband-hdr", "50 GB/s", 8, written(1, 2, 1, 2), 0.01)
+
+
+def result(seconds: float, predicted: float | None, fitted: bool = False) -> Result:
+    return Result(replace(RUN, seconds=seconds), predicted, 1e9, 8e10, fitted, "" if predicted else "no room")
+
+
+def test_a_run_is_simulated_as_it_is_written() -> None:
+    found = simulate(RUN)
+    assert sum(len(each.devices) for each in found.devices) == 2
+    assert found.step_seconds >= 4 * 2 * 3 * 10 * 60e-6 / 2, "the host starts tens of kernels in each pass"
+    peak = found.devices[0].peak
+    assert peak.optimizer == 3 * 2 * peak.weights and peak.gradients == peak.weights
+
+
+def test_rows_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "runs.csv"
+    names = "gpus,global_batch,micro_batch,hidden,heads,layers,sequence,tensor,data,pipeline,iteration_ms"
+    file.write_text(f"{names}\n8,16,2,64,4,6,32,2,1,4,250\n")
+    (run,) = a100_runs(file)
+    assert run.seconds == 0.25 and run.plan["split"] == 2 and run.plan["num_stages"] == 4 and run.plan["blocks"] == "even"
+    assert str(run) == "6 x 64, t2 d1 p4 b2, blocks"
+
+
+def test_scores() -> None:
+    results = [result(1.0, 1.1, fitted=True), result(2.0, 1.0), result(4.0, 4.0), result(1.0, None)]
+    found = score(results)
+    assert (found["rows"], found["refused"], found["over_memory"]) == (4, 1, 0)
+    assert found["mean_error"] == pytest.approx((0.1 + 0.5) / 3)
+    assert found["mean_error_fitted"] == pytest.approx(0.1) and found["mean_error_tested"] == pytest.approx(0.25)
+    assert found["worst_error"] == -0.5
+    assert found["worst_loss_of_picks"] == 1.0, "the one of 2 s is predicted best, and 1 s was possible"
+    assert rank_correlation([1, 2, 3], [1, 5, 9]) == pytest.approx(1.0) and rank_correlation([1], [1]) is None
+    assert constant_mfu_error([RUN, RUN]) < 0.05
+    text = page({"16 T4": results}, {"16 T4": found}, "command")
+    assert "| 16 T4 | 4 | 1 |" in text and "-50.0%" in text
