@@ -167,7 +167,7 @@ def run_plans(num_ranks: int, options: argparse.Namespace) -> Found:
 def start(case: Case, cluster: Cluster, profile: Profile, batch: dict[str, torch.Tensor], options: argparse.Namespace) -> Running:
     """Plans, estimates, and makes the engine."""
     pipeline = {"pipeline.schedule": case.schedule, "pipeline.num_micro_batch": options.micro_batches}
-    config = whale.Config(pipeline if case.schedule else {})
+    config = whale.Config({"planning.search": "off", **(pipeline if case.schedule else {})})
     model = make_model(options, case)
     planned_for = slowed(cluster, case.slower)
     engine = whale.parallelize(model, loss=loss_fn, optimizer=OPTIMIZER, batch=batch, config=config, cluster=planned_for)
