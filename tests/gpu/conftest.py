@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+os.environ["WHALE_PLANNING_SEARCH"] = "off"  # each test takes all ranks that it asks for
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,18 +25,37 @@ class Team:
     width: int
     count: int
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kinds, self.width, self.count))
+
+    def __hash__(self) -> int:  # teams are keys of what was worked out about them, and long
+        return self._hash
+
     @property
     def num_ranks(self) -> int:
         return len(self.kinds)
 
     @cached_property
+    def runs(self) -> tuple[tuple[Device, int], ...]:
+        """The kinds along the pipeline, each with how many ranks of it follow one another."""
+        return tuple((kind, len(list(run))) for kind, run in groupby(self.kinds))
+
+    @cached_property
     def taken(self) -> Mapping[Device, int]:
         """Devices of each kind that all its replicas take."""
-        return {kind: number * self.width * self.count for kind, number in Counter(self.kinds).items()}
+        return {kind: number * self.width * self.count for kind, number in self.numbers.items()}
+
+    @cached_property
+    def numbers(self) -> Mapping[Device, int]:
+        """Ranks of each kind."""
+        numbers: Counter[Device] = Counter()
+        for kind, number in self.runs:
+            numbers[kind] += number
+        return numbers
 
     def __str__(self) -> str:
-        runs = [(kind.model, len(list(run))) for kind, run in groupby(self.kinds)]
-        stages = " -> ".join(f"{number} x {model}" if number > 1 else model for model, number in runs)
+        stages = " -> ".join(f"{number} x {kind.model}" if number > 1 else kind.model for kind, number in self.runs)
         split = f", each split over {self.width}" if self.width > 1 else ""
         return f"{self.count} x ({stages}{split})"
 

@@ -23,7 +23,7 @@ import numpy as np
 from whale.estimate import OpTable, op_seconds, optimizer_seconds
 from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.prices import Prices
-from whale.ir.cluster import Cluster, Device
+from whale.ir.cluster import Device
 from whale.planning.structure.structure import Structure
 from whale.search.arrangement import Arrangement, Order, Team
 
@@ -47,7 +47,7 @@ class Columns:
 
 
 def columns_of(prices: Prices, structure: Structure) -> Columns:
-    """Reduces a graph to its columns."""
+    """Reduces a graph to its columns; where times were measured each op has its own."""
     graph, table = prices.graph, prices.table
     trained = np.zeros(len(graph.ops))
     names = set[str]()
@@ -61,7 +61,8 @@ def columns_of(prices: Prices, structure: Structure) -> Columns:
     arrays = {
         each.name: getattr(table, each.name) for each in dataclasses.fields(table) if isinstance(getattr(table, each.name), np.ndarray)
     }
-    looks = np.stack([*(values[own].astype(np.float64) for values in arrays.values()), trained[own]], axis=1)
+    told = [values[own].astype(np.float64) for name, values in arrays.items() if name != "op" or prices.costs.measured is not None]
+    looks = np.stack([*told, trained[own]], axis=1)
     _, first, counts = np.unique(looks, axis=0, return_index=True, return_counts=True)
     kept = own[first]
     return Columns(
@@ -82,7 +83,7 @@ class Bounds:
     prices: Prices
     structure: Structure
     num_rows: int
-    _seconds: dict[tuple[Device, int, tuple[float, ...]], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
+    _seconds: dict[Device, dict[float, tuple[Floats, Floats]]] = field(default_factory=dict, init=False)
     _curves: dict[tuple[Team, Order, int, float], Floats] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -97,12 +98,14 @@ class Bounds:
 
     def shortage(self, team: Team) -> int:
         """Bytes by which the parameters alone overflow a replica of this team; 0 where they fit."""
-        return max(0, self.parameter_bytes - sum(self.prices.costs.capacity(kind) for kind in team.kinds) * team.width)
+        return max(
+            0, self.parameter_bytes - sum(self.prices.costs.capacity(kind) * number for kind, number in team.numbers.items()) * team.width
+        )
 
     def of(self, arrangement: Arrangement) -> float:
         """Seconds that a step of any plan of this arrangement takes at least."""
         order, m = arrangement.order, arrangement.num_micro_batch
-        rate = self._sync_rate(arrangement.num_replicas, num_hosts(arrangement.teams, self.prices.cluster))
+        rate = self._sync_rate(arrangement.num_replicas, self._num_hosts(arrangement.teams))
         if len(arrangement.teams) == 1:
             rows = (self.num_rows / arrangement.num_replicas,)
             return float(self._team_seconds(arrangement.teams[0], order, m, rows, rate)[0])
@@ -115,15 +118,19 @@ class Bounds:
 
     def share_of(self, team: Team) -> float:
         """Rows that a replica of a team would take if all devices of the cluster took as many as they are fast."""
-        speeds = {
-            kind: float((1 / self._work(kind, self.num_rows)).item()) for kind in {device.kind for device in self.prices.cluster.devices}
-        }
-        total = sum(speeds[device.kind] for device in self.prices.cluster.devices)
-        return self.num_rows * team.width * sum(speeds[kind] for kind in team.kinds) / total
+        return self.num_rows * team.width * sum(self._speeds[kind] * number for kind, number in team.numbers.items())
+
+    @cached_property
+    def _speeds(self) -> Mapping[Device, float]:
+        """Per kind, the share of one device in the speed of all."""
+        counts = Counter(device.kind for device in self.prices.cluster.devices)
+        speeds = {kind: 1 / float(self._work(kind, self.num_rows).item()) for kind in counts}
+        total = sum(speeds[kind] * count for kind, count in counts.items())
+        return {kind: speed / total for kind, speed in speeds.items()}
 
     def alone(self, team: Team, order: Order, num_micro_batch: int) -> float:
         """`of` for one team of several, with the rows of its share."""
-        rate = self._sync_rate(team.count, num_hosts((team,), self.prices.cluster))
+        rate = self._sync_rate(team.count, self._num_hosts((team,)))
         return float(self._team_seconds(team, order, num_micro_batch, (max(self.share_of(team), num_micro_batch),), rate)[0])
 
     def _work(self, kind: Device, rows: float) -> Floats:
@@ -134,8 +141,9 @@ class Bounds:
     @cached_property
     def _grid(self) -> Floats:
         """Numbers of rows of a replica: all, where they are few."""
-        steps = np.geomspace(1, self.num_rows, GRID) if self.num_rows > GRID else np.arange(1, self.num_rows + 1)
-        result: Floats = np.unique(np.concatenate((steps, 2.0 ** np.arange(self.num_rows.bit_length()))))
+        few = np.arange(1, min(self.num_rows, GRID) + 1, dtype=np.float64)
+        steps = 2.0 ** (np.arange(0, 8 * self.num_rows.bit_length()) / 8)  # the same for any power of two of micro-batches
+        result: Floats = few if self.num_rows <= GRID else steps[steps < 2 * self.num_rows]
         return result
 
     def _rows_within(self, curve: Floats, times: Floats) -> Floats:
@@ -155,42 +163,45 @@ class Bounds:
 
     def _ops(self, kind: Device, num_micro_batch: int, rows: tuple[float, ...]) -> tuple[Floats, Floats]:
         """Seconds of every column forward and backward, ``[rows, columns]``, for one micro-batch of a replica with these rows."""
-        key = kind, num_micro_batch, rows
-        if key not in self._seconds:
-            found = np.zeros((2, len(rows), len(self.columns.counts)))
-            for index, number in enumerate(rows):
-                taken = number / num_micro_batch
-                seconds = op_seconds(self.columns.table, kind, taken, self.prices.costs)
-                found[0, index] = seconds.forward_fixed + taken * seconds.forward_per_row
-                if self.prices.training:
-                    found[1, index] = seconds.backward_fixed + taken * seconds.backward_per_row
-            self._seconds[key] = found[0], found[1]
-        return self._seconds[key]
+        known = self._seconds.setdefault(kind, {})
+        found = [known.get(number / num_micro_batch) or self._ops_at(kind, number / num_micro_batch) for number in rows]
+        return np.stack([forward for forward, _ in found]), np.stack([backward for _, backward in found])
+
+    def _ops_at(self, kind: Device, rows: float) -> tuple[Floats, Floats]:
+        """Seconds of every column forward and backward for so many rows, which are then known."""
+        seconds = op_seconds(self.columns.table, kind, rows, self.prices.costs)
+        forward = seconds.forward_fixed + rows * seconds.forward_per_row
+        backward = seconds.backward_fixed + rows * seconds.backward_per_row
+        self._seconds[kind][rows] = found = forward, backward * self.prices.training
+        return found
 
     def _team_seconds(self, team: Team, order: Order, num_micro_batch: int, rows: tuple[float, ...], sync_rate: float) -> Floats:
         """The bound for replicas of a team with so many rows each, per number of rows."""
-        kinds = dict.fromkeys(team.kinds)
-        ops = {kind: tuple(each / team.width for each in self._ops(kind, num_micro_batch, rows)) for kind in kinds}
+        ops = {kind: tuple(each / team.width for each in self._ops(kind, num_micro_batch, rows)) for kind in team.numbers}
         both = {kind: forward + backward for kind, (forward, backward) in ops.items()}
         fills = order.num_chunks == 1 and order.schedule in ("1f1b", "gpipe")
-        found = self._pipeline(team.kinds, both, num_micro_batch, fill=float(fills))
+        found = self._pipeline(team.runs, both, num_micro_batch, fill=float(fills))
         if not self.prices.training:
             return found
         hidden = {kind: backward if fills else 0.0 * backward for kind, (_, backward) in ops.items()}
         return np.maximum(found, self._end(team, both, hidden, num_micro_batch, sync_rate if fills else 0.0))
 
-    def _pipeline(self, ranks: Sequence[Device], both: Mapping[Device, Floats], num_micro_batch: int, *, fill: float) -> Floats:
-        """The first bound of the module, in the mean whose weights make every rank's share of the ops equally dear."""
+    def _pipeline(self, runs: Sequence[tuple[Device, int]], both: Mapping[Device, Floats], num_micro_batch: int, *, fill: float) -> Floats:
+        """The first bound of the module, in the mean whose weights make every rank's share of the ops equally dear.
+
+        From the last rank to the first: a rank whose work is dear enough through the ranks behind it has no weight, another the rest
+        of what it wants. Of ranks of one kind in a row the sum of weights comes to that geometrically.
+        """
         counts = self.columns.counts
         wanted = {kind: 1 / (seconds @ counts) for kind, seconds in both.items()}
-        after, prices = np.zeros_like(next(iter(wanted.values()))), list[Floats]()
-        for kind in reversed(ranks):
-            weight = np.maximum(0.0, wanted[kind] - fill * after) / num_micro_batch
-            prices.append(num_micro_batch * weight + fill * after)
-            after = after + weight
+        after = np.zeros_like(next(iter(wanted.values())))
         least: dict[Device, Floats] = {}
-        for kind, price in zip(reversed(ranks), prices, strict=True):
+        for kind, number in reversed(runs):
+            price = np.maximum(wanted[kind], fill * after)
             least[kind] = np.minimum(least.get(kind, price), price)
+            left = (1 - fill / num_micro_batch) ** number
+            rest = wanted[kind] * (1 - left) if fill else wanted[kind] * number / num_micro_batch
+            after = np.where(wanted[kind] > fill * after, after * left + rest, after)
         dearest = np.min([price[:, None] * both[kind] for kind, price in least.items()], axis=0)
         result: Floats = (dearest @ counts) / after
         return result
@@ -203,9 +214,36 @@ class Bounds:
         per_byte = {kind: (optimizer_seconds(kind, 1.0, 1.0, costs.optimizer_states) + sync_rate) / team.width for kind in both}
         priced = {kind: num_micro_batch * both[kind] - hidden[kind] + per_byte[kind] * columns.trained for kind in both}
         wanted = {kind: 1 / (seconds @ columns.counts) for kind, seconds in priced.items()}
-        total = sum(wanted[kind] for kind in team.kinds)
+        total = sum(wanted[kind] * number for kind, number in team.numbers.items())
         result: Floats = np.min([(wanted[kind] / total)[:, None] * seconds for kind, seconds in priced.items()], axis=0) @ columns.counts
         return result
+
+    @cached_property
+    def _fastest(self) -> tuple[int, float, float]:
+        """Devices of the largest host, and bytes per second of the fastest links inside and between hosts."""
+        cluster = self.prices.cluster
+        between = (cluster.network, *(link for _, link in cluster.pairs))
+        return (
+            max(len(host.devices) for host in cluster.hosts),
+            max((host.link.bandwidth for host in cluster.hosts if len(host.devices) > 1), default=0.0),
+            max((link.bandwidth for link in between if link is not None), default=0.0),
+        )
+
+    @cached_property
+    def _host_kinds(self) -> Mapping[tuple[tuple[Device, int], ...], int]:
+        """What hosts have of each kind, and how many have it."""
+        return Counter(tuple(Counter(device.kind for device in host.devices).items()) for host in self.prices.cluster.hosts)
+
+    def _num_hosts(self, teams: Sequence[Team]) -> int:
+        """Hosts on which the replicas of these teams are at least, if of each there is a device of one of its kinds on one of them."""
+        wanted, found = sum(team.count for team in teams), 0
+        rooms = {own: sum(min(team.count, sum(n for kind, n in own if kind in team.numbers)) for team in teams) for own in self._host_kinds}
+        for own, room in sorted(rooms.items(), key=lambda each: -each[1]):
+            if wanted <= 0 or not room:
+                break
+            number = min(self._host_kinds[own], -(-wanted // room))
+            wanted, found = wanted - number * room, found + number
+        return found
 
     def _sync_rate(self, num_owners: int, num_hosts: int) -> float:
         """Seconds per byte of a gradient that so many devices on so many hosts add up at least, in whatever way they do.
@@ -214,24 +252,7 @@ class Bounds:
         """
         if num_owners == 1:
             return 0.0
-        cluster = self.prices.cluster
-        largest = max(len(host.devices) for host in cluster.hosts)
-        outside = max((link.bandwidth for link in (cluster.network, *(link for _, link in cluster.pairs)) if link is not None), default=0.0)
-        inside = max((host.link.bandwidth for host in cluster.hosts if len(host.devices) > 1), default=0.0)
+        largest, inside, outside = self._fastest
         rate = 2 * (num_owners - 1) / num_owners / max(inside, outside)
-        return max(rate, 2 * (num_hosts - 1) / num_hosts / (largest * outside) if num_hosts > 1 else 0.0)
-
-
-def num_hosts(teams: Sequence[Team], cluster: Cluster) -> int:
-    """Hosts on which the replicas of these teams are at least, if of each there is a device of one of its kinds on one of them."""
-    room = []
-    for host in cluster.hosts:
-        there = Counter(device.kind for device in host.devices)
-        room.append(sum(min(team.count, sum(there[kind] for kind in set(team.kinds))) for team in teams))
-    wanted, found = sum(team.count for team in teams), 0
-    for number in sorted(room, reverse=True):
-        if wanted <= 0:
-            break
-        wanted -= number
-        found += 1
-    return found
+        rate = max(rate, 2 * (num_hosts - 1) / num_hosts / (largest * outside) if num_hosts > 1 else 0.0)
+        return float(f"{0.995 * rate:.2e}")  # rounded down, so that alike arrangements share what is worked out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
@@ -16,6 +18,9 @@ from whale.search.arrangement import Arrangement, Team
 
 QUANTILE = 0.25
 """At the lightest so large a share of the places to cut there are enough for the stages."""
+
+SAMPLE = 64
+"""Sums over more devices of a team cost about as much per byte as over so many."""
 
 BACKWARD = 2 / 3
 """About this share of the time for a micro-batch is its backward pass."""
@@ -49,19 +54,20 @@ class Promise:
             return bound
         own = bound / (m + (p - 1) / v)
         bound = max(bound, own * (m + (p - 1) / v))
-        links = [self._between(a, b, team.width) for a, b in pairwise(team.kinds)]
         num_bytes = self._crossing.at(rows) / team.width
-        waits = [2 * link.latency + num_bytes / link.bandwidth for link in links]
+        waiting, slowest = 0.0, math.inf
+        for (one, other), number in _borders(team):
+            link = self._between(one, other, team.width)
+            waiting += number * (2 * link.latency + num_bytes / link.bandwidth)
+            slowest = min(slowest, link.bandwidth)
         ahead = min(m, p if v == 1 else 2 * p)
-        return max(
-            bound + sum(waits), m * (p * own + v * sum(waits)) / ahead, m * v * max(num_bytes / 2 / link.bandwidth for link in links)
-        )
+        return max(bound + waiting, m * (p * own + v * waiting) / ahead, m * v * num_bytes / 2 / slowest)
 
     def _inside(self, team: Team, rows: float) -> float:
         """What split groups exchange for one micro-batch: about one sum, both ways, for every two products with parameters."""
         if team.width == 1:
             return 0.0
-        link = next(host.link for host in self.prices.cluster.hosts if any(device.kind == team.kinds[0] for device in host.devices))
+        link = self._between(team.kinds[0], team.kinds[0], team.width)
         moved, count = self._products
         steps = 2 * (team.width - 1)
         return (steps * count * link.latency + steps / team.width * moved.at(rows) / link.bandwidth) / team.num_ranks
@@ -70,27 +76,35 @@ class Promise:
         """What the last backward pass cannot hide of the sums of gradients, if all that hold a parameter are neighbours."""
         if arrangement.num_replicas == 1 or not self.prices.training:
             return 0.0
-        owners = tuple((team.kinds[0], team.count) for team in arrangement.teams)
-        held = self._trained / min(team.num_ranks * team.width for team in arrangement.teams)
-        key = owners, held
-        if key not in self._known:
+        owners = tuple((team.kinds[0], min(team.count, SAMPLE)) for team in arrangement.teams)
+        if owners not in self._rates:
             devices = self.prices.cluster.devices
             names = [name for kind, count in owners for name in islice((each.name for each in devices if each.kind == kind), count)]
-            self._known[key] = all_reduce_seconds(self.prices.cluster, names, held)
-        return max(0.0, self._known[key] - BACKWARD * bound / arrangement.num_micro_batch)
+            self._rates[owners] = all_reduce_seconds(self.prices.cluster, names, self._trained) / max(1, self._trained)
+        held = self._trained / min(team.num_ranks * team.width for team in arrangement.teams)
+        return max(0.0, held * self._rates[owners] - BACKWARD * bound / arrangement.num_micro_batch)
 
     @cached_property
-    def _known(self) -> dict[tuple[tuple[tuple[Device, int], ...], float], float]:
+    def _rates(self) -> dict[tuple[tuple[Device, int], ...], float]:
+        return {}
+
+    @cached_property
+    def _links(self) -> dict[tuple[Device, Device, int], Link]:
         return {}
 
     def _between(self, one: Device, other: Device, width: int) -> Link:
         """The link between neighbours of two kinds: inside a host, if one has both."""
-        need = {one: width, other: width} if one != other else {one: 2 * width}
-        for host in self.prices.cluster.hosts:
-            if all(sum(device.kind == kind for device in host.devices) >= number for kind, number in need.items()):
-                return host.link
-        network = self.prices.cluster.network
-        return network if network is not None else self.prices.cluster.hosts[0].link
+        key = one, other, width
+        if key not in self._links:
+            need = {one: width, other: width} if one != other else {one: 2 * width}
+            cluster = self.prices.cluster
+            inside = (
+                host.link
+                for host in cluster.hosts
+                if all(sum(device.kind == kind for device in host.devices) >= number for kind, number in need.items())
+            )
+            self._links[key] = next(inside, None) or cluster.network or cluster.hosts[0].link
+        return self._links[key]
 
     @cached_property
     def _crossing(self) -> Line:
@@ -113,3 +127,12 @@ class Promise:
     @cached_property
     def _trained(self) -> int:
         return sum(each.spec.num_bytes for each in self.prices.graph.parameters if each.trainable)
+
+
+def _borders(team: Team) -> Iterator[tuple[tuple[Device, Device], int]]:
+    """The kinds on both sides of the borders between ranks, and how many borders are like it."""
+    for kind, number in team.runs:
+        if number > 1:
+            yield (kind, kind), number - 1
+    for (one, _), (other, _) in pairwise(team.runs):
+        yield (one, other), 1

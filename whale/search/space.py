@@ -19,6 +19,9 @@ COMPLETE = 4
 FRONT = 4
 """Beside replicas of other kinds so many forms of the replicas of one kind are looked at."""
 
+DEEPEST = 64
+"""Replicas over several kinds have at most so many ranks, where there are many devices."""
+
 Lineup = tuple[Team, ...]
 Counts = Mapping[Device, int]
 
@@ -163,7 +166,7 @@ class Space:
             numbers = powers_of_two(min(rooms)) + tuple(room for room in rooms if room <= min(rooms))
             for count in sorted(set(numbers)):
                 depths = [room // count for room in rooms]
-                if sum(depths) <= self.num_places:
+                if sum(depths) <= min(DEEPEST, self.num_places):
                     yield Team(tuple(kind for kind, depth in zip(kinds, depths, strict=True) for _ in range(depth)), width, count)
 
 
