@@ -117,5 +117,7 @@ class Planning:
         choices=("auto", "off"),
     )
     effort: int = key(
-        100, "plans that a search makes at most; those of many devices, or with split stages, count for several", rule=at_least(1)
+        100,
+        "plans that a search makes at most; those of many devices, stages and micro-batches, or with split stages, count for several",
+        rule=at_least(1),
     )

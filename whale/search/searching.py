@@ -39,6 +39,9 @@ DEVICES_PER_PLAN = 64
 TASKS_PER_PLAN = 64
 """So many tasks of the simulation likewise."""
 
+EASE = 5e-4
+"""What takes as much effort as a small plan is looked at as if it were slower by this share: many are about equally fast."""
+
 
 def search(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None, effort: float | None = None) -> Found:
     """Finds the fastest plan of a model without scopes, where the configuration leaves a choice.
@@ -70,9 +73,10 @@ def search(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | N
     promise = Promise(seater.prices, seater.points, num_rows)
     plain = space.plainest(each for _, each in candidates)
 
-    def turn(candidate: tuple[float, Arrangement]) -> tuple[bool, float, int, int]:
+    def turn(candidate: tuple[float, Arrangement]) -> tuple[bool, float, int]:
         bound, arrangement = candidate
-        return arrangement != plain, promise.of(arrangement, bound), arrangement.num_devices, arrangement.num_micro_batch
+        promised = promise.of(arrangement, bound) * (1 + EASE * _effort(arrangement))
+        return arrangement != plain, promised, arrangement.num_devices
 
     run.look_at(sorted(candidates, key=turn))
     if run.best is None:
@@ -112,7 +116,7 @@ class _Run:
         for bound, arrangement in candidates:
             if self.best is not None and bound >= self.best.seconds:
                 continue
-            if self.best is not None and (self.effort <= 0 or self._was_interrupted):
+            if self.best is not None and (_effort(arrangement) > self.effort or self._was_interrupted):
                 self._unproven.append(bound)
                 continue
             try:
