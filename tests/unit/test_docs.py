@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -70,8 +71,13 @@ def test_commands_parse_and_their_files_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", [p for p in PAGES if any(w[:1] == ["whale"] for _, w in commands(p))], ids=name_of)
 def test_planning_commands_succeed(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
+    missing: set[str] = set()  # what commands make that take ranks and time, and are not run here
     for block, words in commands(page):
-        if block.language == "bash" and words[0] == "whale" and words[1] in CHEAP:
+        if block.language != "bash" or words[0] != "whale":
+            continue
+        if words[1] not in CHEAP:
+            missing |= {file for word, file in itertools.pairwise(words) if word == "--output"}
+        elif missing.isdisjoint(words):
             assert main(words[1:]) == 0, f"{name_of(page)}:{block.line}: {shlex.join(words)}\n{capsys.readouterr().err}"
             assert capsys.readouterr().out or "--output" in words
 
