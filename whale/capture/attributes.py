@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,32 +21,44 @@ from whale.errors import first_few
 from whale.ir.source import SourceLine
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = tuple(name for name in sorted(_OF_EVERY_MODULE) if name.endswith("_hooks"))
 _PLAIN = (bool, int, float, str, Tensor, type(None))
 
 
 @dataclass(frozen=True)
 class Held:
-    """The plain attributes of one module at one moment: `live` is what it has now."""
+    """The plain attributes of one module at one moment, and the numbers of its hooks: `live` is what it has now."""
 
     module: nn.Module
-    live: dict[str, object]
+    live: dict[str, Any]
     then: Mapping[str, object]
+    hooks: frozenset[tuple[str, int]]
+
+    @property
+    def new_hooks(self) -> frozenset[tuple[str, int]]:
+        """Those that were registered since, each as the attribute that holds it and its number."""
+        return _hooks(self.live) - self.hooks
 
 
 def held_attributes(model: nn.Module) -> tuple[Held, ...]:
     """What modules keep beside parameters, buffers and modules."""
     found = {id(vars(module)): module for module in model.modules()}  # torch puts several proxies before a shared module
-    return tuple(Held(module, vars(module), _plain(vars(module))) for module in found.values())
+    return tuple(Held(module, vars(module), _plain(vars(module)), _hooks(vars(module))) for module in found.values())
 
 
 def _plain(attributes: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in attributes.items() if name not in _OF_EVERY_MODULE}
 
 
-def handed_on(before: Iterable[Held]) -> tuple[str, ...]:
+def _hooks(attributes: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
+    return frozenset((kind, number) for kind in _HOOKS for number in attributes[kind] or ())
+
+
+def handed_on(before: Sequence[Held]) -> tuple[str, ...]:
     """What a call of `forward` has changed and the next would read, as ``Encoder.state at model.py:12``."""
+    has_new_hooks = any(held.new_hooks for held in before)
     found = (
-        _told(type(held.module), name, held.then.get(name))
+        _told(type(held.module), name, held.then.get(name), is_note_of_hooks=has_new_hooks and isinstance(value, bool))
         for held in before
         for name, value in _plain(held.live).items()
         if isinstance(value, _PLAIN) and not _is_same(held.then.get(name), value)
@@ -55,8 +67,13 @@ def handed_on(before: Iterable[Held]) -> tuple[str, ...]:
 
 
 def forget_new(before: Iterable[Held]) -> None:
-    """Takes from modules what a traced call has left in attributes that they had not: tensors without values."""
+    """Takes from modules what a traced call has left in attributes that they had not, tensors without values, and its hooks.
+
+    A call that registers hooks once keeps a note of it in an attribute. Without the note the next trace registers them again.
+    """
     for held in before:
+        for kind, number in held.new_hooks:
+            del held.live[kind][number]
         for name in _plain(held.live).keys() - held.then.keys():
             del held.live[name]
 
@@ -75,10 +92,10 @@ def _is_same(before: object, now: object) -> bool:
     return before == now
 
 
-def _told(kind: type, name: str, before: object) -> str:
+def _told(kind: type, name: str, before: object, *, is_note_of_hooks: bool) -> str:
     uses = _uses(kind).get(name)
-    if uses is None:  # set from elsewhere
-        return f"{kind.__name__}.{name}"
+    if uses is None:  # set from elsewhere; where the call registered hooks, a flag says that these are there
+        return "" if is_note_of_hooks else f"{kind.__name__}.{name}"
     line = uses.handed_on_at(is_flag=isinstance(before, bool))
     return "" if line is None else f"{kind.__name__}.{name} at {line}"
 

@@ -139,6 +139,27 @@ def test_what_no_call_reads_of_another_is_not() -> None:
     copy.deepcopy(model)
 
 
+def _halved_once(model: nn.Module) -> None:
+    """Registers a hook at the first call, as libraries do around `forward`, and notes it on the module."""
+    if not getattr(model, "has_hooks", False):
+        model.layer.register_forward_hook(lambda module, args, output: output * 0.5)  # type: ignore[union-attr,operator]
+        model.has_hooks = True  # type: ignore[assignment]
+
+
+class Hooked(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        _halved_once(self)
+        return self.layer(x)
+
+
+def test_a_note_of_hooks_that_forward_registers_is_no_state_and_each_trace_registers_them_once() -> None:
+    model = Hooked()
+    captured = [capture(model, BATCH, lambda output, batch: output.mean()) for _ in range(2)]
+    assert all(program.handed_on == () for _, program in captured)
+    assert captured[0][0].ops == captured[1][0].ops
+    assert not model.layer._forward_hooks
+
+
 def test_a_user_of_parallelize_is_warned() -> None:
     with pytest.warns(UserWarning, match=r"each step starts from what was there before \(Counted.calls at .*register_buffer") as caught:
         whale.parallelize(Counted(), loss=lambda output, batch: output.mean(), optimizer=partial(torch.optim.SGD, lr=0.1), batch=BATCH)
