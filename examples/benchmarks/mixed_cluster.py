@@ -77,7 +77,7 @@ def make_batch(options: argparse.Namespace, rows: int) -> Batch:
 
 def whale_side(options: argparse.Namespace, cluster: Cluster, config: dict[str, object], **scopes: int) -> tuple[Step, str]:
     """A step under a plan for this cluster, and the plan's first lines."""
-    batch = make_batch(options, options.rows)
+    batch, config = make_batch(options, options.rows), {"planning.search": "off", **config}
     engine = whale.parallelize(
         make_model(options, **scopes), loss=loss_fn, optimizer=OPTIMIZER, batch=batch, config=config, cluster=cluster
     )

@@ -79,7 +79,7 @@ def make_batch(options: argparse.Namespace) -> Batch:
 
 
 def whale_step(options: argparse.Namespace, stages: int, config: dict[str, object]) -> Step:
-    batch = make_batch(options)
+    batch, config = make_batch(options), {"planning.search": "off", **config}
     engine = whale.parallelize(make_model(options, stages), loss=loss_fn, optimizer=OPTIMIZER, batch=batch, config=config)
     return partial(engine.step, batch)
 

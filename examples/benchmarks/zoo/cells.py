@@ -50,8 +50,8 @@ class Setting:
 
 
 SETTINGS = {
-    "data parallel": Setting((1.0, 1.0)),
-    "uneven": Setting((1.0, 3.0)),
+    "data parallel": Setting((1.0, 1.0), (("planning.search", "off"),)),
+    "uneven": Setting((1.0, 3.0), (("planning.search", "off"),)),
     "pipeline": Setting((1.0, 1.0), (("pipeline.num_stages", 2), ("pipeline.num_micro_batch", 2))),
     "split": Setting((1.0, 1.0), (("replicas", [{"split": 2}]),)),
 }
