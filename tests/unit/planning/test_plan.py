@@ -104,9 +104,19 @@ def test_a_wide_stage_needs_a_row_for_each_device() -> None:
         make_plan(graph, cluster((1e9,) * 4), Config({"pipeline.num_micro_batch": 2}), rows=4)
 
 
-def test_more_stages_than_devices_or_places_to_cut() -> None:
-    with pytest.raises(ConfigError, match="each of the 3 stages takes a device"):
-        make_plan(chain(8), cluster((1e9, 1e9)), Config({"pipeline.num_stages": 3}))
+def test_more_stages_than_devices_are_as_many_as_devices_and_the_plan_says_so() -> None:
+    asked, two = ({"pipeline.num_micro_batch": 2, "pipeline.num_stages": count} for count in (5, 2))
+    plan = make_plan(chain(8), cluster((1e9, 1e9)), Config(asked))
+    assert plan.replicas == make_plan(chain(8), cluster((1e9, 1e9)), Config(two)).replicas
+    assert any("5 stages on 2 devices: consecutive ones are one" in choice.bound for choice in plan.choices)
+
+
+def test_more_stages_with_chunks_than_devices_or_places_to_cut() -> None:
+    chunks = {"pipeline.schedule": "interleaved", "pipeline.num_chunks": 2, "pipeline.num_micro_batch": 4}
+    with pytest.raises(
+        ConfigError, match=r"(?s)puts 2 stages on each.*num_stages: 3 devices, of which there are 2.*hint: pipeline.num_stages: 2"
+    ):
+        make_plan(chain(8), cluster((1e9, 1e9)), Config(chunks | {"pipeline.num_stages": 3}))
     with pytest.raises(PlanError, match="can be cut at 1 places"):
         make_plan(chain(1), cluster((1e9,) * 4), Config({"pipeline.num_stages": 4}))
 

@@ -54,6 +54,7 @@ class PipelineShape(Pipeline):
         recomputed: per stage that recomputes as a whole, by R actions, how many recomputed micro-batches it holds at
             once; 0 for the others.
         splits: per stage; empty where no stage is split.
+        num_asked: ranks that the configuration asks for; there may be fewer devices.
     """
 
     devices: tuple[int, ...]
@@ -61,6 +62,7 @@ class PipelineShape(Pipeline):
     copies: Copies
     recomputed: tuple[int, ...]
     splits: tuple[Split, ...] = ()
+    num_asked: int = 1
 
     @property
     def pipeline(self) -> Pipeline:
@@ -115,15 +117,13 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         group_size: of interleaving, where the configuration leaves it to the planner; None for the smallest.
 
     Raises:
-        ConfigError: stages, chunks and schedule do not fit together, or there are fewer devices than stages.
+        ConfigError: stages, chunks and schedule do not fit together.
         AnnotationError: TaskGraphs of one virtual device ask for unlike numbers of devices.
     """
     wanted = config.pipeline
     chunks = num_chunks(config)
     if annotations is None:
-        num_ranks = wanted.num_stages or 1
-        if num_ranks > num_devices:
-            raise ConfigError(f"each of the {num_ranks} stages takes a device (pipeline.num_stages: {num_ranks}, devices: {num_devices})")
+        num_ranks = _ranks_of_cuts(config, num_devices, chunks)
         devices, copies = (1,) * num_ranks, Copies(1, tuple(range(num_ranks)))
     else:
         num_ranks = _ranks_of_scopes(config, annotations, chunks)
@@ -159,6 +159,7 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         copies=copies,
         recomputed=recomputed,
         splits=splits,
+        num_asked=num_ranks if annotations is not None else wanted.num_stages or 1,
     )
 
 
@@ -186,6 +187,18 @@ def recomputed_stages(config: Config, num_ranks: int) -> tuple[tuple[int, ...], 
         return (1,) * small.num_stages, True  # B follows R at once
     order = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=wanted.num_micro_batch, num_chunks=wanted.num_chunks)
     return count_recomputed(insert_recompute(order)), True
+
+
+def _ranks_of_cuts(config: Config, num_devices: int, chunks: int) -> int:
+    """Stages of a model that is cut by the planner: where fewer devices are there, consecutive ones share a device and so are one."""
+    asked = config.pipeline.num_stages or 1
+    if chunks > 1 and asked > num_devices:
+        raise ConfigError(
+            f"schedule {config.pipeline.schedule} puts {chunks} stages on each of its devices "
+            f"(pipeline.num_stages: {asked} devices, of which there are {num_devices})",
+            hint=f"pipeline.num_stages: {num_devices}",
+        )
+    return min(asked, num_devices)
 
 
 def _ranks_of_scopes(config: Config, annotations: Annotations, chunks: int) -> int:
@@ -232,6 +245,8 @@ def _check_chunks_alike(annotations: Annotations, stage_rank: tuple[int, ...], d
 def explain_schedule(pipeline: PipelineShape) -> Choice:
     """Why the schedule is what it is."""
     held = ", ".join(str(count) for count in pipeline.in_flight)
+    shared = f" ({pipeline.num_asked} stages on {pipeline.num_ranks} devices: consecutive ones are one)"
+    shared = shared if pipeline.num_asked > pipeline.num_ranks else ""
     other = "gpipe" if pipeline.schedule != "gpipe" else "1f1b"
     runner_up = ""
     if pipeline.num_chunks == 1 and pipeline.num_stages > 1:
@@ -242,6 +257,6 @@ def explain_schedule(pipeline: PipelineShape) -> Choice:
         "schedule",
         f"{pipeline.schedule}, {pipeline.num_micro_batch} micro-batch(es)",
         cost=f"micro-batches in flight per stage: {held}",
-        bound="the configuration",
+        bound=f"the configuration{shared}",
         runner_up=runner_up,
     )
