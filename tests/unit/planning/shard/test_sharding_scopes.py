@@ -121,6 +121,13 @@ def test_a_split_under_a_default_strategy_is_colocated_and_interrupts_it() -> No
     assert [task_graph.strategy for task_graph in plan.task_graphs] == ["replicate", "split", "replicate"]
 
 
+def test_a_split_asks_for_no_more_devices_than_its_default_strategy() -> None:
+    default = scope(0, 1, "rest", is_default=True)
+    graph = mlp((default,), (default, split(1, 2, name="wide")), (default,))
+    with pytest.raises(AnnotationError, match=r"(?s)2 of 1 devices.*hint: .*2 devices for the scope that it runs in"):
+        make_plan(graph, cluster((1e7, 1e7)), Config())
+
+
 def test_those_that_ask_for_all_devices_are_colocated() -> None:
     plan = make_plan(mlp((scope(0, 4),), (split(1, 4),)), FOUR, Config())
     assert plan.pipelines[0].stage_rank == (0, 0)
