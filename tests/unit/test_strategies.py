@@ -92,6 +92,7 @@ EXPECTED = {
     "interleaved": Expected("cpu_2", 1, (1,) * 4, "interleaved", num_micro_batch=8),
     "mixture_of_experts": Expected("v100_t4", 1, (4,) * 5, example="experts"),
     "mixed_pipeline": Expected("v100_t4", 2, (1, 1), num_micro_batch=8),
+    "mixed_split": Expected("v100_t4", 2, (2,)),
     "pipeline": Expected("cpu_2", 1, (1, 1), num_micro_batch=8),
     "pipeline_by_scopes": Expected("cpu_4", 2, (1, 1), num_micro_batch=4, scopes=(1, 1)),
     "pipeline_data_parallel": Expected("cpu_4", 2, (1, 1), num_micro_batch=4),
