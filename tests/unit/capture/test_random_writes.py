@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 
+import pytest
 import torch
 from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ from tests.written_models import make_batch, squares
 from whale.capture import capture
 from whale.errors import CaptureError, PlanError
 from whale.ir.reach import reached_parameters
+
+pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
 

@@ -16,6 +16,8 @@ import torch
 import whale
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 def batch():
     return {"x": torch.randn(8, 6), "y": torch.randn(8, 4)}
 

@@ -18,6 +18,8 @@ from tests.standin import DEVICE, StandIn, held
 from whale.errors import OpFault
 from whale.runtime.execute.batch_view import BatchView
 
+pytestmark = pytest.mark.slow
+
 WIDTH, LENGTH, CLASSES, IGNORED, NUM_ROWS = 8, 4, 11, -100, 6
 Batch = dict[str, Tensor]
 Loss = Callable[[Any, Any], Any]

@@ -30,6 +30,8 @@ from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.runtime.training import train_step
 from whale.schedules import schedules_of
 
+pytestmark = pytest.mark.slow
+
 NUM_RANKS = 4
 
 

@@ -11,6 +11,8 @@ from whale.estimate import ActionTimes, simulate
 from whale.ir.schedule import COMPUTE, Kind, Schedule
 from whale.schedules import build, count_in_flight
 
+pytestmark = pytest.mark.slow
+
 Orders = list[list[str]]
 
 

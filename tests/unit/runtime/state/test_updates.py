@@ -13,6 +13,8 @@ from tests import reference
 from tests.written_models import ACTIVATIONS, BUFFERS, UNDIVIDED, build, make_batch
 from whale.errors import PlanError
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05)
