@@ -75,6 +75,12 @@ FIXED: dict[str, Case] = {
     "pipeline, gpipe": Case(with_scopes(*TWO), (8, 8), (1.0, 1.0), (("pipeline.num_micro_batch", 4), ("pipeline.schedule", "gpipe"))),
     "data parallel around": Case(with_scopes(*TWO), (8, 9), (1.0, 2.0, 1.0, 1.0), (("pipeline.num_micro_batch", 2),)),
     "data parallel inside": Case(with_scopes(Segment(0, 2), Segment(3, 1)), (8, 11), (1.0, 2.0, 1.0), (("pipeline.num_micro_batch", 2),)),
+    "fewer rows than planned": Case(
+        Description(tokens=False, blocks=(Block("linear"),), segments=(Segment(0, 2),), placement="construction"),
+        (27, 24, 24),
+        (1.0, 1.0, 1.0, 3.0),
+        (("pipeline.num_micro_batch", 3),),
+    ),
     "automatic stages": Case(
         TOKENS, (8, 8), (1.0, 1.0, 1.0), (("pipeline.num_stages", 3), ("pipeline.num_micro_batch", 3)), evaluates=True
     ),

@@ -80,13 +80,14 @@ class Plan:
         return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
 
     def replica_rows(self, num_rows: int) -> tuple[tuple[int, int], ...]:
-        """The interval of the global batch's rows that each replica takes.
+        """The interval of the global batch's rows that each replica takes: by shares, but enough for all its devices if the rows suffice.
 
         Raises:
             ValueError: there are fewer rows than micro-batches of all replicas.
         """
-        shares = [replica.share for replica in self.replicas]
-        return intervals(divide(num_rows, shares, [pipeline.num_micro_batch for pipeline in self.pipelines]))
+        shares, counts = [replica.share for replica in self.replicas], [pipeline.num_micro_batch for pipeline in self.pipelines]
+        wanted = [count * replica.least_rows for replica, count in zip(self.replicas, counts, strict=True)]
+        return intervals(divide(num_rows, shares, wanted if num_rows >= sum(wanted) else counts))
 
     def micro_batch_rows(self, replica: int, num_rows: int) -> tuple[tuple[int, int], ...]:
         """The intervals of the global batch's rows that a replica's micro-batches take."""

@@ -81,6 +81,11 @@ class Replica:
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
 
+    @property
+    def least_rows(self) -> int:
+        """Rows that a micro-batch needs so that every device that takes rows of its own has one."""
+        return max(len(stage.shares) * (stage.split if stage.row_shard is not None else 1) for stage in self.stages)
+
     def is_local(self, edge: Edge) -> bool:
         """Whether both stages of an edge run on one virtual device, so that no SEND or RECV stands in the schedule."""
         return self.pipeline.stage_rank[edge.source] == self.pipeline.stage_rank[edge.target]
