@@ -91,9 +91,10 @@ def from_environment(environment: Mapping[str, str]) -> list[Setting]:
     for variable, text in sorted(environment.items()):
         if not variable.startswith(PREFIX) or variable == RECIPE_VARIABLE:
             continue
-        if variable == variable_of(REPLICAS):
+        written = next((name for name in (REPLICAS, PLAN) if variable == variable_of(name)), None)
+        if written is not None:
             where = f"environment variable {variable}"
-            settings.append(Setting(REPLICAS, parse_yaml(text, where).data, where))
+            settings.append(Setting(written, parse_yaml(text, where).data, where))
             continue
         name = names.get(variable)
         section, _, attribute = variable.removeprefix(PREFIX).lower().partition("_")

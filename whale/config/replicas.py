@@ -197,6 +197,12 @@ class Reader:
         if not isinstance(asked, list):
             block = common | {"count": asked}
             return self._blocks([block], lambda *way: where(*[REPLICAS if key == "count" else key for key in way[1:]]))
+        if not asked:
+            return (), [
+                ConfigError(
+                    f"{REPLICAS} of a plan are a number, {ALL!r}, or a list of at least one block ([] is not)", where=where(REPLICAS)
+                )
+            ]
         own = [block if isinstance(block, Mapping) else {} for block in asked]
         faults: list[WhaleError] = [
             ConfigError(f"a block of {REPLICAS} is made of 'key: value' lines ({block!r} is not)", where=where(REPLICAS, number))

@@ -28,6 +28,10 @@ def test_blocks_come_from_recipes_and_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({"replicas": BLOCKS}))
     assert load_config(path, environment={}).replicas == READ
+    by_variable = load_config(None, environment={"WHALE_PLAN": "{num_stages: 3}"})
+    assert by_variable.replicas == load_config({"plan": {"num_stages": 3}}, environment={}).replicas != ()
+    with pytest.raises(ConfigError, match="a list of at least one block"):
+        load_config({"plan": {"replicas": [], "num_stages": 2}}, environment={})
     assert load_config(path, environment={"WHALE_REPLICAS": "[{num_stages: 3}]"}).replicas == (ReplicaBlock(pipeline=(("num_stages", 3),)),)
 
 
