@@ -181,7 +181,7 @@ def _read_device(entry: Entry, name: str) -> KnownDevice:
 def read_speeds(entry: Entry) -> dict[str, float]:
     """What a device, or the catalogue, says of `SPEEDS`."""
     found = {
-        "half_width": entry.number("half_width"),
+        "half_width": entry.number("half_width", zero=True),
         "traffic": entry.number("traffic", high=1),
         "host_seconds": entry.quantity("host_seconds", "s", zero=True),
     }

@@ -52,8 +52,7 @@ def _device(kind: Device, count: int) -> str:
         "traffic": f"{kind.traffic:.4g}",
         "host_seconds": format_quantity(kind.host_seconds, "s"),
     }
-    if kind.half_width > 0:
-        said["half_width"] = f"{kind.half_width:.4g}"
+    said["half_width"] = f"{kind.half_width:.4g}"
     if kind.kernel_start is not None:
         said["kernel_start"] = format_quantity(kind.kernel_start, "s")
     return _mapping(said)

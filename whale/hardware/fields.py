@@ -82,16 +82,17 @@ class Entry:
             return None
         return amount
 
-    def number(self, key: str, high: float = math.inf) -> float | None:
-        """A number above 0 and at most `high`; None if it is absent or wrong."""
+    def number(self, key: str, high: float = math.inf, *, zero: bool = False) -> float | None:
+        """A number above 0, or also 0 itself, and at most `high`; None if it is absent or wrong."""
         if not self.has(key):
             return None
         value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= high or math.isinf(value):
+        number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+        if not 0 <= number <= high or math.isinf(number) or (number == 0 and not zero):
             limit = f" and at most {high:g}" if math.isfinite(high) else ""
-            self.fault(f"{self.name}: {key} is a number above 0{limit} ({value!r} is not)", key)
+            self.fault(f"{self.name}: {key} is a number {'of at least' if zero else 'above'} 0{limit} ({value!r} is not)", key)
             return None
-        return float(value)
+        return number
 
     def count(self, key: str, default: int, high: int) -> int:
         """A whole number from 1 to `high`; the default if it is absent or wrong."""

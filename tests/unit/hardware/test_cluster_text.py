@@ -30,6 +30,11 @@ PROBED = Cluster(
 )
 
 
+def test_a_device_that_reaches_its_peak_at_any_size_reads_back() -> None:
+    cluster = parse_cluster("name: c\nhosts:\n  - {name: h, devices: {model: V100-32GB, half_width: 0}}\n")
+    assert parse_cluster(cluster_text(cluster)).devices[0].half_width == cluster.devices[0].half_width == 0
+
+
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_the_clusters_of_the_project_read_back(path: Path) -> None:
     cluster = load_cluster(path)
