@@ -48,11 +48,19 @@ def num_devices() -> int:
     return len(devices_at_hand().devices)
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1 on the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 ({text} is not)")
+    return number
+
+
 def _words(arguments: argparse.Namespace) -> list[str]:
     """The command line of a rank: this one's without the number of ranks."""
     words: list[str] = []
     for name, value in vars(arguments).items():
-        if name in ("verb", "run", "ranks", "source") or value in (None, False, []):
+        if name in ("verb", "run", "ranks", "source") or value is None or value is False or value == []:
             continue
         for each in value if isinstance(value, list) else [value]:
             words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]

@@ -40,7 +40,8 @@ def compute_samples(clock: Clock) -> Iterator[Samples]:
 def alone_samples(clock: Clock) -> Samples:
     """The largest product in float32 while the other ranks of its host are idle: on the host's first rank, elsewhere nothing."""
     size = SIZES[clock.world.device.type][-1]
-    call = _product("float32", size, clock.world.device) if clock.world.local_rank == 0 else None
+    measures = clock.world.local_rank == 0 and clock.world.local_size > 1
+    call = _product("float32", size, clock.world.device) if measures else None
     seconds = clock.rounds(call)
     return Samples.rates(f"{PRODUCTS} float32, {size} x {size}, one rank alone", "FLOP/s", 2.0 * size**3, seconds)
 

@@ -32,7 +32,7 @@ def probe(world: World, num_rounds: int, tell: Callable[[str], None]) -> tuple[C
     hosts = [str(host) for host in world.gather_objects(profile.host)]
     tell(f"what {world.size} rank(s) compute, all at once")
     compute = list(compute_samples(clock))
-    if world.local_size > 1:
+    if len(set(hosts)) < world.size:  # the same on all ranks, which meet
         tell("what one rank of each host computes alone")
         compute.append(alone_samples(clock))
     messages = []
