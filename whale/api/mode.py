@@ -83,7 +83,7 @@ class CapturedMode:
             raise CaptureError(
                 f"the model must be captured for {num_rows} rows too, which a device takes of {self.graph.num_rows}: {error.message}",
                 where=error.where,
-                hint=error.hint or AS_LARGE_AS_THE_BATCH,
+                hint="; or ".join(hint for hint in (error.hint, AS_LARGE_AS_THE_BATCH) if hint),
             ) from error
         ours = {op.name: op for op in self.graph.ops}
         odd = next((op for op in graph.ops if op.name not in ours or ours[op.name].target != op.target), None)

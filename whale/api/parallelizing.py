@@ -110,7 +110,7 @@ def parallelize(
         holdings = Holdings.of(decided, graph, axes)
         with told_if_long("making weights and process groups", world):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
-            tracing = Tracing.of(settings, graph, attachment.cluster, roster)
+            tracing = Tracing.of(settings, graph, attachment.cluster, roster) if optimizer is not None else None
             watch = NOBODY if tracing is None else tracing.recorder
             runtime = Runtime(
                 roster=roster, schedules=schedules, holdings=holdings, captured=modes.train, state=state, config=settings, watch=watch

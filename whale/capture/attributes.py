@@ -89,7 +89,7 @@ def warning_of(names: tuple[str, ...]) -> str:
 def _is_same(before: object, now: object) -> bool:
     if isinstance(now, Tensor) or type(before) is not type(now):
         return before is now
-    return before == now
+    return before is now or before == now
 
 
 def _told(kind: type, name: str, before: object, *, is_note_of_hooks: bool) -> str:

@@ -182,6 +182,7 @@ class _Asked(TorchFunctionMode):
         self._ways, self._is_known = ways, is_known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = (args, kwargs) if args or not kwargs else (tuple(kwargs.values()), {})  # is_nonzero(input=x)
         reads = func in _TRUTHS or (func == torch.Tensor.item and args[0].dtype == torch.bool)
         if reads and args[0].numel() == 1 and not self._is_known(args[0]):
             told = self._ways.read(args[0])
