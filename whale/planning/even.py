@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whale.config import Config, ReplicaBlock
-from whale.errors import PlanError
+from whale.errors import WhaleError
 from whale.estimate import Costs, estimate
 from whale.ir.blocks import find_run
 from whale.ir.cluster import Cluster
@@ -42,7 +42,7 @@ def even_shares(plan: Plan, graph: ModelGraph, cluster: Cluster, config: Config)
         asked = config.with_values({"replicas": tuple(_block(replica, config) for replica in plan.replicas)})
         try:
             plan, _ = plan_and_estimate(graph, cluster, asked, rows=plan.planned_rows)
-        except PlanError as error:
+        except WhaleError as error:
             return EvenShares(None, error.message)
     even = replace(plan, replicas=tuple(_with_equal_rows(replica) for replica in plan.replicas))
     step = estimate(even, graph, cluster, Costs.for_model(config, graph, cluster))

@@ -11,12 +11,12 @@ import torch
 
 from whale.cli import main
 
+pytestmark = pytest.mark.slow
+
 MODELS = """
 import torch
 import whale
 from torch import nn
-
-pytestmark = pytest.mark.slow
 
 def batch():
     return {"x": torch.randn(8, 6), "y": torch.randn(8, 4)}
