@@ -182,15 +182,17 @@ class _Asked(TorchFunctionMode):
         self._ways, self._is_known = ways, is_known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = (args, kwargs) if args or not kwargs else (tuple(kwargs.values()), {})  # is_nonzero(input=x)
-        reads = func in _TRUTHS or (func == torch.Tensor.item and args[0].dtype == torch.bool)
-        if reads and args[0].numel() == 1 and not self._is_known(args[0]):
-            told = self._ways.read(args[0])
-            if told is not None:
-                return told
-        if func in _NUMBERS and not self._is_known(args[0]):
-            self._ways.last_number = user_line()
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _TRUTHS or func in _NUMBERS:
+            read = args[0] if args else kwargs["input"]
+            is_truth = func in _TRUTHS or (func == torch.Tensor.item and read.dtype == torch.bool)
+            if is_truth and read.numel() == 1 and not self._is_known(read):
+                told = self._ways.read(read)
+                if told is not None:
+                    return told
+            if func in _NUMBERS and not self._is_known(read):
+                self._ways.last_number = user_line()
+        return func(*args, **kwargs)
 
 
 _NUMBERS = (torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.tolist)

@@ -56,6 +56,19 @@ def likely(x: Tensor, h: Tensor) -> Tensor:
     return -made.log_prob(x).sum()  # type: ignore[no-any-return, no-untyped-call]
 
 
+def by_keywords(x: Tensor, h: Tensor) -> Tensor:
+    if torch.is_nonzero(input=(x >= 100).any()):
+        raise ValueError("too large")
+    return torch.sub(other=torch.full(size=(4,), fill_value=2.0), input=h).sum()
+
+
+def test_arguments_by_keyword_stay_so() -> None:
+    graph, program = captured(by_keywords)
+    assert len(checks(graph)) == 1
+    x = torch.rand(6, 4)
+    torch.testing.assert_close(loss(program, x), by_keywords(x, nn.functional.linear(x, *program.tensors.values())))
+
+
 @pytest.mark.parametrize(
     ("step", "number", "bad", "text"),
     [
