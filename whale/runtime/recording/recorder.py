@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -112,29 +112,13 @@ class Recorder(Watch):
             self._count_bytes(self._notes, now)
             self._action = None
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str) -> AbstractContextManager[None]:
         notes = self._notes
-        if notes is None:
-            yield
-            return
-        start = notes.ticks.now()
-        try:
-            yield
-        finally:
-            notes.waits.append((what, start, notes.ticks.now()))
+        return nullcontext() if notes is None else _stretch(what, notes.ticks, notes.waits)
 
-    @contextmanager
-    def segment(self, name: str) -> Iterator[None]:
+    def segment(self, name: str) -> AbstractContextManager[None]:
         notes = self._notes
-        if notes is None:
-            yield
-            return
-        start = notes.ticks.now()
-        try:
-            yield
-        finally:  # what is computed again may end early, by an exception of torch's
-            notes.segments.append((name, start, notes.ticks.now()))
+        return nullcontext() if notes is None else _stretch(name, notes.ticks, notes.segments)
 
     def sent(self, sender: Place, receiver: Place, channel: Channel, wire: torch.Tensor) -> None:
         if self._notes is not None:
@@ -169,6 +153,16 @@ class Recorder(Watch):
         num_bytes = notes.ticks.num_bytes()
         if num_bytes is not None:
             notes.memory.append((now, num_bytes))
+
+
+@contextmanager
+def _stretch(name: str, ticks: Ticks, into: list[tuple[str, Tick, Tick]]) -> Iterator[None]:
+    """Writes down when it was open, also where it ends by an exception: what is computed again ends early, by one of torch's."""
+    start = ticks.now()
+    try:
+        yield
+    finally:
+        into.append((name, start, ticks.now()))
 
 
 def _note(ways: dict[Route, _Way], route: Route, wire: torch.Tensor, now: Tick) -> None:
