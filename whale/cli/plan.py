@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from whale.axes import discover
-from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph, write_text
-from whale.cli.report import add_report_argument, check_report, write_report
+from whale.cli.inputs import write_text
+from whale.cli.planned import add_planning_verb, planned
 from whale.cli.tables import print_table
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
 from whale.planning import write_plan
-from whale.search import decide
 from whale.sharding.communicators import communicators_of
 from whale.sharding.parameters import parameter_shardings
 from whale.units import format_bytes, format_seconds
@@ -22,22 +21,14 @@ from whale.units import format_bytes, format_seconds
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
-    parser = verbs.add_parser("plan", help="plan a model for a cluster")
-    add_planning_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser = add_planning_verb(verbs, "plan", run, says="plan a model for a cluster", json="print the plan as JSON")
     parser.add_argument("--output", metavar="FILE", help="write the plan here: plan.yaml as one that is written down, plan.json as a value")
-    add_report_argument(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints or writes what was asked for."""
-    check_report(arguments.report)
-    graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
-    config = read_config(arguments)
-    cluster = read_cluster(arguments, config)
-    plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows)
-    write_report(arguments.report, plan, graph, cluster, step)
+    found = planned(arguments)
+    graph, plan = found.graph, found.plan
     if arguments.output is not None:
         is_written = Path(arguments.output).suffix in (".yaml", ".yml")
         write_text(arguments.output, write_plan(plan, graph) if is_written else to_json(plan))

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from whale.cli.inputs import write_text
-from whale.cli.ranks import add_rank_arguments, num_devices, on_ranks, positive, teller
+from whale.cli.ranks import add_rank_arguments, num_devices, on_ranks, teller
 from whale.config import Config
 from whale.hardware import cluster_text
 from whale.ir.cluster import Cluster
@@ -24,8 +24,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         description="Measures what ranks compute and send one another, and writes it as a cluster file with the spread of each figure. "
         "On several hosts: whale run [torchrun's flags] -m whale probe --output C.yaml on each.",
     )
-    add_rank_arguments(parser)
-    parser.add_argument("--rounds", type=positive, default=ROUNDS, metavar="N", help=f"measurements of each thing (default: {ROUNDS})")
+    add_rank_arguments(parser, ROUNDS)
     parser.add_argument("--output", metavar="C.yaml", help="write the cluster file here instead of printing it")
     parser.set_defaults(run=run)
 

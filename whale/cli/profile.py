@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whale.cli.inputs import add_source_arguments, build_model, write_text
-from whale.cli.ranks import add_rank_arguments, num_devices, on_ranks, positive, teller
+from whale.cli.ranks import add_rank_arguments, num_devices, on_ranks, teller
 from whale.cli.tables import print_table
 from whale.config import Config
 from whale.errors import ConfigError
@@ -37,8 +37,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     add_source_arguments(parser)
     parser.add_argument("--cluster", metavar="C.yaml", help="what the devices at hand are called in plans; without it, what is found")
-    add_rank_arguments(parser)
-    parser.add_argument("--rounds", type=positive, default=ROUNDS, metavar="N", help=f"measurements of each thing (default: {ROUNDS})")
+    add_rank_arguments(parser, ROUNDS)
     parser.add_argument("--output", metavar="P.json", required=True, help="write the profile here, beside what it has already")
     parser.add_argument("--again", action="store_true", help="measure what is known as well")
     parser.set_defaults(run=run)

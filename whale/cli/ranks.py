@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from whale.comm import World
 
 
-def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the number of ranks."""
+def add_rank_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """Adds the number of ranks, and how often they measure: `rounds` times by default."""
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks on this machine (default: one per GPU, else one)")
+    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=f"measurements of each thing (default: {rounds})")
 
 
 def on_ranks(arguments: argparse.Namespace, verb: str, action: Callable[[argparse.Namespace], int], usual: Callable[[], int]) -> int:

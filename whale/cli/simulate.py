@@ -7,13 +7,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph
-from whale.cli.report import add_report_argument, check_report, write_report
+from whale.cli.planned import add_planning_verb, planned
 from whale.cli.tables import paragraph, print_table
 from whale.estimate import DeviceEstimate
 from whale.ir.plan import describe_order, describe_shape
 from whale.planning import EvenShares, Simulation, even_shares
-from whale.search import decide
 from whale.units import format_bytes, format_seconds
 
 _BOUNDS = {
@@ -26,23 +24,17 @@ _BOUNDS = {
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
-    parser = verbs.add_parser("simulate", help="predict the time and memory of a step")
-    add_planning_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, device by device")
+    parser = add_planning_verb(
+        verbs, "simulate", run, says="predict the time and memory of a step", json="print the figures as JSON, device by device"
+    )
     parser.add_argument("--even", action="store_true", help="say too what equal shares of rows, layers and cuts would cost")
-    add_report_argument(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans or reads a plan, and prints what a step of it is predicted to be."""
-    check_report(arguments.report)
-    graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
-    config = read_config(arguments)
-    cluster = read_cluster(arguments, config)
-    plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows)
-    found = Simulation(plan, step, even_shares(plan, graph, cluster, config) if arguments.even else None)
-    write_report(arguments.report, found.plan, graph, cluster, found.step)
+    made = planned(arguments)
+    even = even_shares(made.plan, made.graph, made.cluster, made.config) if arguments.even else None
+    found = Simulation(made.plan, made.step, even)
     if arguments.json:
         print(json.dumps(found.as_data(), indent=1))
     else:

@@ -1,0 +1,68 @@
+"""Verbs that plan: their words, and what all of them start from: a model, a configuration, a cluster and the plan."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph
+from whale.cli.report import add_report_argument, check_report, write_report
+from whale.config import Config
+from whale.estimate import StepEstimate
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
+from whale.search import decide
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what it was made from.
+
+    Attributes:
+        graph: the model.
+        config: settings.
+        cluster: the devices there are.
+        plan: verified.
+        step: its estimate.
+    """
+
+    graph: ModelGraph
+    config: Config
+    cluster: Cluster
+    plan: Plan
+    step: StepEstimate
+
+
+def add_planning_verb(
+    verbs: argparse._SubParsersAction[Any], name: str, run: Callable[[argparse.Namespace], int], *, says: str, json: str
+) -> argparse.ArgumentParser:
+    """Adds a verb that plans.
+
+    Args:
+        run: does it.
+        says: what the verb does.
+        json: what ``--json`` does.
+
+    Returns:
+        The verb's parser, for words of its own.
+    """
+    parser = verbs.add_parser(name, help=says)
+    add_planning_arguments(parser)
+    parser.add_argument("--json", action="store_true", help=json)
+    add_report_argument(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def planned(arguments: argparse.Namespace) -> Planned:
+    """Plans what a command line asks for, and writes its picture where one was asked for."""
+    check_report(arguments.report)
+    graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
+    config = read_config(arguments)
+    cluster = read_cluster(arguments, config)
+    plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows)
+    write_report(arguments.report, plan, graph, cluster, step)
+    return Planned(graph, config, cluster, plan, step)
