@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"choices": encode(plan.choices), "warnings": list(graph.warnings)}, indent=1))
         return 0
-    print_plan(plan)
+    print_plan(found)
     for choice in plan.choices:
         print("\n".join(_lines(choice)))
     for warning in graph.warnings:

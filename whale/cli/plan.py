@@ -9,11 +9,12 @@ from typing import Any
 
 from whale.axes import discover
 from whale.cli.inputs import write_text
-from whale.cli.planned import add_planning_verb, planned
+from whale.cli.planned import Planned, add_planning_verb, planned
 from whale.cli.tables import print_table
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
 from whale.planning import write_plan
+from whale.search.objective import format_cost
 from whale.sharding.communicators import communicators_of
 from whale.sharding.parameters import parameter_shardings
 from whale.units import format_bytes, format_seconds
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(to_json(plan, indent=1))
         return 0
-    print_plan(plan)
+    print_plan(found)
     communicators = communicators_of(plan, graph, parameter_shardings(plan, graph, discover(graph) if plan.is_sharded else None))
     print(communicators)
     for warning in (*graph.warnings, *filter(None, [communicators.warning])):
@@ -43,8 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def print_plan(plan: Plan) -> None:
+def print_plan(found: Planned) -> None:
     """Prints a plan as a table of its devices."""
+    plan, cost = found.plan, found.cost_per_sample
     title = (
         f"{describe_shape(plan.replicas)} on {len(plan.devices)} device(s) of {plan.cluster}: "
         f"{describe_order(plan.replicas)}, {plan.planned_rows} rows"
@@ -56,7 +58,7 @@ def print_plan(plan: Plan) -> None:
         print(line)
     for line in _edges(plan):
         print(line)
-    print(f"predicted: {format_seconds(plan.step_seconds)} per step")
+    print(f"predicted: {format_seconds(plan.step_seconds)} per step" + ("" if cost is None else f", {format_cost(cost)}"))
     for choice in plan.choices:
         if choice.pass_name == "search":
             print(f"search: {choice.decision}; {choice.bound}")

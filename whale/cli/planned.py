@@ -15,6 +15,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.search import decide
+from whale.search.objective import LeastCost
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,13 @@ class Planned:
     plan: Plan
     step: StepEstimate
 
+    @property
+    def cost_per_sample(self) -> float | None:
+        """In the currency of the cluster's prices; None where devices in use have none."""
+        if self.cluster.price_per_hour(self.plan.devices) is None:
+            return None
+        return LeastCost(self.cluster, self.plan.planned_rows).of(self.plan, self.step)
+
 
 def add_planning_verb(
     verbs: argparse._SubParsersAction[Any], name: str, run: Callable[[argparse.Namespace], int], *, says: str, json: str
@@ -49,7 +57,7 @@ def add_planning_verb(
     Returns:
         The verb's parser, for words of its own.
     """
-    parser = verbs.add_parser(name, help=says)
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=says)
     add_planning_arguments(parser)
     parser.add_argument("--json", action="store_true", help=json)
     add_report_argument(parser)

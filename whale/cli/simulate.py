@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from whale.cli.planned import add_planning_verb, planned
+from whale.cli.planned import Planned, add_planning_verb, planned
 from whale.cli.tables import paragraph, print_table
 from whale.estimate import DeviceEstimate
 from whale.ir.plan import describe_order, describe_shape
 from whale.planning import EvenShares, Simulation, even_shares
+from whale.search.objective import format_cost
 from whale.units import format_bytes, format_seconds
 
 _BOUNDS = {
@@ -36,13 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
     even = even_shares(made.plan, made.graph, made.cluster, made.config) if arguments.even else None
     found = Simulation(made.plan, made.step, even)
     if arguments.json:
-        print(json.dumps(found.as_data(), indent=1))
+        print(json.dumps(found.as_data() | {"cost_per_sample": made.cost_per_sample}, indent=1))
     else:
-        print_simulation(found)
+        print_simulation(found, made)
     return 0
 
 
-def print_simulation(found: Simulation) -> None:
+def print_simulation(found: Simulation, made: Planned) -> None:
     """Prints the figures; devices that do the same are told together."""
     plan, step = found.plan, found.step
     print(
@@ -52,6 +53,8 @@ def print_simulation(found: Simulation) -> None:
     slow = step.straggler
     print(f"step_seconds           {format_seconds(step.step_seconds)}")
     print(f"samples_per_second     {found.samples_per_second:.4g}")
+    if (cost := made.cost_per_sample) is not None:
+        print(f"cost                   {format_cost(cost)}")
     print(f"bubble_rate            {step.bubble_rate:.3f}")
     print(f"exposed_communication  {format_seconds(slow.exposed)}")
     print(f"straggler              {slow.name}: computes longest, waits {format_seconds(slow.idle(step.step_seconds))} for others")

@@ -116,6 +116,11 @@ class Planning:
         "auto: search for the fastest plan where no scope, no replicas and no number of stages say how the model is divided; off: never",
         choices=("auto", "off"),
     )
+    objective: str = key(
+        "step_time",
+        "what the search makes least: step_time; cost: of a sample, by the prices of the cluster file; memory: of the fullest device",
+        choices=("step_time", "cost", "memory"),
+    )
     effort: int = key(
         100,
         "plans that a search makes at most; those of many devices, stages and micro-batches, or with split stages, count for several",

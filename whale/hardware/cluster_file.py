@@ -58,7 +58,7 @@ def _hosts(entry: Entry) -> Iterator[Host]:
     unnamed = 0
     seen: set[str] = set()
     for item in entry.items("host"):
-        if not item.is_mapping(("name", "count", "devices", "link", "card"), required=("devices",)):
+        if not item.is_mapping(("name", "count", "devices", "link", "card", "price_per_hour"), required=("devices",)):
             continue
         count = item.count("count", 1, MOST)
         name = item.text("name")
@@ -77,12 +77,12 @@ def _alike(item: Entry, names: Iterable[str]) -> Iterator[Host]:
     """The hosts of one entry: the same devices and link under each name."""
     kinds = read_devices(item.below("devices", f"{item.name}: devices"))
     link = _inner_link(item, kinds)
-    card = item.quantity("card", "B/s")
+    card, price = item.quantity("card", "B/s"), item.number("price_per_hour", zero=True)
     for name in names:
         devices: list[Device] = []
         for kind in kinds:
             devices += [kind.make(f"{name}/{len(devices) + index}", name) for index in range(kind.count)]
-        yield Host(name, tuple(devices), link, card)
+        yield Host(name, tuple(devices), link, card, price)
 
 
 def _inner_link(item: Entry, kinds: list[Kind]) -> Link:

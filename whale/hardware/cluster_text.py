@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
 
 from whale.ir.cluster import Cluster, Device, Host, Link
@@ -33,11 +34,13 @@ def cluster_text(cluster: Cluster, comments: Iterable[str] = ()) -> str:
 def _host(host: Host) -> Iterator[str]:
     yield f"  - name: {_quoted(host.name)}"
     yield "    devices:"
-    for kind, alike in groupby(host.devices, key=lambda device: device.kind):
+    for kind, alike in groupby(host.devices, key=lambda device: replace(device, name="", host="")):
         yield f"      - {_device(kind, len(list(alike)))}"
     yield f"    link: {_link(host.link)}"
     if host.card is not None:
         yield f"    card: {format_quantity(host.card, 'B/s')}"
+    if host.price_per_hour is not None:
+        yield f"    price_per_hour: {host.price_per_hour:.6g}"
 
 
 def _device(kind: Device, count: int) -> str:
@@ -55,6 +58,8 @@ def _device(kind: Device, count: int) -> str:
     said["half_width"] = f"{kind.half_width:.4g}"
     if kind.kernel_start is not None:
         said["kernel_start"] = format_quantity(kind.kernel_start, "s")
+    if kind.price_per_hour is not None:
+        said["price_per_hour"] = f"{kind.price_per_hour:.6g}"
     return _mapping(said)
 
 

@@ -15,7 +15,7 @@ MOST = 100_000
 """Devices of one entry, hosts of one entry: more is a slip of the pen."""
 
 _REPEATED = re.compile(r"(\d+)\s*[x*]\s*(\S.*)")
-_KEYS = ("model", "count", "memory", "bandwidth", "flops", "efficiency", "num_cores", "kernel_start", *SPEEDS)
+_KEYS = ("model", "count", "memory", "bandwidth", "flops", "efficiency", "num_cores", "kernel_start", "price_per_hour", *SPEEDS)
 _FULL = ("memory", "bandwidth", "flops", "efficiency")
 
 
@@ -100,6 +100,7 @@ def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[
         bandwidth=bandwidth if bandwidth is not None else usual.bandwidth,
         efficiency=efficiency,
         kernel_start=entry.quantity("kernel_start", "s", zero=True),
+        price_per_hour=entry.number("price_per_hour", zero=True),
         efficiencies=efficiencies,
         half_width=speeds.get("half_width", usual.half_width),
         traffic=speeds.get("traffic", usual.traffic),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -57,6 +57,7 @@ class Device:
         traffic: share of the bandwidth that kernels reach, 0 to 1.
         host_seconds: what its host needs to start one kernel; 0 where the host is the device. Hosts run ahead: it rules only where
             kernels are shorter.
+        price_per_hour: in any currency, the same for all devices; None where nobody said it.
     """
 
     name: str
@@ -71,11 +72,12 @@ class Device:
     half_width: float = 0.0
     traffic: float = 1.0
     host_seconds: float = 0.0
+    price_per_hour: float | None = None
 
     @cached_property
     def kind(self) -> Device:
-        """The device without its name and host: devices of equal kind cost the same."""
-        return replace(self, name="", host="")
+        """The device without its name, host and price: devices of equal kind are equally fast and large."""
+        return replace(self, name="", host="", price_per_hour=None)
 
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s at a dtype; float32's where the device names none for it."""
@@ -97,12 +99,14 @@ class Host:
     Attributes:
         card: bytes per second, one way, of the network card that all its devices share; None where each has its own part of
             the network, which the network's bandwidth states.
+        price_per_hour: of the whole host, whichever of its devices work, beside their own; None where nobody said it.
     """
 
     name: str
     devices: tuple[Device, ...]
     link: Link
     card: float | None = None
+    price_per_hour: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,20 @@ class Cluster:
     def card(self, host: str) -> float | None:
         """Bytes per second of the card that a host's devices share, by the host's name; None where they share none."""
         return self.host_by_name[host].card
+
+    def price_per_hour(self, devices: Collection[str]) -> float | None:
+        """What some devices cost together, with the hosts that they are on; None where one has no price, and its host has none."""
+        hosts = [self.host_by_name[name] for name in dict.fromkeys(self.by_name[device].host for device in devices)]
+        unpriced = {host.name for host in hosts if host.price_per_hour is None}
+        own = [self.by_name[device] for device in devices]
+        if any(device.price_per_hour is None and device.host in unpriced for device in own):
+            return None
+        return sum(device.price_per_hour or 0.0 for device in own) + sum(host.price_per_hour or 0.0 for host in hosts)
+
+    def price_share(self, device: Device) -> float:
+        """What a device costs an hour, with an equal part of its host's price."""
+        host = self.host_by_name[device.host]
+        return (device.price_per_hour or 0.0) + (host.price_per_hour or 0.0) / len(host.devices)
 
     def link(self, a: str, b: str) -> Link:
         """The link between two devices, by name."""

@@ -84,8 +84,11 @@ class Seater:
         """Whether some op needs rows of others: then alike replicas of one micro-batch are joined, and other plans change the numbers."""
         return mixes_samples(self.prices)
 
-    def draft(self, seatings: Sequence[Seating]) -> Draft:
+    def draft(self, seatings: Sequence[Seating], policy: str | Shares | None = None) -> Draft:
         """The plan with these replicas, estimated.
+
+        Args:
+            policy: of recomputation, where it is another than the configuration's.
 
         Raises:
             MemoryShortage: it does not fit.
@@ -94,15 +97,15 @@ class Seater:
         used = {name for seating in seatings for names in seating.placed for name in names}
         idle = tuple(device.name for device in self.cluster.devices if device.name not in used)
         placement = Placement("chosen by the search", tuple(seating.placed for seating in seatings), idle)
-        found = self._outcome(placement, seatings)
+        found = self._outcome(placement, seatings, self.config.recompute.policy if policy is None else policy)
         return draft_plan(self.graph, self.cluster, [None] * len(seatings), found, gather_rows=self.config.communication.gather_rows)
 
-    def _outcome(self, placement: Placement, seatings: Sequence[Seating]) -> Outcome:
+    def _outcome(self, placement: Placement, seatings: Sequence[Seating], policy: str | Shares) -> Outcome:
         """Without recomputation where ``auto`` leaves the choice and that fits."""
-        if self.config.recompute.policy == "auto":
+        if policy == "auto":
             with contextlib.suppress(MemoryShortage):
                 return self._solved(placement, seatings, "none")
-        return self._solved(placement, seatings, self.config.recompute.policy)
+        return self._solved(placement, seatings, policy)
 
     def _solved(self, placement: Placement, seatings: Sequence[Seating], policy: str | Shares) -> Outcome:
         solvers = [self._solver(seating, policy) for seating in seatings]

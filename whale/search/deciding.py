@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from whale.config import Config, read_plan
-from whale.errors import PlanError
+from whale.errors import ConfigError, PlanError
 from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
@@ -15,7 +15,7 @@ from whale.ir.serialization import from_json
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
 from whale.planning.verify.verify import verify
-from whale.search.freedom import is_free
+from whale.search.freedom import pin_of
 from whale.search.searching import search
 
 
@@ -33,7 +33,7 @@ def decide(
         rows: of the global batch to plan for; None for the example's. A plan that was made before has its own.
 
     Raises:
-        ConfigError: a written plan does not fit the model, the cluster or itself.
+        ConfigError: a written plan does not fit the model, the cluster or itself; or there is no search for the objective to rule.
         PlanError: the file cannot be read, or the plan does not serve this model and cluster, or there is none.
     """
     if plan is None:
@@ -55,9 +55,14 @@ def decide(
 
 
 def _planned(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate]:
-    if not is_free(graph, config):
+    pin, objective = pin_of(graph, config), config.planning.objective
+    if pin is not None:
+        if objective != "step_time":
+            raise ConfigError(
+                f"planning.objective {objective} needs a search, and what is set leaves none: {pin}", hint="take it out, or the objective"
+            )
         return plan_and_estimate(graph, cluster, config, rows=rows)
-    if len(cluster.devices) == 1:  # there is something to look for only where the model does not fit as it is
+    if len(cluster.devices) == 1 and objective != "memory":  # there is something to look for only where the model does not fit as it is
         with contextlib.suppress(MemoryShortage):
             return plan_and_estimate(graph, cluster, config, rows=rows)
     found = search(graph, cluster, config, rows=rows)

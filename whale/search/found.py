@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from whale.estimate import StepEstimate
 from whale.ir.plan import Plan
 from whale.planning.plan import Draft
 from whale.search.arrangement import Arrangement
-from whale.units import format_seconds
+from whale.search.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -19,18 +20,30 @@ class Candidate:
     Attributes:
         arrangement: what it is.
         draft: its plan, without reasons: `Draft.finished` has them.
+        objective: that it is judged by.
     """
 
     arrangement: Arrangement
     draft: Draft
+    objective: Objective
 
     @property
     def seconds(self) -> float:
         """Of a step, estimated."""
         return self.draft.plan.step_seconds
 
+    @cached_property
+    def value(self) -> float:
+        """What the objective says of it."""
+        return self.objective.of(self.draft.plan, self.draft.step)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Less is better; of equal ones the faster."""
+        return self.value, self.seconds
+
     def __str__(self) -> str:
-        return f"{self.arrangement}: {format_seconds(self.seconds)}"
+        return f"{self.arrangement}: {self.objective.text(self.value)}"
 
 
 @dataclass(frozen=True)
@@ -38,20 +51,22 @@ class Found:
     """The outcome of a search.
 
     Attributes:
-        plan: the fastest.
+        plan: the best.
         step: its estimate.
         arrangement: what it is, in short.
-        bound: seconds that no plan of the space is below.
-        runners_up: the next fastest of other arrangements, fastest first.
+        objective: that it is the best by.
+        bound: what no plan of the space is below, by the objective.
+        runners_up: the next best of other arrangements, best first.
         num_arrangements: in the space.
         num_planned: plans that were made and estimated.
-        num_unproven: arrangements that might hold a faster plan by their bound, but were not planned.
+        num_unproven: arrangements that might hold a better plan by their bound, but were not planned.
         was_interrupted: whether it was ended early by the user.
     """
 
     plan: Plan
     step: StepEstimate
     arrangement: Arrangement
+    objective: Objective
     bound: float
     runners_up: tuple[Candidate, ...]
     num_arrangements: int
@@ -62,7 +77,12 @@ class Found:
     @property
     def gap(self) -> float:
         """By how much the plan can be above the best of the space: 0.018 for 1.8 %."""
-        return self.plan.step_seconds / self.bound - 1 if self.bound > 0 else 0.0
+        return self.value / self.bound - 1 if self.bound > 0 else 0.0
+
+    @cached_property
+    def value(self) -> float:
+        """What the objective says of the plan."""
+        return self.objective.of(self.plan, self.step)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -75,11 +95,11 @@ class Found:
         yield f"chosen among {self.num_arrangements} arrangements, {self.num_planned} plans estimated: {self.arrangement}"
         if self.num_unproven:
             yield (
-                f"within {self.gap:.1%} of the lower bound of this space, {format_seconds(self.bound)} "
-                f"({self.num_unproven} arrangements might be faster by their bounds; planning.effort looks at more)"
+                f"within {self.gap:.1%} of the lower bound of this space, {self.objective.text(self.bound)} "
+                f"({self.num_unproven} arrangements might be {self.objective.better} by their bounds; planning.effort looks at more)"
             )
         else:
-            yield "no arrangement of this space is faster"
+            yield f"no arrangement of this space is {self.objective.better}"
         for runner_up in self.runners_up:
-            slower = runner_up.seconds / self.plan.step_seconds - 1
-            yield f"next: {runner_up} ({slower:+.1%})"
+            worse = runner_up.value / self.value - 1 if self.value > 0 else 0.0
+            yield f"next: {runner_up} ({worse:+.1%})"

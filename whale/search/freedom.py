@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whale.config import Config
+from whale.config.keys import Shares
 from whale.ir.graph import ModelGraph
 from whale.search.arrangement import Order
 
 ORDERS = (Order("1f1b"), Order("interleaved", 2))
 """The orders that are tried where none is set."""
+
+FOR_MEMORY = ("none", "blocks", "full")
+"""Where least memory is looked for, what is computed again is not left to what fits: each of these is tried where none is set."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Freedom:
         num_ranks: of each replica; None for any.
         near: whether replicas stay on one host where they can (True), or like devices are dealt out (False); None for both.
         alike: whether replicas must be alike, because samples depend on one another: then they are joined.
+        policies: of recomputation, each tried with every arrangement.
         config: the settings with which plans are made.
     """
 
@@ -30,13 +35,20 @@ class Freedom:
     num_ranks: int | None
     near: bool | None
     alike: bool
+    policies: tuple[str | Shares, ...]
     config: Config
 
 
-def is_free(graph: ModelGraph, config: Config) -> bool:
-    """Whether nothing decides how the model is divided: no scope, no replicas, no number of stages; and a search is not forbidden."""
-    decided = bool(config.replicas) or config.pipeline.num_stages is not None or any(op.scope for op in graph.ops)
-    return config.planning.search == "auto" and not decided
+def pin_of(graph: ModelGraph, config: Config) -> str | None:
+    """What decides how the model is divided, so that nothing is searched for; None where nothing does."""
+    pins = {
+        "planning.search off": config.planning.search != "auto",
+        "the replicas that are written down": bool(config.replicas),
+        "pipeline.num_stages": config.pipeline.num_stages is not None,
+    }
+    found = next((name for name, is_set in pins.items() if is_set), None)
+    scope = next((op.scope[0] for op in graph.ops if op.scope), None)
+    return f"the model's scopes, {scope} the first of them" if found is None and scope is not None else found
 
 
 def freedom_of(config: Config, *, mixes_samples: bool) -> Freedom:
@@ -48,13 +60,16 @@ def freedom_of(config: Config, *, mixes_samples: bool) -> Freedom:
     pipeline = config.pipeline
     is_order_set = not config.explicit.isdisjoint(("pipeline.schedule", "pipeline.num_chunks", "pipeline.group_size"))
     num_micro_batch = pipeline.num_micro_batch if "pipeline.num_micro_batch" in config.explicit else 1 if mixes_samples else None
-    if "recompute.policy" not in config.explicit:
+    is_policy_set = "recompute.policy" in config.explicit
+    if not is_policy_set:
         config = config.with_values({"recompute.policy": "auto"})
+    is_for_memory = config.planning.objective == "memory" and not is_policy_set
     return Freedom(
         orders=(Order(pipeline.schedule, pipeline.num_chunks),) if is_order_set else ORDERS,
         micro_batches=num_micro_batch,
         num_ranks=pipeline.num_stages,
         near=config.cluster.device_place_prefer_intra_node if "cluster.device_place_prefer_intra_node" in config.explicit else None,
         alike=mixes_samples,
+        policies=FOR_MEMORY if is_for_memory else (config.recompute.policy,),
         config=config,
     )

@@ -34,9 +34,12 @@ def _in_order(seats: Seats, cluster: Cluster) -> Seats:
 
 
 def _by_rule(arrangement: Arrangement, cluster: Cluster, *, near: bool) -> Seats:
-    """Host by host, replica after replica (near), or rank after rank, so that those who hold the same stage are neighbours."""
+    """Host by host, replica after replica (near), or rank after rank, so that those who hold the same stage are neighbours.
+
+    Of a kind the cheapest devices come first.
+    """
     free: dict[Device, list[str]] = {}
-    for device in cluster.devices:
+    for device in sorted(cluster.devices, key=cluster.price_share):
         free.setdefault(device.kind, []).append(device.name)
     seats: list[tuple[Team, Placed]] = []
     for team in arrangement.teams:
@@ -91,18 +94,19 @@ def _looks(cluster: Cluster) -> Mapping[str, object]:
     """Per host, what is equal for hosts that stand for one another: what they have, where all are linked alike."""
 
     def look(host: Host) -> object:
-        return tuple(device.kind for device in host.devices), host.link, host.card, host.name if cluster.pairs else ""
+        prices = tuple(device.price_per_hour for device in host.devices), host.price_per_hour
+        return tuple(device.kind for device in host.devices), prices, host.link, host.card, host.name if cluster.pairs else ""
 
     return {host.name: look(host) for host in cluster.hosts}
 
 
 def _distinct(kind: Device, taken: frozenset[str], cluster: Cluster, looks: Mapping[str, object]) -> Iterator[str]:
-    """Free devices of a kind: one of each host, and of hosts that look alike one of those nobody has taken from."""
+    """Free devices of a kind: one of each host and price, and of hosts that look alike one of those nobody has taken from."""
     fresh: set[object] = set()
     for host in cluster.hosts:
         is_fresh = all(device.name not in taken for device in host.devices)
-        free = [device.name for device in host.devices if device.kind == kind and device.name not in taken]
+        free = {device.price_per_hour: device.name for device in host.devices[::-1] if device.kind == kind and device.name not in taken}
         if free and not (is_fresh and looks[host.name] in fresh):
-            yield free[0]
+            yield from reversed(free.values())
             if is_fresh:
                 fresh.add(looks[host.name])

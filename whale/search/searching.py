@@ -1,4 +1,4 @@
-"""The search: arrangements in the order of their bounds, the promising ones planned and estimated, until no other can be faster.
+"""The search: arrangements in the order of their bounds, the promising ones planned and estimated, until no other can be better.
 
 space       line-ups of replicas over kinds of devices, orders, numbers of micro-batches
    | bounds      what no plan of an arrangement can beat; what surely does not fit falls out
@@ -17,13 +17,13 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice
 from whale.planning.pipeline.balance import MemoryShortage
-from whale.planning.plan import Draft
 from whale.planning.seating import Seater, Seating
 from whale.search.arrangement import Arrangement, Order
 from whale.search.bounds import Bounds
 from whale.search.found import Candidate, Found
 from whale.search.freedom import Freedom, freedom_of
 from whale.search.naming import Seats, namings
+from whale.search.objective import Objective, objective_of
 from whale.search.promise import Promise
 from whale.search.space import Space
 from whale.units import format_bytes
@@ -44,7 +44,7 @@ EASE = 5e-4
 
 
 def search(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None, effort: float | None = None) -> Found:
-    """Finds the fastest plan of a model without scopes, where the configuration leaves a choice.
+    """Finds the best plan of a model without scopes, where the configuration leaves a choice: by ``planning.objective``.
 
     What was set stays: micro-batches, order, stages, recomputation. Ctrl-C ends the search with the best plan so far, if there is one.
 
@@ -58,6 +58,7 @@ def search(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | N
     Raises:
         PlanError: nothing fits; it says how much memory is missing where least is.
         ConfigError: what is set leaves no arrangement.
+        ClusterError: what a sample costs is asked for, and a device has no price.
         WhaleError: the model can be divided in none of the ways.
     """
     num_rows = graph.num_rows if rows is None else rows
@@ -66,7 +67,8 @@ def search(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | N
     seater = replace(seater, config=freedom.config)
     bounds = Bounds(seater.prices, seater.structure, num_rows)
     space = Space(cluster, freedom, num_rows, seater.points.num_units)
-    run = _Run(freedom, cluster, seater, config.planning.effort if effort is None else effort)
+    objective = objective_of(config.planning.objective, cluster, bounds)
+    run = _Run(freedom, cluster, seater, objective, config.planning.effort if effort is None else effort)
     lineups = list(space.lineups(bounds))
     fitting = [lineup for lineup in lineups if not any(map(bounds.shortage, lineup))]
     candidates = [(bounds.of(each), each) for lineup in fitting for each in space.arrangements(lineup)]
@@ -75,10 +77,10 @@ def search(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | N
 
     def turn(candidate: tuple[float, Arrangement]) -> tuple[bool, float, int]:
         bound, arrangement = candidate
-        promised = promise.of(arrangement, bound) * (1 + EASE * _effort(arrangement))
+        promised = objective.likely(arrangement, promise.of(arrangement, bound)) * (1 + EASE * _effort(arrangement))
         return arrangement != plain, promised, arrangement.num_devices
 
-    run.look_at(sorted(candidates, key=turn))
+    run.look_at([(objective.at_least(each, seconds), each) for seconds, each in sorted(candidates, key=turn)])
     if run.best is None:
         raise run.failure(min((max(map(bounds.shortage, lineup)) for lineup in lineups), default=0))
     return run.found()
@@ -92,15 +94,17 @@ class _Run:
         freedom: what may be chosen.
         cluster: the devices.
         seater: makes plans.
+        objective: judges them.
         effort: that is left.
 
     Attributes:
-        best: the fastest plan so far.
+        best: the best plan so far.
     """
 
     freedom: Freedom
     cluster: Cluster
     seater: Seater
+    objective: Objective
     effort: float
     best: Candidate | None = field(default=None, init=False)
     _drafts: list[Candidate] = field(default_factory=list, init=False)
@@ -114,7 +118,7 @@ class _Run:
         """Plans the candidates whose bound is below the best plan, as far as the effort goes."""
         self._num_arrangements = len(candidates)
         for bound, arrangement in candidates:
-            if self.best is not None and bound >= self.best.seconds:
+            if self.best is not None and bound >= self.best.value:
                 continue
             if self.best is not None and (_effort(arrangement) > self.effort or self._was_interrupted):
                 self._unproven.append(bound)
@@ -128,23 +132,22 @@ class _Run:
                 self._unproven.append(bound)
 
     def _plan(self, arrangement: Arrangement) -> None:
-        """Drafts an arrangement in all namings and keeps the fastest."""
-        fastest: Draft | None = None
+        """Drafts an arrangement in all namings and keeps the best."""
+        best: Candidate | None = None
         for seats in namings(arrangement, self.cluster, near=self.freedom.near):
-            self.effort -= _effort(arrangement)
-            try:
-                draft = self.seater.draft(self._seatings(arrangement, seats))
-            except WhaleError as fault:
-                self._faults.append(fault)
-                continue
-            self._num_planned += 1
-            if fastest is None or draft.plan.step_seconds < fastest.plan.step_seconds:
-                fastest = draft
-        if fastest is not None:
-            own = Candidate(arrangement, fastest)
-            self._drafts.append(own)
-            if self.best is None or own.seconds < self.best.seconds:
-                self.best = own
+            for policy in self.freedom.policies:
+                self.effort -= _effort(arrangement)
+                try:
+                    draft = self.seater.draft(self._seatings(arrangement, seats), policy)
+                except WhaleError as fault:
+                    self._faults.append(fault)
+                    continue
+                self._num_planned += 1
+                own = Candidate(arrangement, draft, self.objective)
+                best = own if best is None or own.rank < best.rank else best
+        if best is not None:
+            self._drafts.append(best)
+            self.best = best if self.best is None or best.rank < self.best.rank else self.best
 
     def _seatings(self, arrangement: Arrangement, seats: Seats) -> tuple[Seating, ...]:
         """A replica of one rank has the plain order."""
@@ -160,15 +163,16 @@ class _Run:
     def found(self) -> Found:
         """The outcome, once there is a plan."""
         assert self.best is not None
-        ranked = sorted(self._drafts, key=lambda each: each.seconds)
-        seconds = self.best.seconds
+        ranked = sorted(self._drafts, key=lambda each: each.rank)
+        value = self.best.value
         plan, step = self.best.draft.finished()
-        unproven = [bound for bound in self._unproven if bound < seconds]
+        unproven = [bound for bound in self._unproven if bound < value]
         found = Found(
             plan=plan,
             step=step,
             arrangement=self.best.arrangement,
-            bound=min((seconds, *unproven)),
+            objective=self.objective,
+            bound=min((value, *unproven)),
             runners_up=tuple(each for each in ranked if each is not self.best)[:NUM_RUNNERS_UP],
             num_arrangements=self._num_arrangements,
             num_planned=self._num_planned,

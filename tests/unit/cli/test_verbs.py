@@ -108,6 +108,18 @@ def test_simulate_tells_time_and_memory(model: str, capsys: pytest.CaptureFixtur
     assert "with equal shares: balance is 1.00 x as fast" in capsys.readouterr().out
 
 
+def test_what_a_sample_costs_is_told_where_devices_have_prices(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("cluster.yaml").write_text(CLUSTER.replace("count: 2", "count: 2, price_per_hour: 3"))
+    words = [model, "--cluster", "cluster.yaml"]
+    assert main(["plan", *words]) == 0
+    assert "per million samples" in capsys.readouterr().out
+    assert main(["simulate", *words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["cost_per_sample"] == pytest.approx(6 / 3600 / told["samples_per_second"])
+    assert main(["plan", *words, "--set", "planning.objective=cost"]) == 1
+    assert "the model's scopes, replicate(1, name='part0')" in capsys.readouterr().err
+
+
 def test_a_written_plan_is_planned_and_simulated(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("written.yaml").write_text("num_micro_batch: 4\nreplicas: 1\n")
     words = [model, "--ranks", "4", "--rows", "16", "--plan", "written.yaml"]

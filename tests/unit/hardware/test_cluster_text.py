@@ -73,3 +73,11 @@ measured:
     assert "figure 1: high is an amount in B/s above 0 ('5 us' is not)\n  at cluster.yaml:4" in said
     assert "figure 2: value lies between low and high (300 GB/s does not)\n  at cluster.yaml:5" in said
     assert "figure 3: value is an amount in s above 0 ('fast' is not)\n  at cluster.yaml:6" in said
+
+
+def test_prices_read_back() -> None:
+    text = "name: c\nhosts:\n  - {name: h, devices: [{model: T4, price_per_hour: 0.526}, T4], price_per_hour: 0}\n"
+    again = parse_cluster(cluster_text(parse_cluster(text)))
+    assert [device.price_per_hour for device in again.devices] == [0.526, None] and again.hosts[0].price_per_hour == 0
+    with pytest.raises(ClusterError, match="price_per_hour is a number of at least 0"):
+        parse_cluster(text.replace("0.526", "-1"))

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import permutations
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations, product
 
 from whale.config import Config
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.placement import Placed
+from whale.planning.plan import Draft
 from whale.planning.seating import Seater, Seating
 from whale.search.freedom import ORDERS
 from whale.search.space import powers_of_two
 
 
-def least_seconds(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> float | None:
-    """The time of the fastest plan; None where there is none."""
+def least(
+    graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int, judge: Callable[[Draft], float], policies: Sequence[str] = ("auto",)
+) -> float | None:
+    """The least that `judge` says of any plan; None where there is none.
+
+    Args:
+        policies: of recomputation, each tried with every plan.
+    """
     seater = Seater(graph, cluster, config, num_rows)
     found = list[float]()
-    for seatings in every_seating(cluster, num_rows):
-        try:
-            found.append(seater.draft(seatings).plan.step_seconds)
-        except WhaleError:
-            continue
+    for seatings, policy in product(every_seating(cluster, num_rows), policies):
+        with contextlib.suppress(WhaleError):
+            found.append(judge(seater.draft(seatings, policy)))
     return min(found, default=None)
 
 

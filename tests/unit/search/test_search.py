@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.graphs import Graph, device
-from tests.unit.search.exhaustive import least_seconds
+from tests.unit.search.exhaustive import least
 from whale.config import Config
 from whale.errors import ConfigError, PlanError, WhaleError
 from whale.ir.cluster import Cluster, Host, Link
@@ -66,10 +66,10 @@ def clusters(num_devices: int) -> st.SearchStrategy[Cluster]:
 
 def is_exhaustive(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     found = looked_at_all(graph, cluster, rows)
-    least = least_seconds(graph, cluster, freedom_of(Config(), mixes_samples=False).config, rows)
-    assert (found is None) == (least is None)
-    if found is not None and least is not None:
-        assert found.plan.step_seconds == pytest.approx(least, rel=1e-9)
+    best = least(graph, cluster, freedom_of(Config(), mixes_samples=False).config, rows, lambda draft: draft.plan.step_seconds)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found.plan.step_seconds == pytest.approx(best, rel=1e-9)
         assert found.num_unproven == 0 and found.gap == 0
 
 
@@ -152,11 +152,11 @@ def test_more_micro_batches_than_rows_leave_nothing() -> None:
 def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted, seen = Seater.draft, list[Sequence[Seating]]()
 
-    def interrupted(self: Seater, seatings: Sequence[Seating]) -> Draft:
+    def interrupted(self: Seater, seatings: Sequence[Seating], policy: str) -> Draft:
         seen.append(seatings)
         if len(seen) > 1:
             raise KeyboardInterrupt
-        return drafted(self, seatings)
+        return drafted(self, seatings, policy)
 
     monkeypatch.setattr(Seater, "draft", interrupted)
     found = search_of(layers([64] * 4), made([[(1e9, GIB)] * 2], network=1e9), 8)

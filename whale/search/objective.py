@@ -1,0 +1,174 @@
+"""What is least in the best plan: the time of a step, what a sample costs, or the memory of the fullest device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Protocol
+
+from whale.errors import ClusterError
+from whale.estimate import Line, StepEstimate
+from whale.ir.cluster import Cluster, Device
+from whale.ir.plan import Plan
+from whale.search.arrangement import Arrangement
+from whale.search.bounds import Bounds
+from whale.units import format_bytes, format_seconds
+
+SECONDS_PER_HOUR = 3600.0
+MILLION = 1_000_000
+
+
+class Objective(Protocol):
+    """How plans are judged; less is better, in a word `better`."""
+
+    @property
+    def better(self) -> str: ...
+
+    def of(self, plan: Plan, step: StepEstimate) -> float:
+        """Of a plan, with its estimate."""
+        ...
+
+    def at_least(self, arrangement: Arrangement, seconds: float) -> float:
+        """What no plan of an arrangement is below, if none has a step of less than so many seconds."""
+        ...
+
+    def likely(self, arrangement: Arrangement, seconds: float) -> float:
+        """What plans of an arrangement come to, roughly, if their steps take about so long: it says which are looked at first."""
+        ...
+
+    def text(self, value: float) -> str:
+        """A value, as people read it."""
+        ...
+
+
+@dataclass(frozen=True)
+class LeastTime:
+    """Seconds of a step."""
+
+    better = "faster"
+
+    def of(self, plan: Plan, step: StepEstimate) -> float:
+        return step.step_seconds
+
+    def at_least(self, arrangement: Arrangement, seconds: float) -> float:
+        return seconds
+
+    def likely(self, arrangement: Arrangement, seconds: float) -> float:
+        return seconds
+
+    def text(self, value: float) -> str:
+        return format_seconds(value)
+
+
+@dataclass(frozen=True)
+class LeastCost:
+    """What a sample costs, in the currency of the cluster's prices.
+
+    Attributes:
+        cluster: with a price for every device.
+        num_rows: of a step.
+    """
+
+    better = "cheaper"
+
+    cluster: Cluster
+    num_rows: int
+
+    def of(self, plan: Plan, step: StepEstimate) -> float:
+        per_hour = self.cluster.price_per_hour(plan.devices)
+        assert per_hour is not None, "checked before the search"
+        return self._sample(per_hour, step.step_seconds)
+
+    def at_least(self, arrangement: Arrangement, seconds: float) -> float:
+        taken: Counter[Device] = Counter()
+        for team in arrangement.teams:
+            taken.update(team.taken)
+        return self._sample(sum(self._cheapest[kind][number] for kind, number in taken.items()), seconds)
+
+    def likely(self, arrangement: Arrangement, seconds: float) -> float:
+        return self.at_least(arrangement, seconds)
+
+    def text(self, value: float) -> str:
+        return format_cost(value)
+
+    def _sample(self, per_hour: float, seconds: float) -> float:
+        return per_hour / SECONDS_PER_HOUR * seconds / self.num_rows
+
+    @cached_property
+    def _cheapest(self) -> Mapping[Device, tuple[float, ...]]:
+        """Per kind, what so many of the cheapest devices cost an hour at least: of a host's price each device bears its part."""
+        prices: dict[Device, list[float]] = {}
+        for device in self.cluster.devices:
+            prices.setdefault(device.kind, []).append(self.cluster.price_share(device))
+        return {kind: tuple(accumulate(sorted(own), initial=0.0)) for kind, own in prices.items()}
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """Bytes on the device that holds most when it is fullest.
+
+    Attributes:
+        bounds: know the bytes of the model.
+    """
+
+    better = "smaller"
+
+    bounds: Bounds
+
+    def of(self, plan: Plan, step: StepEstimate) -> float:
+        return max(each.peak.total for each in step.devices)
+
+    def at_least(self, arrangement: Arrangement, seconds: float) -> float:
+        """Somewhere is an equal part of the parameters, or more."""
+        return float(self.bounds.parameter_bytes / min(team.num_ranks * team.width for team in arrangement.teams))
+
+    def likely(self, arrangement: Arrangement, seconds: float) -> float:
+        """With what the micro-batches in flight keep on the first rank."""
+        rows = self.bounds.num_rows / arrangement.num_replicas / arrangement.num_micro_batch
+        alive = max(min(team.num_ranks, arrangement.num_micro_batch) / (team.num_ranks * team.width) for team in arrangement.teams)
+        return self.at_least(arrangement, seconds) + self._activations.at(rows) * alive
+
+    def text(self, value: float) -> str:
+        return f"{format_bytes(round(value))} on the fullest device"
+
+    @cached_property
+    def _activations(self) -> Line:
+        prices = self.bounds.prices
+        return Line.sum(prices.outputs[name] for name in prices.activations)
+
+
+def format_cost(cost: float) -> str:
+    """What a sample costs, for people: ``20.5 per million samples``."""
+    return f"{cost * MILLION:.4g} per million samples"
+
+
+def objective_of(name: str, cluster: Cluster, bounds: Bounds) -> Objective:
+    """The objective of a name that ``planning.objective`` takes.
+
+    Raises:
+        ClusterError: what a sample costs is asked for, and devices have no price.
+    """
+    if name == "cost":
+        check_prices(cluster)
+        return LeastCost(cluster, bounds.num_rows)
+    return LeastMemory(bounds) if name == "memory" else LeastTime()
+
+
+def check_prices(cluster: Cluster) -> None:
+    """Refuses a cluster in which a device has no price.
+
+    Raises:
+        ClusterError: naming the kinds, and how a price is written.
+    """
+    unpriced = Counter(device.model for device in cluster.devices if cluster.price_per_hour((device.name,)) is None)
+    if not unpriced:
+        return
+    said = ", ".join(f"{count} x {model}" for model, count in unpriced.items())
+    model, count = next(iter(unpriced.items()))
+    raise ClusterError(
+        f"planning.objective cost needs a price for every device ({said} of cluster {cluster.name} have none)",
+        hint=f"in the cluster file: {{model: {model}, count: {count}, price_per_hour: 1.20}}, or price_per_hour of a whole host",
+    )
