@@ -7,7 +7,8 @@ pipeline       a cut by speed, against an even cut of the same layers
 split          heads and features by speed, against equal sizes
 searched       what the planner finds for the model without any scope, against the fastest of those above
 
-Nothing tells the planner the shares: the ranks measure what they reach, all at once, and the plans are for what was measured.
+Nothing tells the planner the shares: the ranks measure what they and the model on them reach, all at once (`whale probe`, `whale
+profile`), and the plans are for what was measured. `--megabits` joins the ranks by links of that speed.
 A bound beside the times: a rank's speed is the rows per second of the plain training step on that rank alone, while all ranks
 compute; the ideal of a step is its rows by the sum of the speeds, times (m + p - 1) / m of a pipeline's fill; efficiency is ideal /
 measured, speedup even / ours. Blocks of steps of either side alternate, so that a slow moment of the machine hits both.
@@ -19,6 +20,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -30,20 +32,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import whale
-from whale.comm import connect
 from whale.ir.cluster import Cluster, Host
-from whale.measure.probing import probe
+from whale.ir.serialization import to_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, loss_fn
+from measuring import measure
 from ranks import compared, on_ranks
 
 Step = Callable[[], object]
 Batch = dict[str, Tensor]
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 HEADS = 16
-COPIES: dict[str, object] = {"planning.search": "off"}
-"""A copy of the model on every rank."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,17 @@ def make_batch(options: argparse.Namespace, rows: int) -> Batch:
 
 
 def whale_side(options: argparse.Namespace, cluster: Cluster, config: dict[str, object], **scopes: int) -> tuple[Step, str]:
-    """A step under a plan for this cluster, and the plan's first lines."""
-    batch, config = make_batch(options, options.rows), {"planning.search": "off", **config}
+    """A step under a plan for this cluster, and the plan."""
+    batch = make_batch(options, options.rows)
     engine = whale.parallelize(
         make_model(options, **scopes), loss=loss_fn, optimizer=OPTIMIZER, batch=batch, config=config, cluster=cluster
     )
     return partial(engine.step, batch), str(engine.plan)
+
+
+def by_speed(options: argparse.Namespace, cluster: Cluster, config: dict[str, object], **scopes: int) -> tuple[Step, str]:
+    """A step under a plan for what was measured of these devices and of the model on them."""
+    return whale_side(options, cluster, {"cluster.profile": str(options.profile), **config}, **scopes)
 
 
 def loop_side(model: nn.Module, batch: Batch) -> Step:
@@ -132,20 +137,20 @@ def even(cluster: Cluster) -> Cluster:
 
 
 def data_parallel(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, str, Step]:
-    return *whale_side(options, cluster, COPIES), distributed_data_parallel(options)
+    return *by_speed(options, cluster, {"planning.search": "off"}), distributed_data_parallel(options)
 
 
 def pipeline(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, str, Step]:
     config: dict[str, object] = {"pipeline.num_micro_batch": options.micro_batches, "pipeline.schedule": "1f1b"}
     size = dist.get_world_size()
     other, _ = whale_side(options, cluster, config, stages=size)
-    return *whale_side(options, cluster, config | {"pipeline.num_stages": size}), other
+    return *by_speed(options, cluster, config | {"pipeline.num_stages": size}), other
 
 
 def split(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, str, Step]:
     size = dist.get_world_size()
     other, _ = whale_side(options, even(cluster), {}, split=size)
-    return *whale_side(options, cluster, {}, split=size), other
+    return *by_speed(options, cluster, {}, split=size), other
 
 
 CASES: dict[str, Callable[[argparse.Namespace, Cluster], tuple[Step, str, Step]]] = {
@@ -167,7 +172,7 @@ def run_case(case: str, options: argparse.Namespace, cluster: Cluster, fastest: 
     if fastest is None:
         ours, plan, other = CASES[case](options, cluster)
     else:
-        (ours, plan), (other, _, _) = whale_side(options, cluster, {}), CASES[fastest](options, cluster)
+        (ours, plan), (other, _, _) = by_speed(options, cluster, {}), CASES[fastest](options, cluster)
     for _ in range(options.warmup):
         ours(), other()
     found = compared(ours, other, options.steps, options.pairs)
@@ -179,9 +184,12 @@ def run_case(case: str, options: argparse.Namespace, cluster: Cluster, fastest: 
 
 def run_ranks(options: argparse.Namespace) -> dict[str, Result]:
     """Measures the ranks, then all comparisons; every rank calls it."""
-    cluster, _ = probe(connect(60.0), options.rounds, lambda what: None)
+    measured = measure(make_model(options), make_batch(options, options.rows), loss_fn, options.rounds)
+    cluster = measured.cluster
     if dist.get_rank() == 0:
         print(cluster)
+        options.profile.write_text(to_json(measured.profile))
+    dist.barrier()
     results = {case: run_case(case, options, cluster) for case in options.only or CASES if case != SEARCHED}
     if SEARCHED in (options.only or (SEARCHED,)):
         fastest = min(results, key=lambda case: results[case].ours_seconds, default="data_parallel")
@@ -203,14 +211,17 @@ def show(case: str, result: Result) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 0.5], metavar="SHARE", help="of a core, one per rank")
-    numbers = {"pairs": 5, "steps": 3, "warmup": 2, "rounds": 7, "layers": 8, "width": 256, "context": 64, "rows": 32, "micro-batches": 8}
+    numbers = {"pairs": 3, "steps": 2, "warmup": 1, "rounds": 5, "layers": 4, "width": 512, "context": 64, "rows": 32, "micro-batches": 8}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--seconds", type=float, default=4.0, help="to time each rank alone (default 4)")
+    parser.add_argument("--megabits", type=float, metavar="N", help="per second, of the link of each rank (as root; default: no limit)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="to time each rank alone (default 3)")
     parser.add_argument("--only", action="append", choices=[*CASES, SEARCHED], help="one comparison; repeatable")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args()
-    results = on_ranks(len(options.speeds), run_ranks, options, shares=options.speeds)
+    with tempfile.TemporaryDirectory() as directory:
+        options.profile = Path(directory) / "profile.json"
+        results = on_ranks(len(options.speeds), run_ranks, options, shares=options.speeds, megabits=options.megabits)
     for case, result in results.items():
         show(case, result)
     if options.json is not None:

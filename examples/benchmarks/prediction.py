@@ -39,8 +39,7 @@ import torch
 import torch.distributed as dist
 
 import whale
-from whale.capture import capture
-from whale.comm import World, connect
+from whale.comm import World
 from whale.estimate import Costs, estimate
 from whale.estimate.costs.measured import measured
 from whale.ir.cluster import Cluster
@@ -48,17 +47,15 @@ from whale.ir.figure import Figure
 from whale.ir.profile import Profile
 from whale.measure.op_inputs import Inputs
 from whale.measure.op_times import time_passes
-from whale.measure.probing import probe
-from whale.measure.profiling import Known, profile_model
 from whale.measure.samples import Clock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, loss_fn
+from measuring import measure
 from ranks import on_ranks
 
 SLOWER = 3.0
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -141,12 +138,9 @@ class Running:
 
 def run_plans(num_ranks: int, options: argparse.Namespace) -> Found:
     """The figures of so many ranks, and the results of the plans for them; each of these ranks calls it."""
-    world, batch = connect(TIMEOUT_SECONDS), make_batch(options)
-    graph, program = capture(make_model(options), batch, loss_fn)
-    names = [node.name for node in program.graph.find_nodes(op="placeholder")]
-    inputs = Inputs(graph, program.graph, dict(zip(names, program.arguments(batch), strict=True)), world.device)
-    cluster, _ = probe(world, options.rounds, tell)
-    profile = profile_model(world, cluster, graph, inputs, Known(None, again=False), options.rounds, tell)
+    batch = make_batch(options)
+    own = measure(make_model(options), batch, loss_fn, options.rounds)
+    cluster, profile = own.cluster, own.profile
     cases = {name: CASES[name] for name in options.only or CASES if CASES[name].num_ranks == num_ranks}
     running = {name: start(case, cluster, profile, batch, options) for name, case in cases.items()}
     drifts = []
@@ -156,7 +150,7 @@ def run_plans(num_ranks: int, options: argparse.Namespace) -> Found:
             if number >= options.warmup:
                 each.seconds.append(seconds)
         if number >= options.warmup:
-            drifts.append(pass_seconds(world, inputs, graph.num_rows))
+            drifts.append(pass_seconds(own.world, own.inputs, own.graph.num_rows))
     usual = profile.kinds[0].forward[-1].value + profile.kinds[0].backward[-1].value
     drift = 1.0 if options.raw else slowest(statistics.median(drifts)) / usual
     results = {name: result(each, drift, num_ranks) for name, each in running.items()}
@@ -222,12 +216,6 @@ def slowest(seconds: float) -> float:
     found = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
-
-
-def tell(what: str) -> None:
-    """Progress, on rank 0."""
-    if dist.get_rank() == 0:
-        print(f"measuring {what}", file=sys.stderr, flush=True)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

@@ -20,13 +20,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from miniature import slowed
+from miniature import Links, slow_links, slowed
 
 HOST = "127.0.0.1"
 Result = dict[str, float]
 
 
-def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, shares: Sequence[float] = ()) -> Any:
+def on_ranks(
+    num_ranks: int, function: Callable[..., Any], *arguments: Any, shares: Sequence[float] = (), megabits: float | None = None
+) -> Any:
     """Calls a function on every rank; a single rank is in no process group.
 
     Args:
@@ -34,24 +36,32 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, shar
         function: of the top level of a module.
         *arguments: what it is called with; these and its result must pickle.
         shares: of a core, one per rank, that the ranks are slowed to.
+        megabits: per second, of the link of each rank; None joins them by this machine's own.
 
     Returns:
         What it gave on rank 0.
     """
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     results = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.spawn(_run, (num_ranks, store.port, function, arguments, results), nprocs=num_ranks, join=False)
-    with slowed(ranks.pids(), shares) if shares else nullcontext():
-        while not ranks.join():
-            pass
+    with slow_links(num_ranks, megabits) if megabits is not None else nullcontext() as links:
+        ranks = mp.spawn(_run, (num_ranks, store.port, links, function, arguments, results), nprocs=num_ranks, join=False)
+        with slowed(ranks.pids(), shares) if shares else nullcontext():
+            while not ranks.join():
+                pass
     return results.get()
 
 
-def _run(rank: int, num_ranks: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...], results: Any) -> None:
+def _run(
+    rank: int, num_ranks: int, port: int, links: Links | None, function: Callable[..., Any], arguments: tuple[Any, ...], results: Any
+) -> None:
     torch.set_num_threads(1)
+    if links is not None:
+        links.enter(rank)
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     if num_ranks > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
-        dist.init_process_group("gloo", store=dist.TCPStore(HOST, port), rank=rank, world_size=num_ranks)
+        store = dist.TCPStore(HOST if links is None else links.outside, port)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     result = function(*arguments)
     if rank == 0:
         results.put(result)

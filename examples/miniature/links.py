@@ -28,10 +28,12 @@ class Links:
     Attributes:
         names: of the namespaces.
         addresses: of the ranks in them.
+        outside: the address of this machine itself, as the ranks see it.
     """
 
     names: tuple[str, ...]
     addresses: tuple[str, ...]
+    outside: str
 
     def enter(self, rank: int) -> None:
         """Moves this process into its namespace; before it opens sockets or starts threads that do."""
@@ -60,12 +62,13 @@ def slow_links(num_ranks: int, megabits: float) -> Iterator[Links]:
         subprocess.CalledProcessError: the kernel or the rights do not allow it.
     """
     own, network = os.getpid(), NETWORK.format(os.getpid() % 250)
-    links = Links(tuple(f"whale-{own}-{rank}" for rank in range(num_ranks)), tuple(f"{network}.{rank + 1}" for rank in range(num_ranks)))
+    numbers = range(num_ranks)
+    links = Links(tuple(f"whale-{own}-{rank}" for rank in numbers), tuple(f"{network}.{rank + 1}" for rank in numbers), f"{network}.254")
     with contextlib.ExitStack() as stack:
         bridge = f"wb{own}"
         _ip("link", "add", bridge, "type", "bridge")
         stack.callback(_ip, "link", "del", bridge)
-        _ip("addr", "add", f"{network}.254/24", "dev", bridge)
+        _ip("addr", "add", f"{links.outside}/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
         for rank, (name, address) in enumerate(zip(links.names, links.addresses, strict=True)):
             _ip("netns", "add", name)

@@ -59,8 +59,8 @@ class Program:
         """The graph as a module without state: it takes its placeholders' values in order."""
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
-    def arguments(self, batch: object) -> list[Any]:
-        """The values of the placeholders, in order, for a whole batch in one process.
+    def values(self, batch: object) -> dict[str, Any]:
+        """The values of the placeholders by name, in order, for a whole batch in one process.
 
         Raises:
             BatchError: the batch does not match the example.
@@ -68,4 +68,4 @@ class Program:
         leaves = self.batch.leaves(batch)
         values: dict[str, Any] = {**leaves, "num_rows": self.batch.rows(batch)}
         names = [node.name for node in self.graph.find_nodes(op="placeholder")]
-        return [self.tensors[self.sources[name]] if name in self.sources else values[name] for name in names]
+        return {name: self.tensors[self.sources[name]] if name in self.sources else values[name] for name in names}

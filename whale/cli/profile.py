@@ -71,8 +71,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     world = connect(Config().communication.timeout_seconds)
     model, batch, loss, batch_dims = together(world, lambda: build_model(arguments.source, arguments.arg))
     graph, program = together(world, lambda: capture(model, batch, loss, batch_dims=batch_dims))
-    names = [node.name for node in program.graph.find_nodes(op="placeholder")]
-    inputs = Inputs(graph, program.graph, dict(zip(names, program.arguments(batch), strict=True)), world.device)
+    inputs = Inputs(graph, program.graph, program.values(batch), world.device)
     cluster = together(world, lambda: _cluster(arguments, world))
     file = Path(arguments.output)
     known = Known(on_first_rank(world, lambda: read_profile(file) if file.exists() else None), arguments.again)

@@ -66,17 +66,26 @@ class Clock:
 
         Args:
             call: what to time; None on a rank that stays idle meanwhile.
-            num_repeats: calls of a round; None for as many as take about `round_seconds`.
+            num_repeats: calls of a round; None for as many as take about `round_seconds`, after as many as use up what a device has
+                saved while it waited: a cool GPU's clocks, or the rest of a share of a core.
             num_rounds: None for the clock's own.
         """
         repeats = num_repeats or (max(1, math.ceil(self.round_seconds / self._time(call, 1))) if call is not None else 1)
+        settles = num_repeats is None and repeats > 1
         found = []
         for _ in range(num_rounds or self.num_rounds):
             self.world.barrier()
             if call is not None:
+                if settles:
+                    self._settle(call)
                 found.append(self._time(call, repeats))
         self.world.barrier()
         return tuple(found)
+
+    def _settle(self, call: Callable[[], object]) -> None:
+        until = time.perf_counter() + self.round_seconds
+        while time.perf_counter() < until:
+            call()
 
     def _time(self, call: Callable[[], object], repeats: int) -> float:
         self._finish()

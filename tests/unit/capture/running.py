@@ -79,7 +79,7 @@ def assert_same(
     torch.manual_seed(0)
     with torch.enable_grad():
         checked = Checked(graph, bound, program.batch.rows(batch))
-        loss = loss_of(graph, checked.run(*bound.arguments(batch)))
+        loss = loss_of(graph, checked.run(*bound.values(batch).values()))
         checked.check_gradients()
     close(loss, expected, tolerance, "loss")
     loss.backward()

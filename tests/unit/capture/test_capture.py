@@ -252,7 +252,7 @@ def test_predict_rebuilds_the_output() -> None:
     batch = {"a": rows(4, 3), "b": rows(4, 5)}
     graph, program = capture(model, batch, mode="predict")
     assert program.outputs is not None and len(graph.outputs) == 2
-    output = program.outputs.rebuild(program.module()(*program.arguments(batch)))
+    output = program.outputs.rebuild(program.module()(*program.values(batch).values()))
     torch.testing.assert_close(output, model(**batch))
 
 

@@ -216,5 +216,5 @@ def test_the_batch_is_left_as_it_is() -> None:
     model = Net(the_batch)
     _, program = capture(model, rows(4), squares)
     batch = rows(4)
-    program.module()(*program.arguments(batch))
+    program.module()(*program.values(batch).values())
     assert torch.equal(batch, rows(4))

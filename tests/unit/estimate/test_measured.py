@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.unit.planning.graphs import Graph, chain, cluster
@@ -12,7 +13,7 @@ from whale.axes import discover
 from whale.config import Config
 from whale.errors import ConfigError
 from whale.estimate import Costs, estimate, op_seconds, op_table
-from whale.estimate.costs.measured import measured
+from whale.estimate.costs.measured import KindTimes, Measured, measured
 from whale.estimate.prices.traffic import local_table
 from whale.ir.cluster import Cluster
 from whale.ir.figure import Figure
@@ -54,6 +55,17 @@ def test_a_part_takes_as_long_as_so_many_fewer_rows() -> None:
     local = local_table(graph, axes, table, {"layer0": axis}, {axis: 0.25})
     found, place = op_seconds(local, HERE.devices[0], 16, costs), table.position["layer0"]
     assert found.forward_fixed[place] + 16 * found.forward_per_row[place] == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize("rows", [ROWS, (8,)])
+def test_many_shares_at_once_are_each_by_itself(rows: tuple[int, ...]) -> None:
+    graph, device = chain(2), HERE.devices[0]
+    times = tuple(tuple(range(1, len(rows) + 1)) for _ in graph.ops)
+    known = Measured({device.kind: KindTimes(np.array(rows, dtype=float), np.array(times, dtype=float), np.array(times, dtype=float))})
+    ops, shares = np.arange(len(graph.ops)), np.linspace(0, 1, 7)[:, None] * np.ones(len(graph.ops))
+    fixed, per_row = known.lines(device, ops, shares, 16, backward=False)
+    for own, *together in zip(shares, fixed, per_row, strict=True):
+        assert np.array_equal(known.lines(device, ops, own, 16, backward=False), together)
 
 
 def test_ops_add_up_to_the_whole_pass() -> None:

@@ -46,8 +46,7 @@ def inputs(device: str = "cpu") -> tuple[ModelGraph, Inputs]:
         model = Model()
     batch = {"ids": torch.arange(24).view(8, 3) % 11}
     graph, program = capture(model, batch, lambda output, batch: output.square().mean())
-    names = [node.name for node in program.graph.find_nodes(op="placeholder")]
-    return graph, Inputs(graph, program.graph, dict(zip(names, program.arguments(batch), strict=True)), torch.device("cpu"))
+    return graph, Inputs(graph, program.graph, program.values(batch), torch.device("cpu"))
 
 
 def measure(graph: ModelGraph, own: Inputs, known: Profile | None = None, again: bool = False) -> tuple[Profile, list[str]]:

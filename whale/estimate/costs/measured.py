@@ -42,7 +42,7 @@ class Measured:
 
         Args:
             ops: their positions in the graph.
-            shares: of each op that is worked on; a part takes as long as the whole of so many fewer rows.
+            shares: of each op that is worked on, the ops last; a part takes as long as the whole of so many fewer rows.
         """
         known = self.kinds[device.kind]
         fixed, per_row = _lines(known.rows, (known.backward if backward else known.forward)[ops], num_rows * shares)
@@ -52,9 +52,9 @@ class Measured:
 def _lines(rows: Floats, seconds: Floats, at: Floats) -> tuple[Floats, Floats]:
     """The piece of each op's curve that holds at a number of rows; the outermost pieces go on, and none falls with the rows."""
     if len(rows) == 1:
-        return np.zeros(len(at)), seconds[:, 0] / rows[0]
+        return np.zeros_like(at), np.broadcast_to(seconds[:, 0] / rows[0], at.shape)
     piece = np.clip(np.searchsorted(rows, at) - 1, 0, len(rows) - 2)
-    every = np.arange(len(at))
+    every = np.arange(at.shape[-1])
     low, high = seconds[every, piece], seconds[every, piece + 1]
     slope = np.maximum(high - low, 0.0) / (rows[piece + 1] - rows[piece])
     value = np.maximum(low + slope * (at - rows[piece]), 0.0)
