@@ -34,3 +34,11 @@ def test_law(world: World, speeds: tuple[float, ...], num_used: int) -> None:
     assert len(runs[0][1].devices) == num_used
     error, where = largest_of([run for run, _ in runs], train_reference(case))
     assert error < 1e-10, where
+
+
+def test_only_the_devices_that_are_named_train(world: World) -> None:
+    case = Case(MODEL, (12, 7), (0.002, 0.002, 0.001), (*EFFORT, ("cluster.devices", "host0/0,host0/2")))
+    runs = run_case(world, searched, case)
+    assert runs[0][1].devices == ("host0/0", "host0/2") and runs[0][1].idle_devices == ()
+    error, where = largest_of([run for run, _ in runs], train_reference(case))
+    assert error < 1e-10, where

@@ -92,7 +92,7 @@ def parallelize(
         if world.rank == 0:
             warn_of_hooks(model)
         on_first_rank(world, lambda: warn_of_profile(settings.cluster.profile))
-        attachment = attach(cluster if cluster is not None else settings.cluster.file, world)
+        attachment = attach(cluster if cluster is not None else settings.cluster.file, world, settings.cluster.devices)
         with told_if_long("capturing the model", world):
             loss_of = together(world, lambda: as_loss(loss, model, batch))
             modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims)

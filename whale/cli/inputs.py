@@ -14,7 +14,7 @@ from typing import Any
 
 from whale.config import Config, load_config
 from whale.errors import CaptureError, ConfigError, WhaleError
-from whale.hardware import load_cluster
+from whale.hardware import load_cluster, select
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import read_profile
@@ -42,6 +42,7 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds all that a plan is made from."""
     add_graph_arguments(parser)
     parser.add_argument("--cluster", metavar="C.yaml", help="the devices; without it, the recipe's, else this machine's")
+    parser.add_argument("--devices", metavar="NAMES", help="which of them to plan for: V100:2,host1/* (models, hosts, devices; :N takes N)")
     parser.add_argument("--profile", metavar="P.json", help="times that `whale profile` has measured, instead of those worked out")
     parser.add_argument("--ranks", type=int, metavar="N", help="without --cluster: ranks on this machine (default: one per GPU, else one)")
     parser.add_argument("--recipe", metavar="R.yaml", help="configuration")
@@ -112,7 +113,15 @@ def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, ob
 
 
 def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
-    """The cluster of ``--cluster``, else of the recipe, else the devices at hand; a warning about its figures goes to standard error."""
+    """The cluster of ``--cluster``, else of the recipe, else the devices at hand; of it what ``cluster.devices`` names.
+
+    A warning about its figures goes to standard error.
+    """
+    cluster = _whole_cluster(arguments, config)
+    return cluster if config.cluster.devices is None else select(cluster, config.cluster.devices)
+
+
+def _whole_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
     file = arguments.cluster or config.cluster.file
     if file is not None:
         cluster = load_cluster(Path(file))
@@ -127,14 +136,14 @@ def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
 
 
 def read_config(arguments: argparse.Namespace) -> Config:
-    """The recipe's configuration, with environment variables over it, and ``--set`` and ``--profile`` over both.
+    """The recipe's configuration, with environment variables over it, and ``--set``, ``--profile`` and ``--devices`` over both.
 
     What to know of the times in a profile goes to standard error.
     """
     config = load_config(arguments.recipe, environment=os.environ)
     config = config.with_values(parse_pairs(arguments.set, "--set"))
-    if arguments.profile is not None:
-        config = config.with_values({"cluster.profile": arguments.profile})
+    named = {"cluster.profile": arguments.profile, "cluster.devices": arguments.devices}
+    config = config.with_values({key: value for key, value in named.items() if value is not None})
     if config.cluster.profile is not None:
         for warning in read_profile(config.cluster.profile).warnings:
             print(f"warning: {warning}", file=sys.stderr)

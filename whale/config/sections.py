@@ -32,6 +32,10 @@ class Cluster:
     file: str | None = key(
         None, "cluster file; in a recipe relative to the recipe, elsewhere to the working directory; null: the devices at hand"
     )
+    devices: str | None = key(
+        None,
+        "which of them to plan for: names of devices, hosts or models with commas between, such as V100:2,host1/*; null: all",
+    )
     profile: str | None = key(
         None, "what `whale profile` has measured of the model on these devices; found as the cluster file is; null: prices are worked out"
     )

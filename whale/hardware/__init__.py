@@ -4,5 +4,17 @@ from whale.hardware.catalogue import CPU, Catalogue, KnownDevice, catalogue
 from whale.hardware.cluster_file import load_cluster, parse_cluster
 from whale.hardware.cluster_text import cluster_text
 from whale.hardware.gathered import DeviceProfile, make_cluster
+from whale.hardware.selection import select
 
-__all__ = ["CPU", "Catalogue", "DeviceProfile", "KnownDevice", "catalogue", "cluster_text", "load_cluster", "make_cluster", "parse_cluster"]
+__all__ = [
+    "CPU",
+    "Catalogue",
+    "DeviceProfile",
+    "KnownDevice",
+    "catalogue",
+    "cluster_text",
+    "load_cluster",
+    "make_cluster",
+    "parse_cluster",
+    "select",
+]

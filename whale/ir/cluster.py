@@ -154,6 +154,13 @@ class Cluster:
         """Bytes per second of the card that a host's devices share, by the host's name; None where they share none."""
         return self.host_by_name[host].card
 
+    def only(self, devices: Collection[str]) -> Cluster:
+        """The cluster without its other devices, and without the hosts that have none of these."""
+        hosts = [replace(host, devices=tuple(own for own in host.devices if own.name in devices)) for host in self.hosts]
+        kept = {host.name for host in hosts if host.devices}
+        pairs = tuple(pair for pair in self.pairs if kept.issuperset(pair[0]))
+        return replace(self, hosts=tuple(host for host in hosts if host.devices), pairs=pairs)
+
     def price_per_hour(self, devices: Collection[str]) -> float | None:
         """What some devices cost together, with the hosts that they are on; None where one has no price, and its host has none."""
         hosts = [self.host_by_name[name] for name in dict.fromkeys(self.by_name[device].host for device in devices)]

@@ -108,6 +108,16 @@ def test_simulate_tells_time_and_memory(model: str, capsys: pytest.CaptureFixtur
     assert "with equal shares: balance is 1.00 x as fast" in capsys.readouterr().out
 
 
+def test_a_plan_is_for_the_devices_that_are_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("cluster.yaml").write_text(CLUSTER.replace("count: 2", "count: 4"))
+    words = [model, "--cluster", "cluster.yaml"]
+    assert main(["plan", *words, "--devices", "host0/1,V100:1", "--json"]) == 0
+    plan = from_json(Plan, capsys.readouterr().out)
+    assert (set(plan.devices), plan.idle_devices) == ({"host0/0", "host0/1"}, ())
+    assert main(["plan", *words, "--devices", "T4"]) == 1
+    assert "there is no device 'T4'" in capsys.readouterr().err
+
+
 def test_what_a_sample_costs_is_told_where_devices_have_prices(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("cluster.yaml").write_text(CLUSTER.replace("count: 2", "count: 2, price_per_hour: 3"))
     words = [model, "--cluster", "cluster.yaml"]
