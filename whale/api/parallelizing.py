@@ -36,6 +36,7 @@ from whale.runtime.runtime import Runtime
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.schedules import schedules_of
 from whale.search import decide
+from whale.search.telling import told_if_long as told_if_searching
 
 
 @in_short
@@ -98,7 +99,7 @@ def parallelize(
             modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims)
         graph = modes.train.graph
         with told_if_long("planning", world):
-            decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings)[0])
+            decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings, tell=told_if_searching())[0])
         warn_where_apart(decided, graph, world)
         if world.rank == 0 and modes.train.program.handed_on:
             warn(warning_of(modes.train.program.handed_on))

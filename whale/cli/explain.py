@@ -9,6 +9,7 @@ from typing import Any
 
 from whale.cli.plan import print_plan
 from whale.cli.planned import add_planning_verb, planned
+from whale.cli.ranks import positive
 from whale.cli.tables import paragraph
 from whale.ir.plan import Choice
 from whale.ir.serialization import encode
@@ -16,12 +17,13 @@ from whale.ir.serialization import encode
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
-    add_planning_verb(verbs, "explain", run, says="say why the plan is as it is", json="print the choices and warnings as JSON")
+    parser = add_planning_verb(verbs, "explain", run, says="say why the plan is as it is", json="print the choices and warnings as JSON")
+    parser.add_argument("--runner-up", type=positive, metavar="N", help="the N-th runner-up of the search instead of the plan, whole")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints the choices."""
-    found = planned(arguments)
+    found = planned(arguments, arguments.runner_up)
     graph, plan = found.graph, found.plan
     if arguments.json:
         print(json.dumps({"choices": encode(plan.choices), "warnings": list(graph.warnings)}, indent=1))

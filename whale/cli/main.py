@@ -21,6 +21,9 @@ import whale.cli.schedule as schedule
 import whale.cli.simulate as simulate
 from whale.errors import WhaleError
 
+INTERRUPTED = 130
+"""The command's end after Ctrl-C, as shells have it."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one ``whale`` command.
@@ -29,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``whale``; those of the process by default.
 
     Returns:
-        0 if all went well, 1 if Whale or the run reported a fault; a wrong command line exits with 2.
+        0 if all went well, 1 if Whale or the run reported a fault, 130 after Ctrl-C; a wrong command line exits with 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -44,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WhaleError as error:
         print(f"whale: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # a search that has a plan keeps it, and says so
+        print("whale: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # `whale plan ... | head`
         sys.stderr.close()
         return 1

@@ -16,6 +16,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.search import decide
 from whale.search.objective import LeastCost
+from whale.search.telling import told_if_long
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,16 @@ def add_planning_verb(
     return parser
 
 
-def planned(arguments: argparse.Namespace) -> Planned:
-    """Plans what a command line asks for, and writes its picture where one was asked for."""
+def planned(arguments: argparse.Namespace, runner_up: int | None = None) -> Planned:
+    """Plans what a command line asks for, and writes its picture where one was asked for.
+
+    Args:
+        runner_up: of the search, from 1; None for the best.
+    """
     check_report(arguments.report)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     config = read_config(arguments)
     cluster = read_cluster(arguments, config)
-    plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows)
+    plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows, runner_up=runner_up, tell=told_if_long())
     write_report(arguments.report, plan, graph, cluster, step)
     return Planned(graph, config, cluster, plan, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 from whale.config import Config, read_plan
@@ -20,7 +21,14 @@ from whale.search.searching import search
 
 
 def decide(
-    plan: Plan | str | Path | None, graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None
+    plan: Plan | str | Path | None,
+    graph: ModelGraph,
+    cluster: Cluster,
+    config: Config,
+    *,
+    rows: int | None = None,
+    runner_up: int | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> tuple[Plan, StepEstimate]:
     """The plan, and the estimate of its step.
 
@@ -31,15 +39,19 @@ def decide(
         cluster: to run on.
         config: settings.
         rows: of the global batch to plan for; None for the example's. A plan that was made before has its own.
+        runner_up: which runner-up of the search it shall be, from 1; None for the best.
+        tell: is called by a search with what it has seen so far.
 
     Raises:
         ConfigError: a written plan does not fit the model, the cluster or itself; or there is no search for the objective to rule.
         PlanError: the file cannot be read, or the plan does not serve this model and cluster, or there is none.
     """
-    if plan is None:
-        return _planned(graph, cluster, config, rows)
-    if isinstance(plan, (str, Path)) and Path(plan).suffix in (".yaml", ".yml"):
-        return _planned(graph, cluster, config.with_values(read_plan(plan)), rows)
+    is_written = isinstance(plan, (str, Path)) and Path(plan).suffix in (".yaml", ".yml")
+    if plan is None or is_written:
+        settings = config if plan is None else config.with_values(read_plan(str(plan)))
+        return _planned(graph, cluster, settings, rows, runner_up, tell)
+    if runner_up is not None:
+        raise ConfigError("a runner-up is a search's, and a plan that was made before is not searched for")
     given = plan if isinstance(plan, Plan) else _read_plan(Path(plan))
     if rows not in (None, given.planned_rows):
         raise PlanError(
@@ -54,19 +66,20 @@ def decide(
     return given, verify(given, graph, cluster, costs=Costs.for_model(config, graph, cluster))
 
 
-def _planned(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate]:
+def _planned(
+    graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None, runner_up: int | None, tell: Callable[[str], None] | None
+) -> tuple[Plan, StepEstimate]:
     pin, objective = pin_of(graph, config), config.planning.objective
+    asked = f"planning.objective {objective}" if objective != "step_time" else "a runner-up" if runner_up is not None else None
     if pin is not None:
-        if objective != "step_time":
-            raise ConfigError(
-                f"planning.objective {objective} needs a search, and what is set leaves none: {pin}", hint="take it out, or the objective"
-            )
+        if asked is not None:
+            raise ConfigError(f"{asked} needs a search, and what is set leaves none: {pin}", hint="take it out, or what needs the search")
         return plan_and_estimate(graph, cluster, config, rows=rows)
-    if len(cluster.devices) == 1 and objective != "memory":  # there is something to look for only where the model does not fit as it is
+    if len(cluster.devices) == 1 and asked is None:  # there is something to look for only where the model does not fit as it is
         with contextlib.suppress(MemoryShortage):
             return plan_and_estimate(graph, cluster, config, rows=rows)
-    found = search(graph, cluster, config, rows=rows)
-    return found.plan, found.step
+    found = search(graph, cluster, config, rows=rows, tell=tell)
+    return (found.plan, found.step) if runner_up is None else found.runner_up(runner_up)
 
 
 def _read_plan(path: Path) -> Plan:

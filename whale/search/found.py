@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from whale.errors import ConfigError
 from whale.estimate import StepEstimate
-from whale.ir.plan import Plan
+from whale.ir.plan import Choice, Plan
 from whale.planning.plan import Draft
 from whale.search.arrangement import Arrangement
 from whale.search.objective import Objective
@@ -83,6 +84,22 @@ class Found:
     def value(self) -> float:
         """What the objective says of the plan."""
         return self.objective.of(self.plan, self.step)
+
+    def runner_up(self, number: int) -> tuple[Plan, StepEstimate]:
+        """The plan of a runner-up with what led to it, verified, and the estimate of its step.
+
+        Args:
+            number: 1 for the first.
+
+        Raises:
+            ConfigError: there are not so many.
+        """
+        if not 1 <= number <= len(self.runners_up):
+            raise ConfigError(f"the search has runners-up 1 to {len(self.runners_up)} ({number} is none of them)")
+        own = self.runners_up[number - 1]
+        plan, step = own.draft.finished()
+        said = Choice("search", f"runner-up {number}", str(own), bound=f"the best is {self.arrangement}: {self.objective.text(self.value)}")
+        return replace(plan, choices=(said, *plan.choices)), step
 
     @property
     def reasons(self) -> tuple[str, ...]:

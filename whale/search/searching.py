@@ -9,6 +9,7 @@ Found
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from whale.config import Config
@@ -43,7 +44,15 @@ EASE = 5e-4
 """What takes as much effort as a small plan is looked at as if it were slower by this share: many are about equally fast."""
 
 
-def search(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None, effort: float | None = None) -> Found:
+def search(
+    graph: ModelGraph,
+    cluster: Cluster,
+    config: Config,
+    *,
+    rows: int | None = None,
+    effort: float | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Found:
     """Finds the best plan of a model without scopes, where the configuration leaves a choice: by ``planning.objective``.
 
     What was set stays: micro-batches, order, stages, recomputation. Ctrl-C ends the search with the best plan so far, if there is one.
@@ -54,6 +63,7 @@ def search(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | N
         config: settings.
         rows: of the global batch; None for the example's.
         effort: how many plans to make at most, large ones counting for several; None for ``planning.effort``.
+        tell: is called after each arrangement with what was seen so far, in words.
 
     Raises:
         PlanError: nothing fits; it says how much memory is missing where least is.
@@ -68,7 +78,7 @@ def search(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | N
     bounds = Bounds(seater.prices, seater.structure, num_rows)
     space = Space(cluster, freedom, num_rows, seater.points.num_units)
     objective = objective_of(config.planning.objective, cluster, bounds)
-    run = _Run(freedom, cluster, seater, objective, config.planning.effort if effort is None else effort)
+    run = _Run(freedom, cluster, seater, objective, config.planning.effort if effort is None else effort, tell)
     lineups = list(space.lineups(bounds))
     fitting = [lineup for lineup in lineups if not any(map(bounds.shortage, lineup))]
     candidates = [(bounds.of(each), each) for lineup in fitting for each in space.arrangements(lineup)]
@@ -96,6 +106,7 @@ class _Run:
         seater: makes plans.
         objective: judges them.
         effort: that is left.
+        tell: is told what was seen so far.
 
     Attributes:
         best: the best plan so far.
@@ -106,6 +117,7 @@ class _Run:
     seater: Seater
     objective: Objective
     effort: float
+    tell: Callable[[str], None] | None
     best: Candidate | None = field(default=None, init=False)
     _drafts: list[Candidate] = field(default_factory=list, init=False)
     _faults: list[WhaleError] = field(default_factory=list, init=False)
@@ -148,6 +160,9 @@ class _Run:
         if best is not None:
             self._drafts.append(best)
             self.best = best if self.best is None or best.rank < self.best.rank else self.best
+        if self.tell is not None:
+            so_far = "nothing fits so far" if self.best is None else f"the best so far: {self.best}"
+            self.tell(f"{self._num_planned} plans of {self._num_arrangements} arrangements estimated, {so_far}")
 
     def _seatings(self, arrangement: Arrangement, seats: Seats) -> tuple[Seating, ...]:
         """A replica of one rank has the plain order."""
@@ -208,12 +223,13 @@ def _effort(arrangement: Arrangement) -> float:
 
 
 def _explain(found: Found) -> Choice:
-    reasons = found.reasons
+    reasons = found.reasons[: -len(found.runners_up) or None]
+    interrupted = f"{reasons[0]}; " if found.was_interrupted else ""
     return Choice(
         "search",
         "arrangement",
         str(found.arrangement),
         cost=f"{found.num_planned} plans of {found.num_arrangements} arrangements estimated",
-        bound=reasons[-1 - len(found.runners_up)],
+        bound=f"{interrupted}{reasons[-1]}",
         runner_up="; ".join(map(str, found.runners_up)),
     )

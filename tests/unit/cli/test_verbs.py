@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from whale.cli import main
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json
+from whale.planning.plan import Draft
+from whale.planning.seating import Seater, Seating
 
 MODEL = """
 import torch
@@ -34,6 +37,10 @@ def codes():
     model, (x,), loss = build()
     batch = {"input": x, "codebook": torch.randn(16, 8)}
     return model, batch, lambda output, batch: (output.square().sum(1) * batch["codebook"].sum()).mean(), {"codebook": None}
+
+def free(width=8):
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Linear(width, width))
+    return model, (torch.randn(8, width),), lambda output, batch: output.square().mean()
 
 def only_model():
     return torch.nn.Linear(2, 2)
@@ -154,6 +161,50 @@ def test_explain_prints_every_choice(model: str, capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr().out
     for heading in ("decision", "cost", "bound by", "runner-up"):
         assert heading in printed
+
+
+SEARCHED = ["model.json", "--cluster", "cluster.yaml", "--rows", "8", "--set", "planning.effort=10"]
+
+
+@pytest.fixture
+def searched(model: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The words of a plan that is searched for."""
+    Path("cluster.yaml").write_text(CLUSTER)
+    main(["capture", "verb_model.py:free", "--output", "model.json"])
+    capsys.readouterr()
+    return SEARCHED
+
+
+def test_a_runner_up_is_shown_whole(searched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *searched]) == 0
+    best = capsys.readouterr().out
+    assert main(["explain", *searched, "--runner-up", "1"]) == 0
+    printed = capsys.readouterr().out
+    (line,) = (line for line in printed.splitlines() if line.startswith("search: ") and "the best is" in line)
+    assert line.split(";")[0].removeprefix("search: ") in " ".join(best.split())
+    assert "predicted:" in printed and "search: runner-up 1" in printed
+    assert main(["explain", *searched, "--runner-up", "50"]) == 1
+    assert "50 is none of them" in capsys.readouterr().err
+    assert main(["explain", "verb_model.py:build", "--ranks", "2", "--runner-up", "1"]) == 1
+    assert "a runner-up needs a search, and what is set leaves none: the model's scopes" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_the_best_plan_so_far(
+    searched: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafted, left = Seater.draft, [1]
+
+    def interrupted(self: Seater, seatings: Sequence[Seating], policy: str) -> Draft:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return drafted(self, seatings, policy)
+
+    monkeypatch.setattr(Seater, "draft", interrupted)
+    assert main(["plan", *searched]) == 0
+    assert "the search was interrupted: the best of 1 plans so far" in capsys.readouterr().out
+    assert main(["plan", *searched]) == 130
+    assert capsys.readouterr().err == "whale: interrupted\n"
 
 
 @pytest.mark.parametrize(

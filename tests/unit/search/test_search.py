@@ -132,6 +132,15 @@ def test_no_runner_up_is_faster_than_the_choice() -> None:
     assert found.bound <= found.plan.step_seconds
 
 
+def test_a_runner_up_is_a_whole_plan() -> None:
+    found = search_of(layers([64] * 4), made([[(1e9, GIB), (3e9, GIB)]], network=1e8), 8)
+    plan, step = found.runner_up(2)
+    assert plan.step_seconds == step.step_seconds == found.runners_up[1].seconds
+    assert plan.choices[0].subject == "runner-up 2" and str(found.arrangement) in plan.choices[0].bound
+    with pytest.raises(ConfigError, match=r"the search has runners-up 1 to 5 \(6 is none of them\)"):
+        found.runner_up(6)
+
+
 def test_the_plan_says_how_good_it_is() -> None:
     found = search_of(layers([64] * 4), made([[(1e9, GIB), (3e9, GIB)]], network=1e8), 8)
     choice = found.plan.choices[0]
@@ -161,6 +170,7 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Seater, "draft", interrupted)
     found = search_of(layers([64] * 4), made([[(1e9, GIB)] * 2], network=1e9), 8)
     assert found.was_interrupted and found.num_planned == 1 and "interrupted" in found.reasons[0]
+    assert found.plan.choices[0].bound.startswith("the search was interrupted: the best of 1 plans so far; within ")
 
 
 def test_samples_that_depend_on_one_another_stay_together() -> None:
