@@ -94,10 +94,7 @@ def _nowhere(gradients: str) -> Run:
 
 
 def activations() -> Iterator[Figure]:
-    """Korthikanti et al., arXiv 2205.05198, Figure 1: GiB per device of a model of 22 billion parameters, tensor parallel 8, 4 rows.
-
-    Under sequence parallelism Whale keeps the gathered inputs of split layers for the backward pass (9 GiB here); the paper gathers again.
-    """
+    """Korthikanti et al., arXiv 2205.05198, Figure 1: GiB per device of a model of 22 billion parameters, tensor parallel 8, 4 rows."""
     run = _nowhere("float32")
     peak = simulate(run).devices[0].peak
     yield Figure("parameters, gradients and optimizer", 45.56, (peak.weights + peak.gradients + peak.optimizer) / 2**30)

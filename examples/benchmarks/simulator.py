@@ -190,7 +190,6 @@ What falls short, and the likely reason:
   micro-batch sizes of one plan differ by a fifth: nothing that the sources tell explains it, and nothing was fitted to it.
 - 8 tensor-parallel devices with 64 rows at once took twice as long as with 32, which looks like memory being freed and taken again.
 - Small products on one host of A100 change by a fifth with the number of rows, as libraries choose other kernels.
-- Under sequence parallelism Whale keeps gathered inputs that the source gathers again: the largest two models are refused for memory.
 
 The worst rows of each set:
 

@@ -1,15 +1,14 @@
-"""What collectives inside the split groups of a stage cost, and what each bridge moves of which tensor."""
+"""What collectives inside the split groups of a stage cost."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from whale.axes.labels import Labels
 from whale.estimate.costs.communication import all_gather_line, all_reduce_line, all_to_all_line
 from whale.estimate.costs.line import Line
-from whale.estimate.costs.op_table import spec_line
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import Op
 from whale.sharding.bridge_bytes import GATHERED, sum_share
@@ -98,26 +97,3 @@ class Tolls:
         if not self.prices.training:
             return forward, backward
         return forward, backward + Line.sum(self.synchronized(self.prices.graph.by_name[name]) for name in labels.synchronized)
-
-
-def bridged_copies(prices: Prices, labels: Labels, bridges: Iterable[Bridge], position: int, again: Collection[str]) -> Line:
-    """Bytes of the forms into which bridges bring tensors and that their users keep for backward, by rows.
-
-    Args:
-        position: of the device in its split group.
-        again: ops that keep nothing, because they are computed again.
-    """
-    sizes = {shard.axis: shard.sizes[position] for shard in labels.shards}
-    found = []
-    for bridge in bridges:
-        op = prices.graph.by_name[bridge.tensor]
-        keepers = (user for user in bridge.users if user not in again and prices.graph.storage[op.name] in prices.kept.get(user, ()))
-        if op.kind == "call" and bridge.forward and not bridge.is_sum and any(keepers):
-            share = sizes[bridge.target] / prices.axes.by_name[bridge.target].size if bridge.target else 1.0
-            found.append(Line.sum(spec_line(spec, prices.graph.num_rows) for spec in op.outputs) * share)
-    return Line.sum(found)
-
-
-def repeated_share(ops: Collection[str], segments: Iterable[Collection[str]]) -> float:
-    """The share of what a stage exchanges that is repeated with the ops that are computed again: theirs of the ops."""
-    return sum(map(len, segments)) / max(1, len(ops))

@@ -10,14 +10,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.axes.labels import Labels
 from whale.estimate.costs.line import Line
 from whale.estimate.memory.kept import kept_for_weights, weight_share
 from whale.estimate.memory.memory import kept_names, size_line, working_line
+from whale.estimate.prices.again import Again
 from whale.estimate.prices.halves import halved, messages_of
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
-from whale.estimate.prices.tolls import Site, Tolls, bridged_copies, repeated_share
+from whale.estimate.prices.tolls import Site, Tolls
 from whale.ir.cluster import Device, Link
 from whale.ir.plan import Shard
 from whale.sharding.bridges import Bridge
@@ -60,7 +60,7 @@ class Work:
         left: bytes from F to R where the whole stage is computed again.
         for_weights: bytes from I to W.
         working: bytes of the op at work.
-        again: bytes of a segment that is computed again while its backward pass runs.
+        again: bytes of a segment that is computed again, or of an input that is gathered again, while its backward pass runs.
     """
 
     forward: float
@@ -88,6 +88,8 @@ class Works:
         default_factory=dict, init=False
     )
 
+    _agains: dict[StageKey, Again] = field(default_factory=dict, init=False)
+
     def of(self, key: StageKey, group: Sequence[str], position: int, num_rows: int) -> Work:
         """The work of one device.
 
@@ -105,12 +107,12 @@ class Works:
     def _work(self, key: StageKey, group: Sequence[str], position: int, num_rows: int) -> Work:
         prices = self._prices(key, position)
         seconds = self._in_group(key, group, num_rows) if key.shards else self._alone(prices, key, group[0], num_rows)
-        copies = Line()
+        copies = gathered = Line()
         if key.shards:
-            labels, bridges = self._bridges(key)
-            copies = bridged_copies(self.prices, labels, bridges, position, again=frozenset(n for run in key.segments for n in run))
+            again = self._again(key)
+            copies, gathered = again.copies(position), again.largest(position, num_rows)
         forward, inputs, weights = (line.at(num_rows) for line in seconds)
-        return Work(forward, inputs, weights, *_bytes(prices, key, num_rows, copies))
+        return Work(forward, inputs, weights, *_bytes(prices, key, num_rows, copies, gathered))
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """`_together`, once for all positions of equal groups."""
@@ -138,10 +140,10 @@ class Works:
 
     def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """Seconds of F, I and W of a split group, whose devices wait for one another: of the slowest, with what they exchange."""
-        _, bridges = self._bridges(key)
+        bridges = self._bridges(key)
         tolls = Tolls(self.prices, Site((tuple(group),), num_rows, 1, 1))
         there, back = tolls.of_bridges(bridges)
-        back = back + there * repeated_share(key.part.ops, key.segments)
+        back = back + tolls.of_bridges(self._again(key).exchanged())[0]
         alone = [self._alone(self._prices(key, place), key, name, num_rows) for place, name in enumerate(group)]
         slowest = [max(lines, key=lambda line: line.at(num_rows)) for lines in zip(*alone, strict=True)]
         forward, inputs, weights = slowest[0] + there, slowest[1] + back, slowest[2]
@@ -152,16 +154,21 @@ class Works:
             inputs = both + weights * -1
         return forward, inputs, weights
 
-    def _bridges(self, key: StageKey) -> tuple[Labels, tuple[Bridge, ...]]:
-        labels = self.prices.labels(key.part.ops, key.shards)
-        return labels, self.prices.bridges(key.part.ops, key.shards, key.part.returned(self.prices.graph))
+    def _bridges(self, key: StageKey) -> tuple[Bridge, ...]:
+        return self.prices.bridges(key.part.ops, key.shards, key.part.returned(self.prices.graph))
+
+    def _again(self, key: StageKey) -> Again:
+        if key not in self._agains:
+            labels = self.prices.labels(key.part.ops, key.shards)
+            self._agains[key] = Again(self.prices, labels, self._bridges(key), key.segments)
+        return self._agains[key]
 
 
 def _positions(prices: Prices, ops: Sequence[str]) -> NDArray[np.int64]:
     return np.array([prices.table.position[name] for name in ops], dtype=np.int64)
 
 
-def _bytes(prices: Prices, key: StageKey, num_rows: int, copies: Line) -> tuple[float, float, float, float, float]:
+def _bytes(prices: Prices, key: StageKey, num_rows: int, copies: Line, gathered: Line) -> tuple[float, float, float, float, float]:
     """Bytes of `Work`: kept, left, for_weights, working, again."""
     graph, sizes, part = prices.graph, prices.outputs, key.part
     working = working_line(sizes, part.ops).at(num_rows)
@@ -172,4 +179,4 @@ def _bytes(prices: Prices, key: StageKey, num_rows: int, copies: Line) -> tuple[
     kept = size_line(sizes, names | crossing) + copies
     left = size_line(sizes, crossing)
     waiting = size_line(sizes, kept_for_weights(graph, part.ops))
-    return kept.at(num_rows), left.at(num_rows), waiting.at(num_rows), working, largest.at(num_rows)
+    return kept.at(num_rows), left.at(num_rows), waiting.at(num_rows), working, max(largest.at(num_rows), gathered.at(num_rows))

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line
+from whale.estimate.prices.again import Again
 from whale.estimate.prices.part import Recompute
 from whale.estimate.prices.prices import Prices
-from whale.estimate.prices.tolls import Site, Tolls, bridged_copies, repeated_share
+from whale.estimate.prices.tolls import Site, Tolls
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
@@ -106,11 +107,9 @@ class StagePricing:
         bridges = prices.bridges(scene.ops, shards, scene.returned)
         tolls = Tolls(prices, site)
         forward, backward = tolls.of_stage(labels, bridges)
-        again = forward * (1.0 if recompute.num_alive else repeated_share(scene.ops, recompute.segments))
-        repeated = frozenset(name for segment in recompute.segments for name in segment)
-        copies = [
-            Line() if recompute.num_alive else bridged_copies(prices, labels, bridges, position, repeated) for position in range(site.width)
-        ]
+        twice = Again(prices, labels, bridges, recompute.segments)
+        again = forward if recompute.num_alive else tolls.of_bridges(twice.exchanged())[0]
+        copies = [Line() if recompute.num_alive else twice.copies(position) for position in range(site.width)]
         own_costs = [parts[index % site.width][index] for index in range(len(devices[stage]))]
         whole = tuple((own.forward + forward, own.backward + backward + again) for own in own_costs)
         overlapping, seconds = self.overlapper.choose(tolls, scene, shards, bridges, whole, recompute)

@@ -17,6 +17,7 @@ from whale.ir.writes import written_buffers
 from whale.runtime.program.deferred import defer_weights
 from whale.runtime.program.marks import NUM_DIMS, OP
 from whale.runtime.program.overlap import overlap
+from whale.runtime.program.regather import keep_parts
 from whale.runtime.program.segments import with_segments
 from whale.runtime.program.shard import GROUP, lower_shards
 from whale.runtime.program.shared_gradient import divide_gradients
@@ -71,7 +72,8 @@ def lower(
         outputs: values it returns.
         device: every ``device=`` argument becomes this.
         splits_backward: weight gradients wait in a queue (see `whale.runtime.program.deferred`), which the program takes first.
-        segments: runs of its ops that keep only their inputs and are computed again in the backward pass.
+        segments: runs of its ops that keep only their inputs and are computed again in the backward pass. Where there are any, other
+            ops of a split stage keep the own parts of what was gathered for them, and gather again.
         shards: of a split stage: its program works on this device's parts, and takes the split group first.
         num_rows: rows that its split group takes, where the batch is cut.
         halving: how a split stage computes its rows in two halves; None where it computes them at once.
@@ -92,6 +94,8 @@ def lower(
             queue = local.placeholder(QUEUE)
         defer_weights(local, _trainable(model, read), queue)
         first = (QUEUE, *first)
+    if shards is not None and segments:
+        keep_parts(local, model, wanted, {name for segment in segments for name in segment})
     random = {name for name in wanted if "random" in model.by_name[name].tags}
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
     keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))

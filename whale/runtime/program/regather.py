@@ -1,0 +1,142 @@
+"""The pass that keeps, of gathered inputs, the own part only: what backward passes need of the whole is gathered again.
+
+    part --> collect --> whole --> linear          forward: linear keeps the part in place of the whole
+    part --> all-gather --> whole                  backward: once for all that kept it, then dropped
+
+Ops that are computed again need no more than their inputs anyway, so theirs are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from whale.ir.graph import ModelGraph
+from whale.ir.writes import MemoryWrites
+from whale.runtime.program.marks import op_of
+from whale.runtime.program.shard.collectives import all_gather
+from whale.runtime.program.shard.communication import collect, enter, gather
+from whale.runtime.program.shard.group import Group
+from whale.runtime.program.shard.slots import Slots
+
+
+class Whole:
+    """A gathered tensor that is kept as the own part.
+
+    Args:
+        value: gathered.
+        part: the own one; nothing is written to it later.
+        slots: where the parts belong.
+        group: that gathers.
+        what: it is for.
+    """
+
+    def __init__(self, value: Tensor, part: Tensor, slots: Slots, group: Group, what: str) -> None:
+        self._address = value.untyped_storage().data_ptr()
+        self._part = part.detach()
+        self._gather = partial(all_gather, slots=slots, group=group, what=what)
+        self._num_waiting = 0
+        self._again: Tensor | None = None
+
+    def holds(self, value: Tensor) -> bool:
+        """Whether a tensor that is alive beside the gathered one lies in its memory."""
+        return value.numel() > 0 and value.untyped_storage().data_ptr() == self._address
+
+    def keep(self) -> None:
+        """Counts one more that will ask for it."""
+        self._num_waiting += 1
+
+    def again(self) -> Tensor:
+        """The whole; gathered for the first that asks, dropped after the last."""
+        whole = self._gather(self._part).wait() if self._again is None else self._again
+        self._num_waiting -= 1
+        self._again = whole if self._num_waiting > 0 else None
+        return whole
+
+
+_Kept = Tensor | tuple[Whole, torch.Size, tuple[int, ...], int]
+"""What autograd is given to keep: a tensor, or where a view of a gathered one lies in it."""
+
+
+class KeepingParts:
+    """An op that keeps, of gathered tensors, the parts for its backward pass; a function to the program, so it has a name.
+
+    Args:
+        operation: what it calls.
+    """
+
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        self._operation = operation
+        self.__name__ = "keeping_parts"
+
+    def __call__(self, wholes: Sequence[Whole], *args: Any, **kwargs: Any) -> Any:
+        def pack(value: Tensor) -> _Kept:
+            for whole in wholes:
+                if whole.holds(value):
+                    whole.keep()
+                    return whole, value.shape, value.stride(), int(value.storage_offset())
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            return self._operation(*args, **kwargs)
+
+
+def _unpack(kept: _Kept) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    whole, shape, stride, offset = kept
+    return whole.again().as_strided(shape, stride, offset)
+
+
+def keep_parts(graph: fx.Graph, model: ModelGraph, ops: Collection[str], again: Collection[str]) -> None:
+    """Rewrites a stage's graph so that what is gathered of activations is kept in parts; what is written in place later, whole.
+
+    Args:
+        graph: of the stage, cut, its nodes marked with their op's name; changed in place.
+        model: the captured model.
+        ops: of the stage.
+        again: those that are computed again.
+    """
+    writes = MemoryWrites(model, ops)
+    for node in list(graph.nodes):
+        if node.target not in (gather, collect):
+            continue
+        value, *how = node.args
+        name = op_of(value) or value.name
+        if model.by_name[name].kind != "call" or writes.is_written_later(name):
+            continue
+        users = [user for user in _users(node, model) if op_of(user) not in again]
+        if users:
+            with graph.inserting_after(node):
+                whole = graph.call_function(Whole, (node, value, *how))
+            for user in users:
+                _wrap(user, whole)
+
+
+def _users(node: fx.Node, model: ModelGraph) -> list[fx.Node]:
+    """The ops that read a node, or a view of it."""
+    found: dict[fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            op = model.by_name.get(op_of(user) or "")
+            if user.target is enter or (op is not None and "view" in op.tags):
+                pending.append(user)
+            elif op is not None:
+                found[user] = None
+    return list(found)
+
+
+def _wrap(user: fx.Node, whole: fx.Node) -> None:
+    if isinstance(user.target, KeepingParts):
+        wholes, *rest = user.args
+        assert isinstance(wholes, tuple)
+        user.args = ((*wholes, whole), *rest)
+    else:
+        assert callable(user.target)
+        user.args = ((whole,), *user.args)
+        user.target = KeepingParts(user.target)
