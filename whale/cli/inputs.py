@@ -38,15 +38,16 @@ def add_graph_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, metavar="N", help="repeat the model's blocks (at least two are captured) until there are N")
 
 
-def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds all that a plan is made from."""
+def add_planning_arguments(parser: argparse.ArgumentParser, *, plans: bool = True) -> None:
+    """Adds all that a plan is made from; with `plans` also a plan itself, written down or made before."""
     add_graph_arguments(parser)
     parser.add_argument("--cluster", metavar="C.yaml", help="the devices; without it, the recipe's, else this machine's")
     parser.add_argument("--devices", metavar="NAMES", help="which of them to plan for: V100:2,host1/* (models, hosts, devices; :N takes N)")
     parser.add_argument("--profile", metavar="P.json", help="times that `whale profile` has measured, instead of those worked out")
     parser.add_argument("--ranks", type=int, metavar="N", help="without --cluster: ranks on this machine (default: one per GPU, else one)")
     parser.add_argument("--recipe", metavar="R.yaml", help="configuration")
-    parser.add_argument("--plan", metavar="P.yaml", help="a written plan, which leaves open what it does not say; or a plan.json")
+    if plans:
+        parser.add_argument("--plan", metavar="P.yaml", help="a written plan, which leaves open what it does not say; or a plan.json")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one configuration value; repeatable")
     parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch; those of the example by default")
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 import whale
+import whale.cli.advise as advise
 import whale.cli.axes as axes
 import whale.cli.capture as capture
 import whale.cli.doctor as doctor
@@ -60,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (doctor, capture, axes, plan, explain, simulate, schedule, probe, profile, launch):
+    for verb in (doctor, capture, axes, plan, explain, simulate, advise, schedule, probe, profile, launch):
         verb.add_parser(verbs)
     return parser
 

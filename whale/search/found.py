@@ -13,6 +13,9 @@ from whale.planning.plan import Draft
 from whale.search.arrangement import Arrangement
 from whale.search.objective import Objective
 
+NUM_RUNNERS_UP = 5
+"""So many are told."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -57,7 +60,7 @@ class Found:
         arrangement: what it is, in short.
         objective: that it is the best by.
         bound: what no plan of the space is below, by the objective.
-        runners_up: the next best of other arrangements, best first.
+        others: of the other arrangements that were planned, best first.
         num_arrangements: in the space.
         num_planned: plans that were made and estimated.
         num_unproven: arrangements that might hold a better plan by their bound, but were not planned.
@@ -69,11 +72,16 @@ class Found:
     arrangement: Arrangement
     objective: Objective
     bound: float
-    runners_up: tuple[Candidate, ...]
+    others: tuple[Candidate, ...]
     num_arrangements: int
     num_planned: int
     num_unproven: int
     was_interrupted: bool = False
+
+    @property
+    def runners_up(self) -> tuple[Candidate, ...]:
+        """The first of the others."""
+        return self.others[:NUM_RUNNERS_UP]
 
     @property
     def gap(self) -> float:
@@ -94,12 +102,15 @@ class Found:
         Raises:
             ConfigError: there are not so many.
         """
-        if not 1 <= number <= len(self.runners_up):
-            raise ConfigError(f"the search has runners-up 1 to {len(self.runners_up)} ({number} is none of them)")
-        own = self.runners_up[number - 1]
+        if not 1 <= number <= len(self.others):
+            raise ConfigError(f"the search has {len(self.others)} runners-up ({number} is none of them)")
+        own = self.others[number - 1]
         plan, step = own.draft.finished()
         said = Choice("search", f"runner-up {number}", str(own), bound=f"the best is {self.arrangement}: {self.objective.text(self.value)}")
         return replace(plan, choices=(said, *plan.choices)), step
+
+    def __str__(self) -> str:
+        return f"{self.arrangement}: {self.objective.text(self.value)}"
 
     @property
     def reasons(self) -> tuple[str, ...]:

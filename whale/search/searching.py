@@ -29,8 +29,6 @@ from whale.search.promise import Promise
 from whale.search.space import Space
 from whale.units import format_bytes
 
-NUM_RUNNERS_UP = 5
-
 SPLIT_EFFORT = 8
 """A plan with split stages takes about so many times as long to make."""
 
@@ -188,7 +186,7 @@ class _Run:
             arrangement=self.best.arrangement,
             objective=self.objective,
             bound=min((value, *unproven)),
-            runners_up=tuple(each for each in ranked if each is not self.best)[:NUM_RUNNERS_UP],
+            others=tuple(each for each in ranked if each is not self.best),
             num_arrangements=self._num_arrangements,
             num_planned=self._num_planned,
             num_unproven=len(unproven),

@@ -189,6 +189,17 @@ def test_a_runner_up_is_shown_whole(searched: list[str], capsys: pytest.CaptureF
     assert "a runner-up needs a search, and what is set leaves none: the model's scopes" in capsys.readouterr().err
 
 
+def test_advice_is_told_in_words_and_numbers(searched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*searched[:-1], "planning.effort=2"]
+    assert main(["advise", *words, "--json"]) == 0
+    told = capsys.readouterr()
+    advice = json.loads(told.out)["advice"]
+    assert {each["about"] for each in advice} == {"devices", "more", "link", "memory"}
+    assert "whale advise: the least memory" in told.err
+    for each in advice:
+        assert each["says"] and None not in (each["value"], each["beside"])
+
+
 def test_ctrl_c_keeps_the_best_plan_so_far(
     searched: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,65 @@
+"""Advice is the difference of two searches, and says which."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.search.test_search import GIB, layers, made
+from whale.config import Config
+from whale.errors import ConfigError
+from whale.ir.cluster import Cluster
+from whale.search import search
+from whale.search.advice import About, Advice, Advised, advise
+
+GRAPH = layers([64] * 4)
+
+
+def advised(cluster: Cluster, **settings: object) -> Advised:
+    return advise(GRAPH, cluster, Config({f"planning.{key}": value for key, value in settings.items()}), rows=16)
+
+
+def about(found: Advised, what: About) -> list[Advice]:
+    return [each for each in found.advice if each.about == what]
+
+
+def test_devices_that_slow_a_run_are_to_be_left_out_and_the_others_used() -> None:
+    cluster = made([[(1e10, GIB)], [(1e9, GIB)]], network=1e6)
+    found = advised(cluster)
+    fast, slow = about(found, "devices")
+    assert found.found is not None and fast.value == found.found.value == slow.value
+    alone = search(GRAPH, cluster.only(["h1/0"]), Config(), rows=16)
+    assert fast.says.startswith("use the 1 1e+10: ") and fast.beside == alone.value
+    assert slow.says.startswith("leave the 1e+09 out: they make it ") and slow.beside is not None and slow.beside > found.found.value
+    assert "wait" in slow.says or "computing" in slow.says
+
+
+def test_more_devices_and_faster_links_never_make_it_worse() -> None:
+    found = advised(made([[(1e9, GIB)], [(1e9, GIB)]], network=1e8), effort=8)
+    assert [each.about for each in found.advice] == ["devices", "more", "link", "memory"]
+    for each in found.advice[1:3]:
+        assert each.value is not None and each.beside is not None and each.value <= each.beside
+    assert about(found, "devices")[0].says.startswith("use ")
+    (memory,) = about(found, "memory")
+    assert memory.value is not None and memory.beside is not None and memory.value < memory.beside
+
+
+def test_a_pipeline_over_several_kinds_says_who_is_in_front() -> None:
+    cluster = made([[(1e9, 200_000)], [(3e9, 200_000)]], network=1e8)
+    found = advised(cluster, effort=30)
+    (front,) = about(found, "front")
+    assert found.found is not None
+    kind = cluster.by_name[found.found.plan.replicas[0].stages[0].virtual_device.devices[0]].model
+    assert front.says.startswith(f"the {kind} takes the front of the pipeline: beside parameters the first stage keeps")
+
+
+def test_where_nothing_fits_it_says_what_would() -> None:
+    found = advised(made([[(1e9, 100_000)]], network=1e9))
+    assert found.found is None and "fits in memory" in found.fault
+    more, memory = found.advice
+    assert more.says.startswith("one more 1e+09 in host h0: ")
+    assert memory.value is not None and memory.beside == 100_000 < memory.value
+
+
+def test_a_model_that_is_divided_already_gets_no_advice() -> None:
+    with pytest.raises(ConfigError, match=r"advice is made of searches, and what is set leaves none: planning\.search off"):
+        advised(made([[(1e9, GIB)]], network=1e9), search="off")

@@ -1,0 +1,39 @@
+"""Clusters with one thing changed."""
+
+from __future__ import annotations
+
+from whale.hardware import parse_cluster
+from whale.ir.cluster import Cluster
+from whale.search.changes import faster_between, faster_inside, one_more, with_plenty
+
+CLUSTER = parse_cluster(
+    "name: mixed\nhosts:\n  - {name: big, devices: 2 x V100-32GB, card: 5 GB/s}\n  - {name: one, devices: T4}\nnetwork: ethernet-25g\n"
+    "pairs: [{hosts: [big, one], link: ethernet-10g}]\n"
+)
+V100, T4 = CLUSTER.devices[0].kind, CLUSTER.devices[2].kind
+
+
+def names(cluster: Cluster) -> list[str]:
+    return [device.name for device in cluster.devices]
+
+
+def test_one_more_is_beside_its_like_or_on_a_host_of_its_own() -> None:
+    more, where = one_more(CLUSTER, V100)
+    assert (names(more), where) == (["big/0", "big/1", "big/2", "one/0"], "in host big")
+    assert more.by_name["big/2"].kind == V100
+    more, where = one_more(CLUSTER, T4)
+    assert (names(more)[3:], where) == (["one-like/0"], "on a host like one")
+    assert more.by_name["one-like/0"].kind == T4 and more.link("one/0", "one-like/0") == CLUSTER.network
+    assert names(one_more(CLUSTER.only(["big/1"]), V100)[0]) == ["big/1", "big-like/0"]
+    alone = parse_cluster("hosts: [{name: a, devices: T4}]\n")
+    assert names(one_more(alone, T4)[0]) == ["a/0", "a/1"]
+
+
+def test_faster_links_and_plenty_of_memory() -> None:
+    between, inside = faster_between(CLUSTER, 2), faster_inside(CLUSTER, 2)
+    for pair in (("big/0", "one/0"), ("big/0", "big/1")):
+        own, is_inside = CLUSTER.link(*pair), pair[1] == "big/1"
+        assert between.link(*pair).bandwidth == own.bandwidth * (1 if is_inside else 2)
+        assert inside.link(*pair).bandwidth == own.bandwidth * (2 if is_inside else 1)
+    assert (between.card("big"), inside.card("big")) == (1e10, 5e9)
+    assert min(device.memory for device in with_plenty(CLUSTER).devices) == 1 << 50

@@ -1,0 +1,252 @@
+"""Advice about a cluster: what each group of devices adds, who takes the front, what more or faster would bring, the least memory.
+
+Each piece compares two searches, or two plans of one, and has the numbers of both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from whale.config import Config
+from whale.errors import ConfigError, PlanError
+from whale.estimate import Costs, StepEstimate
+from whale.ir.cluster import Cluster, Device
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan, Replica
+from whale.search.changes import faster_between, faster_inside, one_more, with_plenty
+from whale.search.found import Found
+from whale.search.freedom import pin_of
+from whale.search.searching import search
+from whale.units import format_bytes
+
+EFFORT = 30.0
+"""Plans that each search makes at most where ``planning.effort`` is not set: there are many searches."""
+
+WORTH = 1.005
+"""From so many times as good on, a change is worth its words."""
+
+FACTOR = 2
+"""So many times as fast are the links that are asked about."""
+
+About = Literal["devices", "front", "more", "link", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One sentence, and the two numbers behind it.
+
+    Attributes:
+        about: what it is about.
+        subject: which devices or links.
+        says: the sentence.
+        value: of the plan that it speaks for, by the objective; of memory bytes. None where there is no such plan.
+        beside: of the plan that it is compared with, likewise.
+    """
+
+    about: About
+    subject: str
+    says: str
+    value: float | None
+    beside: float | None
+
+
+@dataclass(frozen=True)
+class Advised:
+    """All advice.
+
+    Attributes:
+        found: the search on the cluster as it is; None where nothing fits.
+        fault: why nothing fits; "" where something does.
+        advice: what there is to say.
+    """
+
+    found: Found | None
+    fault: str
+    advice: tuple[Advice, ...]
+
+
+def advise(
+    graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None, tell: Callable[[str], None] | None = None
+) -> Advised:
+    """Searches on a cluster and on changed ones, and says what the differences mean.
+
+    Args:
+        graph: a model whose division is left to the search.
+        cluster: the devices there are.
+        config: settings; the objective is theirs, and so is the effort of each search where it is set.
+        rows: of the global batch; None for the example's.
+        tell: is called with what is searched for next.
+
+    Raises:
+        ConfigError: something decides already how the model is divided.
+    """
+    pin = pin_of(graph, config)
+    if pin is not None:
+        raise ConfigError(f"advice is made of searches, and what is set leaves none: {pin}", hint="take it out")
+    own = _Adviser(graph, cluster, config, rows, tell)
+    try:
+        found = own.searched("the cluster as it is", cluster)
+    except PlanError as fault:
+        return Advised(None, fault.message, (*own.more(None), own.memory(None)))
+    advice = (*own.groups(found), *own.front(found), *own.more(found), *own.links(found), own.memory(found))
+    return Advised(found, "", advice)
+
+
+@dataclass(frozen=True)
+class _Adviser:
+    """What all searches have in common; the arguments are those of `advise`."""
+
+    graph: ModelGraph
+    cluster: Cluster
+    config: Config
+    rows: int | None
+    tell: Callable[[str], None] | None
+
+    def searched(self, what: str, cluster: Cluster, **settings: object) -> Found:
+        """The outcome of a search on a cluster, told before it begins."""
+        if self.tell is not None:
+            self.tell(what)
+        config = self.config.with_values({f"planning.{key}": value for key, value in settings.items()})
+        effort = None if "planning.effort" in config.explicit else EFFORT
+        return search(self.graph, cluster, config, rows=self.rows, effort=effort)
+
+    def groups(self, found: Found) -> Iterator[Advice]:
+        """Whether each kind of device is worth using."""
+        for kind, count in self.counts.items():
+            if len(self.counts) > 1 or count > 1:
+                used = sum(self.cluster.by_name[name].kind == kind for name in found.plan.devices)
+                yield self._used(found, kind, used) if used else self._unused(found, kind)
+
+    def _used(self, found: Found, kind: Device, used: int) -> Advice:
+        name, count = self.names[kind], self.counts[kind]
+        subject = f"the {count} {name}" if used == count else f"{used} of the {count} {name}"
+        others = [device.name for device in self.cluster.devices if device.kind != kind]
+        if not others:
+            return self._fewer(found, name, subject)
+        text = found.objective.text
+        try:
+            without = self.searched(f"without the {name}", self.cluster.only(others)).value
+        except PlanError:
+            return Advice("devices", name, f"use {subject}: without them nothing fits ({text(found.value)} with them)", found.value, None)
+        ratio = without / found.value
+        numbers = f"({text(found.value)} with them, {text(without)} without)"
+        if ratio < WORTH:
+            return Advice("devices", name, f"leave the {name} out: they bring nothing {numbers}", without, found.value)
+        return Advice("devices", name, f"use {subject}: {ratio:.2f}x {numbers}", found.value, without)
+
+    def _fewer(self, found: Found, name: str, subject: str) -> Advice:
+        """Of devices that are all alike: beside one of them."""
+        text = found.objective.text
+        try:
+            alone = self.searched(f"one {name}", self.cluster.only([found.plan.devices[0]])).value
+        except PlanError:
+            return Advice("devices", name, f"use {subject}: on one nothing fits ({text(found.value)} together)", found.value, None)
+        ratio = alone / found.value
+        return Advice("devices", name, f"use {subject}: {ratio:.2f}x one ({text(found.value)}, {text(alone)} on one)", found.value, alone)
+
+    def _unused(self, found: Found, kind: Device) -> Advice:
+        name, text = self.names[kind], found.objective.text
+        using = next((each for each in found.others if self._uses(each.draft.plan, kind)), None)
+        if using is None:
+            says = f"leave the {name} out: no plan with them comes near ({text(found.value)} without)"
+            return Advice("devices", name, says, found.value, None)
+        slower = using.value / found.value - 1
+        says = (
+            f"leave the {name} out: they make it {slower:.0%} worse ({text(found.value)} without, {text(using.value)} with them: "
+            f"{narrowest(using.draft.step)})"
+        )
+        return Advice("devices", name, says, found.value, using.value)
+
+    def front(self, found: Found) -> Iterator[Advice]:
+        """Which kind computes the first stage, and what it would be with another there."""
+        replica = self._mixed(found.plan)
+        if replica is None:
+            return
+        kind, text = self._front(replica), found.objective.text
+        first, last = (replica.stages[end].estimates[0].activation_bytes for end in (0, -1))
+        name, why = self.names[kind], f"beside parameters the first stage keeps {format_bytes(first)}, the last {format_bytes(last)}"
+        says = f"the {name} takes the front of the pipeline: {why}"
+        for other in found.others:
+            mixed = self._mixed(other.draft.plan)
+            if mixed is not None and self._front(mixed) != kind:
+                says += f"; with the {self.names[self._front(mixed)]} in front {text(other.value)} ({text(found.value)} so)"
+                yield Advice("front", name, says, found.value, other.value)
+                return
+        yield Advice("front", name, says, float(first), float(last))
+
+    def _uses(self, plan: Plan, kind: Device) -> bool:
+        return any(self.cluster.by_name[name].kind == kind for name in plan.devices)
+
+    def _front(self, replica: Replica) -> Device:
+        return self.cluster.by_name[replica.stages[0].virtual_device.devices[0]].kind
+
+    def _mixed(self, plan: Plan) -> Replica | None:
+        """A replica whose pipeline runs over several kinds."""
+        for replica in plan.replicas:
+            names = (stage.virtual_device.devices[0] for stage in replica.stages)
+            if len({self.cluster.by_name[name].kind for name in names}) > 1:
+                return replica
+        return None
+
+    def more(self, found: Found | None) -> Iterator[Advice]:
+        """What one more device of each kind would bring; the cluster's plan is still there to take."""
+        for kind, name in self.names.items():
+            cluster, where = one_more(self.cluster, kind)
+            yield self._changed(found, "more", name, f"one more {name} {where}", cluster)
+
+    def links(self, found: Found) -> Iterator[Advice]:
+        """What links twice as fast would bring, also where the plan uses none because they are slow."""
+        hosts = self.cluster.hosts
+        if len(hosts) > 1:
+            faster = faster_between(self.cluster, FACTOR)
+            yield self._changed(found, "link", "between hosts", "links between hosts twice as fast", faster)
+        if any(len(host.devices) > 1 for host in hosts):
+            yield self._changed(found, "link", "inside hosts", "links inside hosts twice as fast", faster_inside(self.cluster, FACTOR))
+
+    def _changed(self, found: Found | None, about: About, subject: str, what: str, cluster: Cluster) -> Advice:
+        try:
+            changed = self.searched(what, cluster)
+        except PlanError:
+            changed = None
+        if found is None:
+            if changed is None:
+                return Advice(about, subject, f"{what}: nothing fits with it either", None, None)
+            return Advice(about, subject, f"{what}: then it fits ({changed.objective.text(changed.value)})", changed.value, None)
+        value = found.value if changed is None else min(found.value, changed.value)
+        ratio, text = found.value / value, found.objective.text
+        return Advice(about, subject, f"{what}: {ratio:.2f}x ({text(value)}, {text(found.value)} now)", value, found.value)
+
+    def memory(self, found: Found | None) -> Advice:
+        """With how little memory on each device the model would train."""
+        small = self.searched("the least memory", with_plenty(self.cluster), objective="memory")
+        costs = Costs.of(self.config)
+        need = small.value / costs.memory_fraction
+        says = f"the model would train on devices of {format_bytes(need)}: {small.arrangement}"
+        if found is None:
+            there = max(device.memory for device in self.cluster.devices)
+            return Advice("memory", "the fullest device", f"{says} (the largest has {format_bytes(there)})", need, float(there))
+        now = max(each.peak.total for each in found.step.devices) / costs.memory_fraction
+        return Advice("memory", "the fullest device", f"{says} (the plan above needs {format_bytes(now)})", need, now)
+
+    @cached_property
+    def counts(self) -> Counter[Device]:
+        """Devices of each kind."""
+        return Counter(device.kind for device in self.cluster.devices)
+
+    @cached_property
+    def names(self) -> dict[Device, str]:
+        """What each kind is called: its model, with its memory where several kinds have one."""
+        models = Counter(kind.model for kind in self.counts)
+        return {kind: kind.model if models[kind.model] == 1 else f"{kind.model} of {format_bytes(kind.memory)}" for kind in self.counts}
+
+
+def narrowest(step: StepEstimate) -> str:
+    """What a step waits for most: a link, or the device that computes longest."""
+    slow, link = step.straggler, max(step.links, key=lambda each: each.share, default=None)
+    if link is not None and slow.exposed >= slow.busy:
+        return f"the link {link.name} is the bound, {slow.exposed / step.step_seconds:.0%} of the step are waits for what is on its way"
+    return f"{slow.name} is the bound, computing for {slow.busy / step.step_seconds:.0%} of the step"
