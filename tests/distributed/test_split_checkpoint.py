@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import load as plain_load
 import whale
 from tests.captures import captured_once
 from tests.distributed.world import World
-from tests.memory import PeakBytes
+from whale.dry_run import LiveBytes
 from whale.hardware.cluster_file import parse_cluster
 
 WIDTH, HEADS, CLASSES, SLACK = 48, 6, 64, 64 << 10
@@ -140,14 +140,14 @@ def save(rank: int, size: int, case: str, cluster: str | None, folder: str) -> O
     for _ in range(2):
         engine.step(batch)
     weights = engine.state_dict()
-    with PeakBytes() as memory:
+    with LiveBytes() as memory:
         engine.save(folder)
     return finish(engine, model, batch, memory.peak, weights)
 
 
 def load(rank: int, size: int, case: str, cluster: str | None, folder: str) -> Outcome:
     engine, model, batch = make_engine(case, cluster, seed=1)
-    with PeakBytes() as memory:
+    with LiveBytes() as memory:
         engine.load(folder)
     return finish(engine, model, batch, memory.peak, engine.state_dict())
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "whale"
 LINES = (
     ("cli",),
     ("api", "workloads"),
-    ("search", "report"),
+    ("search", "report", "dry_run"),
     ("capture", "planning", "runtime", "measure"),
     ("estimate",),
     ("schedules",),

@@ -79,9 +79,7 @@ def _graph_of(source: str, pairs: Sequence[str]) -> ModelGraph:
     if name == "gpt":
         from whale.workloads import gpt
 
-        values = parse_pairs([*filter(None, sizes.split(",")), *pairs], name)
-        _check_names(name, gpt, values)
-        return gpt(**values)
+        return gpt(**keywords_for(gpt, name, sizes, pairs))
     model, batch, loss, batch_dims = build_model(source, pairs)
     from whale.capture import capture
 
@@ -102,6 +100,17 @@ def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any, Any]:
     if not isinstance(result, tuple) or len(result) not in (3, 4):
         raise CaptureError(f"{source} must return (model, batch, loss), or (model, batch, loss, batch_dims), not {_kind(result)}")
     return (*result, None)[:4]
+
+
+def keywords_for(build: Callable[..., Any], name: str, sizes: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """The keyword arguments of a published model: those behind its name, and the ``--arg`` pairs.
+
+    Raises:
+        CaptureError: it does not take them.
+    """
+    values = parse_pairs([*filter(None, sizes.split(",")), *pairs], name)
+    _check_names(name, build, values)
+    return values
 
 
 def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, object]) -> None:

@@ -66,14 +66,15 @@ def add_planning_verb(
     return parser
 
 
-def planned(arguments: argparse.Namespace, runner_up: int | None = None) -> Planned:
+def planned(arguments: argparse.Namespace, runner_up: int | None = None, graph: ModelGraph | None = None) -> Planned:
     """Plans what a command line asks for, and writes its picture where one was asked for.
 
     Args:
         runner_up: of the search, from 1; None for the best.
+        graph: of the model, where it is captured already.
     """
     check_report(arguments.report)
-    graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
+    graph = graph or read_graph(arguments.source, arguments.arg, arguments.blocks)
     config = read_config(arguments)
     cluster = read_cluster(arguments, config)
     plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows, runner_up=runner_up, tell=told_if_long())

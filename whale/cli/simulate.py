@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from whale.cli.dry_run import dry_run_data, print_dry_run, read_mode, run_dry
 from whale.cli.planned import Planned, add_planning_verb, planned
 from whale.cli.tables import paragraph, print_table
 from whale.estimate import DeviceEstimate
@@ -29,17 +30,25 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         verbs, "simulate", run, says="predict the time and memory of a step", json="print the figures as JSON, device by device"
     )
     parser.add_argument("--even", action="store_true", help="say too what equal shares of rows, layers and cuts would cost")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run each distinct rank on tensors without contents too, and count its memory"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans or reads a plan, and prints what a step of it is predicted to be."""
-    made = planned(arguments)
+    mode = read_mode(arguments.source, arguments.arg, arguments.blocks) if arguments.dry_run else None
+    made = planned(arguments, graph=None if mode is None else mode.graph)
     even = even_shares(made.plan, made.graph, made.cluster, made.config) if arguments.even else None
     found = Simulation(made.plan, made.step, even)
+    dry = None if mode is None else run_dry(made.plan, mode, made.config)
     if arguments.json:
-        print(json.dumps(found.as_data() | {"cost_per_sample": made.cost_per_sample}, indent=1))
+        data = found.as_data() | {"cost_per_sample": made.cost_per_sample}
+        print(json.dumps(data if dry is None else dry_run_data(data, dry), indent=1))
     else:
         print_simulation(found, made)
+        if dry is not None:
+            print_dry_run(dry, made.plan, made.step)
     return 0
 
 

@@ -9,12 +9,15 @@ import torch.distributed as dist
 def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
     """The backend (``gloo``, ``nccl``) that a group uses for tensors of a device; None where it has none for them.
 
+    A group of an imagined world does as Gloo would.
+
     Args:
         device: where the tensors lie.
         group: torch's; the world's own by default.
     """
     served = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl": torch tells the whole, whatever the device
-    return dict(pair.split(":") for pair in served.split(",")).get(device.type)
+    found = dict(pair.split(":") for pair in served.split(",")).get(device.type)
+    return "gloo" if found == "fake" else found
 
 
 def blocks_host(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:

@@ -33,6 +33,7 @@ class World:
         local_rank, local_size: among the ranks of this host.
         device: where this rank computes.
         timeout: the longest that any wait may take.
+        is_imagined: whether the peers are not there (`whale.comm.imagined`).
     """
 
     rank: int
@@ -41,6 +42,7 @@ class World:
     local_size: int
     device: torch.device
     timeout: timedelta
+    is_imagined: bool = False
 
     @cached_property
     def waits(self) -> Waits:
@@ -50,6 +52,11 @@ class World:
     @property
     def is_alone(self) -> bool:
         return self.size == 1
+
+    @property
+    def can_compare(self) -> bool:
+        """Whether there are peers to compare notes with."""
+        return not self.is_alone and not self.is_imagined
 
     def gather_objects(self, value: object) -> list[object]:
         """The value of every rank, in rank order, on every rank."""

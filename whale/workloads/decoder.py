@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -17,6 +17,9 @@ from whale.workloads.repeat import repeat_blocks
 Attention = Literal["fused", "explicit"]
 
 DTYPES = ("float32", "float16", "bfloat16")
+
+Built = tuple[nn.Module, dict[str, Tensor], Callable[[Tensor, dict[str, Tensor]], Tensor]]
+"""A model, an example batch and a loss."""
 
 NUM_CAPTURED = 2
 """Blocks that are captured; the others are made from them."""
@@ -55,11 +58,51 @@ def gpt(
     """
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence, "vocabulary": vocabulary}
     raise_faults(list(_faults(sizes, dtype, attention, dropout)))
-    with torch.device("meta"):
-        model = _Decoder(min(layers, NUM_CAPTURED), hidden, heads, sequence, vocabulary, tied, attention, dropout)
-        tokens = torch.zeros(2, sequence, dtype=torch.long)
-    graph, _ = capture(model.to(getattr(torch, dtype)), {"tokens": tokens, "targets": tokens.clone()}, _next_token_loss)
+    model, batch, loss = _build(min(layers, NUM_CAPTURED), hidden, heads, sequence, vocabulary, dtype, tied, attention, dropout)
+    graph, _ = capture(model, batch, loss)
     return graph if layers <= NUM_CAPTURED else repeat_blocks(graph, layers)
+
+
+def gpt_model(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    sequence: int,
+    vocabulary: int,
+    dtype: str = "float32",
+    tied: bool = True,
+    attention: Attention = "fused",
+    dropout: float = 0.0,
+) -> Built:
+    """The model, example batch and loss that `gpt` captures, with all of its blocks; on the meta device.
+
+    Args:
+        layers, hidden, heads, sequence, vocabulary, dtype, tied, attention, dropout: as `gpt` takes them.
+
+    Raises:
+        ConfigError: as `gpt`.
+    """
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence, "vocabulary": vocabulary}
+    raise_faults(list(_faults(sizes, dtype, attention, dropout)))
+    return _build(layers, hidden, heads, sequence, vocabulary, dtype, tied, attention, dropout)
+
+
+def _build(
+    layers: int,
+    hidden: int,
+    heads: int,
+    sequence: int,
+    vocabulary: int,
+    dtype: str,
+    tied: bool,
+    attention: Attention,
+    dropout: float,
+) -> Built:
+    with torch.device("meta"):
+        model = _Decoder(layers, hidden, heads, sequence, vocabulary, tied, attention, dropout)
+        tokens = torch.zeros(2, sequence, dtype=torch.long)
+    return model.to(getattr(torch, dtype)), {"tokens": tokens, "targets": tokens.clone()}, _next_token_loss
 
 
 def _faults(sizes: Mapping[str, int], dtype: object, attention: object, dropout: object) -> Iterator[ConfigError]:

@@ -137,6 +137,23 @@ def test_what_a_sample_costs_is_told_where_devices_have_prices(model: str, capsy
     assert "the model's scopes, replicate(1, name='part0')" in capsys.readouterr().err
 
 
+def test_simulate_runs_ranks_dry(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [model, "--ranks", "4", "--dry-run", "--set", "pipeline.num_micro_batch=2"]
+    assert main(["simulate", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "dry run: 2 of 4 rank(s) were run, the others are like them" in printed and "1 like it" in printed
+    assert main(["simulate", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dry_run"] == {"num_ranks_run": 2} and len(found["devices"]) == 4
+    for each in found["devices"]:
+        assert each["dry_run_peak_bytes"] > 0 and set(each["dry_run_peak_at"]) == {"action", "op"}
+    assert main(["simulate", *words, "--blocks", "4"]) == 1
+    assert "--dry-run runs the program of the model" in capsys.readouterr().err
+    sizes = "gpt:layers=1,hidden=16,heads=2,sequence=8,vocabulary=32"
+    assert main(["simulate", sizes, "--ranks", "1", "--dry-run"]) == 0
+    assert "dry run: 1 of 1 rank(s) were run" in capsys.readouterr().out
+
+
 def test_a_written_plan_is_planned_and_simulated(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("written.yaml").write_text("num_micro_batch: 4\nreplicas: 1\n")
     words = [model, "--ranks", "4", "--rows", "16", "--plan", "written.yaml"]

@@ -163,7 +163,7 @@ class Agreement:
         """
         self._num_compared += 1
         capture = self._capture if batch.leaves else None
-        if self._world.is_alone or not (on_host(batch.leaves) or self._num_compared <= DEVICE_STEPS):
+        if not self._world.can_compare or not (on_host(batch.leaves) or self._num_compared <= DEVICE_STEPS):
             return _Told(batch.num_rows, batch.is_global, capture)
         if not batch.is_own:
             return _Told(batch.num_rows, batch.is_global, capture, digests(batch.leaves))
@@ -180,7 +180,7 @@ class Agreement:
 
     def _end(self, first: tuple[torch.Tensor, Launched | None], told: _Told, measured: torch.Tensor | None) -> list[torch.Tensor]:
         """Compares, then sums what was measured where some rank needs it; None is measured where this rank refuses the batch."""
-        if self._world.is_alone:
+        if not self._world.can_compare:
             return [] if measured is None else list(measured)
         num_whole = self._compare(first, told)
         if measured is None or not len(measured) or num_whole == self._world.size:

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import load as plain_load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.examples import at_most
-from tests.memory import PeakBytes
 from tests.unit.runtime.checkpoint.test_checkpoint import ALONE
+from whale.dry_run import LiveBytes
 from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
 from whale.runtime.checkpoint.boxes import Box, Share, bounding_box, boxes
@@ -171,14 +171,14 @@ def test_reading_a_part_needs_few_stored_pieces_at_a_time(tmp_path: Path) -> Non
         piece = max(prod(Share((num_rows, width), part).local_shape) for part in division) * size
         for positions in cases.values():
             held = prod(Share((num_rows, width), positions).local_shape) * size
-            with PeakBytes() as memory:
+            with LiveBytes() as memory:
                 read(tmp_path / name, (num_rows, width), positions)
             assert memory.peak <= 2 * held + 3 * piece + 1024
 
 
 def test_writing_pieces_needs_no_more_than_they_are(tmp_path: Path) -> None:
     whole = torch.zeros(256, 128)
-    with PeakBytes() as memory:
+    with LiveBytes() as memory:
         write(tmp_path / "c", whole, comb(256, 2))
     assert memory.peak - whole.nbytes <= 2 * 3 * 128 * 4 + 1024  # the average is made here; of a comb, a row at a time
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests import hf_models
 from tests.examples import at_most
-from tests.memory import PeakBytes
+from whale.dry_run import LiveBytes
 from whale.errors import InitializationError
 from whale.runtime.weights.checksums import checksums
 from whale.runtime.weights.initialize import initial_tensors
@@ -314,7 +314,7 @@ def test_parts_are_those_of_the_whole_tensors_and_lie_alone(is_meta: bool) -> No
 def test_a_meta_model_needs_its_parts_and_one_whole_tensor() -> None:
     model = on_meta(Stack)
     largest = max(tensor.nbytes for tensor in named_tensors(model).values())
-    with PeakBytes() as memory:
+    with LiveBytes() as memory:
         parts = fill(model, shard=rows_of(0, 8))
     held = sum(part.nbytes for part in parts.values())
     assert memory.live == held
@@ -323,6 +323,6 @@ def test_a_meta_model_needs_its_parts_and_one_whole_tensor() -> None:
 
 def test_of_a_real_model_only_parts_are_copied() -> None:
     model = Stack()
-    with PeakBytes() as memory:
+    with LiveBytes() as memory:
         parts = fill(model, shard=rows_of(0, 8))
     assert memory.peak == sum(part.nbytes for part in parts.values())

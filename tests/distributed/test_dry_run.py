@@ -1,0 +1,64 @@
+"""A dry run counts what a real step holds: the same bytes at the same time, on ranks of all kinds of plans."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.split_training import plan_case
+from tests.distributed.training import Case, captured_case, make_engine, run_case
+from tests.distributed.world import World
+from tests.models import Block, Description, Segment
+from whale.api.mode import CapturedMode
+from whale.config import Config
+from whale.dry_run import LiveBytes, dry_run
+from whale.dry_run.storages import BLOCK_BYTES
+from whale.ir.plan import Plan
+
+BLOCKS = (Block("linear"), Block("attention"), Block("feed_forward"), Block("norm"), Block("attention"), Block("feed_forward"))
+WIDTH, SEQUENCE, ROWS = 64, 32, 16
+
+
+def of(*segments: Segment, copies: int | None = None) -> Description:
+    placement = "construction"
+    return Description(True, BLOCKS, WIDTH, SEQUENCE, segments=segments, placement=placement, copies=copies)
+
+
+PIPELINE, PARALLEL, SPLIT = of(Segment(0), Segment(3)), of(Segment(0, 1)), of(Segment(0, 2, is_split=True))
+NESTED = of(Segment(0, 2, is_split=True), Segment(3, 1))
+SHORT = (("pipeline.num_micro_batch", 4),)
+CASES = {
+    "pipeline": (PIPELINE, (1.0, 1.0), SHORT),
+    "zero_bubble": (PIPELINE, (1.0, 1.0), (*SHORT, ("pipeline.schedule", "zb_h1"))),
+    "recompute": (PIPELINE, (1.0, 1.0), (*SHORT, ("recompute.policy", "full"))),
+    "data_parallel": (PARALLEL, (1.0, 3.0), ()),
+    "split": (SPLIT, (1.0, 1.0), ()),
+    "uneven_split": (SPLIT, (1.0, 3.0), ()),
+    "nested": (NESTED, (1.0, 1.0, 1.0), SHORT),
+}
+
+
+def peak_of_a_step(rank: int, num_ranks: int, case: Case, plan: Plan) -> int:
+    """What a rank holds at most in its second step beside what it held before."""
+    engine = make_engine(case, plan)
+    try:
+        first, second = case.batches
+        engine.step(first)
+        with LiveBytes(BLOCK_BYTES) as live:
+            engine.step(second)
+        return live.peak
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_real_step_holds_as_much(world: World, name: str) -> None:
+    description, speeds, config = CASES[name]
+    case = Case(description, (ROWS, ROWS), speeds, config, optimizer="adam")
+    plan, _ = plan_case(case)
+    assert len(plan.devices) == len(speeds)
+    made = captured_case(case)
+    dry = dry_run(plan, CapturedMode(made.model, made.batch, made.loss, "train"), Config(dict(config)))
+    real = run_case(world, peak_of_a_step, case, plan)
+    counted = [dry.of[device].num_bytes - dry.of[device].held_bytes for device in plan.devices]
+    for mine, theirs in zip(sorted(counted), sorted(real), strict=True):  # which process is which device is no matter
+        assert 0 <= mine - theirs <= BLOCK_BYTES  # the numbers that ranks agree on: a real `torch.tensor` is not seen being made

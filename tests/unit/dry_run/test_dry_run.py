@@ -1,0 +1,119 @@
+"""A dry run tells each device's memory, runs alike ranks once, and refuses what it cannot run."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import whale
+from tests.unit.runtime.test_steps_at_scale import cluster_of
+from whale.api.mode import CapturedMode
+from whale.config import Config
+from whale.dry_run import DryRun, dry_run
+from whale.errors import ConfigError, OpFault
+from whale.planning import make_plan
+from whale.planning.plan import plan_and_estimate
+
+WIDTH, ROWS = 64, 24
+
+
+class Model(nn.Module):
+    """Two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with whale.replicate(1):
+            self.first = nn.Linear(WIDTH, WIDTH)
+        with whale.replicate(1):
+            self.second = nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.second(self.first(x))
+        return value
+
+
+def to_zero(output: Tensor, _: object) -> Tensor:
+    return F.mse_loss(output, output.new_zeros(output.shape))
+
+
+@cache
+def captured(model: type[nn.Module] = Model) -> CapturedMode:
+    with torch.device("meta"):
+        return CapturedMode(model(), {"x": torch.zeros(ROWS, WIDTH)}, to_zero, "train")
+
+
+def dry(num_devices: int, **settings: Any) -> DryRun:
+    config = Config({"pipeline.num_micro_batch": 2} | {key.replace("__", "."): value for key, value in settings.items()})
+    mode = captured()
+    return dry_run(make_plan(mode.graph, cluster_of(num_devices), config), mode, config)
+
+
+def test_alike_ranks_are_run_once() -> None:
+    found = dry(8)
+    assert found.num_run == 2
+    assert {frozenset(devices) for devices, _ in found.peaks} == {frozenset(f"device{n}" for n in range(start, 8, 2)) for start in (0, 1)}
+    assert len(found.of) == 8 and found.of["device0"] is found.of["device2"]
+
+
+def test_ranks_with_other_rows_are_run_for_themselves() -> None:
+    assert dry(10).num_run == 4  # five replicas take 4 or 5 of the 24 rows each
+
+
+def test_what_is_held_is_what_the_estimate_says() -> None:
+    mode, config = captured(), Config({"pipeline.num_micro_batch": 2})
+    plan, step = plan_and_estimate(mode.graph, cluster_of(4), config)
+    found = dry_run(plan, mode, config)
+    for device, peak in found.of.items():
+        use, num_tensors = step.of(device).peak, 2
+        assert 0 <= peak.held_bytes - (use.weights + use.gradients + use.optimizer) <= (4 * num_tensors + 4) * 512
+        assert peak.held_bytes < peak.num_bytes
+        assert peak.action[1] == "B" and peak.op.startswith("aten.")
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_optimizers_keep_what_the_settings_say(kept: int) -> None:
+    weight_bytes = 4 * WIDTH * WIDTH
+    held = dry(4, memory__optimizer_states=kept).of["device0"].held_bytes
+    assert (2 + kept) * weight_bytes <= held < (3 + kept) * weight_bytes
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"keep 0 to 3 tensors for each parameter \(memory.optimizer_states: 5\)"):
+        dry(2, memory__optimizer_states=5)
+
+
+class Checks(nn.Module):
+    """Looks at what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.layer(x)
+        if value.max() > 100:
+            raise ValueError
+        return value
+
+
+def test_a_model_that_looks_at_values_is_named() -> None:
+    mode, config = captured(Checks), Config()
+    with pytest.raises(OpFault, match="a dry run has shapes and no values") as caught:
+        dry_run(make_plan(mode.graph, cluster_of(1), config), mode, config)
+    assert caught.value.where is not None and "test_dry_run.py" in str(caught.value.where)
+
+
+def test_a_rank_among_others_is_refused() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(ConfigError, match="a dry run is a process of its own"):
+            dry(2)
+    finally:
+        dist.destroy_process_group()
