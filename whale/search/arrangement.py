@@ -37,6 +37,11 @@ class Team:
         return len(self.kinds)
 
     @cached_property
+    def one(self) -> Team:
+        """One of its replicas."""
+        return self if self.count == 1 else Team(self.kinds, self.width, 1)
+
+    @cached_property
     def runs(self) -> tuple[tuple[Device, int], ...]:
         """The kinds along the pipeline, each with how many ranks of it follow one another."""
         return tuple((kind, len(list(run))) for kind, run in groupby(self.kinds))

@@ -12,7 +12,6 @@ work equally dear it is the time of a cut without grain. Ops that cost the same 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,54 +19,19 @@ from functools import cached_property
 
 import numpy as np
 
-from whale.estimate import OpTable, op_seconds, optimizer_seconds
+from whale.estimate import optimizer_seconds
 from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.planning.structure.structure import Structure
 from whale.search.arrangement import Arrangement, Order, Team
+from whale.search.columns import Columns, columns_of
+
+NO_ORDER = Order("", 2)
+"""Of which nothing is known: ranks neither wait for those before them, nor sum gradients when all is done."""
 
 GRID = 64
 """Rows of a replica are looked at in about so many steps where teams divide them."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The ops of a graph that run in every replica, equal ones together.
-
-    Attributes:
-        table: the figures of one of each.
-        counts: how many there are.
-        trained: bytes of trainable parameters that it is the first to read.
-    """
-
-    table: OpTable
-    counts: Floats
-    trained: Floats
-
-
-def columns_of(prices: Prices, structure: Structure) -> Columns:
-    """Reduces a graph to its columns; where times were measured each op has its own."""
-    graph, table = prices.graph, prices.table
-    trained = np.zeros(len(graph.ops))
-    names = set[str]()
-    for op in graph.ops:
-        for source in op.inputs if op.name in structure.atom_of else ():
-            read = graph.by_name[source]
-            if read.kind == "parameter" and (parameter := graph.parameter_by_name[read.target]).name not in names:
-                names.add(parameter.name)
-                trained[table.position[op.name]] += parameter.spec.num_bytes * parameter.trainable
-    own = np.array([table.position[name] for name in structure.atom_of], dtype=np.int64)
-    arrays = {
-        each.name: getattr(table, each.name) for each in dataclasses.fields(table) if isinstance(getattr(table, each.name), np.ndarray)
-    }
-    told = [values[own].astype(np.float64) for name, values in arrays.items() if name != "op" or prices.costs.measured is not None]
-    looks = np.stack([*told, trained[own]], axis=1)
-    _, first, counts = np.unique(looks, axis=0, return_index=True, return_counts=True)
-    kept = own[first]
-    return Columns(
-        dataclasses.replace(table, **{name: values[kept] for name, values in arrays.items()}), counts.astype(float), trained[kept]
-    )
 
 
 @dataclass(eq=False)
@@ -83,7 +47,6 @@ class Bounds:
     prices: Prices
     structure: Structure
     num_rows: int
-    _seconds: dict[Device, dict[float, tuple[Floats, Floats]]] = field(default_factory=dict, init=False)
     _curves: dict[tuple[Team, Order, int, float], Floats] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -104,13 +67,18 @@ class Bounds:
 
     def of(self, arrangement: Arrangement) -> float:
         """Seconds that a step of any plan of this arrangement takes at least."""
-        order, m = arrangement.order, arrangement.num_micro_batch
         rate = self._sync_rate(arrangement.num_replicas, self._num_hosts(arrangement.teams))
-        if len(arrangement.teams) == 1:
-            rows = (self.num_rows / arrangement.num_replicas,)
-            return float(self._team_seconds(arrangement.teams[0], order, m, rows, rate)[0])
-        curves = [self._curve(team, order, m, rate) for team in arrangement.teams]
-        counts = [team.count for team in arrangement.teams]
+        return self._together(arrangement.teams, arrangement.order, arrangement.num_micro_batch, rate)
+
+    def of_lineup(self, teams: Sequence[Team], num_micro_batch: int) -> float:
+        """Seconds that a step of these replicas takes at least in any order, with so many micro-batches or more."""
+        return self._together(teams, NO_ORDER, num_micro_batch, 0.0)
+
+    def _together(self, teams: Sequence[Team], order: Order, m: int, rate: float) -> float:
+        counts = [team.count for team in teams]
+        if len(teams) == 1:
+            return float(self._team_seconds(teams[0], order, m, (self.num_rows / counts[0],), rate)[0])
+        curves = [self._curve(team, order, m, rate) for team in teams]
         times = np.unique(np.concatenate(curves))
         taken = sum(count * self._rows_within(curve, times) for count, curve in zip(counts, curves, strict=True))
         floor = max(float(curve[np.searchsorted(self._grid, m)]) for curve in curves)
@@ -155,7 +123,7 @@ class Bounds:
 
     def _curve(self, team: Team, order: Order, num_micro_batch: int, sync_rate: float) -> Floats:
         """`_team_seconds` over the grid, made to not fall."""
-        key = dataclasses.replace(team, count=1), order, num_micro_batch, sync_rate
+        key = team.one, order, num_micro_batch, sync_rate
         if key not in self._curves:
             found = self._team_seconds(team, order, num_micro_batch, tuple(self._grid), sync_rate)
             self._curves[key] = np.maximum.accumulate(found)
@@ -163,17 +131,8 @@ class Bounds:
 
     def _ops(self, kind: Device, num_micro_batch: int, rows: tuple[float, ...]) -> tuple[Floats, Floats]:
         """Seconds of every column forward and backward, ``[rows, columns]``, for one micro-batch of a replica with these rows."""
-        known = self._seconds.setdefault(kind, {})
-        found = [known.get(number / num_micro_batch) or self._ops_at(kind, number / num_micro_batch) for number in rows]
-        return np.stack([forward for forward, _ in found]), np.stack([backward for _, backward in found])
-
-    def _ops_at(self, kind: Device, rows: float) -> tuple[Floats, Floats]:
-        """Seconds of every column forward and backward for so many rows, which are then known."""
-        seconds = op_seconds(self.columns.table, kind, rows, self.prices.costs)
-        forward = seconds.forward_fixed + rows * seconds.forward_per_row
-        backward = seconds.backward_fixed + rows * seconds.backward_per_row
-        self._seconds[kind][rows] = found = forward, backward * self.prices.training
-        return found
+        found = [self.columns.seconds(kind, number / num_micro_batch) for number in rows]
+        return np.stack([times.forward for times in found]), np.stack([times.backward for times in found])
 
     def _team_seconds(self, team: Team, order: Order, num_micro_batch: int, rows: tuple[float, ...], sync_rate: float) -> Floats:
         """The bound for replicas of a team with so many rows each, per number of rows."""

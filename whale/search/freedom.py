@@ -38,6 +38,12 @@ class Freedom:
     policies: tuple[str | Shares, ...]
     config: Config
 
+    @property
+    def recomputes(self) -> tuple[bool, ...]:
+        """Whether all may be computed again in the backward pass: what sketches try, in this order."""
+        found = {policy in ("auto", "blocks", "full") for policy in self.policies}
+        return (False, True) if "auto" in self.policies else tuple(sorted(found))
+
 
 def pin_of(graph: ModelGraph, config: Config) -> str | None:
     """What decides how the model is divided, so that nothing is searched for; None where nothing does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations, product
@@ -73,10 +73,14 @@ class Space:
             for order in self._orders(lineup, num_micro_batch):
                 yield Arrangement(lineup, order, num_micro_batch)
 
-    def plainest(self, arrangements: Iterable[Arrangement]) -> Arrangement | None:
-        """Copies of the model on most devices, in fewest micro-batches: the plan without a search; None where it is not there."""
-        plain = [each for each in arrangements if each.is_plain]
-        return min(plain, key=lambda each: (-each.num_devices, each.num_micro_batch), default=None)
+    def rules(self, lineup: Lineup) -> tuple[bool | None, ...]:
+        """By which rules devices get names: replicas fill hosts (True), like devices are dealt out (False); None for every way."""
+        if self.freedom.near is None and len(self.cluster.devices) <= COMPLETE:
+            return (None,)
+        if self.freedom.near is not None:
+            return (self.freedom.near,)
+        is_one_way = all(team.count == 1 or team.num_ranks * team.width == 1 for team in lineup)
+        return (True,) if is_one_way else (True, False)
 
     def _micro_batches(self, lineup: Lineup, most: int) -> Sequence[int]:
         fixed = self.freedom.micro_batches

@@ -16,6 +16,7 @@ from whale.errors import ConfigError, PlanError, WhaleError
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph
 from whale.planning import MemoryShortage, make_plan
+from whale.planning.pipeline.balance import shortage
 from whale.planning.plan import Draft
 from whale.planning.seating import Seater, Seating
 from whale.search import Found, search
@@ -151,6 +152,27 @@ def test_the_plan_says_how_good_it_is() -> None:
 def test_what_fits_nowhere_says_by_how_much() -> None:
     with pytest.raises(PlanError, match=r"weights, gradients and optimizer state alone are 168\.11 KiB more"):
         search_of(layers([64] * 4), made([[(1e9, 100_000)]], network=1e9), 8)
+
+
+def test_what_fits_nowhere_says_what_would_help() -> None:
+    with pytest.raises(MemoryShortage) as caught:
+        search_of(layers([64] * 4), made([[(1e9, 90_000)]], network=1e9), 8)
+    assert caught.value.hint is not None and "2 x 1e+09" in caught.value.hint and "times the memory" in caught.value.hint
+    enough = made([[(1e9, 90_000)] * 2], network=1e9)
+    assert len(search_of(layers([64] * 4), enough, 8).plan.devices) == 2
+
+
+def test_effort_is_a_limit_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Sequence[Seating]]()
+
+    def refused(self: Seater, seatings: Sequence[Seating], policy: str) -> Draft:
+        seen.append(seatings)
+        raise shortage("a plan fits in memory", 1, ())
+
+    monkeypatch.setattr(Seater, "draft", refused)
+    with pytest.raises(MemoryShortage):
+        search(layers([64] * 4), made([[(1e9, GIB)] * 4], network=1e9), Config(), rows=64, effort=5)
+    assert 1 <= len(seen) <= 5
 
 
 def test_more_micro_batches_than_rows_leave_nothing() -> None:

@@ -1,0 +1,88 @@
+"""The ops of a graph with equal ones together, and their times on kinds of devices: tens of numbers however deep the model is."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale.estimate import OpTable, op_seconds
+from whale.estimate.costs.op_table import Floats
+from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import Device
+from whale.planning.structure.structure import Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds per column for one micro-batch.
+
+    Attributes:
+        forward, backward: on the device.
+        started_forward, started_backward: of the host that starts the kernels, beside it.
+    """
+
+    forward: Floats
+    backward: Floats
+    started_forward: Floats
+    started_backward: Floats
+
+
+@dataclass(eq=False)
+class Columns:
+    """The ops of a graph that run in every replica, equal ones together.
+
+    Attributes:
+        prices: of the graph.
+        table: the figures of one of each.
+        counts: how many there are.
+        trained: bytes of trainable parameters that it is the first to read.
+        of: per op, in graph order, its column.
+        first_trained: per op, likewise, its bytes of `trained`.
+    """
+
+    prices: Prices
+    table: OpTable
+    counts: Floats
+    trained: Floats
+    of: NDArray[np.int64]
+    first_trained: Floats
+    _known: dict[tuple[Device, float], Times] = field(default_factory=dict, init=False)
+
+    def seconds(self, kind: Device, rows: float) -> Times:
+        """Times of every column for a micro-batch of so many rows; without training nothing runs backward."""
+        key = kind, rows
+        if key not in self._known:
+            found, training = op_seconds(self.table, kind, rows, self.prices.costs), self.prices.training
+            self._known[key] = Times(
+                found.forward_fixed + rows * found.forward_per_row,
+                (found.backward_fixed + rows * found.backward_per_row) * training,
+                found.forward_host,
+                found.backward_host * training,
+            )
+        return self._known[key]
+
+
+def columns_of(prices: Prices, structure: Structure) -> Columns:
+    """Reduces a graph to its columns; where times were measured each op has its own."""
+    graph, table = prices.graph, prices.table
+    trained = np.zeros(len(graph.ops))
+    names = set[str]()
+    for op in graph.ops:
+        for source in op.inputs if op.name in structure.atom_of else ():
+            read = graph.by_name[source]
+            if read.kind == "parameter" and (parameter := graph.parameter_by_name[read.target]).name not in names:
+                names.add(parameter.name)
+                trained[table.position[op.name]] += parameter.spec.num_bytes * parameter.trainable
+    own = np.array([table.position[op.name] for op in graph.ops if op.name in structure.atom_of], dtype=np.int64)
+    arrays = {
+        each.name: getattr(table, each.name) for each in dataclasses.fields(table) if isinstance(getattr(table, each.name), np.ndarray)
+    }
+    told = [values[own].astype(np.float64) for name, values in arrays.items() if name != "op" or prices.costs.measured is not None]
+    looks = np.stack([*told, trained[own]], axis=1)
+    _, first, inverse, counts = np.unique(looks, axis=0, return_index=True, return_inverse=True, return_counts=True)
+    kept = own[first]
+    reduced = dataclasses.replace(table, **{name: values[kept] for name, values in arrays.items()})
+    return Columns(prices, reduced, counts.astype(float), trained[kept], inverse.reshape(-1).astype(np.int64), trained[own])

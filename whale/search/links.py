@@ -1,0 +1,114 @@
+"""The links that an arrangement would have between its devices, whether its replicas fill hosts or like devices are dealt out to them.
+
+near    replica after replica takes the next devices of its kinds: messages stay inside hosts, sums of gradients cross them
+far     rank after rank: those who hold the same stage are neighbours, and messages cross
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+from whale.estimate import all_reduce_seconds
+from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import Device, Link
+from whale.search.arrangement import Team
+
+SAMPLE = 64
+"""Sums over more devices cost about as much per byte as over so many."""
+
+SUMMED = 2**26
+"""Sums are priced for about so many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What a way takes.
+
+    Attributes:
+        latency: seconds.
+        per_byte: seconds of a byte that goes it once.
+        narrowest: of a byte that all send at once, on the part that is busiest.
+    """
+
+    latency: float
+    per_byte: float
+    narrowest: float
+
+
+@dataclass(eq=False)
+class Ties:
+    """The links of arrangements on one cluster.
+
+    Attributes:
+        prices: know the links.
+    """
+
+    prices: Prices
+    _borders: dict[tuple[Team, bool], Way] = field(default_factory=dict, init=False)
+    _insides: dict[Team, Way] = field(default_factory=dict, init=False)
+    _rates: dict[tuple[tuple[Team, ...], bool], float] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def _names(self) -> Mapping[Device, tuple[str, ...]]:
+        """Devices of each kind."""
+        found: dict[Device, list[str]] = {}
+        for device in self.prices.cluster.devices:
+            found.setdefault(device.kind, []).append(device.name)
+        return {kind: tuple(names) for kind, names in found.items()}
+
+    def borders(self, team: Team, *, near: bool) -> Way:
+        """The way of a micro-batch from rank to rank of the first replica."""
+        key = team.one if near else team, near
+        if key not in self._borders:
+            firsts = self._firsts(team, near=near)
+            links = [self.prices.link(a, b) for a, b in pairwise(firsts)]
+            shares = [link.bandwidth / self._sharing(a, link) for (a, _), link in zip(pairwise(firsts), links, strict=True)]
+            way = Way(sum(link.latency for link in links), sum(1 / link.bandwidth for link in links), 1 / min(shares))
+            self._borders[key] = way
+        return self._borders[key]
+
+    def inside(self, team: Team) -> Way:
+        """The link between the devices of a split group, of the kind where it is slowest."""
+        if team not in self._insides:
+            ways = []
+            for kind in team.numbers:
+                a, b, *_ = self._names[kind]
+                link = self.prices.link(a, b)
+                per_byte = self._sharing(a, link) / link.bandwidth
+                ways.append(Way(link.latency, per_byte, per_byte))
+            self._insides[team] = max(ways, key=lambda way: way.per_byte)
+        return self._insides[team]
+
+    def sum_rate(self, teams: Sequence[Team], *, near: bool) -> float:
+        """Seconds per byte of a gradient that all replicas of these teams add up."""
+        if sum(team.count for team in teams) == 1:
+            return 0.0
+        key = tuple(teams), near
+        if key not in self._rates:
+            taken: Counter[Device] = Counter()
+            names: list[str] = []
+            for team in teams:
+                kind, count = team.kinds[0], min(team.count, SAMPLE)
+                stride = team.width * (team.numbers[kind] if near else 1)
+                names += self._names[kind][taken[kind] :: stride][:count]
+                taken[kind] += stride * count
+            self._rates[key] = all_reduce_seconds(self.prices.cluster, names, SUMMED) / SUMMED if len(names) > 1 else 0.0
+        return self._rates[key]
+
+    def _firsts(self, team: Team, *, near: bool) -> list[str]:
+        """The first device of each rank of the first replica."""
+        taken: Counter[Device] = Counter()
+        found = []
+        for kind in team.kinds:
+            found.append(self._names[kind][taken[kind]])
+            taken[kind] += team.width * (1 if near else team.count)
+        return found
+
+    def _sharing(self, name: str, link: Link) -> int:
+        """How many devices share a link inside a host."""
+        cluster = self.prices.cluster
+        return len(cluster.host_by_name[cluster.by_name[name].host].devices) if link.shared else 1

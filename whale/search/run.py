@@ -1,0 +1,178 @@
+"""One search under way: what was planned and estimated so far, the best of it, and how much effort is left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from whale.config.keys import Shares
+from whale.errors import WhaleError
+from whale.ir.cluster import Cluster
+from whale.planning.seating import Seater, Seating
+from whale.search.arrangement import Arrangement, Order
+from whale.search.found import NUM_RUNNERS_UP, Candidate
+from whale.search.freedom import Freedom
+from whale.search.naming import Seats, namings
+from whale.search.objective import Objective
+
+SPLIT_EFFORT = 8
+"""A plan with split stages takes about so many times as long to make."""
+
+DEVICES_PER_PLAN = 64
+"""So many devices take about as long as all else that there is to making a small plan."""
+
+TASKS_PER_PLAN = 64
+"""So many tasks of the simulation likewise."""
+
+
+FEW = 20
+"""Runners-up that cannot be better are planned only where so many of them would be no effort."""
+
+PATIENCE = 30
+"""While so many plans of its kind are no more than the effort that is left, one is made if its sketch is up to twice the best plan."""
+
+
+@dataclass(eq=False)
+class Look:
+    """An arrangement that may be looked at.
+
+    Attributes:
+        arrangement: what it is.
+        near: the rule by which its devices get names; None for every way.
+        bound: what none of its plans is below, by the objective: first that of its line-up.
+        refine: works out its own bound.
+        likely: what its plans come to, roughly; infinite where they seem not to fit.
+        is_must: whether it is planned whatever effort it takes, where it may be better.
+    """
+
+    arrangement: Arrangement
+    near: bool | None
+    bound: float
+    refine: Callable[[Arrangement], float]
+    likely: float
+    is_must: bool = False
+    is_refined: bool = field(default=False, init=False)
+
+    def may_be_below(self, value: float) -> bool:
+        """Whether one of its plans may be, by its own bound."""
+        if self.bound < value and not self.is_refined:
+            self.bound, self.is_refined = max(self.bound, self.refine(self.arrangement)), True
+        return self.bound < value
+
+
+@dataclass(eq=False)
+class Run:
+    """One search: what it has seen so far.
+
+    Args:
+        freedom: what may be chosen.
+        cluster: the devices.
+        seater: makes plans.
+        objective: judges them.
+        effort: that is left.
+        tell: is told what was seen so far.
+
+    Attributes:
+        best: the best plan so far.
+        drafts: the best plan of each arrangement.
+        faults: why others have none.
+        unproven: bounds of what was not looked at, or not to its end.
+        num_planned: plans that were made and estimated.
+        was_interrupted: whether the user ended it.
+    """
+
+    freedom: Freedom
+    cluster: Cluster
+    seater: Seater
+    objective: Objective
+    effort: float
+    tell: Callable[[str], None] | None
+    best: Candidate | None = field(default=None, init=False)
+    drafts: dict[Arrangement, Candidate] = field(default_factory=dict, init=False)
+    faults: list[WhaleError] = field(default_factory=list, init=False)
+    unproven: list[Look] = field(default_factory=list, init=False)
+    num_planned: int = field(default=0, init=False)
+    was_interrupted: bool = field(default=False, init=False)
+
+    def look_at(self, looks: Sequence[Look]) -> None:
+        """Plans what may be better than the best plan by its bound, one after another, as far as the effort goes."""
+        for look in looks:
+            try:
+                is_done = not self.was_interrupted and self._is_worth(look) and self._plan(look)
+            except KeyboardInterrupt:
+                if self.best is None:
+                    raise
+                self.was_interrupted, is_done = True, False
+            if not is_done:
+                self.unproven.append(look)
+
+    def _is_worth(self, look: Look) -> bool:
+        """Whether to plan what may be better, and a few that are not, to have something beside the best plan.
+
+        The very first plan is made whatever it takes. The more of the effort that is left another takes, the more it must promise.
+        """
+        effort = effort_of(look.arrangement)
+        if not self.drafts and not self.faults:
+            return True
+        if effort > self.effort and not look.is_must:
+            return False
+        if self.best is None:
+            return True
+        is_beside = len(self.drafts) <= NUM_RUNNERS_UP and effort * FEW <= self.effort
+        if look.bound >= self.best.value:
+            return is_beside
+        promises = look.is_must or self.effort == math.inf or look.likely <= self.best.value * (1 + (self.effort / effort / PATIENCE) ** 2)
+        return promises and (look.may_be_below(self.best.value) or is_beside)
+
+    def _plan(self, look: Look) -> bool:
+        """Drafts an arrangement in all namings and keeps the best; whether there was effort enough for all of them."""
+        effort, is_first = effort_of(look.arrangement), True
+        for seats, policy in self._ways(look):
+            if effort > self.effort and not is_first and not look.is_must:
+                return False
+            self.effort, is_first = self.effort - effort, False
+            try:
+                draft = self.seater.draft(self._seatings(look.arrangement, seats), policy)
+            except WhaleError as fault:
+                self.faults.append(fault)
+                continue
+            self.num_planned += 1
+            own = Candidate(look.arrangement, draft, self.objective)
+            known = self.drafts.setdefault(look.arrangement, own)
+            self.drafts[look.arrangement] = own if own.rank < known.rank else known
+            self.best = own if self.best is None or own.rank < self.best.rank else self.best
+        if self.tell is not None:
+            so_far = "nothing fits so far" if self.best is None else f"the best so far: {self.best}"
+            self.tell(f"{self.num_planned} plans estimated, {so_far}")
+        return True
+
+    def open_bounds(self) -> list[float]:
+        """Bounds below the best plan of what was not looked at, least first; the least of them is an arrangement's own."""
+        assert self.best is not None
+        found = sorted({look.arrangement: look for look in self.unproven}.values(), key=lambda look: look.bound)
+        while found and not found[0].is_refined:
+            found[0].may_be_below(math.inf)
+            found.sort(key=lambda look: look.bound)
+        return [look.bound for look in found if look.bound < self.best.value]
+
+    def _ways(self, look: Look) -> Iterator[tuple[Seats, str | Shares]]:
+        for seats in namings(look.arrangement, self.cluster, near=look.near):
+            yield from ((seats, policy) for policy in self.freedom.policies)
+
+    def _seatings(self, arrangement: Arrangement, seats: Seats) -> tuple[Seating, ...]:
+        """A replica of one rank has the plain order."""
+
+        def order(num_ranks: int) -> Order:
+            return arrangement.order if num_ranks > 1 else self.freedom.orders[0]
+
+        return tuple(
+            Seating(order(len(placed)).schedule, order(len(placed)).num_chunks, arrangement.num_micro_batch, team.width, placed)
+            for team, placed in seats
+        )
+
+
+def effort_of(arrangement: Arrangement) -> float:
+    """How many small plans take as long to make as one of this arrangement."""
+    plan = 1 + arrangement.num_devices / DEVICES_PER_PLAN + arrangement.num_tasks / TASKS_PER_PLAN
+    return plan * (SPLIT_EFFORT if arrangement.is_split else 1)

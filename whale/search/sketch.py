@@ -1,0 +1,194 @@
+"""What a step of an arrangement roughly takes, without a plan: its stages cut, its messages and sums over links that it would have.
+
+It says which arrangements are planned first, and which seem not to fit; a plan and its simulation have the last word.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+from whale.estimate import Line, optimizer_seconds, pipeline_seconds
+from whale.estimate.prices.prices import Prices
+from whale.schedules import BUILDERS, peak_in_flight, placement
+from whale.search.arrangement import Arrangement, Order, Team
+from whale.search.cutting import Cut, Stage, cut
+from whale.search.links import Ties
+from whale.search.pieces import Pieces
+
+BACKWARD = 2 / 3
+"""About this share of the time for a micro-batch is its backward pass."""
+
+ROUNDS = 3
+"""How often rows are given out anew among unlike replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A replica of a team, cut.
+
+    Attributes:
+        seconds: per rank, of one micro-batch, with what its split groups exchange.
+        trained: per rank, bytes of the gradients that a device has.
+        pipeline: of all micro-batches, with messages.
+    """
+
+    seconds: tuple[float, ...]
+    trained: tuple[float, ...]
+    pipeline: float
+
+
+@dataclass(eq=False)
+class Sketches:
+    """Rough times of arrangements of one graph on one cluster.
+
+    Attributes:
+        prices: of the graph on the cluster.
+        pieces: of the model.
+        ties: between the devices of arrangements.
+        num_rows: of the global batch.
+        again: whether all is computed again in the backward pass: what is tried, in this order, until it fits.
+    """
+
+    prices: Prices
+    pieces: Pieces
+    ties: Ties
+    num_rows: int
+    again: tuple[bool, ...]
+    _lanes: dict[tuple[Team, Order, int, float], Lane | None] = field(default_factory=dict, init=False)
+    _peaks: dict[tuple[Order, int, int], tuple[int, ...]] = field(default_factory=dict, init=False)
+    _cuts: dict[tuple[Team, Order, int, float, float, bool], Cut | None] = field(default_factory=dict, init=False)
+
+    def seconds(self, arrangement: Arrangement, *, near: bool) -> float:
+        """Seconds of a step; infinite where it seems not to fit.
+
+        Args:
+            near: whether replicas fill hosts; else those who hold the same stage are neighbours.
+        """
+        teams, m = arrangement.teams, arrangement.num_micro_batch
+        rows = [self.num_rows / arrangement.num_replicas] * len(teams)
+        for _ in range(ROUNDS if len(teams) > 1 else 1):
+            lanes = [self._lane(team, arrangement.order, m, own, near=near) for team, own in zip(teams, rows, strict=True)]
+            found = [lane for lane in lanes if lane is not None]
+            if len(found) < len(lanes):
+                return math.inf
+            speeds = [own / lane.pipeline for own, lane in zip(rows, found, strict=True)]
+            total = sum(speed * team.count for speed, team in zip(speeds, teams, strict=True))
+            rows = [max(self.num_rows * speed / total, float(m)) for speed in speeds]
+        return max(self._with_end(lane, team, arrangement, near=near) for lane, team in zip(found, teams, strict=True))
+
+    def least(self, team: Team, order: Order, num_micro_batch: int, rows: float) -> float:
+        """Seconds per step that the slowest rank of a replica with so many rows computes at least, whatever the cut and its memory."""
+        found = self._cut(team, order, num_micro_batch, rows, math.inf, again=False)
+        return math.inf if found is None else num_micro_batch * found.least
+
+    def fits(self, team: Team, rows: float, scale: float, micro_batches: int | None) -> bool:
+        """Whether a replica of a team with so many rows would fit in memories that are so much larger.
+
+        Args:
+            micro_batches: their number; None for one a row.
+        """
+        m = max(1, int(rows)) if micro_batches is None else micro_batches
+        return any(self._cut(team, Order("1f1b"), m, rows, scale, again=again) is not None for again in self.again)
+
+    def _lane(self, team: Team, order: Order, m: int, rows: float, *, near: bool) -> Lane | None:
+        key = team.one, order, m, rows
+        if key not in self._lanes:
+            self._lanes[key] = self._alone(team, order, m, rows)
+        lane = self._lanes[key]
+        if lane is None or team.num_ranks == 1:
+            return lane
+        num_bytes = self.pieces.crossing.at(rows / m) / team.width
+        return replace(lane, pipeline=self._with_messages(team, order, m, lane, num_bytes, near=near))
+
+    def _alone(self, team: Team, order: Order, m: int, rows: float) -> Lane | None:
+        """A replica without messages."""
+        cuts = (self._cut(team, order, m, rows, 1.0, again=again) for again in self.again)
+        found = next((each for each in cuts if each is not None), None)
+        if found is None:
+            return None
+        seconds, trained = [self._inside(team, rows / m)] * team.num_ranks, [0.0] * team.num_ranks
+        for own, rank, (start, stop) in zip(found.seconds, _stage_ranks(team, order), pairwise(found.bounds), strict=True):
+            seconds[rank] += own
+            trained[rank] += (self.pieces.trained[stop] - self.pieces.trained[start]) / team.width
+        return Lane(tuple(seconds), tuple(trained), float(pipeline_seconds(order.schedule, seconds, m, order.num_chunks)))
+
+    def _with_messages(self, team: Team, order: Order, m: int, lane: Lane, num_bytes: float, *, near: bool) -> float:
+        """The first and last pass wait for all messages, the others where a link, or what may be in flight, is too little."""
+        v, borders = order.num_chunks, self.ties.borders(team, near=near)
+        waiting = 2 * borders.latency + num_bytes * borders.per_byte
+        ahead = max(1.0, self._in_flight(order, team.num_ranks, m)[0] / v)
+        return max(lane.pipeline + waiting, m * (sum(lane.seconds) + v * waiting) / ahead, m * v * num_bytes / 2 * borders.narrowest)
+
+    def _with_end(self, lane: Lane, team: Team, arrangement: Arrangement, *, near: bool) -> float:
+        """With what the last backward passes cannot hide of the sums of gradients, and the optimizer."""
+        if not self.prices.training:
+            return lane.pipeline
+        m, rate = arrangement.num_micro_batch, self.ties.sum_rate(arrangement.teams, near=near)
+        slowest, before = lane.pipeline, 0.0
+        updates = {kind: optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) for kind in team.numbers}
+        for kind, own, trained in zip(team.kinds, lane.seconds, lane.trained, strict=True):
+            update = trained * updates[kind]
+            exposed = max(0.0, trained * rate - BACKWARD * own)
+            slowest = max(slowest, lane.pipeline - BACKWARD * before + exposed + update, m * own + exposed + update)
+            before += own / arrangement.order.num_chunks
+        tied = self.pieces.tied if team.num_ranks > 1 else 0.0
+        return slowest + tied * max(rate, self.ties.sum_rate((Team(team.kinds[:1], 1, 1), Team(team.kinds[-1:], 1, 1)), near=near))
+
+    def _cut(self, team: Team, order: Order, m: int, rows: float, scale: float, *, again: bool) -> Cut | None:
+        """The cut of a replica whose devices have so many times the memory that they have."""
+        key = team.one, order, m, rows, scale, again
+        if key not in self._cuts:
+            self._cuts[key] = self._found(team, order, m, rows, scale, again=again)
+        return self._cuts[key]
+
+    def _found(self, team: Team, order: Order, m: int, rows: float, scale: float, *, again: bool) -> Cut | None:
+        pieces, own = self.pieces, rows / m
+        ranks, received, stages = _stage_ranks(team, order), pieces.crossing.at(own) / 2, list[Stage]()
+        peaks = (0,) * team.num_ranks if scale == math.inf else self._in_flight(order, team.num_ranks, m)
+        seconds = {kind: pieces.seconds(kind, own, team.width, again=again) for kind in team.numbers}
+        rooms = {kind: scale * self.prices.costs.capacity(kind) * team.width / order.num_chunks for kind in team.numbers}
+        for stage, rank in enumerate(ranks):
+            kind, alive = team.kinds[rank], -(-peaks[rank] // order.num_chunks)
+            room = rooms[kind] - alive * received * (stage > 0) + pieces.twice * (len(ranks) == 1)
+            if again:
+                room -= 2 * math.sqrt(alive * received * pieces.kept(own) / len(ranks))
+            stages.append(Stage(*seconds[kind], pieces.held(own, 0 if again else alive), room))
+        return cut(stages, pieces.num_units)
+
+    def _in_flight(self, order: Order, num_ranks: int, num_micro_batch: int) -> tuple[int, ...]:
+        """Per rank, pieces of micro-batches that are alive at once."""
+        key = order, num_ranks, num_micro_batch
+        if num_ranks == 1:
+            return (order.num_chunks,)
+        if key not in self._peaks:
+            group = min(num_ranks, num_micro_batch) if BUILDERS[order.schedule].takes_group else None
+            self._peaks[key] = peak_in_flight(
+                order.schedule, num_ranks=num_ranks, num_micro_batch=num_micro_batch, num_chunks=order.num_chunks, group_size=group
+            )
+        return self._peaks[key]
+
+    def _inside(self, team: Team, rows: float) -> float:
+        """What split groups exchange for one micro-batch: about one sum, both ways, for every two products with parameters."""
+        if team.width == 1:
+            return 0.0
+        moved, count = self._products
+        link, steps = self.ties.inside(team), 2 * (team.width - 1)
+        return (steps * count * link.latency + steps / team.width * moved.at(rows) * link.per_byte) / team.num_ranks
+
+    @cached_property
+    def _products(self) -> tuple[Line, int]:
+        """Bytes that products with parameters make, by rows, and how many there are."""
+        graph, outputs = self.prices.graph, self.prices.outputs
+        found = [
+            outputs[op.name]
+            for op in graph.ops
+            if op.kind == "call" and op.forward_flops and any(graph.by_name[name].kind == "parameter" for name in op.inputs)
+        ]
+        return Line.sum(found), len(found)
+
+
+def _stage_ranks(team: Team, order: Order) -> tuple[int, ...]:
+    return placement(order.schedule, num_ranks=team.num_ranks, num_chunks=order.num_chunks) if team.num_ranks > 1 else (0,)
