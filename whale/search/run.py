@@ -71,6 +71,7 @@ class Run:
         seater: makes plans.
         objective: judges them.
         effort: that is left.
+        num_arrangements: in the space.
         tell: is told what was seen so far.
 
     Attributes:
@@ -87,6 +88,7 @@ class Run:
     seater: Seater
     objective: Objective
     effort: float
+    num_arrangements: int
     tell: Callable[[str], None] | None
     best: Candidate | None = field(default=None, init=False)
     drafts: dict[Arrangement, Candidate] = field(default_factory=dict, init=False)
@@ -144,7 +146,7 @@ class Run:
             self.best = own if self.best is None or own.rank < self.best.rank else self.best
         if self.tell is not None:
             so_far = "nothing fits so far" if self.best is None else f"the best so far: {self.best}"
-            self.tell(f"{self.num_planned} plans estimated, {so_far}")
+            self.tell(f"{self.num_planned} plans of {self.num_arrangements} arrangements estimated, {so_far}")
         return True
 
     def open_bounds(self) -> list[float]:

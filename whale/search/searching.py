@@ -67,16 +67,17 @@ def search(
     space = Space(cluster, freedom, num_rows, seater.points.num_units)
     objective = objective_of(config.planning.objective, cluster, bounds)
     sketches = Sketches(seater.prices, Pieces(bounds.columns, seater.points), Ties(seater.prices), num_rows, freedom.recomputes)
-    run = Run(freedom, cluster, seater, objective, config.planning.effort if effort is None else effort, tell)
     front = Front(space, bounds, sketches, objective)
-    run.look_at(front.promising())
+    promising = front.promising()
+    run = Run(freedom, cluster, seater, objective, config.planning.effort if effort is None else effort, front.num_arrangements, tell)
+    run.look_at(promising)
     run.look_at(front.below(math.inf if run.best is None else run.best.value))
     if run.best is None:
         raise failure(run.faults, front.lineups, bounds, sketches, freedom.micro_batches)
-    return _found(run, front.num_arrangements)
+    return _found(run)
 
 
-def _found(run: Run, num_arrangements: int) -> Found:
+def _found(run: Run) -> Found:
     """The outcome, once there is a plan."""
     best = run.best
     assert best is not None
@@ -90,7 +91,7 @@ def _found(run: Run, num_arrangements: int) -> Found:
         objective=run.objective,
         bound=min((best.value, *unproven)),
         others=tuple(ranked),
-        num_arrangements=num_arrangements,
+        num_arrangements=run.num_arrangements,
         num_planned=run.num_planned,
         num_unproven=len(unproven),
         was_interrupted=run.was_interrupted,
