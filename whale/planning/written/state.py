@@ -21,6 +21,7 @@ from whale.planning.pricing.estimating import with_figures
 from whale.planning.structure.crossing import find_batch_axes
 from whale.planning.structure.stages import parts_of
 from whale.planning.structure.structure import analyse
+from whale.planning.verify.shape import shape_faults
 from whale.planning.verify.verify import needs_axes, verify
 from whale.schedules import placement
 
@@ -44,10 +45,10 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
     found = _Written(graph, cluster, config)
     raise_faults([fault for block in config.replicas for fault in found.faults(block)])
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
-    replicas = tuple(found.replica(index, block, prices) for index, block in enumerate(config.replicas))
+    replicas = tuple(found.replica(index, block) for index, block in enumerate(config.replicas))
     stated = sum(block.rows or 0 for block in config.replicas) or graph.num_rows
     first, used = config.replicas[0], devices_of(replicas)
-    plan = Plan(
+    bare = Plan(
         model=graph.fingerprint,
         cluster=cluster.name,
         devices=used,
@@ -58,12 +59,23 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
         planned_rows=stated if rows is None else rows,
         parameter_states=prices.states,
     )
+    plan = bare if shape_faults(bare) else _with_rows(bare, prices)
     try:
         step = verify(plan, graph, cluster, prices.axes if needs_axes(plan) else None, costs=prices.costs)
     except PlanError as fault:  # a fault of several says its lines itself
         raise PlanError(fault.message, where=fault.where or first.at(), hint=fault.hint) from None
     written = Choice("plan", "everything", "as it is written", bound=f"the written plan at {first.at()}")
     return replace(with_figures(plan, step), choices=(written, *explain_step(step))), step
+
+
+def _with_rows(plan: Plan, prices: Prices) -> Plan:
+    """The plan with the rows that each replica takes of the batch it is for, and the bytes that these make on its edges."""
+    replicas = []
+    for replica, (start, stop) in zip(plan.replicas, plan.replica_rows(plan.planned_rows), strict=True):
+        largest = -(-(stop - start) // replica.pipeline.num_micro_batch)
+        edges = tuple(replace(edge, num_bytes=round(prices.payload(edge.tensors)[0].at(largest))) for edge in replica.edges)
+        replicas.append(replace(replica, share=stop - start, edges=edges))
+    return replace(plan, replicas=tuple(replicas))
 
 
 class _Written:
@@ -159,8 +171,8 @@ class _Written:
             self._parts[key] = parts_of(self.graph, self.stage_of(block), [self._ops(runs) for runs in key])
         return self._parts[key]
 
-    def replica(self, index: int, block: ReplicaBlock, prices: Prices) -> Replica:
-        """A block as a replica of the plan."""
+    def replica(self, index: int, block: ReplicaBlock) -> Replica:
+        """A block as a replica of the plan; what depends on its rows is still open."""
         pipeline, parts, scopes = self._pipeline(block), self._parts_of(block), self.scopes(block)
         stages = []
         for number, (stage, part) in enumerate(zip(block.stages, parts, strict=True)):
@@ -178,16 +190,8 @@ class _Written:
                     program=program_of(part.ops, stage.recompute, in_halves=stage.halves),
                 )
             )
-        share = block.rows or 1
-        largest = -(-share // pipeline.num_micro_batch)
         edges = sorted(((source, target), tensors) for target, part in enumerate(parts) for source, tensors in part.received)
-        return Replica(
-            index,
-            share,
-            pipeline,
-            tuple(stages),
-            tuple(Edge(*ends, tensors, round(prices.payload(tensors)[0].at(largest))) for ends, tensors in edges),
-        )
+        return Replica(index, block.rows or 1, pipeline, tuple(stages), tuple(Edge(*ends, tensors, 0) for ends, tensors in edges))
 
     def _pipeline(self, block: ReplicaBlock) -> Pipeline:
         own = self.config.with_values(

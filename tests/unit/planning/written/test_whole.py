@@ -96,6 +96,22 @@ def test_what_is_left_out_is_plain(tmp_path: Path) -> None:
     assert made.step_seconds > 0 and all(stage.estimates for stage in replica.stages)
 
 
+@pytest.mark.parametrize("asked", [12, 30])
+def test_rows_are_those_of_the_batch_that_is_planned(asked: int, tmp_path: Path) -> None:
+    """Left out they are equal; stated for another batch they are weights: edges and shares are of what each replica takes."""
+    second = [FIRST | {"devices": ["h0/2"]}, LAST | {"devices": ["h0/3"]}]
+    for rows, taken in ((None, (asked // 2, asked // 2)), ((2, 4), (asked // 3, 2 * asked // 3))):
+        blocks = [{"stages": [FIRST, LAST], "num_micro_batch": 2}, {"stages": second, "num_micro_batch": 2}]
+        if rows is not None:
+            blocks = [block | {"rows": own} for block, own in zip(blocks, rows, strict=True)]
+        (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"replicas": blocks}))
+        made = make_plan(model(), MIXED, Config(read_plan(tmp_path / "plan.yaml")), rows=asked)
+        assert tuple(replica.share for replica in made.replicas) == taken and made.planned_rows == asked
+        row = 16 * 64 * 4
+        assert [replica.edges[0].num_bytes for replica in made.replicas] == [-(-own // 2) * row for own in taken]
+        assert same(made, read_back(made, model(), tmp_path))
+
+
 @pytest.mark.parametrize(
     ("stages", "block", "message", "way"),
     [
@@ -140,7 +156,8 @@ def test_all_replicas_are_written_whole_or_none(tmp_path: Path) -> None:
 
 
 def test_alike_parts_stand_once(tmp_path: Path) -> None:
-    made = make_plan(model(), MIXED, Config({"plan": {"split": 2, "recompute": "blocks"}}), rows=48)
+    pairs = [{"devices": [f"h0/{first}", f"h0/{first + 1}"]} for first in (0, 2, 4)]
+    made = make_plan(model(), MIXED, Config({"plan": {"split": 2, "recompute": "blocks", "replicas": pairs}}), rows=48)
     text = write_plan(made, model())
     assert len(made.replicas) == 3 and text.count("cut: &") <= 1 and text.count("cut: *") == 2
     assert same(made, read_back(made, model(), tmp_path))
