@@ -24,9 +24,10 @@ from whale.planning.pipeline.placement import Placement, placements
 from whale.planning.pipeline.recompute import KEEP_ALL, Policy, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing.estimating import with_estimate
-from whale.planning.replicas.blocks import read_replicas
+from whale.planning.replicas.blocks import Block, read_replicas
 from whale.planning.replicas.group_size import Outcome, choose_group
 from whale.planning.replicas.joining import join_replicas, needs_joining, why_apart
+from whale.planning.replicas.micro_batches import count_by_rows
 from whale.planning.replicas.replica import make_replica
 from whale.planning.replicas.solve import Solution, Solver, solve_together
 from whale.planning.replicas.written import assign_by_blocks, check_written_axes
@@ -113,8 +114,22 @@ def _solver(
 
 
 def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int) -> tuple[list[Annotations | None], Outcome]:
-    """Replicas as the blocks of the configuration say; equal blocks share a solver."""
-    blocks, idle = read_replicas(pricing.prices.graph, pricing.prices.cluster, config, num_rows)
+    """Replicas as the blocks of the configuration say."""
+    graph = pricing.prices.graph
+    blocks, idle = read_replicas(graph, pricing.prices.cluster, config, num_rows)
+    weights = [block.asked.rows for block in blocks if block.asked.rows is not None]
+    found = _solve_blocks(pricing, blocks, idle, num_rows, weights)
+    if not weights and any(block.asked.micro_batch_rows for block in blocks):
+        shapes = [block.shape for block in blocks]
+        counted, rows = count_by_rows(graph, config, [block.asked for block in blocks], shapes, found.best.rows)
+        if rows != found.best.rows or any(new.pipeline != old.pipeline for new, old in zip(counted, shapes, strict=True)):
+            blocks = tuple(dataclasses.replace(block, shape=shape) for block, shape in zip(blocks, counted, strict=True))
+            found = _solve_blocks(pricing, blocks, idle, num_rows, rows)
+    return [block.shape.annotations for block in blocks], found
+
+
+def _solve_blocks(pricing: StagePricing, blocks: Sequence[Block], idle: tuple[str, ...], num_rows: int, weights: Sequence[int]) -> Outcome:
+    """The best placement of blocks; equal ones share a solver. `weights` are those of the rows; empty: balanced."""
     made: dict[Hashable, Solver] = {}
     solvers = []
     for block in blocks:
@@ -123,19 +138,18 @@ def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int) -> tuple[
         if key not in made:
             made[key] = _solver(pricing, shape.config, shape.pipeline, shape.annotations, num_rows, block.asked)
         solvers.append(made[key])
-    weights = [block.asked.rows for block in blocks if block.asked.rows is not None] or None
     found = [block.placements(*_demand(solver.pipeline, solver)) for block, solver in zip(blocks, solvers, strict=True)]
     candidates = [_together([own[min(index, len(own) - 1)] for own in found], idle) for index in range(max(map(len, found)))]
 
     def best(policy: Policy | None) -> Outcome:
-        own = [dataclasses.replace(solver, policy=policy) if policy else solver for solver in solvers]
-        return Outcome(solvers[0], *_best(lambda placement: solve_together(placement, own, num_rows, weights), candidates))
+        own = {solver: dataclasses.replace(solver, policy=policy) if policy else solver for solver in made.values()}
+        asked = [own[solver] for solver in solvers]
+        return Outcome(solvers[0], *_best(lambda placement: solve_together(placement, asked, num_rows, weights or None), candidates))
 
-    annotations = [block.shape.annotations for block in blocks]
     if any(solver.policy.kind == "auto" for solver in solvers):
         with contextlib.suppress(MemoryShortage):
-            return annotations, best(KEEP_ALL)
-    return annotations, best(None)
+            return best(KEEP_ALL)
+    return best(None)
 
 
 def _together(placed: Sequence[Placement], idle: tuple[str, ...]) -> Placement:

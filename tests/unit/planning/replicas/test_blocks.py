@@ -15,6 +15,7 @@ from whale.errors import BatchError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json, to_json
 from whale.planning import make_plan
+from whale.planning.replicas.micro_batches import whole_units
 
 FOUR = cluster((1e9, 1e9, 1e9, 1e9))
 NAMES = [device.name for device in FOUR.devices]
@@ -58,6 +59,46 @@ def test_equal_blocks_are_what_the_planner_makes_by_itself() -> None:
     blocks = plan(block, block)
     alone = make_plan(chain(8, width=64), FOUR, Config({f"pipeline.{key}": value for key, value in block.items()}), rows=32)
     assert blocks.replicas == alone.replicas and blocks.step_seconds == alone.step_seconds
+
+
+UNLIKE = cluster((3e9, 3e9), (1e9, 1e9))
+
+
+@pytest.mark.parametrize(
+    ("prefers", "replicas"), [(True, [{"h0/0", "h0/1"}, {"h1/0", "h1/1"}]), (False, [{"h0/0", "h1/0"}, {"h0/1", "h1/1"}])]
+)
+def test_replicas_lie_inside_hosts_or_are_alike_as_the_setting_says(prefers: bool, replicas: list[set[str]]) -> None:
+    config = Config({"replicas": [{"num_stages": 2, "count": 2}], "cluster.device_place_prefer_intra_node": prefers})
+    found = make_plan(chain(8, width=64), UNLIKE, config, rows=32)
+    assert [{name for stage in replica.stages for name in stage.virtual_device.devices} for replica in found.replicas] == replicas
+
+
+def test_micro_batches_are_counted_by_the_rows_that_a_replica_is_given() -> None:
+    config = Config({"replicas": [{"num_stages": 2, "count": 2, "micro_batch_rows": 4}]})
+    found = make_plan(chain(8, width=64), UNLIKE, config, rows=128)
+    fast, slow = found.replicas
+    assert fast.share > 2 * slow.share and fast.share + slow.share == 128
+    for replica in found.replicas:
+        sizes = {stop - start for start, stop in found.micro_batch_rows(replica.index, 128)}
+        assert sizes == {4} and replica.pipeline.num_micro_batch == replica.share // 4
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.data())
+def test_rows_in_whole_micro_batches_are_all_rows_and_near_those_that_were_balanced(rows: list[int], data: st.DataObject) -> None:
+    unit = data.draw(st.integers(1, 6))
+    counts = whole_units(rows, [unit] * len(rows))
+    assert (counts is None) == (sum(rows) % unit > 0 or sum(rows) < unit * len(rows))
+    if counts is not None:
+        assert sum(counts) * unit == sum(rows) and min(counts) >= 1
+        if all(own >= unit for own in rows):
+            assert all(abs(count * unit - own) <= unit for count, own in zip(counts, rows, strict=True))
+
+
+def test_micro_batches_of_unlike_rows_make_the_batch() -> None:
+    assert whole_units([10, 3], [4, 6]) is None
+    assert whole_units([10, 10], [4, 3]) == [2, 4]
+    assert whole_units([10, 11], [4, 3]) == [3, 3]
+    assert whole_units([1, 20], [4, 1]) == [1, 17]
 
 
 @at_most(20)

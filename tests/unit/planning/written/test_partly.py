@@ -92,7 +92,7 @@ def test_all_replicas_that_the_devices_give_are_those_of_the_planner_itself(tmp_
         ({"num_stages": 2, "blocks": [6]}, "stages: 2, of blocks: 1", 1),
         ({"axes": ["up.weight:0"]}, "axes are cut in stages that are split", 1),
         ({"split": 2, "axes": ["vocabularies"]}, r"'vocabularies': none of that name\)\n  at .*\n  hint: did you mean 'vocabulary'", 1),
-        ({"replicas": 3, "micro_batch_rows": 2}, r"2 rows of 10.6667, 32 in all", 1),
+        ({"replicas": 3, "micro_batch_rows": 3}, r"3 rows of about 11, 32 in all", 1),
         ({"micro_batch_rows": 2, "num_micro_batch": 2}, "by their number or by their rows", 1),
         ({"more_axes": ["hidden"]}, "more_axes stands beside axes", 1),
         ({"replicas": [{"devices": ["h0/0"], "count": 2}]}, "devices by name make one replica", 3),
