@@ -9,6 +9,7 @@ from typing import Any
 
 from whale.axes import discover
 from whale.cli.inputs import write_text
+from whale.cli.module_tree import print_tree
 from whale.cli.planned import Planned, add_planning_verb, planned
 from whale.cli.tables import print_table
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
@@ -23,6 +24,7 @@ from whale.units import format_bytes, format_seconds
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
     parser = add_planning_verb(verbs, "plan", run, says="plan a model for a cluster", json="print the plan as JSON")
+    parser.add_argument("--tree", action="store_true", help="print the model's modules with the stages and devices that run them")
     parser.add_argument("--output", metavar="FILE", help="write the plan here: plan.yaml as one that is written down, plan.json as a value")
 
 
@@ -37,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(to_json(plan, indent=1))
         return 0
     print_plan(found)
+    if arguments.tree:
+        print_tree(found)
     communicators = communicators_of(plan, graph, parameter_shardings(plan, graph, discover(graph) if plan.is_sharded else None))
     print(communicators)
     for warning in (*graph.warnings, *filter(None, [communicators.warning])):

@@ -281,7 +281,7 @@ def test_parameters_are_listed_under_the_scope_that_reads_them(model: str, capsy
 
 
 @pytest.mark.parametrize(
-    "words", [["capture"], ["axes"], ["plan", "--ranks", "4"], ["simulate", "--ranks", "4"], ["explain", "--ranks", "4"]]
+    "words", [["capture"], ["axes"], ["plan", "--ranks", "4", "--tree"], ["simulate", "--ranks", "4"], ["explain", "--ranks", "4"]]
 )
 def test_tables_fit_80_columns(words: list[str], model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([words[0], model, *words[1:]]) == 0
