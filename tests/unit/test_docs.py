@@ -17,7 +17,7 @@ from whale.cli.launch import make_parser as make_run_parser
 from whale.cli.main import make_parser
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
-CHEAP = ("advise", "axes", "capture", "doctor", "plan", "explain", "schedule", "simulate")
+CHEAP = ("advise", "axes", "capture", "diff", "doctor", "plan", "explain", "schedule", "simulate")
 
 
 def commands(page: Path) -> Iterator[tuple[Block, list[str]]]:

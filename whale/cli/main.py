@@ -12,6 +12,7 @@ import whale
 import whale.cli.advise as advise
 import whale.cli.axes as axes
 import whale.cli.capture as capture
+import whale.cli.diff as diff
 import whale.cli.doctor as doctor
 import whale.cli.explain as explain
 import whale.cli.launch as launch
@@ -61,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (doctor, capture, axes, plan, explain, simulate, advise, schedule, probe, profile, launch):
+    for verb in (doctor, capture, axes, plan, explain, simulate, advise, diff, schedule, probe, profile, launch):
         verb.add_parser(verbs)
     return parser
 

@@ -38,6 +38,11 @@ class Planned:
     step: StepEstimate
 
     @property
+    def fullest_bytes(self) -> float:
+        """On the device that holds most, when it is fullest."""
+        return max(each.peak.total for each in self.step.devices)
+
+    @property
     def cost_per_sample(self) -> float | None:
         """In the currency of the cluster's prices; None where devices in use have none."""
         if self.cluster.price_per_hour(self.plan.devices) is None:

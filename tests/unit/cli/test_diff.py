@@ -1,0 +1,71 @@
+"""Two plans side by side: what is told to differ is what was changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.search.test_search import layers
+from whale.cli import main
+from whale.ir.serialization import to_json
+
+CLUSTER = "name: c\nhosts:\n  - {name: h, devices: {model: MODEL, count: 2, price_per_hour: 2}}\n"
+OFF = "--set planning.search=off"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("model.json").write_text(to_json(layers([64] * 4)))
+    for name, model in (("fast", "V100-32GB"), ("slow", "T4")):
+        Path(f"{name}.yaml").write_text(CLUSTER.replace("MODEL", model))
+    Path("staged.yaml").write_text("pipeline: {num_stages: 2, num_micro_batch: 4}\n")
+    Path("off.yaml").write_text("planning: {search: 'off'}\n")
+    return tmp_path
+
+
+def compared(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, dict[str, float]], dict[str, tuple[str, str]]]:
+    assert main(["diff", "model.json", *words, "--rows", "16", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    return told["figures"], {row["what"]: (row["a"], row["b"]) for row in told["differences"]}
+
+
+def test_clusters_are_told_by_time_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures, found = compared(capsys, "fast.yaml", "slow.yaml", *OFF.split())
+    assert found == {}
+    assert figures["step_seconds"]["a"] < figures["step_seconds"]["b"] and figures["peak_bytes"]["a"] == figures["peak_bytes"]["b"]
+    assert figures["cost_per_sample"]["a"] < figures["cost_per_sample"]["b"]
+
+
+def test_recipes_are_told_by_schedule_stages_and_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures, found = compared(capsys, "off.yaml", "staged.yaml", "--cluster", "fast.yaml")
+    assert figures["replicas"] == {"a": 2, "b": 1} and figures["devices"] == {"a": 2, "b": 2}
+    assert found["schedule"] == ("1f1b, 1 micro-batch(es)", "-")  # of replica 1, which B has not
+    assert main(["diff", "model.json", "off.yaml", "staged.yaml", "--cluster", "fast.yaml", "--rows", "16"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("step_seconds", "1f1b, 4", "stage 1 ops", "h/1", "what differs"):
+        assert word in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_a_written_plan_differs_from_itself_in_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model.json", "--cluster", "fast.yaml", "--recipe", "staged.yaml", "--rows", "16"]
+    for file in ("plan.yaml", "plan.json"):
+        assert main(["plan", *words, "--output", file]) == 0
+    capsys.readouterr()
+    assert main(["diff", "model.json", "plan.yaml", "plan.json", "--cluster", "fast.yaml", "--rows", "16"]) == 0
+    assert capsys.readouterr().out.endswith("the plans are the same\n")
+    Path("other.yaml").write_text(Path("plan.yaml").read_text().replace("num_micro_batch: 4", "num_micro_batch: 8"))
+    _, found = compared(capsys, "plan.yaml", "other.yaml", "--cluster", "fast.yaml")
+    assert found == {
+        "schedule": ("1f1b, 4 micro-batch(es)", "1f1b, 8 micro-batch(es)"),
+        "stage 0 rows": ("4", "2"),
+        "stage 1 rows": ("4", "2"),
+    }
+
+
+def test_a_file_that_is_not_there_is_a_fault(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "model.json", "fast.yaml", "none.yaml"]) == 1
+    assert "none.yaml" in capsys.readouterr().err
