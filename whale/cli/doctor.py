@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from whale.cli.diagnosis import Finding, Place, diagnose, refused, sizes
-from whale.cli.inputs import add_source_arguments, build_model, read_graph
+from whale.cli.inputs import add_source_arguments, build_model, is_function, read_graph
 from whale.cli.tables import paragraph
 from whale.errors import WhaleError
 
@@ -51,7 +51,7 @@ def end_of(findings: Sequence[Finding]) -> int:
 
 
 def _examine(source: str, pairs: Sequence[str]) -> tuple[Finding, ...]:
-    if source.endswith(".json"):
+    if not is_function(source):
         return diagnose(read_graph(source, pairs))
     model, batch, loss, batch_dims = build_model(source, pairs)
     from whale.api.mode import CapturedMode

@@ -20,15 +20,21 @@ from whale.ir.graph import ModelGraph
 from whale.ir.profile import read_profile
 from whale.ir.serialization import from_json
 
+FUNCTION_HELP = "FILE.py:FUNCTION that returns (model, batch, loss)"
+
 SOURCE_HELP = (
-    "FILE.py:FUNCTION that returns (model, batch, loss), a model.json of `whale capture`, "
+    f"{FUNCTION_HELP}, a model.json of `whale capture`, "
     "or a model of a published run: gpt:layers=24,hidden=1024,heads=16,sequence=1024,vocabulary=51200"
 )
 
 
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the model and the arguments of its function."""
-    parser.add_argument("source", metavar="FILE.py:FUNCTION", help=SOURCE_HELP)
+PUBLISHED = "gpt"
+"""How a model of a published run begins."""
+
+
+def add_source_arguments(parser: argparse.ArgumentParser, *, runs: bool = False) -> None:
+    """Adds the model and the arguments of its function; where its own code `runs`, there must be one."""
+    parser.add_argument("source", metavar="FILE.py:FUNCTION", help=FUNCTION_HELP if runs else SOURCE_HELP)
     parser.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of FUNCTION; repeatable")
 
 
@@ -50,6 +56,11 @@ def add_planning_arguments(parser: argparse.ArgumentParser, *, plans: bool = Tru
         parser.add_argument("--plan", metavar="P.yaml", help="a written plan, which leaves open what it does not say; or a plan.json")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one configuration value; repeatable")
     parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch; those of the example by default")
+
+
+def is_function(source: str) -> bool:
+    """Whether a source is the user's own function, rather than a captured model or one of a published run."""
+    return not source.endswith(".json") and source.partition(":")[0] != PUBLISHED
 
 
 def read_graph(source: str, pairs: Sequence[str], blocks: int | None = None) -> ModelGraph:
@@ -76,7 +87,7 @@ def _graph_of(source: str, pairs: Sequence[str]) -> ModelGraph:
     if source.endswith(".json"):
         return _read_captured(Path(source), pairs)
     name, _, sizes = source.partition(":")
-    if name == "gpt":
+    if name == PUBLISHED:
         from whale.workloads import gpt
 
         return gpt(**keywords_for(gpt, name, sizes, pairs))

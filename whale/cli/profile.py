@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whale.cli.inputs import add_source_arguments, build_model, write_text
+from whale.cli.inputs import add_source_arguments, build_model, is_function, write_text
 from whale.cli.ranks import add_rank_arguments, num_devices, on_ranks, teller
 from whale.cli.tables import print_table
 from whale.config import Config
@@ -35,7 +35,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         description="Measures each distinct op of a model, forward and backward, and its whole passes, on the devices of a cluster file. "
         "What --output has already is not measured again.",
     )
-    add_source_arguments(parser)
+    add_source_arguments(parser, runs=True)
     parser.add_argument("--cluster", metavar="C.yaml", help="what the devices at hand are called in plans; without it, what is found")
     add_rank_arguments(parser, ROUNDS)
     parser.add_argument("--output", metavar="P.json", required=True, help="write the profile here, beside what it has already")
@@ -45,8 +45,11 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints what takes longest, and writes the profile."""
-    if arguments.source.endswith(".json"):
-        raise ConfigError("whale profile runs the model's own code: FILE.py:FUNCTION", hint="model.json has no weights and no operators")
+    if not is_function(arguments.source):
+        raise ConfigError(
+            f"whale profile runs the model's own code: FILE.py:FUNCTION ({arguments.source} is none)",
+            hint="a captured or published model has no weights and no operators",
+        )
     return on_ranks(
         arguments, "profile", _measure, lambda: num_devices() if arguments.cluster is None else _ranks_of(load_cluster(arguments.cluster))
     )

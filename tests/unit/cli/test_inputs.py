@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from whale.cli.inputs import load_function, parse_pairs, read_graph
+from whale.cli import main
+from whale.cli.inputs import is_function, load_function, parse_pairs, read_graph
 from whale.errors import CaptureError, ConfigError
 from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
 from whale.ir.serialization import to_json
@@ -90,3 +91,15 @@ def test_a_published_model_with_wrong_sizes_is_refused() -> None:
         read_graph("gpt:layers=3", [])
     with pytest.raises(ConfigError, match="states layers twice"):
         read_graph(f"gpt:{SIZES}", ["layers=4"])
+
+
+@pytest.mark.parametrize(("source", "own"), [("a.py:f", True), ("model.json", False), ("gpt:layers=2", False), ("gpt.py:f", True)])
+def test_a_function_is_told_from_a_captured_and_a_published_model(source: str, own: bool) -> None:
+    assert is_function(source) == own
+
+
+def test_a_published_model_is_examined_and_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "gpt:layers=2,hidden=16,heads=2,sequence=4,vocabulary=8"]) in (0, 3)
+    assert "capture        yes" in capsys.readouterr().out
+    assert main(["profile", "gpt:layers=2", "--output", "p.json"]) == 1
+    assert "whale profile runs the model's own code: FILE.py:FUNCTION (gpt:layers=2 is none)" in capsys.readouterr().err
