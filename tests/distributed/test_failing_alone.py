@@ -235,6 +235,15 @@ def test_settings_of_replicas_are_compared(world: World) -> None:
     assert world.run(agree, num_ranks=2, timeout=120) == [1, 1]
 
 
+def record_elsewhere(rank: int, num_ranks: int, folder: str) -> int:
+    config = {"trace.directory": f"{folder}/of_host_{rank}"}
+    return len(whale.parallelize(captured_scopes("none").model, loss=loss, batch=make_batch(8), config=config).plan.devices)
+
+
+def test_hosts_may_write_the_folder_of_records_otherwise(world: World, tmp_path: Path) -> None:
+    assert world.run(record_elsewhere, str(tmp_path), num_ranks=2, timeout=120) == [2, 2]
+
+
 SCRIPT = """
 import os, torch, whale
 from torch import nn

@@ -36,8 +36,13 @@ def join(resolve: Callable[[], Config]) -> tuple[World, Config]:
     return world, settings
 
 
+OF_THE_FIRST = ("trace.directory",)
+"""What rank 0 alone reads: hosts may write a path otherwise."""
+
+
 def _compare(settings: Config, world: World) -> None:
-    everyones = world.gather_objects({name: str(value) for name, value in settings.items()})  # lines, which blocks know, do not travel
+    own_values = {name: str(value) for name, value in settings.items() if name not in OF_THE_FIRST}
+    everyones = world.gather_objects(own_values)  # lines, which blocks know, do not travel
     first = everyones[0]
     assert isinstance(first, dict)
     for rank, own in enumerate(everyones):
