@@ -13,8 +13,12 @@ from tests.examples import at_most
 from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.errors import PlanError
+from whale.estimate import StepEstimate
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
 from whale.ir.serialization import to_json
-from whale.planning import Simulation, even_shares
+from whale.planning import Simulation, even, even_shares
 from whale.planning.plan import plan_and_estimate
 from whale.search import decide
 from whale.workloads import gpt
@@ -85,6 +89,22 @@ def test_equal_shares_on_equal_devices_cost_the_same() -> None:
     alike, config = cluster((1e12,) * 4), Config({"pipeline.num_micro_batch": 2})
     plan, step = plan_and_estimate(chain(8, width=64), alike, config, rows=32)
     assert even_shares(plan, chain(8, width=64), alike, config).step_seconds == pytest.approx(step.step_seconds)
+
+
+def test_equal_shares_cut_the_axes_that_the_user_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Config]()
+
+    def planned(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None) -> tuple[Plan, StepEstimate]:
+        asked.append(config)
+        return plan_and_estimate(graph, cluster, config, rows=rows)
+
+    monkeypatch.setattr(even, "plan_and_estimate", planned)
+    graph, devices = gpt(layers=4, hidden=64, heads=4, sequence=16, vocabulary=128), cluster((1e12, 5e11, 1e12, 5e11))
+    config = Config({"replicas": [{"split": 2, "num_stages": 2, "axes": ["up.weight:0"]}]})
+    plan, _ = plan_and_estimate(graph, devices, config, rows=16)
+    assert even_shares(plan, graph, devices, config).reason == ""
+    (block,) = asked[0].replicas
+    assert block.axes is not None and all("up.weight:0" in axis for axis in block.axes)
 
 
 def test_equal_shares_may_not_fit() -> None:
