@@ -115,6 +115,8 @@ def profile_model(
         On every rank, what is now known of the model on these and other devices.
     """
     rows, ops, model = rows_to_measure(graph), distinct_ops(graph), model_fingerprint(graph)
+    if known.profile is not None and known.profile.model != model:
+        tell(f"what the file has is of another model ({known.profile.model}), whose place this one ({model}) takes")
     kind = own_kind(cluster, local_profile(world.local_rank, world.local_size), world.local_rank)
     kinds = [each for each in world.gather_objects(kind) if isinstance(each, Device)]
     before = {each: known.of(each, rows) for each in kinds}

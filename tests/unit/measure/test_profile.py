@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -79,6 +80,10 @@ def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) ->
     profile, _ = measure(graph, own)
     again, told = measure(graph, own, profile)
     assert again == profile and len(told) == 1 and told[0].startswith("0 of ")
+    other = dataclasses.replace(profile, model="another")
+    replaced, told = measure(graph, own, other)
+    assert told[0].startswith(f"what the file has is of another model (another), whose place this one ({profile.model}) takes")
+    assert replaced.model == profile.model and told[1].startswith("0 of ")
     assert measure(graph, own, profile, again=True)[0].kinds[0].ops != profile.kinds[0].ops
 
 
