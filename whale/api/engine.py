@@ -91,7 +91,7 @@ class Engine:
     def _train(self, batch: Any) -> torch.Tensor:
         number = self.state.step_number
         if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
-            self._tracing.begin(number)
+            self._tracing.begin()
         captured, view = self._view("train", batch)
         loss = train_step(self.runtime, self.state, view, captured.key)
         if self._tracing is not None:

@@ -32,7 +32,7 @@ class Tracing:
 
     Attributes:
         directory: where it is written; made here.
-        steps: numbers of the steps that are recorded.
+        steps: which steps of this run are recorded, from 0; a run that resumes counts from where it does.
         recorder: told what happens on this rank.
         graph, cluster, config: what the step is predicted from.
         roster: who is who.
@@ -46,6 +46,7 @@ class Tracing:
     config: Config
     roster: Roster
     _recordings: list[StepRecording] = field(default_factory=list)
+    _num_begun: int = 0
     _is_closed: bool = False
 
     @staticmethod
@@ -64,9 +65,10 @@ class Tracing:
         close_at_exit(found)
         return found
 
-    def begin(self, step_number: int) -> None:
+    def begin(self) -> None:
         """Called by all ranks before each step; where it is recorded, they start it together."""
-        if step_number in self.steps:
+        self._num_begun += 1
+        if self._is_recorded:
             self.recorder.start(compare_clocks(self.roster.world))
 
     def end(self, step_number: int, num_rows: int) -> None:
@@ -75,7 +77,7 @@ class Tracing:
         Raises:
             ConfigError: the files cannot be written.
         """
-        if step_number not in self.steps:
+        if not self._is_recorded:
             return
         seen = [each for each in self.roster.world.gather_objects(self.recorder.stop()) if isinstance(each, RankStep)]
         on_first_rank(self.roster.world, lambda: self._write(step_number, num_rows, seen))
@@ -88,6 +90,10 @@ class Tracing:
                 "many are done before the first recorded one)"
             )
         self._is_closed = True
+
+    @property
+    def _is_recorded(self) -> bool:
+        return self._num_begun - 1 in self.steps
 
     def _write(self, step_number: int, num_rows: int, seen: list[RankStep]) -> None:
         plan = self.roster.plan

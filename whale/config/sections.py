@@ -94,7 +94,7 @@ class Trace:
     directory: str | None = key(
         None, "folder for the record of some steps, written by rank 0 as trace.json and report.html; null: nothing is recorded"
     )
-    first_step: int = key(2, "steps that are done before the first recorded one", rule=at_least(0))
+    first_step: int = key(2, "steps of this run that are done before the first recorded one", rule=at_least(0))
     num_steps: int = key(3, "steps that are recorded", rule=at_least(1))
 
 

@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -407,3 +408,15 @@ def test_statistics_that_average_over_all_batches_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1, momentum=None))
     model[1].eval()
     parallelize(model).step(BATCH)
+
+
+def test_a_run_that_resumes_is_recorded_from_where_it_does(tmp_path: Path) -> None:
+    first = parallelize()
+    for _ in range(5):
+        first.step(BATCH)
+    first.save(tmp_path / "saved")
+    resumed = parallelize(config={"trace.directory": str(tmp_path / "trace"), "trace.first_step": 1, "trace.num_steps": 1})
+    resumed.load(tmp_path / "saved")
+    for recorded in (False, True):
+        resumed.step(BATCH)
+        assert (tmp_path / "trace" / "trace.json").exists() == recorded
