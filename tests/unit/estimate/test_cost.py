@@ -23,6 +23,7 @@ from whale.estimate import (
     size_line,
     state_bytes,
 )
+from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import Parameter, TensorSpec
 from whale.ir.plan import Form, ParameterState, plain_states
@@ -96,7 +97,7 @@ def test_a_sum_goes_inside_hosts_first() -> None:
 
 
 def test_optimizer_traffic() -> None:
-    assert optimizer_seconds(device("d", "h", bandwidth=7e9), 1e9, 1e9, 2e9) == pytest.approx(1.0)
+    assert optimizer_seconds(device("d", "h", bandwidth=8e9), 1e9, 1e9, 2e9) == pytest.approx(1.0)
 
 
 def test_a_cluster_for_tests_has_the_speeds_asked_for() -> None:
@@ -156,3 +157,13 @@ def test_a_product_with_a_number_keeps_nothing() -> None:
     graph.sum_loss(graph.linear("layer1", "squared"))
     kept = kept_tensors(graph.build())
     assert kept["scaled"] == () and kept["squared"] == ("scaled",)
+
+
+def test_every_micro_batch_adds_its_gradients_to_those_before() -> None:
+    graph, here = chain(2, width=64), cluster([1e9])
+    found = Prices(graph, here, Costs()).seconds(here.devices[0], 4)
+    alone = op_seconds(op_table(graph), here.devices[0], 4, Costs())
+    extra = found.backward_fixed - alone.backward_fixed
+    reads = np.array([any(graph.by_name[name].kind == "parameter" for name in op.inputs) for op in graph.ops])
+    assert extra[reads] == pytest.approx(3 * 64 * 64 * 4 / here.devices[0].bandwidth), "both are read, the sum is written"
+    assert not extra[~reads].any()

@@ -13,7 +13,7 @@ from whale.axes.labels import Labels, label
 from whale.estimate.costs.compute import OpSeconds, op_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
-from whale.estimate.costs.op_table import OpTable, op_table, output_line, output_lines
+from whale.estimate.costs.op_table import Floats, OpTable, op_table, output_line, output_lines
 from whale.estimate.memory.kept import activations_of, kept_tensors
 from whale.estimate.memory.memory import kept_names, size_line, state_bytes, working_line
 from whale.estimate.prices.local_graph import local_graph
@@ -131,11 +131,28 @@ class Prices:
         key = (device.kind, num_rows)
         if key not in self._seconds:
             found = op_seconds(self.table, device, num_rows, self.costs)
-            if not self.training:
+            if self.training:
+                adding = self._accumulated / (device.bandwidth * device.traffic)
+                found = replace(found, backward_fixed=found.backward_fixed + adding)
+            else:
                 zero = np.zeros_like(found.backward_fixed)
                 found = replace(found, backward_fixed=zero, backward_per_row=zero, backward_host=zero)
             self._seconds[key] = found
         return self._seconds[key]
+
+    @cached_property
+    def _accumulated(self) -> Floats:
+        """Per op, the bytes that it takes to add its gradients of parameters to what earlier micro-batches gave: all are read, the sum is
+        written, in every micro-batch."""
+        found = np.zeros(len(self.graph.ops))
+        for position, op in enumerate(self.graph.ops):
+            for read in op.inputs if op.kind == "call" else ():
+                source = self.graph.by_name[read]
+                if source.kind == "parameter":
+                    parameter = self.graph.parameter_by_name[source.target]
+                    held = state_bytes(parameter, self.states, training=True)
+                    found[position] += (parameter.spec.num_bytes + 2 * held.gradient) * (held.gradient > 0)
+        return found
 
     @cached_property
     def states(self) -> tuple[ParameterState, ...]:
