@@ -47,16 +47,26 @@ def stage_costs(
         num_rows: rows of a micro-batch on one device, about which the lines are taken.
         recompute: what it computes again.
     """
-    part, own = prices.part(assignment.parts[stage], recompute), devices[stage]
-    costs = []
-    for position, name in enumerate(own):
-        device = prices.cluster.by_name[name]
-        forward, backward = prices.compute(assignment.parts[stage], device, num_rows)
-        backward = backward + prices.again(assignment.parts[stage], recompute, device, num_rows)
-        receive = Line()
-        for source, payload, num_messages in part.sends:
-            sender = devices[source][position * len(devices[source]) // len(own)]
-            if sender != name:
-                receive = receive + edge_line(prices.link(sender, name), payload, num_messages)
-        costs.append(DeviceCost(forward, backward, receive, part, prices.capacity(name)))
-    return tuple(costs)
+    return tuple(device_cost(prices, assignment, stage, devices, index, num_rows, recompute) for index in range(len(devices[stage])))
+
+
+def device_cost(
+    prices: Prices,
+    assignment: Assignment,
+    stage: int,
+    devices: Sequence[Sequence[str]],
+    index: int,
+    num_rows: float,
+    recompute: Recompute = NOTHING,
+) -> DeviceCost:
+    """What a stage costs one device of its virtual device; the arguments are those of `stage_costs`, and its index among them."""
+    part, own, name = prices.part(assignment.parts[stage], recompute), devices[stage], devices[stage][index]
+    device = prices.cluster.by_name[name]
+    forward, backward = prices.compute(assignment.parts[stage], device, num_rows)
+    backward = backward + prices.again(assignment.parts[stage], recompute, device, num_rows)
+    receive = Line()
+    for source, payload, num_messages in part.sends:
+        sender = devices[source][index * len(devices[source]) // len(own)]
+        if sender != name:
+            receive = receive + edge_line(prices.link(sender, name), payload, num_messages)
+    return DeviceCost(forward, backward, receive, part, prices.capacity(name))

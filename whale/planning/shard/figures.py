@@ -28,7 +28,8 @@ from whale.ir.cluster import Device
 from whale.ir.graph import Op
 from whale.ir.plan import BATCH
 from whale.planning.shard.classes import WHOLE, Classes, Label, Tensors, Use
-from whale.planning.shard.program import LabelFigures, Pair, Program, Selection, TensorFigures, UserFigures, solve
+from whale.planning.shard.program import LabelFigures, Pair, Program, Selection, TensorFigures, UserFigures
+from whale.planning.shard.solve import solve
 from whale.sharding.bridges import Bridge
 
 GRID = 33
@@ -189,7 +190,7 @@ class Figures:
         return np.array([own @ counts for own in seconds])
 
     def program(self, sizes: Sizes, insisted: tuple[int, ...], load: Load | None = None) -> Program:
-        """The integer program with the sizes of every kind fixed.
+        """The problem with the sizes of every kind fixed.
 
         Args:
             insisted: kinds along which every op works that may.

@@ -2,12 +2,12 @@
 
 Sizes come from each device's own speed, kind by kind: between two bridges the devices wait for one another, so the work along
 each kind is balanced by itself, first that of all ops that might, then that of those that do. The labels of the ops are the
-optimum of an integer program over these sizes. Where the choice overflows a device, sizes are divided again within the memory
-that it leaves, and the choice is made once more.
+optimum over these sizes (`whale.planning.shard.solve`). Where the choice overflows a device, sizes are divided again within
+the memory that it leaves, and the choice is made once more.
 
-The program's optimum is exact (HiGHS, gap 0; a search that runs out of nodes says its gap) for given sizes, for alike ops
-that are labelled alike, and for prices by the cost model. Sizes and labels are settled in turn: that is a heuristic where
-devices are unlike or memory is short.
+The optimum is exact (a search that runs out of nodes says its gap) for given sizes, for alike ops that are labelled alike, and
+for prices by the cost model. Sizes and labels are settled in turn: that is a heuristic where devices are unlike or memory is
+short.
 """
 
 from __future__ import annotations

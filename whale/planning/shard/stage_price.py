@@ -14,7 +14,7 @@ from whale.estimate.prices.tolls import Site, Tolls
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
-from whale.planning.pricing.stage_costs import DeviceCost, stage_costs
+from whale.planning.pricing.stage_costs import DeviceCost, device_cost, stage_costs
 from whale.planning.shard.overlapping import Overlapper, Overlapping
 from whale.planning.shard.sharding import Group, Sharder, StageSharding, group_of
 from whale.planning.shard.space import Scene
@@ -99,9 +99,10 @@ class StagePricing:
     ) -> PricedStage:
         """Prices a stage that is cut."""
         prices, shards = self.prices, sharding.shards
-        parts = [
-            stage_costs(prices.local(scene.ops, shards, position), assignment, stage, devices, site.num_rows, recompute)
-            for position in range(site.width)
+        parts = [prices.local(scene.ops, shards, position) for position in range(site.width)]
+        own_costs = [
+            device_cost(parts[index % site.width], assignment, stage, devices, index, site.num_rows, recompute)
+            for index in range(len(devices[stage]))
         ]
         labels = prices.labels(scene.ops, shards)
         bridges = prices.bridges(scene.ops, shards, scene.returned)
@@ -110,7 +111,6 @@ class StagePricing:
         twice = Again(prices, labels, bridges, recompute.segments)
         again = forward if recompute.num_alive else tolls.of_bridges(twice.exchanged())[0]
         copies = [Line() if recompute.num_alive else twice.copies(position) for position in range(site.width)]
-        own_costs = [parts[index % site.width][index] for index in range(len(devices[stage]))]
         whole = tuple((own.forward + forward, own.backward + backward + again) for own in own_costs)
         overlapping, seconds = self.overlapper.choose(tolls, scene, shards, bridges, whole, recompute)
         costs = tuple(

@@ -1,7 +1,8 @@
-"""The integer program finds what trying every labelling finds, and what fits in memory before what is fast."""
+"""Labels that are found are those that trying every labelling finds, and what fits in memory comes before what is fast."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from tests.examples import at_most
 from whale.planning.shard.classes import WHOLE, Use
-from whale.planning.shard.program import LabelFigures, Pair, Program, Selection, TensorFigures, UserFigures, solve
+from whale.planning.shard.integer import solve_integer
+from whale.planning.shard.program import LabelFigures, Pair, Program, Selection, TensorFigures, UserFigures
+from whale.planning.shard.solve import solve
 
 FORMS = (WHOLE, 0, 1)
 USES: tuple[Use, ...] = ((WHOLE, False), (WHOLE, True), (0, False), (1, False))
@@ -65,18 +68,19 @@ def by_trying(program: Program) -> list[Selection]:
 
 
 @pytest.mark.slow
-@given(programs())
+@pytest.mark.parametrize("search", [solve, solve_integer])
+@given(program=programs())
 @at_most(150)
-def test_the_program_finds_the_best_labels_and_the_next_set_of_kinds(program: Program) -> None:
+def test_the_best_labels_are_found_and_the_next_set_of_kinds(search: Callable[..., Selection | None], program: Program) -> None:
     expected = by_trying(program)
-    found = solve(program)
+    found = search(program)
     assert (found is None) == (not expected)
     if found is None:
         return
     assert abs(found.excess - expected[0].excess) < 1.5
     assert abs(found.seconds - min(each.seconds for each in expected if each.excess <= found.excess + 1e-6)) < 1e-6
     others = [each for each in expected if each.kinds != found.kinds]
-    other = solve(program, found.kinds)
+    other = search(program, found.kinds)
     assert (other is None) == (not others)
     if other is not None:
         assert other.kinds != found.kinds
@@ -88,7 +92,7 @@ def test_the_program_finds_the_best_labels_and_the_next_set_of_kinds(program: Pr
 @at_most(50)
 def test_a_search_that_ends_early_says_how_far_from_the_optimum_it_may_be(program: Program, max_nodes: int) -> None:
     roomy = replace(program, capacity=(1000.0,) * 2)
-    expected, found = by_trying(roomy), solve(roomy, max_nodes=max_nodes)
-    assert found == solve(roomy, max_nodes=max_nodes)
+    expected, found = by_trying(roomy), solve_integer(roomy, max_nodes=max_nodes)
+    assert found == solve_integer(roomy, max_nodes=max_nodes)
     if found is not None:
         assert expected[0].seconds >= found.seconds * (1 - found.gap) - 1e-6

@@ -1,0 +1,77 @@
+"""Elimination finds what trying every value finds, and labels that it settles are those of the integer program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.examples import at_most
+from tests.unit.planning.shard.test_program import by_trying, programs
+from whale.planning.shard.elimination import Table, minimise
+from whale.planning.shard.program import Program
+from whale.planning.shard.settle import Unsettled, settle
+
+
+@st.composite
+def sums(draw: st.DrawFn) -> tuple[list[int], list[Table]]:
+    """Up to five variables of up to three values, and tables over some of them, with values that do not go together."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    tables = []
+    for variables in draw(st.lists(st.permutations(range(len(sizes))).map(lambda order: order[:3]), max_size=5)):
+        shape = [sizes[variable] for variable in variables]
+        values = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 5.0, inf]), min_size=int(np.prod(shape)), max_size=int(np.prod(shape))))
+        tables.append(Table(tuple(variables), np.array(values).reshape(shape)))
+    return sizes, tables
+
+
+def total(tables: list[Table], values: tuple[int, ...]) -> float:
+    return float(sum(table.values[tuple(values[variable] for variable in table.variables)] for table in tables))
+
+
+@given(sums())
+@at_most(100)
+def test_elimination_finds_the_least_sum(given_sum: tuple[list[int], list[Table]]) -> None:
+    sizes, tables = given_sum
+    found = minimise(sizes, tables, 3**5)
+    assert found is not None
+    assert found[0] == min(total(tables, values) for values in product(*map(range, sizes)))
+    if found[0] < inf:
+        assert total(tables, found[1]) == found[0]
+
+
+def test_a_table_that_would_be_too_large_is_not_made() -> None:
+    ring = [Table((index, (index + 1) % 4), np.zeros((3, 3))) for index in range(4)]
+    assert minimise([3] * 4, ring, 26) is None
+    assert minimise([3] * 4, ring, 27) == (0.0, (0, 0, 0, 0))
+
+
+@pytest.mark.slow
+@given(programs(), st.booleans())
+@at_most(200)
+def test_labels_that_are_settled_are_the_best(program: Program, for_runner_up: bool) -> None:
+    roomy = replace(program, capacity=(1000,) * 2)
+    expected = by_trying(roomy)
+    kinds = expected[0].kinds if expected and for_runner_up else None
+    expected = [each for each in expected if each.kinds != kinds]
+    try:
+        found = settle(roomy, kinds)
+    except Unsettled:
+        return
+    assert (found is None) == (not expected)
+    if found is not None:
+        assert found.kinds != kinds
+        assert found.seconds == pytest.approx(min(each.seconds for each in expected))
+
+
+@pytest.mark.slow
+@given(programs())
+@at_most(50)
+def test_devices_that_are_alike_leave_nothing_unsettled(program: Program) -> None:
+    alike = tuple(tuple(replace(label, seconds=label.seconds[:1] * 2) for label in node) for node in program.nodes)
+    settle(replace(program, nodes=alike, capacity=(1000,) * 2))
