@@ -26,6 +26,7 @@ class Freedom:
         num_ranks: of each replica; None for any.
         near: whether replicas stay on one host where they can (True), or like devices are dealt out (False); None for both.
         alike: whether replicas must be alike, because samples depend on one another: then they are joined.
+        fewer: whether on many devices replicas of one kind may leave others of it out, as the cheapest plan does.
         policies: of recomputation, each tried with every arrangement.
         config: the settings with which plans are made.
     """
@@ -35,6 +36,7 @@ class Freedom:
     num_ranks: int | None
     near: bool | None
     alike: bool
+    fewer: bool
     policies: tuple[str | Shares, ...]
     config: Config
 
@@ -76,6 +78,7 @@ def freedom_of(config: Config, *, mixes_samples: bool) -> Freedom:
         num_ranks=pipeline.num_stages,
         near=config.cluster.device_place_prefer_intra_node if "cluster.device_place_prefer_intra_node" in config.explicit else None,
         alike=mixes_samples,
+        fewer=config.planning.objective == "cost",
         policies=FOR_MEMORY if is_for_memory else (config.recompute.policy,),
         config=config,
     )

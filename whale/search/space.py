@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations, product
 
@@ -127,8 +127,10 @@ class Space:
 
     def _lineups_in_a_row(self, bounds: Bounds) -> Iterator[Lineup]:
         """Replicas of one kind each, of every kind its own; and replicas over several kinds, like devices in a row."""
-        for kind in self.counts:
-            yield from ((team,) for team in self._of_one_kind(kind))
+        for team in (team for kind in self.counts for team in self._of_one_kind(kind)):
+            yield (team,)
+            for count in powers_of_two(team.count - 1) if self.freedom.fewer else ():
+                yield (replace(team, count=count),)
         for used in product(*([None, *self._front(kind, bounds)] for kind in self.counts)):
             lineup = tuple(team for team in used if team is not None)
             if lineup:

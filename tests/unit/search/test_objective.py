@@ -113,6 +113,12 @@ def test_a_host_is_paid_for_as_a_whole() -> None:
     assert [cluster.price_share(device) for device in cluster.devices] == [2.0, 2.0, 0.0]
 
 
+def test_of_many_devices_the_cheapest_plan_takes_few() -> None:
+    cluster = priced(made([[(1e9, GIB)]] * 6, network=1e6), (3.0, 2.0, 3.0), (None,))
+    found = search(layers([64] * 4), cluster, Config({"planning.objective": "cost"}), rows=48)
+    assert found.plan.devices == ("h1/0",)
+
+
 def test_least_memory_computes_again_and_takes_small_micro_batches() -> None:
     cluster, graph = made([[(1e9, GIB)]], network=1e9), layers([64] * 4)
     plan, step = decide(None, graph, cluster, Config({"planning.objective": "memory"}), rows=16)
