@@ -21,7 +21,7 @@ from whale.search.changes import faster_between, faster_inside, one_more, with_p
 from whale.search.found import Found
 from whale.search.freedom import pin_of
 from whale.search.searching import search
-from whale.units import format_bytes
+from whale.units import format_bytes, format_seconds
 
 EFFORT = 30.0
 """Plans that each search makes at most where ``planning.effort`` is not set: there are many searches."""
@@ -106,13 +106,12 @@ class _Adviser:
     rows: int | None
     tell: Callable[[str], None] | None
 
-    def searched(self, what: str, cluster: Cluster, **settings: object) -> Found:
+    def searched(self, what: str, cluster: Cluster) -> Found:
         """The outcome of a search on a cluster, told before it begins."""
         if self.tell is not None:
             self.tell(what)
-        config = self.config.with_values({f"planning.{key}": value for key, value in settings.items()})
-        effort = None if "planning.effort" in config.explicit else EFFORT
-        return search(self.graph, cluster, config, rows=self.rows, effort=effort)
+        effort = None if "planning.effort" in self.config.explicit else EFFORT
+        return search(self.graph, cluster, self.config, rows=self.rows, effort=effort)
 
     def groups(self, found: Found) -> Iterator[Advice]:
         """Whether each kind of device is worth using."""
@@ -156,8 +155,8 @@ class _Adviser:
             return Advice("devices", name, says, found.value, None)
         slower = using.value / found.value - 1
         says = (
-            f"leave the {name} out: they make it {slower:.0%} worse ({text(found.value)} without, {text(using.value)} with them: "
-            f"{narrowest(using.draft.step)})"
+            f"leave the {name} out: they make it {slower:.0%} worse ({text(found.value)} without, {text(using.value)} with them; "
+            f"{why_slower(using.draft.step, found.step.step_seconds)})"
         )
         return Advice("devices", name, says, found.value, using.value)
 
@@ -222,7 +221,10 @@ class _Adviser:
 
     def memory(self, found: Found | None) -> Advice:
         """With how little memory on each device the model would train."""
-        small = self.searched("the least memory", with_plenty(self.cluster), objective="memory")
+        if self.tell is not None:
+            self.tell("the least memory")
+        config = self.config.with_values({"planning.objective": "memory"})
+        small = search(self.graph, with_plenty(self.cluster), config, rows=self.rows)
         costs = Costs.of(self.config)
         need = small.value / costs.memory_fraction
         says = f"the model would train on devices of {format_bytes(need)}: {small.arrangement}"
@@ -244,9 +246,12 @@ class _Adviser:
         return {kind: kind.model if models[kind.model] == 1 else f"{kind.model} of {format_bytes(kind.memory)}" for kind in self.counts}
 
 
-def narrowest(step: StepEstimate) -> str:
-    """What a step waits for most: a link, or the device that computes longest."""
-    slow, link = step.straggler, max(step.links, key=lambda each: each.share, default=None)
-    if link is not None and slow.exposed >= slow.busy:
-        return f"the link {link.name} is the bound, {slow.exposed / step.step_seconds:.0%} of the step are waits for what is on its way"
-    return f"{slow.name} is the bound, computing for {slow.busy / step.step_seconds:.0%} of the step"
+def why_slower(step: StepEstimate, seconds: float) -> str:
+    """Why a step is slower than another of so many seconds: its longest work, its links, or stages that wait for one another."""
+    slow = step.straggler
+    work = f"{slow.name} computes for {format_seconds(slow.busy)}"
+    if slow.busy >= seconds:
+        return f"computing is the bound: {work}"
+    if slow.exposed >= slow.idle(step.step_seconds):
+        return f"the links are the bound: {work} and waits {format_seconds(slow.exposed)} for what is on its way"
+    return f"the order is the bound: {work} and waits {format_seconds(slow.idle(step.step_seconds))} for others"

@@ -126,9 +126,9 @@ class LeastMemory:
         return float(self.bounds.parameter_bytes / min(team.num_ranks * team.width for team in arrangement.teams))
 
     def likely(self, arrangement: Arrangement, seconds: float) -> float:
-        """With what the micro-batches in flight keep on the first rank."""
+        """With what the micro-batches in flight keep on the first rank; split groups hold most of that whole."""
         rows = self.bounds.num_rows / arrangement.num_replicas / arrangement.num_micro_batch
-        alive = max(min(team.num_ranks, arrangement.num_micro_batch) / (team.num_ranks * team.width) for team in arrangement.teams)
+        alive = max(min(team.num_ranks, arrangement.num_micro_batch) / team.num_ranks for team in arrangement.teams)
         return self.at_least(arrangement, seconds) + self._activations.at(rows) * alive
 
     def text(self, value: float) -> str:
