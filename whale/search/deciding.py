@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from whale.config import Config, read_plan
-from whale.errors import ConfigError, PlanError
+from whale.errors import BatchError, ConfigError, PlanError
 from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
@@ -17,6 +17,7 @@ from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
 from whale.planning.verify.verify import verify
 from whale.search.freedom import pin_of
+from whale.search.pins import with_blame
 from whale.search.searching import search
 
 
@@ -49,7 +50,10 @@ def decide(
     is_written = isinstance(plan, (str, Path)) and Path(plan).suffix in (".yaml", ".yml")
     if plan is None or is_written:
         settings = config if plan is None else config.with_values(read_plan(str(plan)))
-        return _planned(graph, cluster, settings, rows, runner_up, tell)
+        try:
+            return _planned(graph, cluster, settings, rows, runner_up, tell)
+        except (PlanError, ConfigError, BatchError) as fault:
+            raise with_blame(fault, settings, lambda other: _planned(graph, cluster, other, rows, runner_up, None)) from None
     if runner_up is not None:
         raise ConfigError("a runner-up is a search's, and a plan that was made before is not searched for")
     given = plan if isinstance(plan, Plan) else _read_plan(Path(plan))

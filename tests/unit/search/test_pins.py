@@ -1,0 +1,30 @@
+"""Where what the user set leaves no plan, the error names it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.search.test_search import layers, made
+from whale.config import Config
+from whale.errors import WhaleError
+from whale.search import decide
+
+GRAPH = layers([64] * 4)  # 64 KiB with gradients and optimizer state
+TWO = made([[(1e9, 200_000)] * 2], network=1e9)
+
+
+def hint_of(rows: int, settings: dict[str, object]) -> str:
+    with pytest.raises(WhaleError) as caught:
+        decide(None, GRAPH, TWO, Config(settings), rows=rows)
+    return caught.value.hint or ""
+
+
+def test_the_setting_without_which_there_is_a_plan_is_named() -> None:
+    assert "without pipeline.num_micro_batch (64) there is a plan" in hint_of(8, {"pipeline.num_micro_batch": 64})
+    assert "without planning.search (off) there is a plan" in hint_of(8, {"planning.search": "off"})
+    assert "without memory.fraction (0.1) there is a plan" in hint_of(8, {"memory.fraction": 0.1, "recompute.policy": "auto"})
+
+
+def test_settings_that_are_not_to_blame_are_not_named() -> None:
+    hint = hint_of(8, {"memory.fraction": 0.1, "pipeline.num_micro_batch": 64})
+    assert "without" not in hint, "neither alone would do"
