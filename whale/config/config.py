@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from whale.config.replicas import REPLICAS, ReplicaBlock
-from whale.config.sections import Cluster, Communication, Gradient, Memory, Pipeline, Planning, Recompute, Runtime, Trace
+from whale.config.sections import Cluster, Communication, Estimate, Gradient, Memory, Pipeline, Planning, Recompute, Runtime, Trace
 from whale.config.settings import KEYS, SECTIONS, Setting, check
 from whale.errors import raise_faults
 
@@ -39,6 +39,7 @@ class Config:
     recompute: Recompute
     trace: Trace
     planning: Planning
+    estimate: Estimate
     replicas: tuple[ReplicaBlock, ...]
     explicit: frozenset[str] = field(compare=False, repr=False)
 

@@ -130,3 +130,16 @@ class Planning:
         "plans that a search makes at most; those of many devices, stages and micro-batches, or with split stages, count for several",
         rule=at_least(1),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What predictions assume of how ops run, where nothing was measured."""
+
+    fuses_pointwise: bool = key(
+        False, "pointwise ops run in one kernel with the op that alone reads them, as with a compiler or kernels written by hand"
+    )
+    allows_tf32: bool = key(False, "float32 matrix products run in TensorFloat-32 where the device has it")
+    message_seconds: float = key(
+        0.0, "what starting a message or collective costs beside the latency of its link", rule=at_least(0), unit="s"
+    )

@@ -11,7 +11,7 @@ from whale.config.epl import AUTO, EPL_KEYS, OF_THE_PAPER, REFUSED, STRATEGIES
 from whale.config.keys import TYPE_WORDS, Key, Shares, keys_of
 from whale.config.nearest import did_you_mean, nearest
 from whale.config.replicas import PLAN, RECOMPUTE, REPLICAS, Place, Reader
-from whale.config.sections import Cluster, Communication, Gradient, Memory, Pipeline, Planning, Recompute, Runtime, Trace
+from whale.config.sections import Cluster, Communication, Estimate, Gradient, Memory, Pipeline, Planning, Recompute, Runtime, Trace
 from whale.config.strict_yaml import parse_yaml
 from whale.errors import ConfigError, WhaleError
 from whale.units import parse_quantity
@@ -26,6 +26,7 @@ SECTIONS: Mapping[str, type[object]] = {
     "recompute": Recompute,
     "trace": Trace,
     "planning": Planning,
+    "estimate": Estimate,
 }
 """The sections, in the order in which they print."""
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device
+from whale.config import Config
 from whale.estimate import (
     Costs,
     Line,
@@ -167,3 +168,10 @@ def test_every_micro_batch_adds_its_gradients_to_those_before() -> None:
     reads = np.array([any(graph.by_name[name].kind == "parameter" for name in op.inputs) for op in graph.ops])
     assert extra[reads] == pytest.approx(3 * 64 * 64 * 4 / here.devices[0].bandwidth), "both are read, the sum is written"
     assert not extra[~reads].any()
+
+
+def test_what_the_user_assumes_of_ops_and_messages_is_priced() -> None:
+    config = Config({"estimate.fuses_pointwise": True, "estimate.allows_tf32": True, "estimate.message_seconds": "20 us"})
+    found = Costs.of(config)
+    assert (found.fuses_pointwise, found.allows_tf32) == (True, True) and found.message_seconds == pytest.approx(20e-6)
+    assert Costs.of(Config()) == Costs()

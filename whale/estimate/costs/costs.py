@@ -44,6 +44,9 @@ class Costs:
     def of(config: Config) -> Costs:
         """The starting values with what the user has set."""
         return Costs(
+            message_seconds=config.estimate.message_seconds,
+            fuses_pointwise=config.estimate.fuses_pointwise,
+            allows_tf32=config.estimate.allows_tf32,
             optimizer_states=config.memory.optimizer_states,
             bucket_bytes=config.communication.bucket_bytes,
             memory_fraction=config.memory.fraction,
