@@ -22,6 +22,8 @@ ALONE, AT_ONCE = "alone", "all at once"
 LATENCY, BANDWIDTH = "latency", "bandwidth"
 SMALL_BYTES, LARGE_BYTES = 4, 1 << 23
 """Of a message whose bytes count little, and of one whose latency counts little."""
+LEAST_SHARE = 0.5
+"""So much of the time of a large message is for its bytes, at least."""
 NUM_SMALL, NUM_LARGE = 10, 2
 """Exchanges of a round."""
 
@@ -76,9 +78,19 @@ def link_samples(clock: Clock, phase: Phase) -> Iterator[Samples]:
     messages = 2 if phase.how == ALONE else 1  # one after the other
     latencies = tuple(each / messages for each in small)
     usual = sorted(latencies)[len(latencies) // 2]
-    rest = [max(each / messages - usual, 1e-9) for each in large]
+    rest = seconds_of_bytes([each / messages for each in large], usual)
     yield Samples(f"{LATENCY}, {phase.how}", "s", latencies)
     yield Samples.rates(f"{BANDWIDTH}, {phase.how}", "B/s", LARGE_BYTES - SMALL_BYTES, rest)
+
+
+def seconds_of_bytes(large: Sequence[float], latency: float) -> list[float]:
+    """What large messages take beside the latency.
+
+    Args:
+        large: seconds of each.
+        latency: of small messages as usual; where it is more than a share of a large one, it was noise.
+    """
+    return [max(each - latency, each * LEAST_SHARE) for each in large]
 
 
 def _call(world: World, phase: Phase, num_bytes: int) -> Callable[[], None] | None:
