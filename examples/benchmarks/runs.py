@@ -16,7 +16,7 @@ import yaml
 from whale.config import Config
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.hardware import catalogue, parse_cluster
-from whale.ir.plan import Form, ParameterState
+from whale.ir.plan import Form, ParameterState, Replica
 from whale.planning import make_plan
 from whale.workloads import gpt
 
@@ -91,8 +91,13 @@ class Run:
         return f"{self.layers} x {self.hidden}, t{parts[0]} d{parts[1]} p{parts[2]} b{parts[3]}, {plan['recompute']}"
 
 
-def simulate(run: Run) -> StepEstimate:
+def simulate(run: Run, *, costs: Costs = COSTS, scatters: bool = True) -> StepEstimate:
     """The estimate of a step of a run.
+
+    Args:
+        run: as it was run.
+        costs: what prices are made of beside the figures of devices and links.
+        scatters: whether tensors between split stages may cross in parts.
 
     Raises:
         WhaleError: it cannot be planned so.
@@ -109,7 +114,14 @@ def simulate(run: Run) -> StepEstimate:
     )
     cluster = parse_cluster(run.cluster)
     plan = make_plan(graph, cluster, Config({"plan": run.plan}), rows=run.batch)
-    return estimate(replace(plan, parameter_states=run.states), graph, cluster, COSTS)
+    replicas = plan.replicas if scatters else tuple(map(_crossing_whole, plan.replicas))
+    return estimate(replace(plan, parameter_states=run.states, replicas=replicas), graph, cluster, costs)
+
+
+def _crossing_whole(replica: Replica) -> Replica:
+    """The replica with tensors whole on every device while they cross between its stages."""
+    stages = (replace(stage, shards=tuple(replace(shard, arriving=(), handed_on=()) for shard in stage.shards)) for stage in replica.stages)
+    return replace(replica, stages=tuple(stages))
 
 
 def written(tensor: int, replicas: int, stages: int, rows: int, **more: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 
+from figure import Figure
 from runs import Run, a100_runs, simulate, written
 from simulator import Result, constant_mfu_error, page, rank_correlation, score
 
@@ -49,3 +50,14 @@ def test_scores() -> None:
     assert constant_mfu_error([RUN, RUN]) < 0.05
     text = page({"16 T4": results}, {"16 T4": found}, "command")
     assert "| 16 T4 | 4 | 1 |" in text and "-50.0%" in text
+
+
+def test_a_bound_is_told_as_one() -> None:
+    assert str(Figure("a", 2.0, 2.2)) == "| a | 2 | 2.2 | +10.0% |"
+    assert str(Figure("a", 2.0, 1.9, "up to")) == "| a | up to 2 | 1.9 | -5.0% |"
+
+
+def test_tensors_may_be_made_to_cross_whole() -> None:
+    plan = written(8, 1, 2, 2)
+    split = replace(RUN, hidden=512, heads=8, sequence=512, num_devices=16, plan=plan)
+    assert simulate(split, scatters=False).step_seconds > simulate(split).step_seconds
