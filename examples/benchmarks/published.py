@@ -111,9 +111,9 @@ BLOCKS = (
 
 LEFT_OUT = """Not set beside predictions, and why:
 
-- Fold3D's gain of 25 to 42 % over networks of commodity clouds, and Merak's of 39 to 61 % on 64 GPUs: models or testbeds are not told.
+- Fold3D's gain of 25 to 42 % over networks of commodity clouds, and Merak's of 39 to 61 % on 64 GPUs: no models or testbeds were at hand.
 - Whale's GNMT and T5-Large, and M6 with 1 and 10 trillion parameters (mixtures of experts): there is no graph of their sizes here.
-- Whale's share of bridges in a step: the paper draws it, and tells no numbers.
+- Whale's share of bridges in a step: no numbers were at hand.
 - Merak's shifted critical path with shares of stages computed again: its schedule computes whole stages again, and parts of stages
   beside them are refused.
 - Megatron's studies whose figures are drawn only (tensor and pipeline parallelism beside data parallelism)."""
