@@ -3,7 +3,8 @@
     x[n, l] = 1      node n has label l                         each node has one
     z[t, u, f, g]    tensor t lies as f and user u needs g      marginals are the x of both: the local polytope of the edge
     y[t, f, g]       the bridge f -> g of t stands              >= z of every user: paid once
-    T[k]             seconds of the work along kind k           >= sum of x x seconds, on each device
+    T[k]             time of the work along kind k, in units    >= sum of x x time, on each device
+                     of the longest work of a node along it
     e                bytes beyond a device's memory             kept at 0; where nothing fits, at the least there is
 
     minimise    sum T + sum x x (sums of the label) + sum y x (bridge)
@@ -48,7 +49,7 @@ def solve_integer(program: Program, other_than: Collection[int] | None = None, m
     Returns:
         None where there are none.
     """
-    rows = _Rows(program)
+    rows = Rows(program)
     if other_than is not None:
         rows.forbid(other_than)
     found = rows.minimise(rows.cost, 0.0, max_nodes)
@@ -74,23 +75,34 @@ def _along_one_kind(program: Program) -> Selection | None:
 
 
 @dataclass
-class _Rows:
-    """The program as variables and rows of a matrix."""
+class Rows:
+    """The program as variables and rows of a matrix.
+
+    HiGHS takes a row for kept that is kept to 1e-6, and repairs what is not, of which its release 1.12 prints a line. So seconds and
+    bytes stand in units in which no factor is large.
+
+    Attributes:
+        program: the problem.
+        cost: what is to be least.
+        ran_out_of_nodes: whether a search did.
+        gap: how far what was found may be from the optimum.
+        factors: of all rows, one after another.
+    """
 
     program: Program
     cost: Expression = field(default_factory=dict)
     ran_out_of_nodes: bool = False
     gap: float = 0.0
+    factors: list[float] = field(default_factory=list)
     _upper: list[float] = field(default_factory=list)
     _integral: list[int] = field(default_factory=list)
     _variables: list[int] = field(default_factory=list)  # of all rows, one after another
-    _factors: list[float] = field(default_factory=list)
     _ends: list[int] = field(default_factory=lambda: [0])
     _low: list[float] = field(default_factory=list)
     _high: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scale = 1 / max(1, *self.program.capacity)
+        self.scale = 1 / max(1, self.program.num_bytes, *self.program.capacity)
         self.labels = [[self._new(1.0, integral=len(node) > 1) for _ in node] for node in self.program.nodes]
         self._held: list[Expression] = [{} for _ in self.program.capacity]
         self.overflow = self._new(np.inf)
@@ -109,7 +121,7 @@ class _Rows:
 
     def _add(self, entries: Expression, low: float, high: float) -> None:
         self._variables += entries
-        self._factors += entries.values()
+        self.factors += entries.values()
         self._ends.append(len(self._variables))
         self._low.append(low)
         self._high.append(high)
@@ -138,9 +150,10 @@ class _Rows:
                     lanes.setdefault(figures.lane, []).append((variable, figures.seconds))
         for entries in lanes.values():
             total = self._new(np.inf)
-            self.cost[total] = 1.0
+            unit = max(seconds for _, own in entries for seconds in own)
+            self.cost[total] = unit
             for seconds in dict.fromkeys(zip(*(own for _, own in entries), strict=True)):
-                row = {variable: own for (variable, _), own in zip(entries, seconds, strict=True) if own}
+                row = {variable: own / unit for (variable, _), own in zip(entries, seconds, strict=True) if own}
                 self._add(row | {total: -1.0}, -np.inf, 0.0)
 
     def _charge(self, variable: int, seconds: float) -> None:
@@ -274,7 +287,7 @@ class _Rows:
         objective *= 1000 / max(float(np.abs(objective).max()), 1e-30)
         upper = np.array(self._upper)
         upper[self.overflow] = most_excess
-        matrix = csr_array((np.array(self._factors), np.array(self._variables), np.array(self._ends)), shape=(len(self._low), width))
+        matrix = csr_array((np.array(self.factors), np.array(self._variables), np.array(self._ends)), shape=(len(self._low), width))
         found = milp(
             objective,
             integrality=np.array(self._integral),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.examples import at_most
 from whale.planning.shard.classes import WHOLE, Use
-from whale.planning.shard.integer import solve_integer
+from whale.planning.shard.integer import Rows, solve_integer
 from whale.planning.shard.program import LabelFigures, Pair, Program, Selection, TensorFigures, UserFigures
 from whale.planning.shard.solve import solve
 
@@ -96,3 +96,11 @@ def test_a_search_that_ends_early_says_how_far_from_the_optimum_it_may_be(progra
     assert found == solve_integer(roomy, max_nodes=max_nodes)
     if found is not None:
         assert expected[0].seconds >= found.seconds * (1 - found.gap) - 1e-6
+
+
+def test_rows_have_no_large_factors_however_slow_and_large_devices_are() -> None:
+    """Rows are kept to 1e-6: with factors of millions of seconds, a search mends its own roundings, and HiGHS 1.12 prints that."""
+    whole = LabelFigures((1e6, 3e6), WHOLE, 0.0, (0.0, 0.0), frozenset(), False)
+    part = LabelFigures((6e5, 1e6), 0, 1e3, (-4e12, -4e12), frozenset({0}), True)
+    rows = Rows(Program(((whole, part),) * 3, (), 1, 2e13, (10**13,) * 2))
+    assert max(map(abs, rows.factors)) == 1.0
