@@ -117,8 +117,9 @@ class Planning:
 
     search: str = key(
         "auto",
-        "auto: search for the fastest plan where no scope, no replicas and no number of stages say how the model is divided; off: never",
-        choices=("auto", "off"),
+        "auto: search for the best plan where no scope, no replicas and no number of stages say how the model is divided; pinned: also "
+        "where pipeline.num_stages is set, which then binds; off: never",
+        choices=("auto", "pinned", "off"),
     )
     objective: str = key(
         "step_time",

@@ -23,8 +23,10 @@ from whale.estimate import optimizer_seconds
 from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
+from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.structure.structure import Structure
 from whale.search.arrangement import Arrangement, Order, Team
+from whale.search.chain import loose_runs
 from whale.search.columns import Columns, columns_of
 
 NO_ORDER = Order("", 2)
@@ -41,11 +43,13 @@ class Bounds:
     Args:
         prices: of the graph on the cluster.
         structure: of the graph.
+        points: where it can be cut.
         num_rows: of the global batch.
     """
 
     prices: Prices
     structure: Structure
+    points: CutPoints
     num_rows: int
     _curves: dict[tuple[Team, Order, int, float], Floats] = field(default_factory=dict, init=False)
 
@@ -139,11 +143,26 @@ class Bounds:
         ops = {kind: tuple(each / team.width for each in self._ops(kind, num_micro_batch, rows)) for kind in team.numbers}
         both = {kind: forward + backward for kind, (forward, backward) in ops.items()}
         fills = order.num_chunks == 1 and order.schedule in ("1f1b", "gpipe")
-        found = self._pipeline(team.runs, both, num_micro_batch, fill=float(fills))
+        found = self._pipeline(team.runs, both, num_micro_batch, fill=0.0)
+        if fills and team.num_ranks > 1:
+            found = np.maximum(found, self._pipeline(team.runs, both, num_micro_batch, fill=1.0) - self._beside(team, both))
         if not self.prices.training:
             return found
         hidden = {kind: backward if fills else 0.0 * backward for kind, (_, backward) in ops.items()}
         return np.maximum(found, self._end(team, both, hidden, num_micro_batch, sync_rate if fills else 0.0))
+
+    def _beside(self, team: Team, both: Mapping[Device, Floats]) -> Floats:
+        """Seconds by which a rank waits less for those before it where some of these have only ops that nobody there waits for.
+
+        Such a rank has no more than a run of them, so all together no more than the longest runs.
+        """
+        runs = np.max([seconds @ self._loose.T for seconds in both.values()], axis=0)
+        longest: Floats = np.sort(runs, axis=1)[:, ::-1][:, : team.num_ranks - 1].sum(axis=1)
+        return longest
+
+    @cached_property
+    def _loose(self) -> Floats:
+        return loose_runs(self.prices.graph, self.points, self.columns)
 
     def _pipeline(self, runs: Sequence[tuple[Device, int]], both: Mapping[Device, Floats], num_micro_batch: int, *, fill: float) -> Floats:
         """The first bound of the module, in the mean whose weights make every rank's share of the ops equally dear.

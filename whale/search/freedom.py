@@ -50,9 +50,9 @@ class Freedom:
 def pin_of(graph: ModelGraph, config: Config) -> str | None:
     """What decides how the model is divided, so that nothing is searched for; None where nothing does."""
     pins = {
-        "planning.search off": config.planning.search != "auto",
+        "planning.search off": config.planning.search == "off",
         "the replicas that are written down": bool(config.replicas),
-        "pipeline.num_stages": config.pipeline.num_stages is not None,
+        "pipeline.num_stages": config.pipeline.num_stages is not None and config.planning.search != "pinned",
     }
     found = next((name for name, is_set in pins.items() if is_set), None)
     scope = next((op.scope[0] for op in graph.ops if op.scope), None)

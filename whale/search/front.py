@@ -96,10 +96,15 @@ class Front:
         for near in self.space.rules(lineup):
             for own in by_order.values():
                 for arrangement, likely in zip(own, self._sketched(own, near), strict=True):
-                    yield Look(arrangement, near, bound, self._bound, likely)
+                    yield Look(arrangement, near, bound, self.bound, likely)
 
-    def _bound(self, arrangement: Arrangement) -> float:
-        return self.objective.at_least(arrangement, self.bounds.of(arrangement))
+    def bound(self, arrangement: Arrangement) -> float:
+        """What none of its plans is below: alike replicas have the mean of the rows, and the slowest stage of some cut."""
+        seconds = self.bounds.of(arrangement)
+        if len(arrangement.teams) == 1:
+            rows = self.bounds.num_rows / arrangement.num_replicas
+            seconds = max(seconds, self.sketches.least(arrangement.teams[0], arrangement.order, arrangement.num_micro_batch, rows))
+        return self.objective.at_least(arrangement, seconds)
 
     def _sketched(self, own: Sequence[Arrangement], near: bool | None) -> list[float]:
         """What arrangements that differ in their micro-batches come to: sketched towards the best of them, the others by their nearest."""

@@ -63,7 +63,7 @@ def search(
     seater = Seater(graph, cluster, config, num_rows)
     freedom = freedom_of(config, mixes_samples=seater.mixes_samples)
     seater = replace(seater, config=freedom.config)
-    bounds = Bounds(seater.prices, seater.structure, num_rows)
+    bounds = Bounds(seater.prices, seater.structure, seater.points, num_rows)
     space = Space(cluster, freedom, num_rows, seater.points.num_units)
     objective = objective_of(config.planning.objective, cluster, bounds)
     sketches = Sketches(seater.prices, Pieces(bounds.columns, seater.points), Ties(seater.prices), num_rows, freedom.recomputes)

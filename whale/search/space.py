@@ -95,9 +95,13 @@ class Space:
             if deepest * order.num_chunks <= self.num_places:
                 yield order
 
+    @property
+    def _num_ranks(self) -> int | None:
+        """Of each replica, where it is set: of more stages than there are devices consecutive ones share one."""
+        return None if self.freedom.num_ranks is None else min(self.freedom.num_ranks, len(self.cluster.devices))
+
     def _is_allowed(self, lineup: Lineup) -> bool:
-        wanted = self.freedom.num_ranks
-        deep = all(team.num_ranks <= self.num_places and wanted in (None, team.num_ranks) for team in lineup)
+        deep = all(team.num_ranks <= self.num_places and self._num_ranks in (None, team.num_ranks) for team in lineup)
         return deep and (not self.freedom.alike or (len(lineup) == 1 and (lineup[0].width == 1 or lineup[0].count == 1)))
 
     def _every_lineup(self) -> Iterator[Lineup]:
@@ -147,7 +151,8 @@ class Space:
         """As many replicas as there are devices for, of each depth and width."""
         for width in self.widths[kind]:
             room = self.counts[kind] // width
-            for num_ranks in powers_of_two(min(room, self.num_places)):
+            most = min(room, self.num_places)
+            for num_ranks in powers_of_two(most) if self._num_ranks is None else range(self._num_ranks, min(self._num_ranks, most) + 1):
                 yield Team((kind,) * num_ranks, width, room // num_ranks)
 
     def _front(self, kind: Device, bounds: Bounds) -> Sequence[Team]:
@@ -169,8 +174,7 @@ class Space:
         shared = set.intersection(*(set(self.widths[kind]) for kind in kinds))
         for width in sorted(shared):
             rooms = [self.counts[kind] // width for kind in kinds]
-            numbers = powers_of_two(min(rooms)) + tuple(room for room in rooms if room <= min(rooms))
-            for count in sorted(set(numbers)):
+            for count in sorted({*powers_of_two(min(rooms)), min(rooms)}):
                 depths = [room // count for room in rooms]
                 if sum(depths) <= min(DEEPEST, self.num_places):
                     yield Team(tuple(kind for kind, depth in zip(kinds, depths, strict=True) for _ in range(depth)), width, count)

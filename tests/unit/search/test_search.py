@@ -19,7 +19,7 @@ from whale.planning import MemoryShortage, make_plan
 from whale.planning.pipeline.balance import shortage
 from whale.planning.plan import Draft
 from whale.planning.seating import Seater, Seating
-from whale.search import Found, search
+from whale.search import Found, decide, search
 from whale.search.freedom import freedom_of
 
 SPEEDS = (1e9, 3e9, 1e10)
@@ -124,6 +124,16 @@ def test_what_is_set_stays() -> None:
     cluster = made([[(1e9, GIB)] * 4], network=1e9)
     found = search_of(layers([64] * 4), cluster, 8, num_stages=2, num_micro_batch=4, schedule="gpipe")
     assert {(own.num_ranks, own.num_micro_batch, own.schedule) for own in found.plan.pipelines} == {(2, 4, "gpipe")}
+
+
+def test_a_number_of_stages_may_bind_a_search_or_end_it() -> None:
+    graph, cluster = layers([64] * 4), made([[(1e9, GIB)] * 2, [(3e9, GIB)] * 2], network=1e8)
+    settings = {"pipeline.num_stages": 4, "pipeline.num_micro_batch": 4, "recompute.policy": "none"}
+    rule, step = decide(None, graph, cluster, Config(settings), rows=8)
+    found, searched = decide(None, graph, cluster, Config(settings | {"planning.search": "pinned"}), rows=8)
+    assert found.choices[0].pass_name == "search" and rule.choices[0].pass_name != "search"
+    assert [own.num_ranks for own in found.pipelines] == [own.num_ranks for own in rule.pipelines] == [4]
+    assert searched.step_seconds <= step.step_seconds
 
 
 def test_no_runner_up_is_faster_than_the_choice() -> None:

@@ -115,8 +115,8 @@ class Links:
 def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str, int]) -> Iterator[Wire]:
     """What stages hand to one another, both ways."""
     crossings = Crossings(prices.graph)
-    for replica in plan.replicas:
-        sizes = sorted({stop - start for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows)})
+    for replica, rows in zip(plan.replicas, plan.all_micro_batch_rows(plan.planned_rows), strict=True):
+        sizes = sorted({stop - start for start, stop in rows})
         for edge in replica.edges:
             for backward in (False, True) if prices.training else (False,):
                 ends = (edge.target, edge.source) if backward else (edge.source, edge.target)

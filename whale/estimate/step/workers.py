@@ -75,6 +75,7 @@ class Workers:
     def __init__(self, plan: Plan, prices: Prices) -> None:
         self._plan, self._prices = plan, prices
         self._works, self._held = Works(prices), _Held(prices, plan.parameter_states)
+        self._rows = plan.all_micro_batch_rows(plan.planned_rows)
         self._recomputed: dict[int, set[int | None]] = {}
         self._keys: dict[StageKey, StageKey] = {}
 
@@ -87,7 +88,7 @@ class Workers:
         """
         if number not in self._recomputed:
             self._recomputed[number] = {a.stage for actions in schedule.ranks for a in actions if a.kind is Kind.RECOMPUTE}
-        rows = tuple(stop - start for start, stop in self._plan.micro_batch_rows(replica.index, self._plan.planned_rows))
+        rows = tuple(stop - start for start, stop in self._rows[replica.index])
         places = [
             self._place(stage, stage_key(replica, stage, recomputes=stage.index in self._recomputed[number]), sorted(set(rows)))
             for stage in replica.stages

@@ -91,7 +91,13 @@ class Plan:
 
     def micro_batch_rows(self, replica: int, num_rows: int) -> tuple[tuple[int, int], ...]:
         """The intervals of the global batch's rows that a replica's micro-batches take."""
-        start, stop = self.replica_rows(num_rows)[replica]
+        return self._cut(replica, *self.replica_rows(num_rows)[replica])
+
+    def all_micro_batch_rows(self, num_rows: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """`micro_batch_rows` of every replica."""
+        return tuple(self._cut(replica, start, stop) for replica, (start, stop) in enumerate(self.replica_rows(num_rows)))
+
+    def _cut(self, replica: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         return intervals(divide_evenly(stop - start, self.replicas[replica].pipeline.num_micro_batch), start)
 
     def with_micro_batches_for(self, num_rows: int) -> Plan:

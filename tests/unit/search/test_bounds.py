@@ -1,0 +1,78 @@
+"""No plan is faster than the bound of its arrangement says, whatever its model looks like."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.planning.graphs import Graph
+from tests.unit.search.test_search import GIB, clusters, layers, made
+from whale.config import Config
+from whale.errors import PlanError
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.planning.seating import Seater
+from whale.search import search
+from whale.search.bounds import Bounds
+from whale.search.chain import loose_runs
+from whale.search.columns import columns_of
+from whale.search.freedom import freedom_of
+from whale.search.front import Front
+from whale.search.links import Ties
+from whale.search.objective import LeastTime
+from whale.search.pieces import Pieces
+from whale.search.sketch import Sketches
+from whale.search.space import Space
+
+
+def towers(depths: list[int], width: int = 64) -> ModelGraph:
+    """Towers of linear layers, side by side, whose results are added."""
+    graph = Graph()
+    value = graph.input("x", width)
+    tops = []
+    for tower, depth in enumerate(depths):
+        top = value
+        for index in range(depth):
+            weight = graph.parameter(f"tower{tower}.{index}.weight", width, width)
+            top = graph.call(f"tower{tower}_{index}", "aten.linear.default", top, weight, width=width, flops=8 * width * width)
+        tops.append(top)
+    result = tops[0]
+    for number, top in enumerate(tops[1:]):
+        result = graph.call(f"added{number}", "aten.add.Tensor", result, top, width=width)
+    graph.sum_loss(result)
+    return graph.build()
+
+
+def front_of(graph: ModelGraph, cluster: Cluster, rows: int) -> Front:
+    seater = Seater(graph, cluster, Config(), rows)
+    freedom = freedom_of(Config(), mixes_samples=False)
+    bounds = Bounds(seater.prices, seater.structure, seater.points, rows)
+    sketches = Sketches(seater.prices, Pieces(bounds.columns, seater.points), Ties(seater.prices), rows, freedom.recomputes)
+    return Front(Space(cluster, freedom, rows, seater.points.num_units), bounds, sketches, LeastTime())
+
+
+@settings(max_examples=5)
+@given(depths=st.lists(st.integers(1, 3), min_size=1, max_size=3), cluster=clusters(2), rows=st.integers(1, 6))
+@example(depths=[3, 3], cluster=made([[(1e9, GIB)] * 2], network=1e10), rows=4)
+def test_no_plan_is_below_its_bound(depths: list[int], cluster: Cluster, rows: int) -> None:
+    graph = towers(depths)
+    front = front_of(graph, cluster, rows)
+    try:
+        found = search(graph, cluster, Config(), rows=rows, effort=math.inf)
+    except PlanError:
+        return  # nothing fits
+    for arrangement, seconds in (
+        (found.arrangement, found.plan.step_seconds),
+        *((each.arrangement, each.seconds) for each in found.others),
+    ):
+        assert front.bound(arrangement) <= seconds * (1 + 1e-9), str(arrangement)
+        assert front.bounds.of_lineup(arrangement.teams, arrangement.num_micro_batch) <= seconds * (1 + 1e-9)
+
+
+def test_ops_side_by_side_do_not_wait_for_one_another() -> None:
+    for graph, runs in ((towers([2, 2]), [2]), (layers([64] * 4), [])):
+        seater = Seater(graph, made([[(1e9, GIB)]], network=1e9), Config(), 4)
+        found = loose_runs(graph, seater.points, columns_of(seater.prices, seater.structure))
+        assert found.sum(axis=1).tolist() == runs
