@@ -29,8 +29,8 @@ TASKS_PER_PLAN = 64
 FEW = 20
 """Runners-up that cannot be better are planned only where so many of them would be no effort."""
 
-PATIENCE = 30
-"""While so many plans of its kind are no more than the effort that is left, one is made if its sketch is up to twice the best plan."""
+PATIENCE = 500
+"""A plan of which so many would be the effort that is left is made if its sketch is up to twice the best plan, others likewise."""
 
 
 @dataclass(eq=False)
@@ -124,7 +124,8 @@ class Run:
         is_beside = len(self.drafts) <= NUM_RUNNERS_UP and effort * FEW <= self.effort
         if look.bound >= self.best.value:
             return is_beside
-        promises = look.is_must or self.effort == math.inf or look.likely <= self.best.value * (1 + (self.effort / effort / PATIENCE) ** 2)
+        is_small = self.num_arrangements * effort <= self.effort
+        promises = look.is_must or is_small or look.likely <= self.best.value * (1 + self.effort / effort / PATIENCE)
         return promises and (look.may_be_below(self.best.value) or is_beside)
 
     def _plan(self, look: Look) -> bool:

@@ -17,12 +17,18 @@ def with_estimate(plan: Plan, prices: Prices) -> tuple[Plan, StepEstimate]:
 
 def with_figures(plan: Plan, step: StepEstimate) -> Plan:
     """The plan with what an estimate says of its step and its stages."""
-    replicas = tuple(
-        replace(replica, stages=tuple(replace(stage, estimates=_estimates(stage, step)) for stage in replica.stages))
-        for replica in plan.replicas
-    )
+    known: dict[tuple[str, int], Estimate] = {}
+
+    def estimate_of(stage: Stage, device: str) -> Estimate:
+        """Once for all devices that do the same."""
+        found = step.of(device)
+        key = found.devices[0], stage.index
+        if key not in known:
+            known[key] = found.of_stage(stage.index)
+        return known[key]
+
+    def with_estimates(stage: Stage) -> Stage:
+        return replace(stage, estimates=tuple(estimate_of(stage, device) for device in stage.virtual_device.devices))
+
+    replicas = tuple(replace(replica, stages=tuple(map(with_estimates, replica.stages))) for replica in plan.replicas)
     return replace(plan, replicas=replicas, step_seconds=step.step_seconds)
-
-
-def _estimates(stage: Stage, step: StepEstimate) -> tuple[Estimate, ...]:
-    return tuple(step.of(device).of_stage(stage.index) for device in stage.virtual_device.devices)
