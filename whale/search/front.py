@@ -96,7 +96,7 @@ class Front:
         for near in self.space.rules(lineup):
             for own in by_order.values():
                 for arrangement, likely in zip(own, self._sketched(own, near), strict=True):
-                    yield Look(arrangement, near, bound, self.bound, likely)
+                    yield Look(arrangement, near, bound, self.bound, self._fits, likely)
 
     def bound(self, arrangement: Arrangement) -> float:
         """What none of its plans is below: alike replicas have the mean of the rows, and the slowest stage of some cut."""
@@ -105,6 +105,12 @@ class Front:
             rows = self.bounds.num_rows / arrangement.num_replicas
             seconds = max(seconds, self.sketches.least(arrangement.teams[0], arrangement.order, arrangement.num_micro_batch, rows))
         return self.objective.at_least(arrangement, seconds)
+
+    def _fits(self, arrangement: Arrangement, share: float) -> bool:
+        """Whether it would fit in this share of the memory, with equal rows for all replicas."""
+        rows = self.bounds.num_rows / arrangement.num_replicas
+        order, m = arrangement.order, arrangement.num_micro_batch
+        return all(self.sketches.fits(team, rows, share, m, order) for team in arrangement.teams)
 
     def _sketched(self, own: Sequence[Arrangement], near: bool | None) -> list[float]:
         """What arrangements that differ in their micro-batches come to: sketched towards the best of them, the others by their nearest."""

@@ -33,6 +33,13 @@ PATIENCE = 500
 """A plan of which so many would be the effort that is left is made if its sketch is up to twice the best plan, others likewise."""
 
 
+NUM_TRIES = 6
+"""While nothing fits, so many plans are made beyond the effort."""
+
+ROOM = 0.85
+"""Each of them is of an arrangement that would fit, by its sketch, in so much less memory than the one before."""
+
+
 @dataclass(eq=False)
 class Look:
     """An arrangement that may be looked at.
@@ -42,6 +49,7 @@ class Look:
         near: the rule by which its devices get names; None for every way.
         bound: what none of its plans is below, by the objective: first that of its line-up.
         refine: works out its own bound.
+        fits: whether it would fit, roughly, in this share of the memory.
         likely: what its plans come to, roughly; infinite where they seem not to fit.
         is_must: whether it is planned whatever effort it takes, where it may be better.
     """
@@ -50,6 +58,7 @@ class Look:
     near: bool | None
     bound: float
     refine: Callable[[Arrangement], float]
+    fits: Callable[[Arrangement, float], bool]
     likely: float
     is_must: bool = False
     is_refined: bool = field(default=False, init=False)
@@ -96,6 +105,7 @@ class Run:
     unproven: list[Look] = field(default_factory=list, init=False)
     num_planned: int = field(default=0, init=False)
     was_interrupted: bool = field(default=False, init=False)
+    _num_tries: int = field(default=0, init=False)
 
     def look_at(self, looks: Sequence[Look]) -> None:
         """Plans what may be better than the best plan by its bound, one after another, as far as the effort goes."""
@@ -118,7 +128,7 @@ class Run:
         if not self.drafts and not self.faults:
             return True
         if effort > self.effort and not look.is_must:
-            return False
+            return self.best is None and self._is_roomy(look)
         if self.best is None:
             return True
         is_beside = len(self.drafts) <= NUM_RUNNERS_UP and effort * FEW <= self.effort
@@ -127,6 +137,13 @@ class Run:
         is_small = self.num_arrangements * effort <= self.effort
         promises = look.is_must or is_small or look.likely <= self.best.value * (1 + self.effort / effort / PATIENCE)
         return promises and (look.may_be_below(self.best.value) or is_beside)
+
+    def _is_roomy(self, look: Look) -> bool:
+        """Whether it is one of the few that are tried beyond the effort because nothing fits."""
+        if self._num_tries == NUM_TRIES or not look.fits(look.arrangement, ROOM ** (self._num_tries + 1)):
+            return False
+        self._num_tries += 1
+        return True
 
     def _plan(self, look: Look) -> bool:
         """Drafts an arrangement in all namings and keeps the best; whether there was effort enough for all of them."""

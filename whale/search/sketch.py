@@ -21,6 +21,8 @@ from whale.search.pieces import Pieces
 BACKWARD = 2 / 3
 """About this share of the time for a micro-batch is its backward pass."""
 
+PLAIN = Order("1f1b")
+
 ROUNDS = 3
 """How often rows are given out anew among unlike replicas."""
 
@@ -84,14 +86,14 @@ class Sketches:
         found = self._cut(team, order, num_micro_batch, rows, math.inf, again=False)
         return math.inf if found is None else num_micro_batch * found.least
 
-    def fits(self, team: Team, rows: float, scale: float, micro_batches: int | None) -> bool:
+    def fits(self, team: Team, rows: float, scale: float, micro_batches: int | None, order: Order = PLAIN) -> bool:
         """Whether a replica of a team with so many rows would fit in memories that are so much larger.
 
         Args:
             micro_batches: their number; None for one a row.
         """
         m = max(1, int(rows)) if micro_batches is None else micro_batches
-        return any(self._cut(team, Order("1f1b"), m, rows, scale, again=again) is not None for again in self.again)
+        return any(self._cut(team, order, m, rows, scale, again=again) is not None for again in self.again)
 
     def _lane(self, team: Team, order: Order, m: int, rows: float, *, near: bool) -> Lane | None:
         key = team.one, order, m, rows
