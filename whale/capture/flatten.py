@@ -25,6 +25,7 @@ from whale.capture.batch import BatchStructure
 from whale.capture.ctc import LOSS_PER_ROW, write_loss
 from whale.capture.errors import INNER_HINT
 from whale.capture.functions import CALL
+from whale.capture.gradients import may_have_gradient
 from whale.capture.parameters import Holdings
 from whale.capture.sizes import READS_ROWS, Sizes, tensors_of
 from whale.capture.source import line_of_stack_trace
@@ -276,7 +277,7 @@ class _Flattening:
 
     def _detached(self, inputs: Iterable[Any]) -> list[Any]:
         """The inputs of a region without gradients; `drop_needless_detaches` takes out those that change nothing."""
-        return [self._detach(item) if isinstance(item, fx.Node) and _is_floating(item) else item for item in inputs]
+        return [self._detach(item) if isinstance(item, fx.Node) and may_have_gradient(item) else item for item in inputs]
 
     def _detach(self, node: fx.Node) -> fx.Node:
         made = self._graph.call_function(aten.detach.default, (node,))
@@ -334,7 +335,3 @@ def _after(first: fx.Node) -> list[fx.Node]:
         found.append(node)
         node = node.next
     return found
-
-
-def _is_floating(node: fx.Node) -> bool:
-    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_of(node))

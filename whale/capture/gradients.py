@@ -34,7 +34,7 @@ def gradient_flow(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 
 def _flows(node: fx.Node, flow: dict[fx.Node, bool]) -> bool:
-    if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_of(node)):
+    if not may_have_gradient(node):
         return False
     if node.op == "placeholder":
         return bool(node.meta["val"].requires_grad)
@@ -46,5 +46,10 @@ def _flows(node: fx.Node, flow: dict[fx.Node, bool]) -> bool:
 
 def _spread(nodes: list[fx.Node], flow: dict[fx.Node, bool]) -> None:
     for node in nodes:
-        if node.op != "placeholder" and any(tensor.is_floating_point() for tensor in tensors_of(node)):
+        if node.op != "placeholder" and may_have_gradient(node):
             flow[node] = True
+
+
+def may_have_gradient(node: fx.Node) -> bool:
+    """Whether a result is of a type that gradients are of."""
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_of(node))

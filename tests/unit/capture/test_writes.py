@@ -123,10 +123,18 @@ def permuted_and_written(net: Net, x: Tensor) -> Tensor:
     return y * 2
 
 
+def frequencies(net: Net, x: Tensor) -> Tensor:
+    """What is written, and where, is complex."""
+    spectrum = torch.fft.rfft(net.first(x), dim=1)
+    out = torch.zeros_like(spectrum)
+    out[:, :2] = spectrum[:, :2] * torch.view_as_complex(net.second.weight.view(2, 4, 2))[:, :2].sum(0)
+    return torch.fft.irfft(out, n=4, dim=1)
+
+
 WRITES = (recurrence, clamped, clamped_by_a_view, data, written_with_gradients_behind_detach, the_batch, out_of, put_in_place)
 
 
-@pytest.mark.parametrize("forward", [*WRITES, permuted_and_written])
+@pytest.mark.parametrize("forward", [*WRITES, permuted_and_written, frequencies])
 def test_writes_are_what_they_are_in_the_model(forward: Forward) -> None:
     check(forward)
 
