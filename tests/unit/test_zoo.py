@@ -45,6 +45,11 @@ def test_a_gradient_that_the_plain_loop_lacks_is_zero_or_wrong() -> None:
     assert judged([(replace(PLAIN, gradients=gradients), [])], PLAIN, 1e-5).kind == "WRONG"
 
 
+def test_a_gradient_that_no_rank_has_is_wrong() -> None:
+    found = judged([(replace(PLAIN, gradients={}), ["rows are mixed"])], PLAIN, 1e-5)
+    assert (found.kind, found.reason) == ("WRONG", "no rank has the gradients of w")
+
+
 ERROR = CaptureError("one graph (two found)", where="/home/me/model.py:7", hint="write one")
 LOST = RuntimeFault("rank 0 is gone")
 

@@ -145,6 +145,9 @@ def judged(results: Sequence[tuple[reference.Run, list[str]]], expected: referen
         expected: the numbers of the plain loop.
         tolerance: of the largest relative error.
     """
+    missing = expected.gradients.keys() - {name for run, _ in results for name in run.gradients}
+    if missing:
+        return Cell("WRONG", f"no rank has the gradients of {', '.join(sorted(missing))}")
     error, where = largest_of([present(run, expected) for run, _ in results], expected)
     said = [text for _, texts in results for text in texts]
     details = "\n".join(said)
