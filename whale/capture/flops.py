@@ -10,6 +10,8 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
+from whale.capture.gradients import may_have_gradient
+
 aten = torch.ops.aten
 
 Shape = Sequence[int]
@@ -29,8 +31,8 @@ def op_flops(node: Node, gradients: Mapping[Node, bool] | None = None) -> tuple[
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_view(node.target):
         return 0, 0
-    operands = [source for source in node.all_input_nodes if _is_floating(source) and (gradients is None or gradients[source])]
-    gets_gradient = _is_floating(node) and (gradients is None or gradients[node])
+    operands = [source for source in node.all_input_nodes if may_have_gradient(source) and (gradients is None or gradients[source])]
+    gets_gradient = may_have_gradient(node) and (gradients is None or gradients[node])
     product = _product_flops(node)
     if product is not None:
         factors = _factors(node)
@@ -77,7 +79,7 @@ def _factors(node: Node) -> set[Node]:
     positions = names.get(_packet_name(node), (0, 1))
     if _packet_name(node) == "aten.einsum":
         return set(node.all_input_nodes)
-    if _packet_name(node) in _RECURRENT:
+    if _packet_name(node) in _RECURRENT | _CELLS:
         return {node.args[0], *_recurrent_weights(node)}  # type: ignore[arg-type]
     return {argument for index in positions if index < len(node.args) and isinstance(argument := node.args[index], Node)}
 
@@ -131,17 +133,21 @@ def _recurrent(node: Node) -> int:
 
 
 def _recurrent_weights(node: Node) -> list[Node]:
+    if _packet_name(node) not in _RECURRENT:  # a cell, which has them behind its input and state
+        return [weight for weight in node.args[2:] if isinstance(weight, Node)]
     lists = [argument for argument in node.args if isinstance(argument, (list, tuple))]
     return [weight for weight in lists[-1] if isinstance(weight, Node)]
 
 
 _RECURRENT = frozenset(("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"))
+_CELLS = frozenset(("aten.lstm_cell", "aten.gru_cell", "aten.rnn_tanh_cell", "aten.rnn_relu_cell"))
 
 _FORMULAS: dict[object, Formula] = {
     **dict.fromkeys((aten.linear, aten.matmul, aten.mv, aten.dot, aten.vdot, aten.inner), _linear),
     **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d), _convolution),
     **dict.fromkeys((aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d), _transposed_convolution),
     **dict.fromkeys((aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu), _recurrent),
+    **dict.fromkeys((aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell), _recurrent),
     aten.scaled_dot_product_attention: _attention,
     aten._grouped_mm: _grouped_mm,
     aten.einsum: _einsum,
@@ -175,12 +181,6 @@ def _is_view(target: torch._ops.OpOverload) -> bool:
         return True
     alias = returns[0].alias_info
     return (alias is not None and not alias.is_write) or target.overloadpacket in (aten.reshape, aten.to, aten.contiguous)
-
-
-def _is_floating(node: Node) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(item, torch.Tensor) and (item.is_floating_point() or item.is_complex()) for item in values)
 
 
 def _hint(size: Any) -> Any:

@@ -358,6 +358,19 @@ RECURRENCES = [
         )
         for kind, n in (("gru", 6), ("rnn_tanh", 2), ("rnn_relu", 2))
     ),
+    Case(
+        "lstm_cell.default",
+        (x(5, 3), [x(5, 2), x(5, 2)], x(8, 3), x(8, 2), x(8), x(8)),
+        {"kept": [5], "whole": [2, 2, 2, 3, 3, 8, 8, 8, 8]},
+    ),
+    *(
+        Case(
+            f"{kind}_cell.default",
+            (x(5, 3), x(5, 2), x(n, 3), x(n, 2), x(n), x(n)),
+            {"kept": [5], "whole": sorted([2, 2, 3, 3, n, n, n, n])},
+        )
+        for kind, n in (("gru", 6), ("rnn_tanh", 2), ("rnn_relu", 2))
+    ),
 ]
 
 FACTORIES = [

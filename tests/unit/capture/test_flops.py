@@ -90,3 +90,13 @@ def test_recurrent_layers() -> None:
     weights = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
     counts = [op_flops(node)[0] for node in exported.graph.nodes if "lstm" in str(node.target)]
     assert counts == [2 * 3 * 7 * weights]
+
+
+def test_recurrent_cells() -> None:
+    cell = torch.nn.LSTMCell(4, 5)
+    graph = graph_of(
+        lambda *tensors: torch.lstm_cell(tensors[4], tensors[5:], *tensors[:4]),
+        list(cell.parameters()),
+        [torch.randn(3, 4), torch.randn(3, 5), torch.randn(3, 5)],
+    )
+    assert total(graph)[0] == 2 * 3 * (20 * 4 + 20 * 5)

@@ -26,6 +26,19 @@ def recurrent(num_states: int) -> Template:
     return rule
 
 
+def recurrent_cell(num_states: int) -> Template:
+    """One step of the same: the batch is kept; a gate reads all of the state, so the rest is whole."""
+
+    def rule(op: Op, reading: Reading) -> str:
+        states = ["b hidden!", "b cell!"][:num_states]
+        ranks = _tensor_ranks(op, reading)[1 + num_states :]
+        weights = [f"weight{index}[{' '.join(f'_p{index}_{place}!' for place in range(rank))}]" for index, rank in enumerate(ranks)]
+        operands = ["input[b in!]", *(f"state{index}[{state}]" for index, state in enumerate(states)), *weights]
+        return f"{' '.join(operands)} -> {' '.join(f'[{state}]' for state in states)}"
+
+    return rule
+
+
 def _tensor_ranks(op: Op, reading: Reading) -> list[int]:
     ranks = []
     for argument_ in op.args:

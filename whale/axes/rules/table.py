@@ -22,7 +22,7 @@ from whale.axes.rules.losses import classification_loss, ctc_loss, pointwise_los
 from whale.axes.rules.matrices import einsum, matmul, tensordot
 from whale.axes.rules.normalisations import batch_norm, group_norm, normalized
 from whale.axes.rules.pointwise import COPIES, pointwise, prelu
-from whale.axes.rules.recurrences import recurrent
+from whale.axes.rules.recurrences import recurrent, recurrent_cell
 from whale.axes.rules.reductions import found_along, reduction, similarity
 from whale.axes.rules.shapes import (
     difference,
@@ -193,6 +193,8 @@ SPACE: dict[str, Rule] = {
 RECURRENCES: dict[str, Rule] = {
     "lstm.input": recurrent(2),
     **dict.fromkeys(("gru.input", "rnn_tanh.input", "rnn_relu.input"), recurrent(1)),
+    "lstm_cell": recurrent_cell(2),
+    **dict.fromkeys(("gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), recurrent_cell(1)),
 }
 
 FACTORIES: dict[str, Rule] = {

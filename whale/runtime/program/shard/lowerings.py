@@ -60,7 +60,7 @@ max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_p
 adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
 max_pool2d_with_indices max_pool3d_with_indices upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
 reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
-lstm gru rnn_tanh rnn_relu
+lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 zeros_like ones_like full_like empty_like rand_like randn_like randint_like
 prelu view_as_complex view_as_real
 to _to_copy clone contiguous detach alias lift_fresh lift_fresh_copy type_as

@@ -59,11 +59,19 @@ def view_as(call: Call) -> fx.Node:
         return call.same(other=other)
     sizes: list[Any] = []
     for dim, (size, factor) in enumerate(zip(call.op.outputs[0].shape, call.op.outputs[0].row_factors, strict=True)):
-        if factor and call.is_sharded(call.dimensions("other")[dim]):
-            call.refuse("the tensor that it takes its shape from is cut another way", hint="use view with sizes")
-        whole = call.emit(aten.sym_size.int, other, dim, what="size") if factor else size
+        whole = _whole_size(call, other, dim) if factor else size
         sizes.append(_scaled_size(call, whole, call.result[dim]))
     return call.emit(aten.reshape.default, call.value("self"), sizes)
+
+
+def _whole_size(call: Call, other: fx.Node, dim: int) -> fx.Node:
+    """The size of a whole dimension of the tensor that a shape is taken from, of which this device may hold a part."""
+    size, dimension = call.emit(aten.sym_size.int, other, dim, what="size"), call.dimensions("other")[dim]
+    if not call.is_sharded(dimension):
+        return size
+    held = call.held(dimension)
+    product = call.emit(operator.mul, size, held.units, what="size")
+    return call.emit(operator.floordiv, product, held.count, what="size")
 
 
 def unflatten(call: Call) -> fx.Node:
