@@ -100,6 +100,13 @@ MATRICES = [
     Case("einsum.default", ("...ij->...j", [x(2, 3, 5)]), {"contracted": [3], "kept": [2, 5]}),
     Case("tensordot.default", (x(2, 3, 5), x(5, 7, 2), [2, 0], [0, 2]), {"contracted": [2, 5], "kept": [3, 7]}),
     Case("cdist.default", (x(2, 3, 5), x(2, 4, 5)), {"kept": [2, 3, 4], "whole": [5]}, grad=False),
+    Case("linalg_slogdet.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3]}),
+    Case("slogdet.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3]}),
+    Case("linalg_det.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3]}),
+    Case("det.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3]}),
+    Case("linalg_inv.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3, 3, 3]}),
+    Case("linalg_cholesky.default", (torch.eye(3).double().expand(2, 3, 3) * 2,), {"kept": [2], "whole": [3, 3, 3, 3]}),
+    Case("linalg_matrix_exp.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3, 3, 3]}),
 ]
 
 ATTENTION = [
@@ -334,6 +341,13 @@ SPACE = [
     Case("adaptive_avg_pool2d.default", (x(2, 3, 6, 6), [1, 1]), {"kept": [2, 3], "whole": [6, 6]}),
     Case("adaptive_max_pool2d.default", (x(2, 3, 6, 6), [2, 2]), {"kept": [2, 3], "whole": [2, 2, 6, 6]}),
     Case("upsample_nearest2d.vec", (x(2, 3, 4, 4), [8, 8], None), {"kept": [2, 3], "whole": [4, 4, 8, 8]}),
+    Case("grid_sampler.default", (x(2, 3, 4, 5), x(2, 6, 7, 2), 0, 0, True), {"kept": [2, 3, 6, 7], "whole": [2, 4, 5]}),
+    Case(
+        "affine_grid_generator.default",
+        (x(2, 2, 3), [2, 1, 4, 5], False),
+        {"kept": [2], "whole": [2, 2, 3, 4, 5]},
+        local=lambda s: of_rows(s),
+    ),
     Case("reflection_pad2d.default", (x(2, 3, 4, 4), [1, 1, 1, 1]), {"kept": [2, 3], "whole": [4, 4, 6, 6]}),
 ]
 
@@ -372,6 +386,28 @@ RECURRENCES = [
         for kind, n in (("gru", 6), ("rnn_tanh", 2), ("rnn_relu", 2))
     ),
 ]
+
+FREQUENCIES = [
+    Case("fft_rfft.default", (x(2, 3, 8),), {"kept": [2, 3], "whole": [5, 8]}),
+    Case("fft_rfft.default", (x(2, 8, 3), 12, 1), {"kept": [2, 3], "whole": [7, 8]}),
+    Case("fft_irfft.default", (x(2, 3, 5).to(torch.complex128),), {"kept": [2, 3], "whole": [5, 8]}),
+    Case("fft_fft2.default", (x(2, 3, 4, 5),), {"kept": [2, 3], "whole": [4, 4, 5, 5]}),
+    Case("fft_irfft2.default", (x(2, 3, 4, 5), [6, 6]), {"kept": [2, 3], "whole": [4, 5, 6, 6]}),
+    Case("fft_fftn.default", (x(2, 3, 5), None, [1, 2]), {"kept": [2], "whole": [3, 3, 5, 5]}),
+    Case("fft_fftn.default", (x(3, 5),), {"whole": [3, 3, 5, 5]}),
+    Case("fft_rfftn.default", (x(2, 3, 5), [8]), {"kept": [2, 3], "whole": [5, 5]}),
+    Case("fft_fftshift.default", (x(2, 3), [1]), {"kept": [2], "whole": [3]}),
+    Case("fft_ifftshift.default", (x(2, 3),), {"whole": [2, 3]}),
+    Case("stft.default", (x(3, 32), 8, 4, 8, x(8)), {"kept": [3], "whole": [5, 7, 8, 32]}, kwargs={"return_complex": True}),
+    Case("stft.center", (x(3, 32), 8, 4), {"kept": [3], "whole": [2, 5, 9, 32]}, kwargs={"return_complex": False}),
+    Case("istft.default", (x(3, 5, 9).to(torch.complex128), 8, 4, 8, torch.ones(8).double()), {"kept": [3], "whole": [5, 8, 9, 32]}),
+]
+
+
+def of_rows(shard: Shard) -> object:
+    """Ops whose size argument is an image's: the local rows of it."""
+    return shard.operator(shard.args[0], [shard.shape[0], *shard.args[1][1:]], *shard.args[2:])  # type: ignore[index]
+
 
 FACTORIES = [
     Case("arange.default", (7,), {"broadcast": [7]}, local=counted),
@@ -413,7 +449,8 @@ POINTWISE = [
 ]
 
 CASES = [
-    *MATRICES, *ATTENTION, *LOOKUPS, *NORMALISATIONS, *LOSSES, *REDUCTIONS, *ALONG, *SHAPES, *SPACE, *RECURRENCES, *FACTORIES, *POINTWISE,
+    *MATRICES, *ATTENTION, *LOOKUPS, *NORMALISATIONS, *LOSSES, *REDUCTIONS, *ALONG, *SHAPES, *SPACE, *FREQUENCIES,
+    *RECURRENCES, *FACTORIES, *POINTWISE,
 ]  # fmt: skip
 
 

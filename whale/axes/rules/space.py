@@ -16,6 +16,18 @@ def resized(op: Op, reading: Reading) -> str:
     return write([("input", source)], *[result] * len(op.outputs))
 
 
+def sampled(op: Op, reading: Reading) -> str:
+    """``grid_sampler``: values of an image at places, each by itself; the image's own space is whole."""
+    space = [f"x{index}!" for index in range(len(operand(op, reading)) - 2)]
+    places = [f"y{index}" for index in range(len(space))]
+    return write([("input", ["n", "channels", *space]), ("grid", ["n", *places, "_place!"])], ["n", "channels", *places])
+
+
+def placed(op: Op, reading: Reading) -> str:
+    """``affine_grid_generator``: the places that each row's matrix moves an image's to."""
+    return write([("theta", ["n", "_to!", "_from!"])], ["n", *(f"_y{index}!" for index in range(len(op.outputs[0].shape) - 1))])
+
+
 def _num_spatial(op: Op) -> int:
     digits = [int(char) for char in op.target.split(".")[1] if char in "123"]
     return digits[0] if digits else 2

@@ -16,6 +16,7 @@ from whale.axes.outcome import Outcome, Reading
 from whale.axes.rules.attention import attention
 from whale.axes.rules.concatenations import cat, slice_, split
 from whale.axes.rules.factories import constant, factory, numbering, positions
+from whale.axes.rules.frequencies import inverse_short_transform, short_transform, transform
 from whale.axes.rules.indexing import index, index_written
 from whale.axes.rules.lookups import chosen_rows, embedding, gathering, part_written, scattering
 from whale.axes.rules.losses import classification_loss, ctc_loss, pointwise_loss
@@ -41,7 +42,7 @@ from whale.axes.rules.shapes import (
     unbind,
     unfolding,
 )
-from whale.axes.rules.space import convolution, general_convolution, resized, transposed_convolution
+from whale.axes.rules.space import convolution, general_convolution, placed, resized, sampled, transposed_convolution
 from whale.axes.rules.templates import along
 from whale.axes.rules.views import view
 from whale.ir.graph import Op
@@ -62,6 +63,12 @@ MATRICES: dict[str, Rule] = {
     "einsum": einsum,
     "tensordot": tensordot,
     "cdist": "x1[... i d!] x2[... j d!] -> [... i j]",
+    "linalg_slogdet": "A[... i! j!] -> [...] [...]",
+    "slogdet": "self[... i! j!] -> [...] [...]",
+    "linalg_det": "A[... i! j!] -> [...]",
+    "det": "self[... i! j!] -> [...]",
+    "linalg_inv": "A[... i! j!] -> [... _k! _l!]",
+    **dict.fromkeys(("inverse", "linalg_cholesky", "cholesky", "linalg_matrix_exp"), "self[... i! j!] -> [... _k! _l!]"),
     "_grouped_mm": "self[n! k] mat2[e! k j] offs[e!] +bias[e! j] -> [n! j]",
 }
 
@@ -188,6 +195,17 @@ SPACE: dict[str, Rule] = {
     **dict.fromkeys((f"max_pool{d}d_with_indices" for d in (2, 3)), resized),
     **dict.fromkeys((f"upsample_{kind}2d" for kind in ("nearest", "bilinear", "bicubic")), resized),
     **dict.fromkeys((f"{kind}_pad{d}d" for kind in ("reflection", "replication") for d in (1, 2, 3)), resized),
+    "grid_sampler": sampled,
+    "affine_grid_generator": placed,
+}
+
+FREQUENCIES: dict[str, Rule] = {
+    **dict.fromkeys((f"fft_{kind}fft" for kind in ("", "i", "r", "ir", "h", "ih")), transform(default=-1)),
+    **dict.fromkeys((f"fft_{kind}fft2" for kind in ("", "i", "r", "ir")), transform(default=(-2, -1))),
+    **dict.fromkeys((f"fft_{kind}fftn" for kind in ("", "i", "r", "ir")), transform()),
+    **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), along("!")),
+    "stft": short_transform,
+    "istft": inverse_short_transform,
 }
 
 RECURRENCES: dict[str, Rule] = {
@@ -221,7 +239,7 @@ POINTWISE: dict[str, Rule] = {
             "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "__iand__", "__ior__", "__ixor__",
             "floor_divide", "multiply", "divide", "subtract", "negative", "absolute", "fix", "greater", "greater_equal", "less",
             "less_equal", "not_equal", "isclose", "arctan", "arctan2", "hardswish", "log_sigmoid",
-            "conj", "real", "imag", "polar", "complex",
+            "conj", "real", "imag", "polar", "complex", "fake_quantize_per_tensor_affine",
         ),
         pointwise,
     ),
@@ -238,6 +256,7 @@ FAMILIES: Mapping[str, Mapping[str, Rule]] = MappingProxyType(
         "Along a dimension": ALONG_A_DIMENSION,
         "Shapes": SHAPES,
         "Space": SPACE,
+        "Frequencies": FREQUENCIES,
         "Recurrences": RECURRENCES,
         "Factories": FACTORIES,
         "Pointwise without torch's tag": POINTWISE,

@@ -60,6 +60,9 @@ max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_p
 adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
 max_pool2d_with_indices max_pool3d_with_indices upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
 reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
+fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn
+fft_fftshift fft_ifftshift stft istft grid_sampler fake_quantize_per_tensor_affine
+linalg_slogdet slogdet linalg_det det linalg_inv inverse linalg_cholesky cholesky linalg_matrix_exp
 lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 zeros_like ones_like full_like empty_like rand_like randn_like randint_like
 prelu view_as_complex view_as_real
@@ -106,6 +109,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_chunk", "chunk", "tensor_split"), shapes.split),
         **dict.fromkeys(("slice", "narrow"), shapes.slice_),
         "pixel_shuffle": shapes.pixel_shuffle,
+        "affine_grid_generator": shapes.placed,
     }
 )
 """Operators that need more."""

@@ -91,6 +91,12 @@ def squeeze(call: Call) -> fx.Node:
     return call.emit(aten.squeeze.dims, call.value("self"), gone) if gone else call.emit(aten.alias.default, call.value("self"))
 
 
+def placed(call: Call) -> fx.Node:
+    """``affine_grid_generator``: the size is that of the images, channels and all, of which the result has rows and space."""
+    rows, *others = call.raw["size"]
+    return call.same(size=[_local_size(call, rows, call.result[0]), *(call.writer.raw(size) for size in others)])
+
+
 def sized(call: Call) -> fx.Node:
     """``expand``, ``zeros``, ``new_full`` ...: all sizes of the result are given."""
     return call.same(size=local_sizes(call, call.raw["size"], call.result))
