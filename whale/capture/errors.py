@@ -30,6 +30,8 @@ from whale.capture.wrapper import Mode
 from whale.errors import CaptureError, WhaleError, raise_faults
 from whale.ir.source import SourceLine
 
+READ = "here a number that is read from one does"
+CHECK_HINT = "; a check that raises may compare x.item()"
 INNER_HINT = "write torch.cond, while_loop and the like with ordinary tensor operations"
 
 
@@ -50,7 +52,8 @@ def as_capture_error(error: Exception, last_number: SourceLine | None = None) ->
         return CaptureError(
             f"a captured model's control flow and sizes do not depend on values in tensors ({asked})",
             where=where,
-            hint="use torch.where or masks in place of Python's if, for, int() and bool() on tensors",
+            hint="use torch.where or masks in place of Python's if, for, int() and bool() on tensors"
+            + (CHECK_HINT if asked == READ else ""),
         )
     if isinstance(error, TorchDynamoException) and not isinstance(error, UserError):  # such an export compiles those alone
         return CaptureError(f"a captured model is one graph without inner programs ({_first_line(error)})", where=where, hint=INNER_HINT)
@@ -70,7 +73,7 @@ def _asked(error: Exception) -> str | None:
     if isinstance(error, GuardOnDataDependentSymNode) and re.search(r"expression Eq\(u\d+, 1\) ", str(error)) is not None:
         return "here a condition decides what is computed"
     if isinstance(error, GuardOnDataDependentSymNode):
-        return "here a number that is read from one does"
+        return READ
     return None
 
 

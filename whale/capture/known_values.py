@@ -29,13 +29,14 @@ class KnownValues(TorchDispatchMode):
 
     Args:
         seen: called for every operation.
+        read: called with every number that is read of a tensor and is not known, and the tensor.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, seen: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, seen: Callable[[], None] = lambda: None, read: Callable[[object, Tensor], None] = lambda _, __: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen = seen
+        self._seen, self._read = seen, read
         self._values: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
         self._unknown: set[int] = set()
 
@@ -51,6 +52,8 @@ class KnownValues(TorchDispatchMode):
                 return self._values[tensors[0]].item()
         self._seen()
         result = func(*args, **kwargs)
+        if func is _READ:
+            self._read(result, tensors[0])
         if not known and func._schema.is_mutable:
             self._forget(tensors)
         elif known and not any(isinstance(leaf, _SYMBOLS) for leaf in leaves) and torch.Tag.nondeterministic_seeded not in func.tags:

@@ -16,7 +16,6 @@ from torch import nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 
 from whale.capture.batch import BatchStructure, Leaf
@@ -25,6 +24,7 @@ from whale.capture.data_access import DataAccess
 from whale.capture.errors import as_capture_error, quiet_export, refused_parameters, watched
 from whale.capture.functions import FunctionCall, collected
 from whale.capture.modes import Faker, fake_tensors, training_flags
+from whale.capture.numbers import ReadNumbers
 from whale.capture.regions import numbered
 from whale.capture.scopes import capturing
 from whale.capture.source import inner_frames
@@ -102,8 +102,9 @@ class _Export:
             return error
 
     def _run(self, rows: int, dynamic: bool) -> Traced:
+        numbers = ReadNumbers(self.ways.read)
         fake_mode = FakeTensorMode(
-            shape_env=ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True),
+            shape_env=numbers,
             allow_non_fake_inputs=True,
             export=True,
         )
@@ -114,7 +115,7 @@ class _Export:
         size = Dim("rows", min=2)
         shapes = tuple({0: size} if dynamic and leaf.has_rows else None for leaf in self.structure.inputs)
         with capturing() as scopes, collected() as calls, numbered():
-            wrapper = Wrapper(self.model, self.loss, self.structure, self.mode, self.ways)
+            wrapper = Wrapper(self.model, self.loss, self.structure, self.mode, self.ways, numbers.note)
             with _surroundings(self.model, self.mode, fake, fake_mode):
                 exported = torch.export.export(wrapper, tuple(leaves), strict=False, dynamic_shapes=(shapes,))
         return Traced(exported, rows, dynamic, wrapper.found, tuple(scopes.entered), tuple(calls))

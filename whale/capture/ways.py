@@ -4,6 +4,7 @@
         raise ValueError                        and every step checks that it is False
     if mask.any():                       True:  cannot be captured; so it goes on as for False, which every step checks:
         places = mask.nonzero()                 what parts of a batch cannot tell for the whole mixes samples (`whale.axes.mixing`)
+    if lengths.max().item() > 64: ...    so it is for numbers that are read and compared (`whale.capture.numbers`)
     x = f(x) if x.sum() > 0 else g(x)    both can be captured: what holds is not known, and torch says so
 
 Nothing is computed in a capture, so a way that a tensor decides is not known. But where only one of two ways leads to the
@@ -32,7 +33,8 @@ T = TypeVar("T")
 _MARK = "whale way "
 """Begins the message of the assertion that stands for a read while a model is traced; its number follows."""
 
-_SYMBOL = re.compile(r"\bs\d+\b")
+_ROWS, _NUMBER = re.compile(r"\bs\d+\b"), re.compile(r"\bz?u[fb]?\d+\b")
+"""What torch calls the number of rows, and a number that is not known, in an error's text."""
 
 _Stack = tuple[tuple[CodeType, int], ...]
 
@@ -61,7 +63,8 @@ class Way:
         if not self.at_once:
             return ""
         text = next((line.strip() for line in str(self.error).splitlines() if line.strip()), "")
-        return f"{type(self.error).__name__}: {_SYMBOL.sub('rows', text)}".removesuffix(": ")
+        text = _NUMBER.sub("a number", _ROWS.sub("rows", text))
+        return f"{type(self.error).__name__}: {text}".removesuffix(": ")
 
 
 def held(condition: Tensor, value: bool, other: str, where: str) -> Tensor:

@@ -44,20 +44,28 @@ class Findings:
 class Wrapper(nn.Module):
     """Calls the model on a batch, then the loss; `found` is of the last call (export would undo a plain attribute)."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, ways: Ways) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        structure: BatchStructure,
+        mode: Mode,
+        ways: Ways,
+        read: Callable[[object, Tensor], None],
+    ) -> None:
         super().__init__()
         self.model = model
         self.found = Findings()
         self._loss = (loss,)  # in a tuple, so that a loss that is a module is not registered
         self._structure = structure
         self._mode = mode
-        self._ways = ways
+        self._ways, self._read = ways, read
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         before = [(module, name, held) for module in self.model.modules() for name, held in module._buffers.items() if held is not None]
         attributes = held_attributes(self.model)
         try:
-            with KnownValues(self._ways.op) as known, self._ways.asked(known.knows):
+            with KnownValues(self._ways.op, self._read) as known, self._ways.asked(known.knows):
                 results = self._results(list(tensors))
                 for module, name, held in before:
                     _keep_written(module, name, held)

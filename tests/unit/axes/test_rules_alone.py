@@ -132,6 +132,16 @@ ATTENTION = [
 ]  # fmt: skip
 
 LOOKUPS = [
+    Case(
+        "embedding_bag.padding_idx",
+        (x(9, 4), ids(9, 6), torch.tensor([0, 2, 3]), False, 0, False, x(6), False, -1),
+        {"kept": [4], "whole": [3, 3, 3, 3, 6, 6, 9]},
+    ),
+    Case(
+        "embedding_bag.padding_idx",
+        (x(9, 4), ids(9, 6), torch.tensor([0, 2, 3]), False, 2, False, None, False, -1),
+        {"whole": [3, 3, 3, 3, 4, 4, 6, 6, 9]},
+    ),
     Case("embedding.default", (x(11, 5), ids(11, 2, 3)), {"contracted": [11], "kept": [2, 3, 5]}),
     Case("embedding.default", (x(11, 5), ids(11, 2, 3), -1, True), {"contracted": [11], "kept": [5], "whole": [2, 3]}),
     Case("index_select.default", (x(3, 7), 1, ids(7, 5)), {"contracted": [7], "kept": [3, 5]}),

@@ -96,3 +96,9 @@ def close(value: Tensor | None, expected: Tensor | None, tolerance: float, name:
         return
     scale = max(1e-2, float(expected.detach().abs().max())) if expected.numel() else 1.0
     assert float((value - expected).detach().abs().max() if value.numel() else 0.0) <= tolerance * scale, name
+
+
+def asserting(x: Tensor, h: Tensor) -> Tensor:
+    """A forward pass with an assertion as users write it: pytest rewrites those of its own files."""
+    assert x.long().max().item() < 100, "too large"
+    return h.sum()

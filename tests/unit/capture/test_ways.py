@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.capture import running
 from whale.axes import discover
 from whale.capture import Program, capture
 from whale.errors import CaptureError, OpFault
@@ -62,6 +63,30 @@ def by_keywords(x: Tensor, h: Tensor) -> Tensor:
     return torch.sub(other=torch.full(size=(4,), fill_value=2.0), input=h).sum()
 
 
+def of_a_number(x: Tensor, h: Tensor) -> Tensor:
+    if (largest := x.max().item()) > 100:
+        raise ValueError(f"too large: {largest}")
+    return h.sum()
+
+
+def of_a_number_of_rows(x: Tensor, h: Tensor) -> Tensor:
+    if 2 * x.long().sum().item() + 1 > 200 * x.shape[0]:
+        raise ValueError("too large")
+    return h.sum()
+
+
+def of_two_numbers(x: Tensor, h: Tensor) -> Tensor:
+    smallest, largest = x.min().item(), x.max().item()
+    if not -1 < smallest <= largest < 100:
+        raise ValueError("out of range")
+    return h.sum()
+
+
+def of_torch(x: Tensor, h: Tensor) -> Tensor:
+    torch._check(x.long().max().item() < 100)
+    return h.sum()
+
+
 def test_arguments_by_keyword_stay_so() -> None:
     graph, program = captured(by_keywords)
     assert len(checks(graph)) == 1
@@ -75,6 +100,11 @@ def test_arguments_by_keyword_stay_so() -> None:
         (refusing, 1, 200.0, "the model refuses this batch \\(ValueError: too large"),
         (asserting, 3, float("nan"), "AssertionError: not a number"),
         (likely, 3, float("nan"), "ValueError: Expected parameter loc"),
+        (of_a_number, 1, 200.0, "the model refuses this batch \\(ValueError: too large: a number\\)"),
+        (running.asserting, 1, 200.0, "AssertionError: too large"),
+        (of_a_number_of_rows, 1, 200.0, "ValueError: too large"),
+        (of_two_numbers, 3, 200.0, "ValueError: out of range"),
+        (of_torch, 1, 200.0, "RuntimeError: a check of the model's fails"),
     ],
 )
 def test_a_check_is_one_in_every_step(step: Step, number: int, bad: float, text: str) -> None:
@@ -133,6 +163,12 @@ def test_what_parts_of_a_batch_cannot_tell_mixes_samples(condition: Callable[[Te
 def test_of_two_ways_that_go_on_none_is_taken() -> None:
     with pytest.raises(CaptureError, match="do not depend on values in tensors \\(here a condition decides what is computed\\)"):
         captured(lambda x, h: h.sum() if x.sum() > 0 else h.mean())
+
+
+@pytest.mark.parametrize("read", [int, float])
+def test_a_number_that_python_makes_is_refused_with_its_line(read: Callable[[Tensor], float]) -> None:
+    with pytest.raises(CaptureError, match=r"here a number that is read from one does\)\n  at .*test_ways.py:\d+\n  hint: .* x.item"):
+        captured(lambda x, h: h.sum() if read(x.max()) > 5 else h.mean())
 
 
 def test_a_truth_that_is_only_computed_with_decides_nothing() -> None:

@@ -18,7 +18,7 @@ from whale.axes.rules.concatenations import cat, slice_, split
 from whale.axes.rules.factories import constant, factory, numbering, positions
 from whale.axes.rules.frequencies import inverse_short_transform, short_transform, transform
 from whale.axes.rules.indexing import index, index_written
-from whale.axes.rules.lookups import chosen_rows, embedding, gathering, part_written, scattering
+from whale.axes.rules.lookups import bags, chosen_rows, embedding, gathering, part_written, scattering
 from whale.axes.rules.losses import classification_loss, ctc_loss, pointwise_loss
 from whale.axes.rules.matrices import einsum, matmul, tensordot
 from whale.axes.rules.normalisations import batch_norm, group_norm, normalized
@@ -78,6 +78,7 @@ ATTENTION: dict[str, Rule] = {
 
 LOOKUPS: dict[str, Rule] = {
     "embedding": embedding,
+    "embedding_bag": bags,
     "index_select": chosen_rows,
     "gather": gathering(dim=1, index=2),
     "index": index,

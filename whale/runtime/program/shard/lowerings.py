@@ -46,6 +46,7 @@ def batch_norm(call: Call) -> fx.Node:
 
 _AS_THEY_ARE = """
 mm bmm matmul mv dot outer einsum tensordot cdist
+embedding_bag
 bucketize searchsorted scatter scatter_add scatter_reduce index_add index_fill index_copy index_put select_scatter slice_scatter
 layer_norm native_layer_norm rms_norm _fused_rms_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm
 instance_norm softmax _softmax _safe_softmax log_softmax _log_softmax glu
