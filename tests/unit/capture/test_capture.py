@@ -106,7 +106,7 @@ def test_eval_mode_is_captured_and_flags_are_restored() -> None:
     model = Net(lambda m, x: m.drop(m.first(x)), drop=nn.Dropout(0.5))
     graph, program = capture(model, rows(4, 4), squares, mode="eval")
     assert model.training and not any("random" in op.tags for op in graph.ops)
-    loss = loss_of(graph, program.module()(*program.arguments(rows(5, 4))))
+    loss = loss_of(graph, program.module()(*program.values(rows(5, 4)).values()))
     torch.testing.assert_close(loss, squares(copy.deepcopy(model).eval()(rows(5, 4)), None))
 
 
@@ -338,4 +338,4 @@ def test_selection_by_a_mask(count: int) -> None:
     graph, program = capture(Net(selected), rows(4, 4), lambda output, batch: output.square().sum())
     chosen = call(graph, "aten.index.Tensor").outputs[0]
     assert chosen.shape == (4, 6) and chosen.row_factors == (-1, 0)
-    program.module()(*program.arguments(rows(count, 4)))
+    program.module()(*program.values(rows(count, 4)).values())

@@ -71,7 +71,7 @@ def test_predict_returns_the_models_output() -> None:
     inputs = {"input_ids": batch["input_ids"]}
     graph, program = capture(model, inputs, mode="predict")
     assert program.outputs is not None and graph.mode == "predict" and not graph.loss
-    output = program.outputs.rebuild(program.module()(*program.arguments(inputs)))
+    output = program.outputs.rebuild(program.module()(*program.values(inputs).values()))
     with torch.no_grad():
         expected = model.eval()(**inputs)
     assert type(output) is type(expected)

@@ -34,7 +34,7 @@ def pieces_loss(graph: ModelGraph, program: Program, batch: Batch, sizes: list[i
     weights: list[Any] = [0.0] * len(graph.loss)
     start = 0
     for size in sizes:
-        values = list(program.module()(*program.arguments(piece_of(batch, sum(sizes), start, start + size))))
+        values = list(program.module()(*program.values(piece_of(batch, sum(sizes), start, start + size)).values()))
         for index, term in enumerate(graph.loss):
             totals[index] = totals[index] + values.pop(0)
             weights[index] = 1.0 if term.weight is None else weights[index] + values.pop(0)

@@ -35,7 +35,7 @@ def checks(graph: ModelGraph) -> list[Op]:
 
 
 def loss(program: Program, x: Tensor) -> Tensor:
-    result: Tensor = program.module()(*program.arguments({"x": x}))[0]
+    result: Tensor = program.module()(*program.values({"x": x}).values())[0]
     return result
 
 
