@@ -82,12 +82,12 @@ def _similarities(left: Tensor, right: Tensor) -> Tensor:
 class Layers(nn.Module):
     """Two linear layers with something in between, in float64."""
 
-    def __init__(self, middle: str, *, normalised: bool = False) -> None:
+    def __init__(self, middle: str, *, normalised: bool = False, momentum: float | None = 0.1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.middle = MIDDLES[middle]
         self.first, self.last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, OUTPUTS)
-        self.norm = nn.BatchNorm1d(WIDTH) if normalised else nn.Identity()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=momentum) if normalised else nn.Identity()
         self.double().train()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class Case:
     num_stages: int = 1
     normalised: bool = False
     num_micro_batch: int = 1
+    momentum: float | None = 0.1
 
     @property
     def batches(self) -> list[Batch]:
@@ -56,13 +57,13 @@ class Outcome:
     said: tuple[str, ...]
 
 
-def build(middle: str, loss: str, normalised: bool, rows: int) -> tuple[Layers, Batch, Any]:
-    return Layers(middle, normalised=normalised), make_batch(rows), LOSSES[loss]
+def build(middle: str, loss: str, normalised: bool, momentum: float | None, rows: int) -> tuple[Layers, Batch, Any]:
+    return Layers(middle, normalised=normalised, momentum=momentum), make_batch(rows), LOSSES[loss]
 
 
 def captured_case(case: Case) -> Captured:
     """The model of a case, captured in all modes."""
-    made = captured_once(build, case.middle, case.loss, case.normalised, case.rows[0])
+    made = captured_once(build, case.middle, case.loss, case.normalised, case.momentum, case.rows[0])
     for mode in ("eval", "predict"):
         made.capture(mode)
     return made
@@ -99,7 +100,7 @@ def train_rank(rank: int, num_ranks: int, case: Case) -> Outcome:
 
 
 def train_reference(case: Case) -> reference.Run:
-    model, _, loss = build(case.middle, case.loss, case.normalised, case.rows[0])
+    model, _, loss = build(case.middle, case.loss, case.normalised, case.momentum, case.rows[0])
     run = reference.train(model, loss, case.batches, OPTIMIZER)
     evaluation, prediction = reference.evaluate(model, loss, case.batches[0])
     return replace(run, evaluation=evaluation, prediction=prediction)
@@ -124,6 +125,8 @@ CASES = {
     "places": Case("places", "places"),
     "batch normalisation": Case("nothing", "mean", normalised=True, speeds=(1.0, 2.0, 1.0)),
     "batch normalisation, a root": Case("nothing", "root", normalised=True),
+    "statistics over all batches": Case("nothing", "mean", (1.0, 2.0), (10, 7, 9), normalised=True, momentum=None),
+    "two stages, statistics over all batches": Case("nothing", "mean", (1.0,) * 4, num_stages=2, normalised=True, momentum=None),
     "halves of two views": Case("halves", rows=(12, 6), normalised=True),
     "two stages": Case("nothing", "contrastive", (1.0, 1.0, 1.0, 1.0), num_stages=2),
     "two stages, statistics": Case("sort", "dice", (1.0, 1.0, 1.0, 1.0), num_stages=2, normalised=True),
@@ -146,6 +149,7 @@ def test_mixed_samples_are_exact(world: World, name: str) -> None:
         st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=2, max_size=3).map(tuple),
         st.lists(st.integers(6, 14), min_size=1, max_size=2).map(tuple),
         normalised=st.booleans(),
+        momentum=st.sampled_from([0.1, None]),
     )
 )
 def test_any_model_and_loss(world: World, case: Case) -> None:
@@ -170,6 +174,7 @@ def train_or_refuse(rank: int, num_ranks: int, case: Case) -> Outcome | str:
         st.lists(st.integers(6, 14), min_size=3, max_size=3).map(tuple),
         num_stages=st.integers(1, 2),
         normalised=st.booleans(),
+        momentum=st.sampled_from([0.1, None]),
         num_micro_batch=st.integers(1, 3),
     )
 )

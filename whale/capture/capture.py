@@ -70,7 +70,7 @@ def capture(
     """
     check_version(torch.__version__)
     structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, 1 if static else 2, batch_dims)
-    check_model(model, mode)
+    check_model(model)
     default = default_scope()
     first, double = trace(model, loss, structure, mode, static)
     return _build(model, structure, first, double, mode, default)

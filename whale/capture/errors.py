@@ -19,14 +19,12 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from whale.capture.functions import call
 from whale.capture.regions import recomputed
 from whale.capture.source import line_of_traceback, user_line
-from whale.capture.wrapper import Mode
 from whale.errors import CaptureError, WhaleError, raise_faults
 from whale.ir.source import SourceLine
 
@@ -81,11 +79,11 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
-def check_model(model: nn.Module, mode: Mode) -> None:
+def check_model(model: nn.Module) -> None:
     """Finds what a capture would lose, or could not follow, and that can be seen on the model itself.
 
     Raises:
-        CaptureError: lazy parameters, hooks on parameters, or normalisation that reads its counter.
+        CaptureError: lazy parameters, or hooks on parameters.
     """
     faults: list[WhaleError] = []
     for name, parameter in model.named_parameters():
@@ -93,19 +91,7 @@ def check_model(model: nn.Module, mode: Mode) -> None:
             faults.append(CaptureError(f"parameters have shapes before capture ({name} is lazy)", hint="run the model on one batch first"))
         elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             faults.append(CaptureError(f"a captured parameter has no gradient hooks ({name} has)", hint="remove the hook"))
-    for name, module in model.named_modules():
-        if mode == "train" and isinstance(module, _NormBase) and _averages_all(module, model):
-            faults.append(
-                CaptureError(
-                    f"running statistics move by a constant (momentum=None of {name} averages over all batches, so it reads its counter)",
-                    hint="momentum=0.1",
-                )
-            )
     raise_faults(faults)
-
-
-def _averages_all(norm: _NormBase, model: nn.Module) -> bool:
-    return norm.momentum is None and norm.track_running_stats and (norm.training or not model.training)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ sym_size(x, 0), 9 * sym_size(x, 0)           ->   num_rows, 9 * num_rows
 wrap_with_set_grad_enabled(False, region)    ->   detached inputs, the region's ops
 wrap_with_autocast(bfloat16, region)         ->   the region's ops with the casts written out
 _assert_tensor_metadata(...)                 ->   nothing
+batch_norm(..., a mark, ...)                 ->   batch_norm(..., 1 / its counter, ...)
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ _CHECKS = (
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 )
+_MOMENTUM = 6
+"""Its place among the arguments of a batch normalisation."""
 _SUBSTITUTES = {aten.lift_fresh_copy.default: aten.clone.default}
 
 
@@ -103,12 +106,13 @@ def _symbolic_rows(traced: Traced, structure: BatchStructure) -> int | torch.Sym
 
 class _Flattening:
     def __init__(self, traced: Traced, structure: BatchStructure, held: Holdings, flat: Flat) -> None:
-        self._exported, self._calls, self._ways = traced.exported, traced.calls, traced.ways
+        self._exported, self._calls, self._ways, self._counters = traced.exported, traced.calls, traced.ways, traced.counters
         self._structure = structure
         self._held = held
         self._flat = flat
         self._graph = flat.graph
         self._without_gradients = False
+        self._named: dict[str, fx.Node] = {}
         self._multiples: dict[tuple[int, int], fx.Node | int] = {(1, 0): flat.rows}
 
     def run(self) -> None:
@@ -152,6 +156,7 @@ class _Flattening:
             source = node.name
         if source:
             self._flat.sources[node.name] = source
+            self._named[source] = node
         return node
 
     def _inline(self, module: fx.GraphModule, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
@@ -183,6 +188,8 @@ class _Flattening:
             copied = write_loss(self._graph, node, args)
             copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
             return copied
+        if node.target is aten.batch_norm.default and args[_MOMENTUM] in self._counters:
+            args = self._with_average(node, args)
         if node.target in STRIDED:
             return self._strided(node, *cast(Any, args))
         target: Any = _SUBSTITUTES.get(cast(Any, node.target), node.target)
@@ -191,6 +198,15 @@ class _Flattening:
         copied = self._graph.create_node("call_function", target, args, kwargs, node.name)
         copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
         return copied
+
+    def _with_average(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a batch normalisation whose momentum is one over its counter, read where it has been counted up."""
+        counter = self._named[self._held.canonical[self._counters[args[_MOMENTUM]]]]
+        read = self._graph.call_function(aten.item.default, (counter,))
+        momentum = self._graph.call_function(operator.truediv, (1.0, read))
+        for made, value in ((read, 1), (momentum, 1.0)):
+            made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": value}
+        return (*args[:_MOMENTUM], momentum, *args[_MOMENTUM + 1 :])
 
     def _hold(self, node: fx.Node, way: Way, condition: fx.Node) -> None:
         """The check, in every step, that a condition is what the trace took it for."""

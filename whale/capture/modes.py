@@ -1,13 +1,14 @@
-"""What is changed on the user's model for the time of a capture, and put back: training flags and parameters."""
+"""What is changed on the user's model for the time of a capture, and put back: training flags, momenta and parameters."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from whale.capture.wrapper import Mode
 
@@ -28,6 +29,30 @@ def training_flags(model: nn.Module, mode: Mode) -> Iterator[None]:
     finally:
         for module, training in before.items():
             module.training = training
+
+
+@contextlib.contextmanager
+def marked_averages(model: nn.Module) -> Iterator[Mapping[float, str]]:
+    """Sets a mark as the momentum of batch normalisations that average over all batches, whose own is one over their counter.
+
+    They read the counter as a number, which is not known in a capture; `whale.capture.flatten` writes it in the place of the mark.
+
+    Yields:
+        Per mark, the name of the counter.
+    """
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm) and _averages_all(module)}
+    marks = {-1.0 - number: name for number, name in enumerate(norms)}
+    for mark, name in marks.items():
+        norms[name].momentum = mark
+    try:
+        yield {mark: f"{name}.num_batches_tracked".removeprefix(".") for mark, name in marks.items()}
+    finally:
+        for norm in norms.values():
+            norm.momentum = None
+
+
+def _averages_all(norm: _BatchNorm) -> bool:
+    return norm.momentum is None and norm.num_batches_tracked is not None
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest import mock
@@ -23,7 +23,7 @@ from whale.capture.ctc import CtcLosses
 from whale.capture.data_access import DataAccess
 from whale.capture.errors import as_capture_error, quiet_export, refused_parameters, watched
 from whale.capture.functions import FunctionCall, collected
-from whale.capture.modes import Faker, fake_tensors, training_flags
+from whale.capture.modes import Faker, fake_tensors, marked_averages, training_flags
 from whale.capture.numbers import ReadNumbers
 from whale.capture.regions import numbered
 from whale.capture.scopes import capturing
@@ -46,6 +46,7 @@ class Traced:
         entered: the scopes entered in `forward`, in order.
         calls: of custom autograd functions, in order.
         ways: what each read of a tensor was told, in order.
+        counters: per momentum of a batch normalisation that stands for one over a counter, the counter.
     """
 
     exported: ExportedProgram
@@ -55,6 +56,7 @@ class Traced:
     entered: tuple[Scope, ...]
     calls: tuple[FunctionCall, ...]
     ways: tuple[Way, ...] = ()
+    counters: Mapping[float, str] = field(default_factory=dict)
 
 
 def trace(model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool) -> tuple[Traced, Traced | None]:
@@ -114,11 +116,11 @@ class _Export:
         leaves = [torch.empty(self._shape(leaf, rows), dtype=leaf.dtype, device=device) for leaf in self.structure.inputs]
         size = Dim("rows", min=2)
         shapes = tuple({0: size} if dynamic and leaf.has_rows else None for leaf in self.structure.inputs)
-        with capturing() as scopes, collected() as calls, numbered():
+        with capturing() as scopes, collected() as calls, numbered(), marked_averages(self.model) as counters:
             wrapper = Wrapper(self.model, self.loss, self.structure, self.mode, self.ways, numbers.note)
             with _surroundings(self.model, self.mode, fake, fake_mode):
                 exported = torch.export.export(wrapper, tuple(leaves), strict=False, dynamic_shapes=(shapes,))
-        return Traced(exported, rows, dynamic, wrapper.found, tuple(scopes.entered), tuple(calls))
+        return Traced(exported, rows, dynamic, wrapper.found, tuple(scopes.entered), tuple(calls), counters=counters)
 
     @staticmethod
     def _shape(leaf: Leaf, rows: int) -> tuple[int, ...]:

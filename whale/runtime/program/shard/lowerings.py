@@ -41,7 +41,7 @@ def batch_norm(call: Call) -> fx.Node:
     held = call.held(call.dimensions("input")[0])
     names = ("input", "weight", "bias", "running_mean", "running_var")
     values = [call.value(name) for name in names]
-    return call.emit(part_batch_norm, *values, call.raw["momentum"], call.raw["eps"], held.count / held.units, call.writer.group)
+    return call.emit(part_batch_norm, *values, call.value("momentum"), call.raw["eps"], held.count / held.units, call.writer.group)
 
 
 _AS_THEY_ARE = """
