@@ -144,7 +144,7 @@ def whole_gradients(engine: whale.Engine, expected: Mapping[str, torch.Tensor]) 
         assert engine.rank is not None
         places = engine.runtime.holdings.cut_out(name, engine.rank, torch.arange(expected[name].numel()).view(expected[name].shape))
         assert places.shape == held.shape, (name, places.shape, held.shape)
-        found[name] = expected[name].clone()
+        found[name] = expected[name].clone(memory_format=torch.contiguous_format)
         found[name].view(-1)[places.reshape(-1)] = held.reshape(-1)
     return found
 
