@@ -44,12 +44,14 @@ def shape_of(graph: ModelGraph, config: Config, asked: ReplicaBlock, stated: int
         own = own.with_values({"recompute.policy": asked.recompute})
     annotations = read_scopes(graph, own, stated or num_free)
     num_stages = own.pipeline.num_stages or 1
-    if annotations is None and num_stages > (stated or num_free):
-        there = f"devices: {stated}" if stated else f"devices left: {num_free}"
+    if annotations is None and stated is None and num_stages > num_free:
         raise ConfigError(
-            f"each stage of a replica takes a device ({name}, num_stages: {num_stages}, {there})", where=asked.at("num_stages")
+            f"each stage of a replica takes a device ({name}, num_stages: {num_stages}, devices left: {num_free})",
+            where=asked.at("num_stages"),
+            hint=f"devices: {num_free} lets consecutive stages share them" if num_free else None,
         )
-    pipeline = shape_pipeline(own, annotations, stated or num_free)
+    width = asked.split if annotations is None and asked.split is not None else 1
+    pipeline = shape_pipeline(own, annotations, max((stated or num_free) // width, 1))
     if annotations is None and asked.split is not None:
         devices = (asked.split,) * pipeline.num_ranks
         pipeline = dataclasses.replace(pipeline, devices=devices, splits=(Split(asked.split),) * pipeline.num_stages)

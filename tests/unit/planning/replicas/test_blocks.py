@@ -101,6 +101,14 @@ def test_micro_batches_of_unlike_rows_make_the_batch() -> None:
     assert whole_units([1, 20], [4, 1]) == [1, 17]
 
 
+@pytest.mark.parametrize(("block", "sizes"), [({"devices": 2}, (1, 1)), ({"devices": 1}, (1,)), ({"devices": 4, "split": 2}, (2, 2))])
+def test_stages_share_the_devices_that_a_block_states(block: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    found = plan({"num_stages": 4, "num_micro_batch": 4, **block})
+    assert tuple(len(stage.virtual_device.devices) for stage in found.replicas[0].stages) == sizes
+    (schedule,) = (choice for choice in found.choices if choice.subject.startswith("schedule"))
+    assert f"4 stages on {len(sizes)} devices: consecutive ones are one" in schedule.bound
+
+
 @at_most(20)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4).filter(lambda own: sum(n for n, _ in own) <= 4))
 def test_every_row_is_given_out(shapes: list[tuple[int, int]]) -> None:
@@ -117,7 +125,7 @@ def test_every_row_is_given_out(shapes: list[tuple[int, int]]) -> None:
         ([{"devices": 3, "num_stages": 2}], r"replica 0, devices: 3, stages: 1 \+ 1"),
         ([{"devices": 3, "split": 2}], "replica 0, devices: 3, stages: 2"),
         ([{"num_stages": 3}, {"split": 2}], "replica 1 takes 2, left: 1"),
-        ([{"num_stages": 2}, {"num_stages": 3}], r"takes a device \(replica 1, num_stages: 3, devices left: 2\)"),
+        ([{"num_stages": 2}, {"num_stages": 3}], r"takes a device \(replica 1, num_stages: 3, devices left: 2\)\n  hint: devices: 2 lets"),
         ([{"devices": ["h0/0", "h0/0"], "num_stages": 2}], r"each of its devices once \(h0/0: twice in replica 0\)"),
         ([{"num_stages": 3, "schedule": "interleaved", "num_chunks": 9}], "needs 27 TaskGraphs"),
     ],
