@@ -92,7 +92,7 @@ def make(spelling: str) -> nn.Module:
     if spelling == "bare parameters inside a replicate":
         with whale.replicate(2):
             return Model(whale.split(2)).double()
-    whale.set_default_strategy(whale.replicate(2))
+    whale.set_default_strategy(whale.replicate(1 if spelling == "a default of fewer devices" else 2))
     model = Model(whale.split(2)).double()
     whale.set_default_strategy(None)
     return model
@@ -132,6 +132,7 @@ SPELLINGS = {
     "bare parameters": [(2, 2)],
     "bare parameters inside a replicate": None,
     "bare parameters under a default strategy": None,
+    "a default of fewer devices": None,
 }
 
 

@@ -39,9 +39,14 @@ class ScopeNode:
 
     @property
     def count(self) -> int | None:
-        """Devices that it asks for: what is written on it, else the most that a scope on its devices asks for."""
-        asked = [leaf.count for leaf in self.hosted if leaf.count is not None]
-        return self.scope.device_count if self.scope.device_count is not None or not asked else max(asked)
+        """Devices that it asks for: what is written on it, else the most that a scope on its devices asks for.
+
+        A default strategy is copied onto the devices of a split beside it that asks for more.
+        """
+        own, asked = self.scope.device_count, [leaf.count for leaf in self.hosted if leaf.count is not None]
+        if not asked or (own is not None and not self.scope.is_default):
+            return own
+        return max(asked) if own is None else max(own, *asked)
 
     @property
     def states_count(self) -> bool:

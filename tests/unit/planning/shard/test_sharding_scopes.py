@@ -121,11 +121,20 @@ def test_a_split_under_a_default_strategy_is_colocated_and_interrupts_it() -> No
     assert [task_graph.strategy for task_graph in plan.task_graphs] == ["replicate", "split", "replicate"]
 
 
-def test_a_split_asks_for_no_more_devices_than_its_default_strategy() -> None:
-    default = scope(0, 1, "rest", is_default=True)
+@pytest.mark.parametrize("asked", [1, 2])
+def test_a_default_strategy_is_copied_onto_the_devices_of_a_wider_split(asked: int) -> None:
+    default = scope(0, asked, "rest", is_default=True)
+    graph = mlp((default,), (default, split(1, 4, name="wide")), (default,))
+    plan = make_plan(graph, FOUR, Config())
+    assert [stage.task_graphs for stage in plan.replicas[0].stages] == [("rest",), ("wide",), ("rest.1",)]
+    assert [(stage.split, len(stage.shares)) for stage in plan.replicas[0].stages] == [(1, 4), (4, 1), (1, 4)]
+
+
+def test_a_split_divides_the_devices_of_its_default_strategy() -> None:
+    default = scope(0, 3, "rest", is_default=True)
     graph = mlp((default,), (default, split(1, 2, name="wide")), (default,))
-    with pytest.raises(AnnotationError, match=r"(?s)2 of 1 devices.*hint: .*2 devices for the scope that it runs in"):
-        make_plan(graph, cluster((1e7, 1e7)), Config())
+    with pytest.raises(AnnotationError, match=r"(?s)2 of 3 devices.*hint: .*2 devices for the scope that it runs in"):
+        make_plan(graph, FOUR, Config())
 
 
 def test_those_that_ask_for_all_devices_are_colocated() -> None:
