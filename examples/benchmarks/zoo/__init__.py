@@ -11,7 +11,7 @@ from zoo.torchvision_operators import declare_missing
 declare_missing()
 
 LIBRARIES = {
-    "torch": ("torch_text", "torch_vision", "torch_other"),
+    "torch": ("torch_text", "torch_vision", "torch_other", "torch_sequences", "torch_structures", "torch_pairs"),
     "transformers": ("transformers_text", "transformers_vision", "transformers_speech"),
     "torchvision": ("torchvision_models",),
     "timm": ("timm_models",),
