@@ -115,7 +115,8 @@ def _is_cheap(op: Op, sources: Iterable[Op]) -> bool:
 def _bonds(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]]) -> Iterable[tuple[str, str]]:
     """Pairs of ops that share a stage.
 
-    An item of a tuple stays with the tuple. A tensor that is changed in place stays with its views, with the ops
+    An item of a tuple stays with the tuple, and a number that is read of a tensor with what computes with it: only tensors
+    travel. A tensor that is changed in place stays with its views, with the ops
     that change it, and with those that read it before a later change: over a wire each would see another state.
     All readers of a buffer that is changed stay together.
     """
@@ -132,6 +133,8 @@ def _bonds(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]]) -> Iterable
         if owner[op.name] in first:
             yield op.name, first[owner[op.name]]
         for name in inputs[op.name]:
+            if graph.by_name[name].kind == "call" and not graph.by_name[name].outputs:
+                yield op.name, name
             if position[op.name] < last_change.get(owner[name], -1):
                 yield op.name, first[owner[name]]
     for term in graph.loss:

@@ -10,6 +10,7 @@ from whale.errors import AnnotationError, PlanError
 from whale.ir.graph import LossTerm, ModelGraph, TensorSpec
 from whale.ir.plan import Plan
 from whale.planning import make_plan
+from whale.planning.structure.structure import analyse
 
 A, B = scope(0, 1, "a"), scope(1, 1, "b")
 
@@ -145,6 +146,17 @@ def test_items_of_a_tuple_live_with_it() -> None:
     plan = plan_of(graph.build())
     homes = {name: stage.index for stage in plan.replicas[0].stages for name in stage.ops}
     assert homes["halves"] == homes["left"] == homes["right"]
+
+
+def test_a_number_that_is_read_lives_with_what_computes_with_it() -> None:
+    graph = Graph()
+    x = graph.input("x")
+    h = graph.call("linear", "aten.linear.default", x, flops=100)
+    number = graph.call("item", "aten.item.default", h, outputs=())
+    y = graph.call("relu", "aten.relu.default", h)
+    graph.call("narrow", "aten.mul.Tensor", y, number)
+    structure = analyse(graph.build())
+    assert structure.atom_of["item"] == structure.atom_of["narrow"] != structure.atom_of["linear"]
 
 
 def test_a_weight_that_derives_from_the_inputs_is_made_beside_its_sum() -> None:
