@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from whale.api.sample_randomness import own_random_numbers
+from whale.api.sample_randomness import OwnNumbers, own_random_numbers
 from whale.errors import BatchError
 from whale.ir.plan import Plan
 from whale.runtime.execute.randomness import seed_of
@@ -158,17 +158,23 @@ class _IndexedShares(Dataset[Share]):
 
     def __getitem__(self, request: tuple[int, list[int]]) -> Share:
         num_rows, indices = request
-        fetch_all = getattr(self.dataset, "__getitems__", None)  # torch's protocol for reading several at once
-        with own_random_numbers() as seed:
-            if fetch_all is not None and indices:
-                seed(seed_of(*self.place, *indices[:1]))
-                return self.division.share(num_rows, fetch_all(indices))
-            return self.division.share(num_rows, list(self._samples(indices, seed)))
+        with own_random_numbers() as numbers:
+            return self.division.share(num_rows, self._samples(indices, numbers))
 
-    def _samples(self, indices: list[int], seed: Callable[[int], None]) -> Iterator[Any]:
+    def _samples(self, indices: list[int], numbers: OwnNumbers) -> list[Any]:
+        fetch_all = getattr(self.dataset, "__getitems__", None)  # torch's protocol for reading several at once
+        if fetch_all is not None and indices:
+            numbers.seed(seed_of(*self.place, indices[0]))
+            found = list(fetch_all(indices))
+            if len(indices) == 1 or not numbers.were_drawn():
+                return found
+        return list(itertools.chain.from_iterable(self._one_by_one(indices, numbers, fetch_all)))
+
+    def _one_by_one(self, indices: list[int], numbers: OwnNumbers, fetch_all: Callable[[list[int]], Any] | None) -> Iterator[Any]:
+        """Each sample in a list, with random numbers that other samples of the same read do not move on."""
         for index in indices:
-            seed(seed_of(*self.place, index))
-            yield self.dataset[index]
+            numbers.seed(seed_of(*self.place, index))
+            yield [self.dataset[index]] if fetch_all is None else fetch_all([index])
 
 
 @dataclass(frozen=True)

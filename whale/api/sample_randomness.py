@@ -4,28 +4,52 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
-@contextmanager
-def own_random_numbers() -> Iterator[Callable[[int], None]]:
-    """Lends the global random numbers: gives a function that seeds them, and puts them back at the end."""
-    numpy = sys.modules.get("numpy")  # who draws from it has imported it
-    before = random.getstate(), torch.default_generator.get_state(), None if numpy is None else numpy.random.get_state()
+class OwnNumbers:
+    """The global random numbers, while they are lent."""
 
-    def seed(number: int) -> None:
+    def __init__(self) -> None:
+        self._numpy = sys.modules.get("numpy")  # who draws from it has imported it
+        self._before = self._state()
+        self._seeded = self._before
+
+    def seed(self, number: int) -> None:
+        """Seeds all of them."""
         random.seed(number)
         torch.default_generator.manual_seed(number)
-        if numpy is not None:
-            numpy.random.seed(number % 2**32)
+        if self._numpy is not None:
+            self._numpy.random.seed(number % 2**32)
+        self._seeded = self._state()
 
+    def were_drawn(self) -> bool:
+        """Whether somebody drew since they were seeded."""
+        (python, of_torch, numpy), now = self._seeded, self._state()
+        is_same = numpy is None or (numpy[2:] == now[2][2:] and (numpy[1] == now[2][1]).all())
+        return not (is_same and python == now[0] and torch.equal(of_torch, now[1]))
+
+    def put_back(self) -> None:
+        """Puts them back as they were when they were lent."""
+        random.setstate(self._before[0])
+        torch.default_generator.set_state(self._before[1])
+        if self._numpy is not None:
+            self._numpy.random.set_state(self._before[2])
+
+    def _state(self) -> tuple[Any, torch.Tensor, Any]:
+        numpy = None if self._numpy is None else self._numpy.random.get_state()
+        return random.getstate(), torch.default_generator.get_state(), numpy
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[OwnNumbers]:
+    """Lends the global random numbers, and puts them back at the end."""
+    numbers = OwnNumbers()
     try:
-        yield seed
+        yield numbers
     finally:
-        random.setstate(before[0])
-        torch.default_generator.set_state(before[1])
-        if numpy is not None:
-            numpy.random.set_state(before[2])
+        numbers.put_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -239,6 +240,18 @@ def test_samples_are_fetched_together_and_collated() -> None:
     batch = next(iter(load(dataset, 8, FIVE_THREE, 1)))
     assert dataset.read == [3] and batch.data["x"].shape == (3, 2) and batch.data["y"].tolist() == [5, 6, 7]
     assert next(iter(load(dataset, 8, collate=len))).data == 8
+
+
+class Augmented(Samples):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.read.append(len(indices))
+        return [{"x": torch.rand(2) + random.random()} for _ in indices]
+
+
+def test_samples_that_are_fetched_together_draw_numbers_of_their_own() -> None:
+    whole = next(iter(load(Augmented(8), 8))).data["x"]
+    torch.testing.assert_close(next(iter(load(Augmented(8), 8, FIVE_THREE, 1))).data["x"], whole[5:])
+    assert len(whole.unique()) == whole.numel()
 
 
 @pytest.mark.parametrize("kind", [Samples, Stream])
