@@ -12,7 +12,7 @@ declare_missing()
 
 LIBRARIES = {
     "torch": ("torch_text", "torch_vision", "torch_other", "torch_sequences", "torch_structures", "torch_pairs"),
-    "transformers": ("transformers_text", "transformers_vision", "transformers_speech"),
+    "transformers": ("transformers_text", "transformers_vision", "transformers_speech", "transformers_rarer"),
     "torchvision": ("torchvision_models",),
     "timm": ("timm_models",),
     "diffusers": ("diffusers_models",),
