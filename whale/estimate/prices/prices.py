@@ -174,7 +174,7 @@ class Prices:
 
     def _price_part(self, part: Part, recompute: Recompute) -> PartCost:
         names, largest = kept_names(self.graph, self.outputs, part.ops, self.kept, recompute.segments)
-        crossing = dict.fromkeys(self.graph.storage[name] for name in (*part.arriving, *part.handed_on)) if self.training else {}
+        crossing = dict.fromkeys(part.crossing(self.graph)) if self.training else {}
         activation, again = size_line(self.outputs, names | crossing), largest
         if recompute.num_alive:
             activation, again = size_line(self.outputs, crossing), activation * recompute.num_alive

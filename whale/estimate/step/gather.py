@@ -8,6 +8,7 @@ from functools import cached_property
 
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Wire
+from whale.estimate.step.sync import buckets
 from whale.estimate.step.wires import Links, Sums, message_wires, sum_wires
 from whale.estimate.step.workers import Worker, Workers
 from whale.ir.plan import Plan
@@ -49,13 +50,15 @@ def gather(plan: Plan, prices: Prices) -> Gathered:
     Raises:
         ScheduleError: a schedule of the plan would not run to its end.
     """
-    makers, found = Workers(plan, prices), dict[str, Worker]()
+    summed = buckets(plan, prices)
+    bucketed = frozenset(name for bucket in summed for name in bucket.names)
+    makers, found = Workers(plan, prices, bucketed), dict[str, Worker]()
     schedules = schedules_of(plan) if prices.training else forward_schedules_of(plan)
     alike = alike_schedules(plan)
     for replica, schedule, number in zip(plan.replicas, schedules, alike, strict=True):
         found |= makers.of(replica, schedule, number)
     links = Links(prices)
     rank = plan.rank_of
-    wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links))
+    wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links, summed))
     workers = tuple(found[device] for device in plan.devices)
     return Gathered(plan.devices, workers, tuple(links.found), wires, tuple(dict(zip(alike, schedules, strict=True)).values()))

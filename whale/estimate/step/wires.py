@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -11,7 +11,7 @@ from whale.estimate.costs.fabric import Fabric, fabric
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Path, Role, Wire
 from whale.estimate.step.crossings import Crossings
-from whale.estimate.step.sync import buckets, first_uses, ready_share
+from whale.estimate.step.sync import first_uses, ready_share
 from whale.ir.cluster import Device, Link
 from whale.ir.graph import DTYPE_BYTES
 from whale.ir.plan import TRAINED, Plan, Stage
@@ -131,13 +131,13 @@ def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str,
                         yield Wire(kind, (number[source], number[target]), _SENDS_AND_RECEIVES, links.path(source, target))
 
 
-def sum_wires(plan: Plan, prices: Prices, links: Links) -> Iterator[Wire]:
-    """Collectives of gradients, each by the way that is fastest alone."""
+def sum_wires(plan: Plan, prices: Prices, links: Links, summed: Iterable[Bucket]) -> Iterator[Wire]:
+    """Collectives of gradients, of these buckets, each by the way that is fastest alone."""
     queues: dict[tuple[int, ...], int] = {}
     fabrics: dict[tuple[int, ...], Fabric] = {}
     paths: dict[tuple[tuple[int, ...], Way], Path] = {}
     roles = _Roles(plan, prices)
-    for bucket in buckets(plan, prices):
+    for bucket in summed:
         queues[bucket.owners] = position = queues.get(bucket.owners, -1) + 1
         devices = [plan.devices[owner] for owner in bucket.owners]
         if bucket.owners not in fabrics:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 
 from whale.estimate.costs.line import Line
 from whale.estimate.memory.kept import kept_for_weights, weight_share
-from whale.estimate.memory.memory import kept_names, size_line, working_line
+from whale.estimate.memory.memory import kept_names, size_line, state_bytes
+from whale.estimate.memory.passes import Fullest, Passes
 from whale.estimate.prices.again import Again
 from whale.estimate.prices.halves import halved, messages_of
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site, Tolls
 from whale.ir.cluster import Device, Link
-from whale.ir.plan import Shard
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import ParameterState, Shard
 from whale.sharding.bridges import Bridge
 
 
@@ -33,6 +35,7 @@ class StageKey:
         shards: how it is split.
         overlap: whether it computes its rows in two halves.
         recomputes: whether all of it is computed again, by R actions.
+        defers_weights: whether its weight gradients have W actions of their own.
     """
 
     part: Part
@@ -40,13 +43,37 @@ class StageKey:
     shards: tuple[Shard, ...] = ()
     overlap: bool = False
     recomputes: bool = False
+    defers_weights: bool = False
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.part, self.segments, self.shards, self.overlap, self.recomputes))
+        return hash((self.part, self.segments, self.shards, self.overlap, self.recomputes, self.defers_weights))
 
     def __hash__(self) -> int:  # as of its part: a key, and long
         return self._hash
+
+
+_NOTHING = Fullest()
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Bytes that the passes of one micro-batch have beside what is kept.
+
+    Attributes:
+        gradients: of parameters whose gradients are in no bucket, from the first backward pass of a step on.
+        forward: that F has at most beyond what it leaves.
+        again: likewise of R.
+        first, later: B (or I) when it has most, in the first of a step and in others.
+        weight: of the largest weight gradient, where W makes it.
+    """
+
+    gradients: float = 0.0
+    forward: float = 0.0
+    again: float = 0.0
+    first: Fullest = _NOTHING
+    later: Fullest = _NOTHING
+    weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +86,7 @@ class Work:
         kept: bytes from F to B (or I): activations, and what was received and handed on.
         left: bytes from F to R where the whole stage is computed again.
         for_weights: bytes from I to W.
-        working: bytes of the op at work.
-        again: bytes of a segment that is computed again, or of an input that is gathered again, while its backward pass runs.
+        beside: what its passes have beside these.
     """
 
     forward: float
@@ -69,8 +95,7 @@ class Work:
     kept: float
     left: float
     for_weights: float
-    working: float
-    again: float
+    beside: Beside
 
 
 @dataclass(eq=False)
@@ -79,10 +104,13 @@ class Works:
 
     Args:
         prices: of the graph on the cluster.
-        num_micro_batch: of a step.
+        states: in which forms parameters live.
+        bucketed: parameters whose gradients lie in buckets.
     """
 
     prices: Prices
+    states: tuple[ParameterState, ...]
+    bucketed: frozenset[str]
     _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int], Work] = field(default_factory=dict, init=False)
     _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], tuple[Line, Line, Line]] = field(
         default_factory=dict, init=False
@@ -112,7 +140,9 @@ class Works:
             again = self._again(key)
             copies, gathered = again.copies(position), again.largest(position, num_rows)
         forward, inputs, weights = (line.at(num_rows) for line in seconds)
-        return Work(forward, inputs, weights, *_bytes(prices, key, num_rows, copies, gathered))
+        names = frozenset(kept_names(prices.graph, prices.outputs, key.part.ops, prices.kept, key.segments)[0]) if prices.training else None
+        kept = _kept(prices, key, num_rows, names, copies)
+        return Work(forward, inputs, weights, *kept, self._beside(prices, key, num_rows, names, gathered))
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """`_together`, once for all positions of equal groups."""
@@ -154,6 +184,41 @@ class Works:
             inputs = both + weights * -1
         return forward, inputs, weights
 
+    def _beside(self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, gathered: Line) -> Beside:
+        """What passes have beside what is kept.
+
+        Args:
+            names: of the storages that are kept; None without training.
+            gathered: of the largest tensor that is gathered again.
+        """
+        graph, part, training = prices.graph, key.part, names is not None
+        crossing = part.crossing(graph) if training else ()
+        states = {name: state_bytes(graph.parameter_by_name[name], self.states, training=training) for name in part.parameters}
+        passes = Passes(
+            graph=graph,
+            num_bytes={name: prices.outputs[name].at(num_rows) for name in self._read(graph, part)},
+            ops=part.ops,
+            kept=prices.kept,
+            segments=key.segments,
+            crossing=frozenset(crossing),
+            parameter_bytes={name: state.gradient for name, state in states.items() if state.gradient},
+            bucketed=self.bucketed,
+        )
+        if names is None:
+            return Beside(forward=passes.forward(part.returned(graph)))
+        kept = names.union(crossing)
+        first, later = (passes.backward(is_first=is_first, defers_weights=key.defers_weights) for is_first in (True, False))
+        first, later = (replace(each, recomputed=max(each.recomputed, gathered.at(num_rows))) for each in (first, later))
+        forward = passes.forward(crossing if key.recomputes else kept)
+        again = passes.forward(kept) if key.recomputes else 0.0
+        return Beside(passes.gradients, forward, again, first, later, passes.largest_gradient if key.defers_weights else 0.0)
+
+    @staticmethod
+    def _read(graph: ModelGraph, part: Part) -> dict[str, None]:
+        """All ops whose results the ops of a part make or read, and those that own their memory."""
+        names = dict.fromkeys(name for op in part.ops for name in (op, *graph.by_name[op].inputs))
+        return names | dict.fromkeys(graph.storage[name] for name in names)
+
     def _bridges(self, key: StageKey) -> tuple[Bridge, ...]:
         return self.prices.bridges(key.part.ops, key.shards, key.part.returned(self.prices.graph))
 
@@ -168,15 +233,11 @@ def _positions(prices: Prices, ops: Sequence[str]) -> NDArray[np.int64]:
     return np.array([prices.table.position[name] for name in ops], dtype=np.int64)
 
 
-def _bytes(prices: Prices, key: StageKey, num_rows: int, copies: Line, gathered: Line) -> tuple[float, float, float, float, float]:
-    """Bytes of `Work`: kept, left, for_weights, working, again."""
-    graph, sizes, part = prices.graph, prices.outputs, key.part
-    working = working_line(sizes, part.ops).at(num_rows)
-    if not prices.training:
-        return 0.0, 0.0, 0.0, working, 0.0
-    names, largest = kept_names(graph, sizes, part.ops, prices.kept, key.segments)
-    crossing = dict.fromkeys(graph.storage[name] for name in (*part.arriving, *part.handed_on))
-    kept = size_line(sizes, names | crossing) + copies
-    left = size_line(sizes, crossing)
-    waiting = size_line(sizes, kept_for_weights(graph, part.ops))
-    return kept.at(num_rows), left.at(num_rows), waiting.at(num_rows), working, max(largest.at(num_rows), gathered.at(num_rows))
+def _kept(prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, copies: Line) -> tuple[float, float, float]:
+    """Bytes of `Work`: kept, left, for_weights."""
+    if names is None:
+        return 0.0, 0.0, 0.0
+    graph, sizes = prices.graph, prices.outputs
+    crossing = key.part.crossing(graph)
+    kept, left = size_line(sizes, names.union(crossing)) + copies, size_line(sizes, crossing)
+    return kept.at(num_rows), left.at(num_rows), size_line(sizes, kept_for_weights(graph, key.part.ops)).at(num_rows)

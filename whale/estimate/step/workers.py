@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whale.estimate.costs.optimizer import optimizer_seconds
@@ -27,7 +27,8 @@ class Worker:
         stages: that it runs, in order.
         rows: per micro-batch, the rows that its replica takes.
         works: per stage and number of rows of a micro-batch, its work.
-        held: bytes of parameters with what training keeps beside them.
+        held: bytes of parameters with what training keeps beside them, but for `apart`.
+        apart: bytes of gradients that are in no bucket: they are there from the first backward passes on.
         stage_bytes: the same, for each of its stages by itself.
         optimizer: seconds of the optimizer's step.
         capacity: bytes that a plan may use.
@@ -39,6 +40,7 @@ class Worker:
     rows: tuple[int, ...]
     works: tuple[tuple[tuple[int, int], Work], ...]
     held: MemoryUse
+    apart: float
     stage_bytes: tuple[float, ...]
     optimizer: float
     capacity: int
@@ -70,13 +72,15 @@ class Workers:
     Args:
         plan: the plan.
         prices: of its graph on its cluster.
+        bucketed: parameters whose gradients lie in buckets.
     """
 
-    def __init__(self, plan: Plan, prices: Prices) -> None:
+    def __init__(self, plan: Plan, prices: Prices, bucketed: frozenset[str]) -> None:
         self._plan, self._prices = plan, prices
-        self._works, self._held = Works(prices), _Held(prices, plan.parameter_states)
+        self._works = Works(prices, plan.parameter_states, bucketed)
+        self._held = _Held(prices, plan.parameter_states, bucketed)
         self._rows = plan.all_micro_batch_rows(plan.planned_rows)
-        self._recomputed: dict[int, set[int | None]] = {}
+        self._of_kind: dict[int, set[tuple[int | None, Kind]]] = {}
         self._keys: dict[StageKey, StageKey] = {}
 
     def of(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[tuple[str, Worker]]:
@@ -86,13 +90,11 @@ class Workers:
             schedule: of the replica.
             number: of that schedule among all.
         """
-        if number not in self._recomputed:
-            self._recomputed[number] = {a.stage for actions in schedule.ranks for a in actions if a.kind is Kind.RECOMPUTE}
+        if number not in self._of_kind:
+            kinds = (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)
+            self._of_kind[number] = {(a.stage, a.kind) for actions in schedule.ranks for a in actions if a.kind in kinds}
         rows = tuple(stop - start for start, stop in self._rows[replica.index])
-        places = [
-            self._place(stage, stage_key(replica, stage, recomputes=stage.index in self._recomputed[number]), sorted(set(rows)))
-            for stage in replica.stages
-        ]
+        places = [self._place(stage, stage_key(replica, stage, self._of_kind[number]), sorted(set(rows))) for stage in replica.stages]
         for rank in range(schedule.num_ranks):
             own = [places[stage] for stage in schedule.stages_of(rank)]
             for index, device in enumerate(own[0].stage.virtual_device.devices):
@@ -104,7 +106,7 @@ class Workers:
 
     def _worker(self, number: int, rank: int, own: Sequence[_Place], index: int, device: str, rows: tuple[int, ...]) -> Worker:
         positions = [index % place.stage.split for place in own]
-        held, trained = self._held.of([place.key for place in own], positions)
+        held, trained, apart = self._held.of([place.key for place in own], positions)
         known, costs = self._prices.cluster.by_name[device], self._prices.costs
         return Worker(
             number,
@@ -112,7 +114,8 @@ class Workers:
             tuple(place.stage.index for place in own),
             rows,
             tuple(self._work(own, index)),
-            held,
+            replace(held, gradients=held.gradients - apart),
+            apart,
             tuple(self._held.of([place.key], [position])[0].total for place, position in zip(own, positions, strict=True)),
             optimizer_seconds(known, trained, held.gradients, held.optimizer),
             costs.capacity(known),
@@ -125,38 +128,47 @@ class Workers:
                 yield (place.stage.index, size), self._works.of(place.key, place.groups[group], position, rows[index])
 
 
-def stage_key(replica: Replica, stage: Stage, *, recomputes: bool = False) -> StageKey:
-    """A stage of a plan as its price sees it."""
+def stage_key(replica: Replica, stage: Stage, kinds: Collection[tuple[int | None, Kind]] = ()) -> StageKey:
+    """A stage of a plan as its price sees it.
+
+    Args:
+        kinds: which stages of the schedule have R or W actions.
+    """
     received = tuple((edge.source, edge.tensors) for edge in replica.edges if edge.target == stage.index)
     handed_on = dict.fromkeys(name for edge in replica.edges if edge.source == stage.index for name in edge.tensors)
     part = Part(stage.ops, stage.parameters, received, tuple(handed_on))
-    return StageKey(part, stage.recomputed, stage.shards, stage.overlap, recomputes)
+    recomputes, defers = ((stage.index, kind) in kinds for kind in (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT))
+    return StageKey(part, stage.recomputed, stage.shards, stage.overlap, recomputes, defers)
 
 
 class _Held:
     """Bytes of parameters on a device, with what training keeps beside them."""
 
-    def __init__(self, prices: Prices, states: tuple[ParameterState, ...]) -> None:
-        self._prices, self._states = prices, states
-        self._known: dict[tuple[tuple[StageKey, ...], tuple[int, ...]], tuple[MemoryUse, float]] = {}
+    def __init__(self, prices: Prices, states: tuple[ParameterState, ...], bucketed: frozenset[str]) -> None:
+        self._prices, self._states, self._bucketed = prices, states, bucketed
+        self._known: dict[tuple[tuple[StageKey, ...], tuple[int, ...]], tuple[MemoryUse, float, float]] = {}
 
-    def of(self, keys: Sequence[StageKey], positions: Sequence[int]) -> tuple[MemoryUse, float]:
-        """The bytes, and those of the weights that train; what several stages of a device hold counts once."""
+    def of(self, keys: Sequence[StageKey], positions: Sequence[int]) -> tuple[MemoryUse, float, float]:
+        """The bytes, those of the weights that train, and of the gradients those that are in no bucket.
+
+        What several stages of a device hold counts once.
+        """
         question = tuple(keys), tuple(positions)
         if question not in self._known:
             found: dict[str, Parameter] = {}
             for key, position in zip(keys, positions, strict=True):
                 own = self._prices.local(key.part.ops, key.shards, position) if key.shards else self._prices
                 found |= {name: own.graph.parameter_by_name[name] for name in key.part.parameters}
-            self._known[question] = self._add(list(found.values()))
+            self._known[question] = self._add(found)
         return self._known[question]
 
-    def _add(self, parameters: Sequence[Parameter]) -> tuple[MemoryUse, float]:
-        prices = self._prices
-        held = [state_bytes(parameter, self._states, training=prices.training) for parameter in parameters]
+    def _add(self, parameters: Mapping[str, Parameter]) -> tuple[MemoryUse, float, float]:
+        by_name = {name: state_bytes(known, self._states, training=self._prices.training) for name, known in parameters.items()}
+        held = list(by_name.values())
         use = MemoryUse(
             float(sum(each.compute for each in held)),
             float(sum(each.gradient for each in held)),
             float(sum(each.optimizer for each in held)),
         )
-        return use, float(sum(each.compute for each in held if each.gradient))
+        apart = sum(each.gradient for name, each in by_name.items() if name not in self._bucketed)
+        return use, float(sum(each.compute for each in held if each.gradient)), float(apart)

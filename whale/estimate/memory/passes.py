@@ -1,0 +1,288 @@
+"""What a pass through a stage needs beside what is kept, op by op: values on their way forward, gradients on their way back.
+
+forward    values that no later op reads are let go, unless they are kept or handed on
+backward   gradients   of what has been read by an op that was passed, until its own op is; those of parameters until they are added
+           kept        until the backward pass of the first op that keeps it is done
+           a segment   is computed again when its last op's turn comes, and all that its ops keep is there until their turns
+
+    kept    |##########|########  |######    |####      |##        |
+    beside  |          |###       |######    |####      |###       |
+                                   ^ fullest: not where most is kept, nor where an op works on most
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from whale.estimate.memory.kept import WEIGHTED
+from whale.ir.graph import ModelGraph, Op
+
+PASSES_ON = frozenset({"add", "sub", "clone", "contiguous", "alias", "detach"})
+"""Ops that hand the gradient of their result on as it is, to each operand of its size."""
+
+SPREADS = frozenset({"sum"})
+"""Ops whose gradient is one number in all places, which takes no memory."""
+
+NARROWS = frozenset({"select", "slice", "narrow", "unbind", "split", "split_with_sizes", "chunk", "tensor_split"})
+"""Views of parts: the gradients of the parts are put together in memory of their own."""
+
+TWO_IN_ONE = frozenset({"cross_entropy_loss"})
+"""Ops that are two: what passes between them is as large as what they read first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fullest:
+    """A stage in the midst of a backward pass, when it has most.
+
+    Attributes:
+        freed: bytes of what was kept that are let go by then.
+        recomputed: of the segment that was computed again.
+        gradients: of parameters, kept from now on.
+        working: gradients on their way, and of parameters until they are added.
+    """
+
+    freed: float = 0.0
+    recomputed: float = 0.0
+    gradients: float = 0.0
+    working: float = 0.0
+
+    @property
+    def beside(self) -> float:
+        """Bytes beside all that is kept."""
+        return self.working + self.gradients + self.recomputed - self.freed
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of one stage with one number of rows.
+
+    Attributes:
+        graph: the model; of a split stage, what the device holds of it.
+        num_bytes: per op, of its results.
+        ops: of the stage.
+        kept: per op, what it keeps (`whale.estimate.memory.kept.kept_tensors`).
+        segments: runs of ops that are computed again in the backward pass.
+        crossing: storages that arrive or are handed on: there from the forward pass to the end of the backward pass.
+        parameter_bytes: per parameter that trains, those of its gradient.
+        bucketed: parameters whose gradients have a place of their own before the step begins.
+    """
+
+    graph: ModelGraph
+    num_bytes: Mapping[str, float]
+    ops: tuple[str, ...]
+    kept: Mapping[str, tuple[str, ...]]
+    segments: tuple[tuple[str, ...], ...]
+    crossing: Collection[str]
+    parameter_bytes: Mapping[str, float]
+    bucketed: Collection[str]
+
+    def forward(self, left: Collection[str]) -> float:
+        """Bytes that a forward pass has at most beyond those of the storages that it leaves."""
+        return self._forward(self.ops, frozenset(left))
+
+    def _forward(self, ops: Sequence[str], left: frozenset[str]) -> float:
+        storage, by_name = self.graph.storage, self.graph.by_name
+        last = {storage[name]: index for index, op in enumerate(ops) for name in (op, *by_name[op].inputs)}
+        made = self.made.intersection(ops)
+        alive = most = 0.0
+        for index, name in enumerate(ops):
+            alive += self.num_bytes[name] if name in made else 0.0
+            most = max(most, alive + self.inside(by_name[name]))
+            for root in {storage[name], *(storage[source] for source in by_name[name].inputs)}:
+                if root in made and last[root] == index and root not in left:
+                    alive -= self.num_bytes[root]
+        return most - alive
+
+    def inside(self, op: Op) -> float:
+        """Bytes that an op needs beside what it reads and makes."""
+        return self.num_bytes[op.inputs[0]] if op.operator in TWO_IN_ONE else 0.0
+
+    def backward(self, *, is_first: bool, defers_weights: bool = False) -> Fullest:
+        """The stage in a backward pass when it has most.
+
+        Args:
+            is_first: whether it is the first of a step, after which gradients that are in no bucket stay.
+            defers_weights: whether weight gradients are left to another pass: what they need stays.
+        """
+        return max(_Backward(self, is_first, defers_weights).walk(), key=lambda each: each.beside, default=Fullest())
+
+    @cached_property
+    def made(self) -> frozenset[str]:
+        """The ops of the stage whose results have memory of their own."""
+        return frozenset(op for op in self.ops if self.graph.storage[op] == op)
+
+    @cached_property
+    def gradients(self) -> float:
+        """Bytes of the gradients that the first backward pass leaves and that are in no bucket."""
+        return sum(self.parameter_bytes[name] for name in self.uses if name not in self.bucketed)
+
+    @cached_property
+    def largest_gradient(self) -> float:
+        """Bytes of the largest gradient of a parameter of which the stage makes one."""
+        return max((self.parameter_bytes[name] for name in self.uses), default=0.0)
+
+    @cached_property
+    def uses(self) -> Counter[str]:
+        """How many ops read each parameter that trains."""
+        return Counter(name for op in self.ops for name in self.trained_by(op))
+
+    def trained_by(self, op: str) -> Iterator[str]:
+        """The parameters that train through an op."""
+        for source in map(self.graph.by_name.__getitem__, self.graph.by_name[op].inputs):
+            if source.kind == "parameter" and source.requires_grad:
+                name = self.graph.parameter_by_name[source.target].name
+                if name in self.parameter_bytes:
+                    yield name
+
+    @cached_property
+    def segment_of(self) -> Mapping[str, int]:
+        """Per op of a segment, its number."""
+        return {op: number for number, segment in enumerate(self.segments) for op in segment}
+
+    @cached_property
+    def frees(self) -> Mapping[str, tuple[str, ...]]:
+        """Per op, the storages outside segments that are let go when its backward pass is done: those that it is the first to keep."""
+        first: dict[str, str] = {}
+        for op in reversed(self.ops):
+            own = self.segment_of.get(op)
+            if own is None:
+                first |= dict.fromkeys(self.kept.get(op, ()), op)
+            else:
+                inside = self.segments[own]
+                roots = (self.graph.storage[source] for source in self.graph.by_name[op].inputs if source not in inside)
+                first |= {root: inside[0] for root in roots if self.graph.by_name[root].kind == "call"}
+        found: dict[str, list[str]] = {}
+        for root, op in first.items():
+            if root not in self.crossing:
+                found.setdefault(op, []).append(root)
+        return {op: tuple(roots) for op, roots in found.items()}
+
+    def again(self, number: int) -> Mapping[str, str]:
+        """What is there again when a segment has been computed again: per storage, the op whose backward pass lets it go."""
+        left = {root for roots in self.frees.values() for root in roots}.union(self.crossing)
+        first: dict[str, str] = {}
+        for op in reversed(self.segments[number]):
+            first |= dict.fromkeys((root for root in self.kept.get(op, ()) if root not in left), op)
+        return first
+
+    def computed_again(self, number: int) -> float:
+        """Bytes that computing a segment again has at most beyond what is there again."""
+        return self._forward(self.segments[number], frozenset(self.again(number)))
+
+
+@dataclass
+class _Backward:
+    """One backward pass, op by op.
+
+    Attributes:
+        passes: the stage.
+        is_first, defers: as `Passes.backward` takes them.
+    """
+
+    passes: Passes
+    is_first: bool
+    defers: bool
+    _gradients: dict[str, list[float]] = field(default_factory=dict)  # per storage; those that share memory share the list: bytes, readers
+    _on_their_way: float = 0.0
+    _freed: float = 0.0
+    _again: dict[str, str] = field(default_factory=dict)
+    _recomputed: float = 0.0
+    _stays: float = 0.0
+    _begun: int | None = None
+
+    def walk(self) -> Iterator[Fullest]:
+        """The stage at each op, from the last to the first."""
+        passes, graph = self.passes, self.passes.graph
+        uses = Counter(passes.uses)
+        for name in passes.crossing:
+            if name in passes.made and graph.by_name[name].requires_grad:
+                self._hold(name, passes.num_bytes[name])
+        for name in reversed(passes.ops):
+            op = graph.by_name[name]
+            yield from self._enter(passes.segment_of.get(name))
+            if op.requires_grad:
+                yield self._at(self._differentiate(op, uses))
+                self._pass(op)
+            self._let_go(name)
+
+    def _at(self, beside: float = 0.0) -> Fullest:
+        return Fullest(self._freed, self._recomputed, self._stays, self._on_their_way + beside)
+
+    def _enter(self, segment: int | None) -> Iterator[Fullest]:
+        """Computes a segment again when its turn comes."""
+        if segment == self._begun:
+            return
+        self._begun = segment
+        if segment is not None:
+            self._again = dict(self.passes.again(segment))
+            self._recomputed = sum(self.passes.num_bytes[root] for root in self._again)
+            yield self._at(self.passes.computed_again(segment))
+
+    def _differentiate(self, op: Op, uses: Counter[str]) -> float:
+        """Adds the gradients that an op makes; the bytes that only it needs."""
+        passes, graph = self.passes, self.passes.graph
+        own = graph.storage[op.name]
+        if own != op.name:
+            makes_new = op.operator in NARROWS or "in_place" in op.tags
+            return passes.num_bytes[own] if makes_new else 0.0
+        beside = passes.inside(op)
+        for root in dict.fromkeys(graph.storage[source] for source in op.inputs if self._is_value(source)):
+            size = passes.num_bytes[root]
+            if root not in self._gradients and self._hands_on(op, size):
+                self._gradients[root] = self._gradients[op.name]
+                self._gradients[root][1] += 1
+            elif root in self._gradients:
+                beside += size
+            else:
+                self._hold(root, 0.0 if op.operator in SPREADS else size)
+        if not (self.defers and op.operator in WEIGHTED):
+            beside += sum(self._parameter(name, uses) for name in passes.trained_by(op.name))
+        return beside
+
+    def _parameter(self, name: str, uses: Counter[str]) -> float:
+        """Adds the gradient of a parameter, which waits for those of its other uses; the bytes that only this one needs."""
+        size, total = self.passes.parameter_bytes[name], self.passes.uses[name]
+        uses[name] -= 1
+        if total > 1 and uses[name] == total - 1:
+            self._on_their_way += size
+            return 0.0
+        if uses[name] == 0:
+            stays = self.is_first and name not in self.passes.bucketed
+            self._stays += size if stays else 0.0
+            self._on_their_way -= size if total > 1 else 0.0
+            return size if total > 1 or not stays else 0.0
+        return size
+
+    def _hands_on(self, op: Op, size: float) -> bool:
+        """Whether the gradient of an operand of this size is that of the op's result."""
+        return op.operator in PASSES_ON and op.name in self._gradients and size == self.passes.num_bytes[op.name]
+
+    def _is_value(self, name: str) -> bool:
+        op = self.passes.graph.by_name[name]
+        return op.kind == "call" and op.requires_grad
+
+    def _hold(self, root: str, size: float) -> None:
+        self._gradients[root] = [size, 1]
+        self._on_their_way += size
+
+    def _pass(self, op: Op) -> None:
+        """Lets the gradient of an op's result go, unless who handed it holds it, or weight gradients wait with it."""
+        passes = self.passes
+        waits = self.defers and op.operator in WEIGHTED and any(passes.trained_by(op.name))
+        if op.name in self._gradients and op.name not in passes.crossing and not waits:
+            shared = self._gradients.pop(op.name)
+            shared[1] -= 1
+            if shared[1] == 0:
+                self._on_their_way -= shared[0]
+
+    def _let_go(self, name: str) -> None:
+        passes = self.passes
+        waits = self.defers and passes.graph.by_name[name].operator in WEIGHTED
+        for root in passes.frees.get(name, ()):
+            self._freed += 0.0 if waits else passes.num_bytes[root]
+        for root in [root for root, op in self._again.items() if op == name]:
+            self._recomputed -= passes.num_bytes[root]
+            del self._again[root]
