@@ -15,7 +15,15 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
 def viewed_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that an op's results may share memory with, or do share it with here: some ops return what they got."""
-    return _aliased(node, writes=False) or _shared(node)
+    return [] if _converts(node) else _aliased(node, writes=False) or _shared(node)
+
+
+def _converts(node: fx.Node) -> bool:
+    """Whether the result is of another type and in memory of its own: a schema says of a conversion that it may give back what it got."""
+    result, source = (item.meta.get("val") for item in (node, (node.all_input_nodes or [node])[0]))
+    if not isinstance(result, Tensor) or not isinstance(source, Tensor):
+        return False
+    return result.dtype != source.dtype and result.untyped_storage()._cdata != source.untyped_storage()._cdata
 
 
 def _shared(node: fx.Node) -> list[fx.Node]:

@@ -120,7 +120,7 @@ def test_of_many_devices_the_cheapest_plan_takes_few() -> None:
 
 
 def test_least_memory_computes_again_and_takes_small_micro_batches() -> None:
-    cluster, graph = made([[(1e9, GIB)]], network=1e9), layers([64] * 4)
+    cluster, graph = made([[(1e9, GIB)]], network=1e9), layers([8] * 4)
     plan, step = decide(None, graph, cluster, Config({"planning.objective": "memory"}), rows=16)
     fast, fast_step = decide(None, graph, cluster, Config(), rows=16)
     assert plan.pipelines[0].num_micro_batch == 16 > fast.pipelines[0].num_micro_batch

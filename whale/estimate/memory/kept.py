@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from whale.ir.graph import ModelGraph, Op, Ref
+from whale.estimate.costs.line import Line
+from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op, Ref
 from whale.ir.writes import dependents
 
 KEEPS_NOTHING = frozenset({
@@ -16,9 +17,12 @@ KEEPS_NOTHING = frozenset({
 
 KEEPS_OUTPUT = frozenset({
     "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "relu", "dropout",
-    "native_dropout", "max_pool2d", "amax", "hardtanh",
+    "native_dropout", "amax", "hardtanh",
 })  # fmt: skip
 """Ops whose gradient is a function of their own result (or of a mask of its size)."""
+
+KEEPS_PLACES = frozenset({"max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"})
+"""Ops that keep, beside what they read, where each element of their result comes from."""
 
 SCALES = frozenset({"mul", "div"})
 """Ops that are linear where one of their operands is a number."""
@@ -58,6 +62,18 @@ def _kept_by(op: Op) -> tuple[str, ...]:
     if name in SCALES and sum(isinstance(each, Ref) for each in op.args) == 1:
         return ()
     return (*op.inputs, op.name) if name in KEEPS_BOTH else op.inputs
+
+
+def place_share(op: Op) -> float:
+    """Bytes of the places that an op keeps, beside those of its result."""
+    keeps = op.operator in KEEPS_PLACES and op.requires_grad
+    return DTYPE_BYTES["int64"] / DTYPE_BYTES[op.outputs[0].dtype] if keeps else 0.0
+
+
+def places_line(graph: ModelGraph, sizes: Mapping[str, Line], ops: Iterable[str]) -> Line:
+    """Bytes, by rows, of the places that some ops keep."""
+    shares = ((name, place_share(graph.by_name[name])) for name in ops)
+    return Line.sum(sizes[name] * share for name, share in shares if share)
 
 
 WEIGHTED = frozenset({"linear", "addmm", "mm", "matmul", "embedding", "conv1d", "conv2d", "conv3d"})

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from whale.estimate.memory.kept import WEIGHTED
+from whale.estimate.memory.kept import WEIGHTED, place_share
 from whale.ir.graph import ModelGraph, Op
 
 PASSES_ON = frozenset({"add", "sub", "clone", "contiguous", "alias", "detach"})
@@ -68,6 +68,7 @@ class Passes:
         crossing: storages that arrive or are handed on: there from the forward pass to the end of the backward pass.
         parameter_bytes: per parameter that trains, those of its gradient.
         bucketed: parameters whose gradients have a place of their own before the step begins.
+        divided: ops that work on parts of what they contract, and are one op there.
     """
 
     graph: ModelGraph
@@ -78,6 +79,7 @@ class Passes:
     crossing: Collection[str]
     parameter_bytes: Mapping[str, float]
     bucketed: Collection[str]
+    divided: Collection[str] = ()
 
     def forward(self, left: Collection[str]) -> float:
         """Bytes that a forward pass has at most beyond those of the storages that it leaves."""
@@ -98,7 +100,7 @@ class Passes:
 
     def inside(self, op: Op) -> float:
         """Bytes that an op needs beside what it reads and makes."""
-        return self.num_bytes[op.inputs[0]] if op.operator in TWO_IN_ONE else 0.0
+        return self.num_bytes[op.inputs[0]] if op.operator in TWO_IN_ONE and op.name not in self.divided else 0.0
 
     def backward(self, *, is_first: bool, defers_weights: bool = False) -> Fullest:
         """The stage in a backward pass when it has most.
@@ -283,6 +285,8 @@ class _Backward:
         waits = self.defers and passes.graph.by_name[name].operator in WEIGHTED
         for root in passes.frees.get(name, ()):
             self._freed += 0.0 if waits else passes.num_bytes[root]
+        if name not in passes.segment_of:
+            self._freed += place_share(passes.graph.by_name[name]) * passes.num_bytes[name]
         for root in [root for root, op in self._again.items() if op == name]:
             self._recomputed -= passes.num_bytes[root]
             del self._again[root]

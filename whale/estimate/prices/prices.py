@@ -14,7 +14,7 @@ from whale.estimate.costs.compute import OpSeconds, op_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import Floats, OpTable, op_table, output_line, output_lines
-from whale.estimate.memory.kept import activations_of, kept_tensors
+from whale.estimate.memory.kept import activations_of, kept_tensors, places_line
 from whale.estimate.memory.memory import kept_names, size_line, state_bytes, working_line
 from whale.estimate.prices.local_graph import local_graph
 from whale.estimate.prices.part import NOTHING, Part, Recompute
@@ -175,7 +175,7 @@ class Prices:
     def _price_part(self, part: Part, recompute: Recompute) -> PartCost:
         names, largest = kept_names(self.graph, self.outputs, part.ops, self.kept, recompute.segments)
         crossing = dict.fromkeys(part.crossing(self.graph)) if self.training else {}
-        activation, again = size_line(self.outputs, names | crossing), largest
+        activation, again = size_line(self.outputs, names | crossing) + places_line(self.graph, self.outputs, part.ops), largest
         if recompute.num_alive:
             activation, again = size_line(self.outputs, crossing), activation * recompute.num_alive
         return PartCost(

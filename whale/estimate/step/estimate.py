@@ -19,9 +19,10 @@ from whale.estimate.events.engine import Run, Task, run
 from whale.estimate.events.figures import bubble_rate
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.gather import Gathered, gather
-from whale.estimate.step.memory_over_time import Waiting, memory_over_time
+from whale.estimate.step.memory_over_time import memory_over_time
 from whale.estimate.step.program import Program, make_program
 from whale.estimate.step.step import DeviceEstimate, LinkUse, StepEstimate
+from whale.estimate.step.waiting import waiting
 from whale.estimate.step.wires import Crosses, Sums
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
@@ -62,7 +63,7 @@ def estimate_with(prices: Prices, plan: Plan) -> StepEstimate:
 def _device(number: int, gathered: Gathered, program: Program, found: Run, carried: _Carried) -> DeviceEstimate:
     members, times = program.members[number], found.tasks[number]
     worker, order = gathered.workers[members[0]], program.computations[number]
-    memory = memory_over_time(worker, order, times, *_waiting(number, gathered, program, found))
+    memory = memory_over_time(worker, order, times, *waiting(number, gathered, program, found))
     return DeviceEstimate(
         devices=tuple(gathered.devices[index] for index in members),
         stages=worker.stages,
@@ -76,26 +77,6 @@ def _device(number: int, gathered: Gathered, program: Program, found: Run, carri
         stage_bytes=worker.stage_bytes,
         capacity=worker.capacity,
     )
-
-
-def _waiting(number: int, gathered: Gathered, program: Program, found: Run) -> tuple[list[Waiting], list[Waiting]]:
-    """The tensors that lie on a device because they arrive before their use, and the gradients that have not left."""
-    times, received, sent = found.tasks[number], list[Waiting](), list[Waiting]()
-    posted, used = dict[int, float](), dict[int, float]()
-    for position, task in enumerate(program.tasks[number]):
-        posted |= dict.fromkeys(task.posts, times[position - 1][1] if position else 0.0)
-        used |= dict.fromkeys(task.needs, times[position][0])
-    for transfer in program.at[number]:
-        sent_as = program.sent[transfer]
-        kind = gathered.wires[sent_as.wire].kind
-        if not isinstance(kind, Crosses):
-            continue
-        (source, target), (leaving, arriving) = sent_as.ends, sent_as.met
-        if target == number:
-            received.append(Waiting(kind.target, len(arriving) * kind.num_bytes, posted[transfer], used[transfer]))
-        if source == number and kind.is_backward:
-            sent.append(Waiting(kind.source, len(leaving) * kind.num_bytes, *found.transfers[transfer]))
-    return received, sent
 
 
 class _Carried:

@@ -13,7 +13,8 @@ from whale.estimate.step.wires import Links, Sums, message_wires, sum_wires
 from whale.estimate.step.workers import Worker, Workers
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
-from whale.schedules import alike_schedules, forward_schedules_of, schedules_of
+from whale.schedules import Edges, alike_schedules, edge_pairs, forward_schedules_of, releases, schedules_of
+from whale.schedules.releases import Releases
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Gathered:
         links: name and bytes per second of each.
         wires: everything that travels; their `kind` is a `Crosses` or a `Sums`.
         schedules: that replicas follow.
+        pairs: per schedule, the pairs of stages between which tensors are handed on.
     """
 
     devices: tuple[str, ...]
@@ -33,6 +35,18 @@ class Gathered:
     links: tuple[tuple[str, float], ...]
     wires: tuple[Wire, ...]
     schedules: tuple[Schedule, ...]
+    pairs: tuple[tuple[tuple[int, int], ...], ...]
+
+    def releases_of(self, schedule: int, rank: int) -> Releases:
+        """When a rank of a schedule knows that what it sent was taken; worked out once."""
+        if (schedule, rank) not in self._releases:
+            own = self.schedules[schedule]
+            self._releases[schedule, rank] = releases(own, Edges.of(own, self.pairs[schedule]), rank)
+        return self._releases[schedule, rank]
+
+    @cached_property
+    def _releases(self) -> dict[tuple[int, int], Releases]:
+        return {}
 
     @cached_property
     def summed_stages(self) -> Mapping[int, tuple[int, ...]]:
@@ -61,4 +75,6 @@ def gather(plan: Plan, prices: Prices) -> Gathered:
     rank = plan.rank_of
     wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links, summed))
     workers = tuple(found[device] for device in plan.devices)
-    return Gathered(plan.devices, workers, tuple(links.found), wires, tuple(dict(zip(alike, schedules, strict=True)).values()))
+    followed = tuple(dict(zip(alike, schedules, strict=True)).values())
+    pairs = tuple({number: edge_pairs(replica) for number, replica in zip(alike, plan.replicas, strict=True)}.values())
+    return Gathered(plan.devices, workers, tuple(links.found), wires, followed, pairs)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate.costs.line import Line
-from whale.estimate.memory.kept import kept_for_weights, weight_share
+from whale.estimate.memory.kept import kept_for_weights, places_line, weight_share
 from whale.estimate.memory.memory import kept_names, size_line, state_bytes
 from whale.estimate.memory.passes import Fullest, Passes
 from whale.estimate.prices.again import Again
@@ -21,7 +21,7 @@ from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site, Tolls
 from whale.ir.cluster import Device, Link
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import ParameterState, Shard
+from whale.ir.plan import BATCH, ParameterState, Shard
 from whale.sharding.bridges import Bridge
 
 
@@ -203,6 +203,7 @@ class Works:
             crossing=frozenset(crossing),
             parameter_bytes={name: state.gradient for name, state in states.items() if state.gradient},
             bucketed=self.bucketed,
+            divided=self._divided(key),
         )
         if names is None:
             return Beside(forward=passes.forward(part.returned(graph)))
@@ -212,6 +213,13 @@ class Works:
         forward = passes.forward(crossing if key.recomputes else kept)
         again = passes.forward(kept) if key.recomputes else 0.0
         return Beside(passes.gradients, forward, again, first, later, passes.largest_gradient if key.defers_weights else 0.0)
+
+    def _divided(self, key: StageKey) -> frozenset[str]:
+        """The ops that work on parts along an axis other than the batch."""
+        if not key.shards:
+            return frozenset()
+        work = self.prices.labels(key.part.ops, key.shards).work
+        return frozenset(name for name, axis in work.items() if axis not in (None, BATCH))
 
     @staticmethod
     def _read(graph: ModelGraph, part: Part) -> dict[str, None]:
@@ -239,5 +247,7 @@ def _kept(prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | 
         return 0.0, 0.0, 0.0
     graph, sizes = prices.graph, prices.outputs
     crossing = key.part.crossing(graph)
-    kept, left = size_line(sizes, names.union(crossing)) + copies, size_line(sizes, crossing)
+    again = frozenset(name for run in key.segments for name in run)
+    places = places_line(graph, sizes, (name for name in key.part.ops if name not in again))
+    kept, left = size_line(sizes, names.union(crossing)) + places + copies, size_line(sizes, crossing)
     return kept.at(num_rows), left.at(num_rows), size_line(sizes, kept_for_weights(graph, key.part.ops)).at(num_rows)
