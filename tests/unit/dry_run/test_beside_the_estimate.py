@@ -1,0 +1,91 @@
+"""The estimate's memory stands within a tenth of what the runtime's own program holds, on plans and models of all kinds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.unit.runtime.test_steps_at_scale import cluster_of
+from whale.api.mode import CapturedMode
+from whale.config import Config
+from whale.dry_run import dry_run
+from whale.planning.plan import plan_and_estimate
+from whale.workloads.decoder import gpt_model
+
+TOLERANCE = 0.1
+SHORT: dict[str, Any] = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4}
+WHOLE: dict[str, Any] = {"pipeline.num_micro_batch": 1}
+
+
+class Convolutions(nn.Module):
+    """A stem, a residual block, and a branch that is read again further on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
+        self.inner, self.down = nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 64, 3, stride=2, padding=1)
+        self.up, self.head = nn.ConvTranspose2d(64, 32, 2, stride=2), nn.Linear(64, 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.stem(x))), 2)
+        x = F.relu(x + self.inner(x))
+        joined = torch.cat([self.up(F.silu(self.down(x))), x], 1)
+        logits: Tensor = self.head(joined.mean((2, 3)))
+        return logits
+
+
+def _classes(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(logits, batch["y"])
+
+
+@cache
+def captured(kind: str) -> CapturedMode:
+    if kind == "convolutions":
+        with torch.device("meta"):
+            batch = {"x": torch.zeros(4, 3, 64, 64), "y": torch.zeros(4, dtype=torch.int64)}
+            return CapturedMode(Convolutions(), batch, _classes, "train")
+    more: dict[str, Any] = {
+        "wide": {"hidden": 512, "sequence": 16},
+        "bfloat16": {"dtype": "bfloat16", "vocabulary": 4096},
+        "explicit": {"attention": "explicit", "dropout": 0.1},
+    }
+    sizes = {"layers": 2, "hidden": 128, "heads": 4, "sequence": 128, "vocabulary": 512} | more.get(kind, {})
+    model, batch, loss = gpt_model(**sizes)
+    return CapturedMode(model, batch, loss, "train")
+
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "alone": ("long", 1, WHOLE),
+    "wide": ("wide", 1, WHOLE),
+    "bfloat16": ("bfloat16", 2, SHORT),
+    "data_parallel": ("long", 4, WHOLE),
+    "1f1b": ("long", 2, SHORT),
+    "gpipe": ("wide", 2, SHORT | {"pipeline.schedule": "gpipe"}),
+    "interleaved": ("long", 2, SHORT | {"pipeline.schedule": "interleaved", "pipeline.num_chunks": 2}),
+    "zero_bubble": ("long", 2, SHORT | {"pipeline.schedule": "zb_h1"}),
+    "blocks_again": ("long", 2, SHORT | {"recompute.policy": "full"}),
+    "cores_again": ("explicit", 2, SHORT | {"recompute.policy": "selective"}),
+    "stages_again": ("long", 2, SHORT | {"pipeline.schedule": "recompute_early"}),
+    "replicas": ("wide", 4, SHORT),
+    "split": ("long", 2, WHOLE | {"plan": {"split": 2, "replicas": 1}}),
+    "nested": ("long", 4, {"plan": {"split": 2, "num_stages": 2, "replicas": 1, "micro_batch_rows": 2}}),
+    "convolutions": ("convolutions", 1, WHOLE),
+    "convolutions_1f1b": ("convolutions", 2, SHORT),
+}
+QUICK = ("alone", "bfloat16", "1f1b", "blocks_again", "nested", "convolutions")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES])
+def test_within_a_tenth(name: str) -> None:
+    kind, num_devices, settings = CASES[name]
+    mode, config = captured(kind), Config({"planning.search": "off"} | settings)
+    plan, step = plan_and_estimate(mode.graph, cluster_of(num_devices), config, rows=8)
+    assert len(plan.devices) == num_devices
+    for devices, peak in dry_run(plan, mode, config).peaks:
+        predicted = step.of(devices[0]).peak
+        assert abs(predicted.total / peak.num_bytes - 1) <= TOLERANCE, f"{devices[0]}: {predicted} beside {peak}"
