@@ -208,7 +208,8 @@ class Works:
         if names is None:
             return Beside(forward=passes.forward(part.returned(graph)))
         kept = names.union(crossing)
-        first, later = (passes.backward(is_first=is_first, defers_weights=key.defers_weights) for is_first in (True, False))
+        later = passes.backward(is_first=False, defers_weights=key.defers_weights)
+        first = passes.backward(is_first=True, defers_weights=key.defers_weights) if passes.gradients else later
         first, later = (replace(each, recomputed=max(each.recomputed, gathered.at(num_rows))) for each in (first, later))
         forward = passes.forward(crossing if key.recomputes else kept)
         again = passes.forward(kept) if key.recomputes else 0.0
