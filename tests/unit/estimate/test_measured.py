@@ -108,6 +108,18 @@ def test_a_profile_of_another_model_or_machine_is_refused() -> None:
         measured(profile(graph), graph, cluster([1e9, 2e9]))
 
 
+def test_times_hold_for_a_device_with_other_memory_unless_its_own_are_there() -> None:
+    graph = chain(1)
+    small, large = HERE.devices[0].kind, replace(HERE.devices[0].kind, memory=1)
+    both = cluster([1e9], memory=1)
+    own = KindProfile(large, "", "", (8,), (OpTimes(signature(graph.by_name["layer0"], graph), (8e-3,), (16e-3,)),))
+    known = profile(graph)
+    assert measured(known, graph, both).kinds[large].rows.tolist() == list(ROWS)
+    two = replace(known, kinds=(*known.kinds, own))
+    assert measured(two, graph, both).kinds[large].rows.tolist() == [8]
+    assert measured(two, graph, HERE).kinds[small].rows.tolist() == list(ROWS)
+
+
 def test_scopes_and_rows_of_the_example_make_no_other_model() -> None:
     graph = chain(2)
     assert model_fingerprint(replace(graph, ops=tuple(replace(op, scope=()) for op in graph.ops))) == model_fingerprint(graph)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.unit.estimate.test_measured import profile
+from tests.unit.planning.graphs import chain
+from tests.unit.planning.graphs import cluster as line_of
 from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
 from whale.errors import ConfigError
 from whale.ir.cluster import Cluster
+from whale.ir.serialization import to_json
 from whale.search import search
 from whale.search.advice import About, Advice, Advised, advise
 
@@ -50,6 +56,13 @@ def test_a_pipeline_over_several_kinds_says_who_is_in_front() -> None:
     assert found.found is not None
     kind = cluster.by_name[found.found.plan.replicas[0].stages[0].virtual_device.devices[0]].model
     assert front.says.startswith(f"the {kind} takes the front of the pipeline: beside parameters the first stage keeps")
+
+
+def test_advice_from_measured_times(tmp_path: Path) -> None:
+    graph, here, path = chain(2), line_of([1e9, 1e9]), tmp_path / "p.json"
+    path.write_text(to_json(profile(graph, here)))
+    found = advise(graph, here, Config({"cluster.profile": str(path), "planning.effort": 1}), rows=16)
+    assert found.found is not None and found.advice[-1].about == "memory"
 
 
 def test_where_nothing_fits_it_says_what_would() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,14 +74,23 @@ def measured(profile: Profile, graph: ModelGraph, cluster: Cluster) -> Measured:
             hint="the model, its sizes or its loss have changed: whale profile measures it again",
         )
     kinds = {device.kind: device.name for device in cluster.devices}
-    known = {kind.device.kind: kind for kind in profile.kinds}
+    exact = {kind.device.kind: kind for kind in profile.kinds}
+    alike = {_speed(kind): own for kind, own in exact.items()}
+    times: dict[Device, KindTimes] = {}
     for kind, name in kinds.items():
-        if kind not in known:
+        own = exact.get(kind) or alike.get(_speed(kind))
+        if own is None:
             raise ConfigError(
-                f"a profile serves the devices that it was measured on ({name}: {_told(kind)}; profile: {', '.join(map(_told, known))})",
+                f"a profile serves the devices that it was measured on ({name}: {_told(kind)}; profile: {', '.join(map(_told, exact))})",
                 hint="whale profile ... --cluster with this cluster file, on that machine, adds it",
             )
-    return Measured({kind: _times(known[kind], graph) for kind in kinds})
+        times[kind] = _times(own, graph)
+    return Measured(times)
+
+
+def _speed(kind: Device) -> Device:
+    """The kind without its memory: how much fits changes no time."""
+    return replace(kind, memory=0)
 
 
 def _told(kind: Device) -> str:
