@@ -15,7 +15,7 @@ def one_more(cluster: Cluster, kind: Device) -> tuple[Cluster, str]:
     """A cluster with one more device of a kind, and where it is, in words.
 
     It is in the first host that has several devices and one of that kind; else on a host of its own, like the first that has one, if
-    a network links any two hosts; else beside that one.
+    a network links any two hosts; else beside that one. A host that is paid for as a whole costs as much more as it has more devices.
     """
     having = [host for host in cluster.hosts if any(device.kind == kind for device in host.devices)]
     crowded = next((host for host in having if len(host.devices) > 1), None)
@@ -26,7 +26,8 @@ def one_more(cluster: Cluster, kind: Device) -> tuple[Cluster, str]:
         alone = replace(own, name=name, devices=(replace(like, name=f"{name}/0", host=name),))
         return replace(cluster, hosts=(*cluster.hosts, alone)), f"on a host like {own.name}"
     name = next(f"{own.name}/{number}" for number in count(len(own.devices)) if f"{own.name}/{number}" not in cluster.by_name)
-    grown = replace(own, devices=(*own.devices, replace(like, name=name)))
+    price = None if own.price_per_hour is None else own.price_per_hour * (len(own.devices) + 1) / len(own.devices)
+    grown = replace(own, devices=(*own.devices, replace(like, name=name)), price_per_hour=price)
     return replace(cluster, hosts=tuple(grown if host is own else host for host in cluster.hosts)), f"in host {own.name}"
 
 

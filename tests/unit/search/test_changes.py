@@ -29,6 +29,14 @@ def test_one_more_is_beside_its_like_or_on_a_host_of_its_own() -> None:
     assert names(one_more(alone, T4)[0]) == ["a/0", "a/1"]
 
 
+def test_one_more_in_a_host_with_a_price_is_not_free() -> None:
+    host = "{name: a, devices: 2 x T4, price_per_hour: 4}"
+    cluster = parse_cluster(f"hosts: [{host}, {{name: b, devices: V100-32GB, price_per_hour: 3}}]\nnetwork: ethernet-25g\n")
+    assert one_more(cluster, T4)[0].price_per_hour(["a/2"]) == 6
+    grown = one_more(cluster, V100)[0]
+    assert grown.price_per_hour(["b-like/0"]) == 3 and grown.price_per_hour(names(grown)) == 10
+
+
 def test_faster_links_and_plenty_of_memory() -> None:
     between, inside = faster_between(CLUSTER, 2), faster_inside(CLUSTER, 2)
     for pair in (("big/0", "one/0"), ("big/0", "big/1")):
