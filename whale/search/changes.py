@@ -22,7 +22,8 @@ def one_more(cluster: Cluster, kind: Device) -> tuple[Cluster, str]:
     own = crowded or having[0]
     like = next(device for device in own.devices if device.kind == kind)
     if crowded is None and cluster.network is not None:
-        name = f"{own.name}-like"
+        names = (f"{own.name}-like{number or ''}" for number in count())
+        name = next(each for each in names if each not in cluster.host_by_name)
         alone = replace(own, name=name, devices=(replace(like, name=f"{name}/0", host=name),))
         return replace(cluster, hosts=(*cluster.hosts, alone)), f"on a host like {own.name}"
     name = next(f"{own.name}/{number}" for number in count(len(own.devices)) if f"{own.name}/{number}" not in cluster.by_name)

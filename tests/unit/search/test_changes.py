@@ -29,6 +29,13 @@ def test_one_more_is_beside_its_like_or_on_a_host_of_its_own() -> None:
     assert names(one_more(alone, T4)[0]) == ["a/0", "a/1"]
 
 
+def test_a_host_of_its_own_has_a_name_of_its_own() -> None:
+    cluster = parse_cluster("hosts: [{name: a, devices: T4}, {name: a-like, devices: V100-32GB}]\nnetwork: ethernet-25g\n")
+    once, _ = one_more(cluster, T4)
+    twice, _ = one_more(once, T4)
+    assert names(twice) == ["a/0", "a-like/0", "a-like1/0", "a-like2/0"]
+
+
 def test_one_more_in_a_host_with_a_price_is_not_free() -> None:
     host = "{name: a, devices: 2 x T4, price_per_hour: 4}"
     cluster = parse_cluster(f"hosts: [{host}, {{name: b, devices: V100-32GB, price_per_hour: 3}}]\nnetwork: ethernet-25g\n")
