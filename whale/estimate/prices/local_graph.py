@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -10,20 +10,20 @@ from whale.axes import Axes, Dimension
 from whale.axes.labels import Labels
 from whale.axes.values import Concatenation, Factor
 from whale.ir.graph import ModelGraph, Op, Parameter, TensorSpec
-from whale.ir.plan import BATCH, Shard
+from whale.ir.plan import BATCH
 
 
-def local_graph(labels: Labels, position: int) -> ModelGraph:
+def local_graph(labels: Labels, parts: Mapping[str, tuple[int, int]]) -> ModelGraph:
     """The graph with the local shapes of the results of one stage's ops, and of the parameters that they read.
 
     Ops outside the stage stay as they are. The result is for pricing memory: arguments and FLOPs are those of the whole
     (`whale.estimate.prices.traffic.local_table` has the work).
 
     Args:
-        labels: of the stage.
-        position: of the device in its split group.
+        labels: of the stage; their sizes are no matter.
+        parts: per cut axis, the units that the device has, and those of its whole split group.
     """
-    local, graph = _Local(labels, position), labels.graph
+    local, graph = _Local(labels, parts), labels.graph
     read = {name for op in labels.ops for name in graph.by_name[op].inputs if graph.by_name[name].kind in ("parameter", "buffer")}
     made = {op.name: local.op(op) for op in map(graph.by_name.__getitem__, (*labels.ops, *read))}
     held = ((known, name) for name in read if (known := graph.parameter_by_name.get(graph.by_name[name].target)))
@@ -33,16 +33,15 @@ def local_graph(labels: Labels, position: int) -> ModelGraph:
 class _Local:
     """Turns what is whole into the part of one device; every dimension is looked at once."""
 
-    def __init__(self, labels: Labels, position: int) -> None:
+    def __init__(self, labels: Labels, parts: Mapping[str, tuple[int, int]]) -> None:
         self._labels = labels
         self._axes: Axes = labels.axes
-        self._sizes = {shard.axis: self._units(shard, position) for shard in labels.shards}
+        self._sizes = {axis: self._units(axis, *part) for axis, part in parts.items()}
         self._shares: dict[tuple[Dimension, str], tuple[int, int] | None] = {}
 
-    def _units(self, shard: Shard, position: int) -> int:
+    def _units(self, axis: str, size: int, total: int) -> int:
         """Units of an axis; of the batch, shares of the example's rows."""
-        size = self._axes.by_name[shard.axis].size
-        return shard.sizes[position] if shard.axis != BATCH else max(1, round(size * shard.sizes[position] / sum(shard.sizes)))
+        return size if axis != BATCH else max(1, round(self._axes.by_name[axis].size * size / total))
 
     def op(self, op: Op) -> Op:
         known = self._axes.ops.get(op.name)

@@ -20,7 +20,7 @@ from whale.estimate.prices.local_graph import local_graph
 from whale.estimate.prices.part import NOTHING, Part, Recompute
 from whale.estimate.prices.traffic import local_table
 from whale.ir.cluster import Cluster, Device, Link
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import ParameterState, Shard, plain_states
 from whale.sharding.bridges import Bridge, find_bridges
 
@@ -60,7 +60,7 @@ class Prices:
     _parts: dict[tuple[Part, Recompute], PartCost] = field(default_factory=dict, init=False)
     _computing: dict[tuple[Part, Device, float], tuple[Line, Line]] = field(default_factory=dict, init=False)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict, init=False)
-    _locals: dict[tuple[tuple[str, ...], tuple[Shard, ...], tuple[int, ...]], Prices] = field(default_factory=dict, init=False)
+    _locals: dict[tuple[tuple[str, ...], tuple[Shard, ...], tuple[tuple[int, int], ...]], Prices] = field(default_factory=dict, init=False)
     _labels: dict[tuple[tuple[str, ...], tuple[Shard, ...]], Labels] = field(default_factory=dict, init=False)
     _bridges: dict[tuple[tuple[str, ...], tuple[Shard, ...], frozenset[str]], tuple[Bridge, ...]] = field(default_factory=dict, init=False)
 
@@ -98,23 +98,28 @@ class Prices:
 
     def bridges(self, ops: tuple[str, ...], shards: tuple[Shard, ...], returned: frozenset[str]) -> tuple[Bridge, ...]:
         """The bridges of a split stage that runs these ops and hands on these values; of which sizes the parts are is no matter."""
-        key = ops, tuple(replace(shard, sizes=()) for shard in shards), returned
+        key = ops, _unsized(shards), returned
         if key not in self._bridges:
             self._bridges[key] = find_bridges(self.labels(ops, shards), returned)
         return self._bridges[key]
 
     def local(self, ops: tuple[str, ...], shards: tuple[Shard, ...], position: int) -> Prices:
-        """Prices for the device at a position of the split groups of the stage that runs these ops."""
-        sizes = tuple(shard.sizes[position] for shard in shards)
-        key = ops, shards, sizes
+        """Prices for the device at a position of the split groups of the stage that runs these ops; for equal parts the same ones."""
+        unsized = _unsized(shards)
+        parts = tuple((shard.sizes[position], sum(shard.sizes)) for shard in shards)
+        key = ops, unsized, parts
         if key not in self._locals:
-            labels = self.labels(ops, shards)
-            local = Prices(local_graph(labels, position), self.cluster, self.costs)
+            labels = self.labels(ops, unsized)
+            named = {shard.axis: part for shard, part in zip(shards, parts, strict=True)}
+            local = Prices(local_graph(labels, named), self.cluster, self.costs)
             local._links, local.kept = self._links, self.kept
             unlike = (own for own, whole in zip(local.graph.ops, self.graph.ops, strict=True) if own is not whole)
             local.outputs = self.outputs | {own.name: output_line(own, self.graph.num_rows) for own in unlike}
-            shares = {shard.axis: size / self.axes.by_name[shard.axis].size for shard, size in zip(shards, sizes, strict=True)}
+            shares = {axis: size / self.axes.by_name[axis].size for axis, (size, _) in named.items()}
             local.table = local_table(self.graph, self.axes, self.table, labels.work, shares)
+            local._accumulated = self._accumulated.copy()  # what other stages add is not asked for
+            for name in labels.ops:
+                local._accumulated[self.graph.position[name]] = local._added(local.graph.by_name[name])
             self._locals[key] = local
         return self._locals[key]
 
@@ -142,16 +147,18 @@ class Prices:
 
     @cached_property
     def _accumulated(self) -> Floats:
-        """Per op, the bytes that it takes to add its gradients of parameters to what earlier micro-batches gave: all are read, the sum is
-        written, in every micro-batch."""
-        found = np.zeros(len(self.graph.ops))
-        for position, op in enumerate(self.graph.ops):
-            for read in op.inputs if op.kind == "call" else ():
-                source = self.graph.by_name[read]
-                if source.kind == "parameter":
-                    parameter = self.graph.parameter_by_name[source.target]
-                    held = state_bytes(parameter, self.states, training=True)
-                    found[position] += (parameter.spec.num_bytes + 2 * held.gradient) * (held.gradient > 0)
+        """Per op, the bytes that it takes to add its gradients of parameters to what earlier micro-batches gave."""
+        return np.array([self._added(op) for op in self.graph.ops], dtype=np.float64)
+
+    def _added(self, op: Op) -> float:
+        """Of one op: all are read, the sum is written, in every micro-batch."""
+        found = 0.0
+        for read in op.inputs if op.kind == "call" else ():
+            source = self.graph.by_name[read]
+            if source.kind == "parameter":
+                parameter = self.graph.parameter_by_name[source.target]
+                held = state_bytes(parameter, self.states, training=True)
+                found += (parameter.spec.num_bytes + 2 * held.gradient) * (held.gradient > 0)
         return found
 
     @cached_property
@@ -228,3 +235,8 @@ class Prices:
             index = np.array([self.table.position[name] for name in part.ops], dtype=np.int64)
             self._computing[key] = seconds.forward(index), seconds.backward(index)
         return self._computing[key]
+
+
+def _unsized(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    """What is cut, in whatever sizes."""
+    return tuple(replace(shard, sizes=()) for shard in shards)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,3 +51,28 @@ def test_stages_priced_together_cost_what_each_costs_alone(speeds: list[int], ro
         found = together.price(pipeline, assignment, stage, placed, rows, NOTHING)
         assert found == StagePricing.of(prices).price(pipeline, assignment, stage, placed, rows, NOTHING)
         assert found.sharding is not None and found.sharding.shards
+
+
+def test_devices_with_equal_parts_share_their_prices_whatever_the_others_of_their_groups_have() -> None:
+    prices, pipeline, assignment = split_chain([1] * 8)
+    ops = make_scene(prices, assignment, 1, pipeline).ops
+    placed = tuple((f"h0/{2 * stage}", f"h0/{2 * stage + 1}") for stage in range(NUM_STAGES))
+    sharding = StagePricing.of(prices).price(pipeline, assignment, 1, placed, 8, NOTHING).sharding
+    assert sharding is not None and sharding.shards
+    shards = tuple(replace(shard, sizes=(16, 16, 32)) for shard in sharding.shards)
+    others = tuple(replace(shard, sizes=(24, 24, 16)) for shard in sharding.shards)
+    assert prices.local(ops, shards, 0) is prices.local(ops, shards, 1) is prices.local(ops, others, 2)
+    assert prices.local(ops, shards, 0) is not prices.local(ops, shards, 2)
+
+
+def test_the_device_of_a_split_adds_the_gradients_of_its_parts_alone() -> None:
+    prices, pipeline, assignment = split_chain([1] * 8)
+    placed = tuple((f"h0/{2 * stage}", f"h0/{2 * stage + 1}") for stage in range(NUM_STAGES))
+    priced = StagePricing.of(prices).price(pipeline, assignment, 1, placed, 8, NOTHING)
+    ops, device = make_scene(prices, assignment, 1, pipeline).ops, prices.cluster.devices[0]
+    local = prices.local(ops, priced.shards, 0)
+    alone = Prices(local.graph, prices.cluster, prices.costs)
+    alone.table = local.table
+    index = np.array([local.table.position[name] for name in ops])
+    assert local.seconds(device, 8).backward(index) == alone.seconds(device, 8).backward(index)
+    assert local.seconds(device, 8).backward(index).at(8) < prices.seconds(device, 8).backward(index).at(8)
