@@ -8,6 +8,7 @@ Ops that are computed again need no more than their inputs anyway, so theirs are
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -36,15 +37,15 @@ class Whole:
     """
 
     def __init__(self, value: Tensor, part: Tensor, slots: Slots, group: Group, what: str) -> None:
-        self._address = value.untyped_storage().data_ptr()
+        self._memory = weakref.ref(value.untyped_storage())  # an address is given out again, and is 0 for all that have no contents
         self._part = part.detach()
         self._gather = partial(all_gather, slots=slots, group=group, what=what)
         self._num_waiting = 0
         self._again: Tensor | None = None
 
     def holds(self, value: Tensor) -> bool:
-        """Whether a tensor that is alive beside the gathered one lies in its memory."""
-        return value.numel() > 0 and value.untyped_storage().data_ptr() == self._address
+        """Whether a tensor lies in the memory of the gathered one."""
+        return value.untyped_storage() is self._memory()
 
     def keep(self) -> None:
         """Counts one more that will ask for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.parts import cut_out
 from tests.wire import Device, on_devices
@@ -19,6 +21,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Shard
 from whale.runtime.program.deferred import WeightQueue
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
+from whale.runtime.program.regather import KeepingParts, Whole
 
 torch.set_num_threads(1)
 
@@ -113,3 +116,18 @@ def test_what_is_kept_in_parts_is_gathered_again(waits: bool) -> None:
         gathers = [sum(what.startswith("all-gather") for what in each) for each in (moved, moved_again)]
         assert gathers[1] - gathers[0] == 2, "for either form once"
         assert whole == 2 * 4 * 3 * 6 * 8 and in_parts == 0
+
+
+@pytest.mark.parametrize("contents", [nullcontext(), FakeTensorMode()], ids=["real", "without contents"])
+def test_what_lies_elsewhere_is_kept(contents: AbstractContextManager[object]) -> None:
+    nothing: Any = None
+    with contents:
+        part = torch.ones(4, 6)
+        gathered = torch.cat([part, part]).requires_grad_()
+        whole = Whole(gathered, part, slots=nothing, group=nothing, what="all-gather")
+        assert whole.holds(gathered) and whole.holds(gathered.flatten(0, 1)) and not whole.holds(torch.ones(8, 6))
+        result = KeepingParts(torch.softmax)((whole,), gathered, -1)
+        kept: Tensor = result.grad_fn._saved_result
+        assert kept.untyped_storage()._cdata == result.untyped_storage()._cdata, "what softmax made was never gathered"
+        del gathered, result, kept
+        assert not any(whole.holds(each) for each in [torch.ones(8, 6) for _ in range(64)]), "whatever comes to lie in its place"
