@@ -8,14 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from whale.cli.planned import Planned
 from whale.cli.tables import print_table
 from whale.estimate import Costs
+from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Replica, Stage
+from whale.ir.schedule import Kind
 from whale.units import format_bytes, format_seconds
 
 INDENT = "  "
+
+FORWARD = (Kind.FORWARD, Kind.RECOMPUTE)
+"""Passes that run the ops forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +32,14 @@ class Piece:
     Attributes:
         way: names of the modules around it, outermost first, that are still to be gone down.
         stage: that runs or holds it.
-        num_bytes: of a parameter, with what training keeps beside it.
-        seconds: of a device of the stage in a step, forward and backward.
+        device: likewise.
+        num_bytes: of a parameter there, with what training keeps beside it.
+        seconds: of that device in a step, forward and backward.
     """
 
     way: tuple[str, ...]
     stage: int
+    device: str
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -42,15 +51,16 @@ class Module:
     Attributes:
         first, last: its name; where several stand together, those of the first and of the last.
         stages: that run it.
-        num_bytes, seconds: of all its pieces.
+        held: bytes of all its pieces, by device.
+        busy: seconds likewise.
         inside: its modules.
     """
 
     first: str
     last: str
     stages: tuple[int, ...]
-    num_bytes: int
-    seconds: float
+    held: dict[str, int]
+    busy: dict[str, float]
     inside: tuple[Module, ...]
 
     @property
@@ -73,7 +83,11 @@ def module_of(name: str, pieces: Sequence[Piece]) -> Module:
     if len(inside) == 1 and name and all(piece.way for piece in pieces):  # nothing but one module: one line for both
         only = inside[0]
         return replace(only, first=f"{name}.{only.first}", last=f"{name}.{only.last}")
-    return Module(name, name, stages, sum(piece.num_bytes for piece in pieces), sum(piece.seconds for piece in pieces), inside)
+    held, busy = dict[str, int](), dict[str, float]()
+    for piece in pieces:
+        held[piece.device] = held.get(piece.device, 0) + piece.num_bytes
+        busy[piece.device] = busy.get(piece.device, 0.0) + piece.seconds
+    return Module(name, name, stages, held, busy, inside)
 
 
 def _joined(modules: Sequence[Module]) -> tuple[Module, ...]:
@@ -88,7 +102,9 @@ def _joined(modules: Sequence[Module]) -> tuple[Module, ...]:
 
 def _sum(one: Module, other: Module) -> Module:
     inside = tuple(_sum(own, its) for own, its in zip(one.inside, other.inside, strict=True))
-    return replace(one, num_bytes=one.num_bytes + other.num_bytes, seconds=one.seconds + other.seconds, inside=inside)
+    held = {device: one.held.get(device, 0) + other.held.get(device, 0) for device in one.held | other.held}
+    busy = {device: one.busy.get(device, 0.0) + other.busy.get(device, 0.0) for device in one.busy | other.busy}
+    return replace(one, held=held, busy=busy, inside=inside)
 
 
 def print_tree(found: Planned) -> None:
@@ -100,39 +116,64 @@ def print_tree(found: Planned) -> None:
     for replicas in alike.values():
         first = replicas[0]
         others = f" (and {len(replicas) - 1} alike)" if len(replicas) > 1 else ""
-        tree = module_of("", list(_pieces(found, first, prices)))
-        columns = ("module", "stage", "devices", "memory", "seconds")
-        title = f"replica {first.index}{others}: memory of parameters, seconds of one device in a step"
-        print_table(title, columns, _rows(tree, first, 0), ("memory", "seconds"))
+        columns = ("module", "stage", "devices", "parameters", "computes")
+        title = f"replica {first.index}{others}: on the device of each module that has most of it"
+        print_table(title, columns, _rows(tree_of(found, first, prices), first, 0), ("parameters", "computes"))
+
+
+def tree_of(found: Planned, replica: Replica, prices: Prices) -> Module:
+    """The modules of a model on the devices of a replica; of devices that do the same, on the first."""
+    return module_of("", list(_pieces(found, replica, prices)))
 
 
 def _pieces(found: Planned, replica: Replica, prices: Prices) -> Iterator[Piece]:
-    graph = found.graph
-    placed: dict[str, None] = {}
+    placed: set[tuple[str, str]] = set()  # what several stages of a device hold counts once
     for stage in replica.stages:
-        seconds = _seconds(found, replica, stage, prices)
-        for name in stage.ops:
-            yield Piece(_way(graph.by_name[name].module), stage.index, seconds=seconds[name])
-        for name in stage.parameters:
-            if name not in placed:
-                placed[name] = None
-                yield Piece(_way(name.rpartition(".")[0]), stage.index, num_bytes=prices.parameter_bytes(name))
+        devices = stage.virtual_device.devices
+        alike = {found.step.of(device).devices[0]: index for index, device in reversed(list(enumerate(devices)))}
+        for index in alike.values():
+            device, local = devices[index], prices.local(stage.ops, stage.shards, index % stage.split) if stage.shards else prices
+            for name, seconds in zip(stage.ops, _seconds(found, replica, stage, index, local), strict=True):
+                yield Piece(_way(found.graph.by_name[name].module), stage.index, device, seconds=float(seconds))
+            for name in stage.parameters:
+                if (device, name) not in placed:
+                    placed.add((device, name))
+                    yield Piece(_way(name.rpartition(".")[0]), stage.index, device, num_bytes=local.parameter_bytes(name))
 
 
 def _way(path: str) -> tuple[str, ...]:
     return tuple(filter(None, path.split(".")))
 
 
-def _seconds(found: Planned, replica: Replica, stage: Stage, prices: Prices) -> dict[str, float]:
-    """Of each op on the stage's first device in a step."""
-    plan = found.plan
-    local = prices.local(stage.ops, stage.shards, 0) if stage.shards else prices
-    device = found.cluster.by_name[stage.virtual_device.devices[0]]
-    counts = [stage.rows(stop - start)[0] for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows)]
+def _seconds(found: Planned, replica: Replica, stage: Stage, index: int, local: Prices) -> Floats:
+    """Of each op of a stage on one of its devices in a step.
+
+    Together they are what the estimate says of the device's passes for the stage, so that what an op alone does not take (the host's
+    starts, exchanges inside a split group) falls to the ops in proportion.
+
+    Args:
+        index: of the device in the stage.
+        local: prices of the device's parts of the ops.
+    """
+    device, plan = stage.virtual_device.devices[index], found.plan
+    counts = [stage.rows(stop - start)[index] for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows)]
     rows = sum(counts) / len(counts)
-    times = local.seconds(device, rows)
-    each = times.forward_fixed + times.backward_fixed + rows * (times.forward_per_row + times.backward_per_row)
-    return {name: len(counts) * float(each[local.table.position[name]]) for name in stage.ops}
+    times = local.seconds(found.cluster.by_name[device], rows)
+    ops = np.array([local.table.position[name] for name in stage.ops], dtype=np.int64)
+    repeated = frozenset(name for run in stage.recomputed for name in run)
+    forward = (times.forward_fixed + rows * times.forward_per_row)[ops]
+    backward = (times.backward_fixed + rows * times.backward_per_row)[ops] + forward * np.array([name in repeated for name in stage.ops])
+    spans = [span for span in found.step.of(device).compute if span.action.stage == stage.index]
+    there = sum(span.end - span.start for span in spans if span.action.kind in FORWARD)
+    back = sum(span.end - span.start for span in spans if span.action.kind not in FORWARD)
+    return _divided(there, forward) + _divided(back, backward)
+
+
+def _divided(seconds: float, weights: Floats) -> Floats:
+    """Seconds in proportion to weights; evenly where there are none."""
+    own = weights if weights.any() else np.ones_like(weights)
+    found: Floats = seconds * own / own.sum()
+    return found
 
 
 def _rows(module: Module, replica: Replica, depth: int) -> Iterator[tuple[str, ...]]:
@@ -140,6 +181,6 @@ def _rows(module: Module, replica: Replica, depth: int) -> Iterator[tuple[str, .
     more = f" +{len(devices) - 2}" if len(devices) > 2 else ""
     stages = str(module.stages[0]) if len(module.stages) == 1 else f"{module.stages[0]}..{module.stages[-1]}"
     name = INDENT * depth + (module.name or "the model")
-    yield name, stages, " ".join(devices[:2]) + more, format_bytes(module.num_bytes), format_seconds(module.seconds)
+    yield name, stages, " ".join(devices[:2]) + more, format_bytes(max(module.held.values())), format_seconds(max(module.busy.values()))
     for inside in module.inside:
         yield from _rows(inside, replica, depth + 1)

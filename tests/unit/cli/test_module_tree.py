@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from whale.cli.module_tree import Module, Piece, module_of
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.planning.graphs import chain, cluster, scope
+from whale.cli.module_tree import Module, Piece, module_of, tree_of
+from whale.cli.planned import Planned
+from whale.config import Config
+from whale.estimate import Costs, estimate
+from whale.estimate.prices.prices import Prices
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
+from whale.planning import make_plan
 
 
 def layer(number: int, stage: int, *, deep: bool = True) -> list[Piece]:
     way = ("blocks", "h", str(number))
-    return [Piece((*way, "attention") if deep else way, stage, 10, 1.0), Piece((*way, "mlp"), stage, 20, 2.0)]
+    return [Piece((*way, "attention") if deep else way, stage, f"h/{stage}", 10, 1.0), Piece((*way, "mlp"), stage, f"h/{stage}", 20, 2.0)]
 
 
 def lines(module: Module, depth: int = 0) -> list[str]:
-    own = f"{'  ' * depth}{module.name or '-'} {module.stages} {module.num_bytes} {module.seconds:g}"
+    own = f"{'  ' * depth}{module.name or '-'} {module.stages} {sum(module.held.values())} {sum(module.busy.values()):g}"
     return [own, *(line for inside in module.inside for line in lines(inside, depth + 1))]
 
 
 def test_numbered_modules_that_are_placed_alike_stand_together() -> None:
-    pieces = [Piece(("embedding",), 0, 5, 0.5), *layer(0, 0), *layer(1, 0), *layer(2, 1), Piece(("head",), 1, 7, 3.0), Piece((), 1, 0, 1.0)]
+    ends = [Piece(("embedding",), 0, "h/0", 5, 0.5), Piece(("head",), 1, "h/1", 7, 3.0), Piece((), 1, "h/1", 0, 1.0)]
+    pieces = [ends[0], *layer(0, 0), *layer(1, 0), *layer(2, 1), *ends[1:]]
     assert lines(module_of("", pieces)) == [
         "- (0, 1) 102 13.5",
         "  embedding (0,) 5 0.5",
@@ -36,7 +50,33 @@ def test_modules_that_are_built_otherwise_stay_apart() -> None:
     assert [each.name for each in found.inside[0].inside] == ["0", "1", "2"]
 
 
-def test_nothing_is_lost() -> None:
+def test_nothing_is_lost_on_any_device() -> None:
     pieces = [*layer(0, 0), *layer(1, 0), *layer(2, 1, deep=False)]
     found = module_of("", pieces)
-    assert (found.num_bytes, found.seconds) == (sum(p.num_bytes for p in pieces), sum(p.seconds for p in pieces))
+    assert found.held == {device: sum(p.num_bytes for p in pieces if p.device == device) for device in ("h/0", "h/1")}
+    assert found.busy == {device: sum(p.seconds for p in pieces if p.device == device) for device in ("h/0", "h/1")}
+
+
+@pytest.mark.parametrize("policy", ["none", "full", {0: 0.5}])
+def test_the_tree_of_a_plan_has_what_each_device_holds_and_computes(policy: object) -> None:
+    is_equal(chain(4, width=64), {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4, "recompute.policy": policy})
+
+
+def test_the_tree_of_a_split_has_the_parts_of_its_devices() -> None:
+    assert is_equal(chain(2, [(scope(0, 2, kind="split"),)] * 2, width=64), {}).is_sharded
+
+
+def is_equal(graph: ModelGraph, settings: Mapping[str, object]) -> Plan:
+    """What is summed over a tree is what the estimate has of each device."""
+    config, made = Config(settings), cluster((1e9, 1e9))
+    hosts = tuple(replace(host, devices=tuple(replace(own, host_seconds=1e-3) for own in host.devices)) for host in made.hosts)
+    here = replace(made, hosts=hosts)
+    plan, costs = make_plan(graph, here, config, rows=16), Costs.for_model(config, graph, here)
+    found = Planned(graph, config, here, plan, estimate(plan, graph, here, costs))
+    for replica in plan.replicas:
+        tree = tree_of(found, replica, Prices(graph, here, costs))
+        for device, seconds in tree.busy.items():
+            own = found.step.of(device)
+            assert seconds == pytest.approx(own.busy - own.optimizer) and tree.held[device] == sum(own.stage_bytes)
+        assert {found.step.of(device).devices[0] for stage in replica.stages for device in stage.virtual_device.devices} == set(tree.busy)
+    return plan
