@@ -11,7 +11,7 @@ from whale.planning.pipeline.balance import MemoryShortage, shortage
 from whale.search.arrangement import Team
 from whale.search.bounds import Bounds
 from whale.search.sketch import Sketches
-from whale.search.space import Lineup
+from whale.search.space import Lineup, Space
 from whale.units import format_bytes
 
 NUM_LINEUPS = 24
@@ -21,25 +21,23 @@ MOST = 64.0
 """Memories are not imagined larger than so many times."""
 
 
-def failure(
-    faults: Sequence[WhaleError], lineups: Sequence[Lineup], bounds: Bounds, sketches: Sketches, micro_batches: int | None
-) -> WhaleError:
+def failure(faults: Sequence[WhaleError], space: Space, lineups: Sequence[Lineup], bounds: Bounds, sketches: Sketches) -> WhaleError:
     """The error that says it.
 
     Args:
         faults: of the plans that were tried.
+        space: that was searched.
         lineups: of the space.
         bounds: know the bytes of the model.
         sketches: know what fits, roughly.
-        micro_batches: their number, where it is set.
     """
     missing = min((max(map(bounds.shortage, lineup)) for lineup in lineups), default=0)
     shortages = [fault for fault in faults if isinstance(fault, MemoryShortage)]
     if not faults and not missing:
-        return ConfigError("the batch has a row for every device and micro-batch, and the model a place to cut for every stage")
+        return _nothing(space, lineups)
     if faults and not shortages:
         return faults[0]
-    hint = "; or ".join(_remedies(lineups, bounds, sketches, micro_batches)) or "devices with more memory, or more of them"
+    hint = "; or ".join(_remedies(space, lineups, bounds, sketches)) or "devices with more memory, or more of them"
     if shortages:
         nearest = min(shortages, key=lambda fault: fault.num_bytes)
         error = shortage(nearest.message, nearest.num_bytes, nearest.sizes)
@@ -52,15 +50,30 @@ def failure(
     )
 
 
-def _remedies(lineups: Sequence[Lineup], bounds: Bounds, sketches: Sketches, micro_batches: int | None) -> Iterator[str]:
+def _nothing(space: Space, lineups: Sequence[Lineup]) -> ConfigError:
+    """Why a space has no arrangement, with its numbers."""
+    freedom, num_devices = space.freedom, len(space.cluster.devices)
+    stages = f"{space.num_places} at most, asked for: {freedom.num_ranks or 'any number'}"
+    if not lineups:
+        return ConfigError(f"the model can be cut into the stages of a replica ({stages}; devices: {num_devices})")
+    fewest = min(sum(team.count for team in lineup) for lineup in lineups)
+    chunks = min(order.num_chunks for order in freedom.orders)
+    return ConfigError(
+        "the batch has a row for every device and micro-batch, and the model a place to cut for every stage "
+        f"(rows: {space.num_rows}; replicas: {fewest} or more, on {num_devices} device(s); "
+        f"micro-batches: {freedom.micro_batches or 'any number'}; stages: {stages}; chunks of each device: {chunks} or more)"
+    )
+
+
+def _remedies(space: Space, lineups: Sequence[Lineup], bounds: Bounds, sketches: Sketches) -> Iterator[str]:
     """With how much memory something would fit, and with how many devices."""
     nearest = sorted(lineups, key=lambda lineup: (max(map(bounds.shortage, lineup)), len(lineup)))[:NUM_LINEUPS]
-    scale = min((_scale(lineup, sketches, micro_batches) for lineup in nearest), default=MOST)
-    kinds = tuple(dict.fromkeys(device.kind for device in sketches.prices.cluster.devices))
+    scale = min((_scale(lineup, sketches, space.freedom.micro_batches) for lineup in nearest), default=MOST)
+    kinds = tuple(dict.fromkeys(device.kind for device in space.cluster.devices))
     if scale < MOST:
         rooms = ", ".join(f"{format_bytes(round(scale * sketches.prices.costs.capacity(kind)))} of a {kind.model}" for kind in kinds)
         yield f"about {scale:.3g} times the memory, with {rooms} to fill"
-    fewest = {kind.model: _fewest(kind, sketches, micro_batches) for kind in kinds}
+    fewest = {kind.model: _fewest(kind, space, sketches) for kind in kinds}
     found = [f"{count} x {model}" for model, count in fewest.items() if count]
     if found:
         yield f"a pipeline of about {' or '.join(found)}"
@@ -79,12 +92,13 @@ def _scale(lineup: Lineup, sketches: Sketches, micro_batches: int | None) -> flo
     return high
 
 
-def _fewest(kind: Device, sketches: Sketches, micro_batches: int | None) -> int | None:
-    """How many devices of a kind hold the model as one pipeline; None where no number does."""
+def _fewest(kind: Device, space: Space, sketches: Sketches) -> int | None:
+    """How many devices of a kind hold the model as one pipeline, no deeper than is set; None where no number does."""
+    freedom = space.freedom
 
     def fits(number: int) -> bool:
-        return sketches.fits(Team((kind,) * number, 1, 1), sketches.num_rows, 1.0, micro_batches)
+        return sketches.fits(Team((kind,) * number, 1, 1), space.num_rows, 1.0, freedom.micro_batches)
 
-    numbers = range(1, sketches.pieces.num_units + 1)
+    numbers = range(1, min(space.num_places, freedom.num_ranks or space.num_places) + 1)
     place = bisect_left(numbers, True, key=fits)
     return numbers[place] if place < len(numbers) else None

@@ -73,7 +73,7 @@ def search(
     run.look_at(promising)
     run.look_at(front.below(math.inf if run.best is None else run.best.value))
     if run.best is None:
-        raise failure(run.faults, front.lineups, bounds, sketches, freedom.micro_batches)
+        raise failure(run.faults, space, front.lineups, bounds, sketches)
     return _found(run)
 
 

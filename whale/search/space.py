@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import permutations, product
+from itertools import islice, permutations, product
 
 from whale.ir.cluster import Cluster, Device
 from whale.search.arrangement import Arrangement, Order, Team
@@ -151,9 +151,15 @@ class Space:
         """As many replicas as there are devices for, of each depth and width."""
         for width in self.widths[kind]:
             room = self.counts[kind] // width
-            most = min(room, self.num_places)
-            for num_ranks in powers_of_two(most) if self._num_ranks is None else range(self._num_ranks, min(self._num_ranks, most) + 1):
+            for num_ranks in self._depths(room):
                 yield Team((kind,) * num_ranks, width, room // num_ranks)
+
+    def _depths(self, room: int) -> Sequence[int]:
+        """Numbers of ranks of replicas that share so many: 1, 2, 4 ..., and what each of 1, 2, 4 ... replicas would have."""
+        most = min(room, self.num_places)
+        if self._num_ranks is not None:
+            return (self._num_ranks,) if self._num_ranks <= most else ()
+        return sorted({*powers_of_two(most), *(min(room // count, most) for count in powers_of_two(room))})
 
     def _front(self, kind: Device, bounds: Bounds) -> Sequence[Team]:
         """The replicas of one kind that take least time for their share of the rows, and copies of the model, as far as they fit."""
@@ -170,14 +176,38 @@ class Space:
             yield from permutations(self.counts, number)
 
     def _of_kinds(self, kinds: tuple[Device, ...]) -> Iterator[Team]:
-        """Replicas that take of each of these kinds what it has per replica, for every number of replicas that is worth it."""
+        """Replicas that take of each of these kinds, as many as there are devices for."""
         shared = set.intersection(*(set(self.widths[kind]) for kind in kinds))
         for width in sorted(shared):
             rooms = [self.counts[kind] // width for kind in kinds]
-            for count in sorted({*powers_of_two(min(rooms)), min(rooms)}):
-                depths = [room // count for room in rooms]
-                if sum(depths) <= min(DEEPEST, self.num_places):
-                    yield Team(tuple(kind for kind, depth in zip(kinds, depths, strict=True) for _ in range(depth)), width, count)
+            for depths in self._divisions(rooms):
+                count = min(room // depth for room, depth in zip(rooms, depths, strict=True))
+                yield Team(tuple(kind for kind, depth in zip(kinds, depths, strict=True) for _ in range(depth)), width, count)
+
+    def _divisions(self, rooms: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Ranks of each kind in a replica: what there is per replica, for every number of replicas that is worth it, and the deepest."""
+        if self._num_ranks is not None:
+            yield from divisions(min(self._num_ranks, self.num_places), rooms)
+            return
+        deepest = min(DEEPEST, self.num_places)
+        for count in sorted({*powers_of_two(min(rooms)), min(rooms)}):
+            if sum(room // count for room in rooms) <= deepest:
+                yield tuple(room // count for room in rooms)
+        if sum(rooms) > deepest:
+            yield from islice(divisions(deepest, rooms), 1)
+
+
+def divisions(total: int, rooms: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Ways to take a total of several kinds, some of each: by what there is of them first, then with as much as can be of one of them."""
+    numbers = range(len(rooms))
+    if not len(rooms) <= total <= sum(rooms):
+        return
+    for first in (None, *numbers):
+        taken = [1 if number != first else min(rooms[number], total - len(rooms) + 1) for number in numbers]
+        while sum(taken) < total:
+            left = (number for number in numbers if taken[number] < rooms[number])
+            taken[min(left, key=lambda number: taken[number] / rooms[number])] += 1
+        yield tuple(taken)
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:

@@ -136,6 +136,16 @@ def test_a_number_of_stages_may_bind_a_search_or_end_it() -> None:
     assert searched.step_seconds <= step.step_seconds
 
 
+@pytest.mark.parametrize("num_stages", [3, 6, 7])
+def test_a_number_of_stages_is_divided_over_the_kinds(num_stages: int) -> None:
+    graph, cluster = layers([64] * 8), made([[(1e9, GIB)] * 4, [(3e9, GIB)] * 4], network=1e9)
+    settings = {"pipeline.num_stages": num_stages, "planning.effort": 20}
+    _, step = decide(None, graph, cluster, Config(settings), rows=8)
+    found, searched = decide(None, graph, cluster, Config(settings | {"planning.search": "pinned"}), rows=8)
+    assert {own.num_ranks for own in found.pipelines} == {num_stages}
+    assert searched.step_seconds <= step.step_seconds
+
+
 def test_no_runner_up_is_faster_than_the_choice() -> None:
     found = search_of(layers([64] * 4), made([[(1e9, GIB), (3e9, GIB)], [(1e9, GIB)]], network=1e8), 8)
     times = [found.plan.step_seconds, *(each.seconds for each in found.runners_up)]
@@ -172,6 +182,27 @@ def test_what_fits_nowhere_says_what_would_help() -> None:
     assert len(search_of(layers([64] * 4), made([[(1e9, 90_000)] * 4], network=1e9), 8).plan.devices) == 4
 
 
+def hint_of(num_devices: int, settings: dict[str, object]) -> str:
+    with pytest.raises(PlanError) as caught:
+        search(layers([64] * 6), made([[(1e9, 100_000)] * num_devices], network=1e9), Config(settings), rows=8)
+    return caught.value.hint or ""
+
+
+def test_as_many_devices_as_the_hint_asks_for_hold_the_model() -> None:
+    assert "about 6 x 1e+09" in hint_of(5, {})
+    assert "x 1e+09" not in hint_of(5, {"pipeline.num_stages": 5, "planning.search": "pinned"}), "whatever number of devices there is"
+    for num_devices in (6, 7):
+        found = search(layers([64] * 6), made([[(1e9, 100_000)] * num_devices], network=1e9), Config(), rows=8, effort=20)
+        assert len(found.plan.devices) >= 6
+
+
+def test_a_pipeline_over_two_kinds_is_as_deep_as_the_model_allows() -> None:
+    """Of five and five devices no number of replicas takes all: the ten have more ranks than the model has places to cut."""
+    graph, settings = layers([64] * 6), {"recompute.policy": "none"}
+    cluster = made([[(1e9, 100_000)], [(2e9, 100_000)]] * 5, network=1e9)
+    assert search(graph, cluster, Config(settings), rows=8).plan.pipelines[0].num_ranks >= 6
+
+
 def test_effort_is_a_limit_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Sequence[Seating]]()
 
@@ -186,8 +217,15 @@ def test_effort_is_a_limit_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_micro_batches_than_rows_leave_nothing() -> None:
-    with pytest.raises(ConfigError, match="a row for every device and micro-batch"):
+    numbers = r"\(rows: 2; replicas: 1 or more, on 1 device\(s\); micro-batches: 4; stages: 2 at most, asked for: any number; "
+    with pytest.raises(ConfigError, match=f"a row for every device and micro-batch, .* {numbers}"):
         search_of(layers([4]), made([[(1e9, GIB)]], network=1e9), 2, num_micro_batch=4)
+
+
+def test_more_stages_than_places_to_cut_leave_nothing() -> None:
+    config = Config({"pipeline.num_stages": 6, "planning.search": "pinned"})
+    with pytest.raises(ConfigError, match=r"into the stages of a replica \(2 at most, asked for: 6; devices: 6\)"):
+        search(layers([4]), made([[(1e9, GIB)] * 6], network=1e9), config, rows=8)
 
 
 def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
