@@ -157,6 +157,17 @@ def test_torch_stays_where_it_belongs() -> None:
     check_files(imports_of_torch)
 
 
+def imports_of_torchs_tests(path: Path) -> Iterator[str]:
+    for node in tree_of(path).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+        if any(name.startswith("torch.testing") for name in names):
+            yield f"{node.lineno}: torch.testing is imported where it is needed alone: it registers what tests need"
+
+
+def test_torchs_tests_are_not_loaded_with_the_package() -> None:
+    check_files(imports_of_torchs_tests)
+
+
 def modules() -> dict[str, Path]:
     names = {}
     for path in FILES:

@@ -5,7 +5,6 @@ from whale.comm.backend import backend_of, blocks_host
 from whale.comm.channels import Channel, Channels
 from whale.comm.clocks import Clock, compare_clocks
 from whale.comm.groups import Groups
-from whale.comm.imagined import imagined_world
 from whale.comm.waiting import Launched, Waits
 from whale.comm.world import World, close_at_exit, connect
 
@@ -22,7 +21,6 @@ __all__ = [
     "close_at_exit",
     "compare_clocks",
     "connect",
-    "imagined_world",
     "on_first_rank",
     "together",
 ]

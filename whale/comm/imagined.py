@@ -8,7 +8,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from whale.comm.world import World
 from whale.errors import ConfigError
@@ -25,6 +24,8 @@ def imagined_world(rank: int, size: int) -> Iterator[World]:
     Raises:
         ConfigError: this process has peers.
     """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # tells torch of a backend, which nobody else is to see
+
     if dist.is_initialized():
         raise ConfigError("a dry run is a process of its own (this one is a rank among others already)", hint="run it without a launcher")
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())

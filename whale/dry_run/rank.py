@@ -11,7 +11,8 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from whale.comm import World, imagined_world
+from whale.comm import World
+from whale.comm.imagined import imagined_world
 from whale.config import Config
 from whale.dry_run.storages import BLOCK_BYTES, LiveBytes
 from whale.errors import ConfigError, OpFault
