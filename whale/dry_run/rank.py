@@ -131,7 +131,8 @@ class DryRank:
         if kept not in _OPTIMIZERS:
             raise ConfigError(
                 f"a dry run knows optimizers that keep {min(_OPTIMIZERS)} to {max(_OPTIMIZERS)} tensors for each parameter "
-                f"(memory.optimizer_states: {kept})"
+                f"(memory.optimizer_states: {kept})",
+                hint=f"set memory.optimizer_states to {min(_OPTIMIZERS)}..{max(_OPTIMIZERS)}, or leave out the dry run",
             )
         return _OPTIMIZERS[kept](parameters, lr=1e-3)
 

@@ -85,8 +85,9 @@ def test_optimizers_keep_what_the_settings_say(kept: int) -> None:
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"keep 0 to 3 tensors for each parameter \(memory.optimizer_states: 5\)"):
+    with pytest.raises(ConfigError, match=r"keep 0 to 3 tensors for each parameter \(memory.optimizer_states: 5\)") as caught:
         dry(2, memory__optimizer_states=5)
+    assert "set memory.optimizer_states to 0..3, or leave out the dry run" in (caught.value.hint or "")
 
 
 class Checks(nn.Module):
