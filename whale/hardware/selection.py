@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from whale.config import did_you_mean
@@ -26,7 +26,7 @@ def select(cluster: Cluster, text: str) -> Cluster:
         ClusterError: names of nothing, and numbers of more than there are; all at once.
     """
     faults: list[WhaleError] = []
-    taken: dict[str, None] = {}
+    taken: dict[str, str] = {}  # by which word
     for word in (part.strip() for part in text.split(",")):
         counted = _COUNTED.fullmatch(word)
         name = counted[1] if counted else word
@@ -37,11 +37,20 @@ def select(cluster: Cluster, text: str) -> Cluster:
         free = [each for each in found if each not in taken]
         number = int(counted[2]) if counted else len(free)
         if counted and not 1 <= number <= len(free):
-            rule = f"{word} asks for {number} devices, from 1 to as many as there are"
-            faults.append(ClusterError(f"{rule} (cluster {cluster.name}: {len(free)})"))
-        taken |= dict.fromkeys(free[:number])
+            takers = dict.fromkeys(taken[each] for each in found if each in taken)
+            faults.append(_not_left(cluster, word, number, f"{len(free)} of {len(found)} left", list(takers), name if free else ""))
+        taken |= dict.fromkeys(free[:number], word)
     raise_faults(faults)
     return cluster.only(taken)
+
+
+def _not_left(cluster: Cluster, word: str, number: int, left: str, takers: Sequence[str], name: str) -> ClusterError:
+    """The fault of a word that asks for none, or for more devices than the words before it have left."""
+    others = f"; {' and '.join(takers)} took the others" if takers else ""
+    fewer = f"{name} takes all that are left" if name and number else f"leave {word} out"
+    return ClusterError(
+        f"{word} asks for {number} devices, from 1 to as many as are left (cluster {cluster.name}: {left}{others})", hint=fewer
+    )
 
 
 def _is_called(device: Device, pattern: str) -> bool:
