@@ -181,7 +181,7 @@ def run_plans(name: str, options: argparse.Namespace) -> dict[str, Result]:
         plan: Result(engine.plan.step_seconds, statistics.median(seconds[plan]), str(engine.plan).partition("\n")[0])
         for plan, engine in engines.items()
     }
-    for engine in {chosen, *engines.values()}:
+    for engine in dict.fromkeys((*engines.values(), chosen)):  # in one order on all ranks
         engine.close()
     return found | {SEARCHED: found[same]}
 

@@ -46,7 +46,7 @@ class Tracing:
     config: Config
     roster: Roster
     _recordings: list[StepRecording] = field(default_factory=list)
-    _num_begun: int = 0
+    _num_done: int = 0
     _is_closed: bool = False
 
     @staticmethod
@@ -67,8 +67,7 @@ class Tracing:
 
     def begin(self) -> None:
         """Called by all ranks before each step; where it is recorded, they start it together."""
-        self._num_begun += 1
-        if self._is_recorded:
+        if self._num_done in self.steps:  # anew after one that failed
             self.recorder.start(compare_clocks(self.roster.world))
 
     def end(self, step_number: int, num_rows: int) -> None:
@@ -77,7 +76,8 @@ class Tracing:
         Raises:
             ConfigError: the files cannot be written.
         """
-        if not self._is_recorded:
+        self._num_done += 1
+        if self._num_done - 1 not in self.steps:
             return
         seen = [each for each in self.roster.world.gather_objects(self.recorder.stop()) if isinstance(each, RankStep)]
         on_first_rank(self.roster.world, lambda: self._write(step_number, num_rows, seen))
@@ -90,10 +90,6 @@ class Tracing:
                 "many are done before the first recorded one)"
             )
         self._is_closed = True
-
-    @property
-    def _is_recorded(self) -> bool:
-        return self._num_begun - 1 in self.steps
 
     def _write(self, step_number: int, num_rows: int, seen: list[RankStep]) -> None:
         plan = self.roster.plan

@@ -425,5 +425,7 @@ def test_a_run_that_resumes_is_recorded_from_where_it_does(tmp_path: Path) -> No
     resumed = parallelize(config={"trace.directory": str(tmp_path / "trace"), "trace.first_step": 1, "trace.num_steps": 1})
     resumed.load(tmp_path / "saved")
     for recorded in (False, True):
+        with pytest.raises(BatchError):  # a step that fails is none
+            resumed.step({name: value.double() for name, value in BATCH.items()})
         resumed.step(BATCH)
         assert (tmp_path / "trace" / "trace.json").exists() == recorded
