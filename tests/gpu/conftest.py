@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-os.environ["WHALE_PLANNING_SEARCH"] = "off"  # each test takes all ranks that it asks for
+
+@pytest.fixture(scope="package", autouse=True)
+def plans_on_all_ranks() -> Iterator[None]:
+    """Each test takes all ranks that it asks for."""
+    with mock.patch.dict(os.environ, {"WHALE_PLANNING_SEARCH": "off"}):
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
