@@ -76,7 +76,7 @@ class Ties:
         if team not in self._insides:
             ways = []
             for kind in team.numbers:
-                a, b, *_ = self._names[kind]
+                a, b = self._beside(kind, team.width)
                 link = self.prices.link(a, b)
                 per_byte = self._sharing(a, link) / link.bandwidth
                 ways.append(Way(link.latency, per_byte, per_byte))
@@ -98,6 +98,12 @@ class Ties:
                 taken[kind] += stride * count
             self._rates[key] = all_reduce_seconds(self.prices.cluster, names, SUMMED) / SUMMED if len(names) > 1 else 0.0
         return self._rates[key]
+
+    def _beside(self, kind: Device, width: int) -> tuple[str, str]:
+        """Two devices of the first host that has room for a split group of a kind."""
+        own = ([device.name for device in host.devices if device.kind == kind] for host in self.prices.cluster.hosts)
+        first, second, *_ = next(names for names in own if len(names) >= width)
+        return first, second
 
     def _firsts(self, team: Team, *, near: bool) -> list[str]:
         """The first device of each rank of the first replica."""
