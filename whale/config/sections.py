@@ -128,7 +128,8 @@ class Planning:
     )
     effort: int = key(
         100,
-        "plans that a search makes at most; those of many devices, stages and micro-batches, or with split stages, count for several",
+        "plans that a search makes at most, and six more while nothing fits; those of many devices, stages and micro-batches, "
+        "or with split stages, count for several",
         rule=at_least(1),
     )
 

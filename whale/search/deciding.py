@@ -50,12 +50,12 @@ def decide(
     is_written = isinstance(plan, (str, Path)) and Path(plan).suffix in (".yaml", ".yml")
     if plan is None or is_written:
         settings = config if plan is None else config.with_values(read_plan(str(plan)))
+        _check_asked(pin_of(graph, settings), settings, runner_up)
         try:
             return _planned(graph, cluster, settings, rows, runner_up, tell)
         except (PlanError, ConfigError, BatchError) as fault:
-            raise with_blame(fault, settings, lambda other: _planned(graph, cluster, other, rows, runner_up, None)) from None
-    if runner_up is not None:
-        raise ConfigError("a runner-up is a search's, and a plan that was made before is not searched for")
+            raise with_blame(fault, settings, lambda other: _planned(graph, cluster, other, rows, runner_up, tell)) from None
+    _check_asked("a plan that was made before", config, runner_up)
     given = plan if isinstance(plan, Plan) else _read_plan(Path(plan))
     if rows not in (None, given.planned_rows):
         raise PlanError(
@@ -73,17 +73,31 @@ def decide(
 def _planned(
     graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None, runner_up: int | None, tell: Callable[[str], None] | None
 ) -> tuple[Plan, StepEstimate]:
-    pin, objective = pin_of(graph, config), config.planning.objective
-    asked = f"planning.objective {objective}" if objective != "step_time" else "a runner-up" if runner_up is not None else None
+    pin = pin_of(graph, config)
+    _check_asked(pin, config, runner_up)
     if pin is not None:
-        if asked is not None:
-            raise ConfigError(f"{asked} needs a search, and what is set leaves none: {pin}", hint="take it out, or what needs the search")
         return plan_and_estimate(graph, cluster, config, rows=rows)
-    if len(cluster.devices) == 1 and asked is None:  # there is something to look for only where the model does not fit as it is
+    if (
+        len(cluster.devices) == 1 and _asked(config, runner_up) is None
+    ):  # there is something to look for only where it does not fit as it is
         with contextlib.suppress(MemoryShortage):
             return plan_and_estimate(graph, cluster, config, rows=rows)
     found = search(graph, cluster, config, rows=rows, tell=tell)
     return (found.plan, found.step) if runner_up is None else found.runner_up(runner_up)
+
+
+def _asked(config: Config, runner_up: int | None) -> str | None:
+    """What only a search can give, where that is asked for."""
+    if config.planning.objective != "step_time":
+        return f"planning.objective {config.planning.objective}"
+    return None if runner_up is None else "a runner-up"
+
+
+def _check_asked(pin: str | None, config: Config, runner_up: int | None) -> None:
+    """Refuses what needs a search where a pin leaves none."""
+    asked = _asked(config, runner_up)
+    if pin is not None and asked is not None:
+        raise ConfigError(f"{asked} needs a search, and what is set leaves none: {pin}", hint="take it out, or what needs the search")
 
 
 def _read_plan(path: Path) -> Plan:

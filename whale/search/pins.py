@@ -42,7 +42,7 @@ def _blamed(config: Config, planned: Callable[[Config], object]) -> Iterator[tup
             continue
         others = {name: value for name, value in config.explicit_items() if name not in own}
         try:
-            planned(Config({"planning.effort": EFFORT} | others))
+            planned(Config(others | {"planning.effort": EFFORT}))
         except WhaleError:
             continue
         yield tuple(f"{name} ({value})" for name, value in config.explicit_items() if name in own)

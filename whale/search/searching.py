@@ -50,7 +50,8 @@ def search(
         cluster: the devices there are; some may be left out.
         config: settings.
         rows: of the global batch; None for the example's.
-        effort: how many plans to make at most, large ones counting for several; None for ``planning.effort``.
+        effort: how many plans to make at most, large ones counting for several, and six more while nothing fits; None for
+            ``planning.effort``.
         tell: is called after each arrangement with what was seen so far, in words.
 
     Raises:

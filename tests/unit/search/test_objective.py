@@ -140,3 +140,13 @@ def test_missing_prices_are_named() -> None:
 def test_an_objective_without_a_search_names_what_is_in_the_way(pinned: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=f"objective memory needs a search, and what is set leaves none: {said}"):
         decide(None, layers([4]), made([[(1e9, GIB)] * 2], network=1e9), Config({"planning.objective": "memory"} | pinned), rows=4)
+
+
+@pytest.mark.parametrize("objective", ["cost", "memory"])
+def test_a_plan_that_was_made_before_has_no_objective(objective: str) -> None:
+    graph, cluster = layers([4]), made([[(1e9, GIB)] * 2], network=1e9)
+    plan, _ = decide(None, graph, cluster, Config(), rows=4)
+    with pytest.raises(
+        ConfigError, match=f"objective {objective} needs a search, and what is set leaves none: a plan that was made before"
+    ):
+        decide(plan, graph, cluster, Config({"planning.objective": objective}), rows=4)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.unit.search.test_search import layers, made
 from whale.config import Config
 from whale.errors import WhaleError
+from whale.planning.plan import Draft
+from whale.planning.seating import Seater, Seating
 from whale.search import decide
 
 GRAPH = layers([64] * 4)  # 64 KiB with gradients and optimizer state
@@ -28,3 +32,26 @@ def test_the_setting_without_which_there_is_a_plan_is_named() -> None:
 def test_settings_that_are_not_to_blame_are_not_named() -> None:
     hint = hint_of(8, {"memory.fraction": 0.1, "pipeline.num_micro_batch": 64})
     assert "without" not in hint, "neither alone would do"
+
+
+def test_what_names_the_setting_itself_is_not_said_twice() -> None:
+    hint = hint_of(8, {"pipeline.num_stages": 2, "planning.objective": "memory"})
+    assert hint == "take it out, or what needs the search"
+
+
+def test_few_plans_are_made_to_find_the_setting_whatever_the_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted, seen, told = Seater.draft, list[Sequence[Seating]](), list[str]()
+
+    def counted(self: Seater, seatings: Sequence[Seating], policy: str) -> Draft:
+        seen.append(seatings)
+        return drafted(self, seatings, policy)
+
+    def num_plans(settings: dict[str, object]) -> int:
+        seen.clear()
+        with pytest.raises(WhaleError):
+            decide(None, GRAPH, made([[(1e9, 200_000)] * 4], network=1e9), Config(settings), rows=16, tell=told.append)
+        return len(seen)
+
+    pin: dict[str, object] = {"pipeline.num_micro_batch": 64}
+    assert num_plans(pin) == num_plans(pin | {"planning.effort": 500}) <= 8
+    assert told, "a search for the setting tells what it sees"
