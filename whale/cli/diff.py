@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import zip_longest
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
 from whale.cli.inputs import add_planning_arguments, read_graph
 from whale.cli.planned import Planned, planned
 from whale.cli.tables import print_table
-from whale.config import read_yaml
+from whale.config import ReplicaBlock, StageBlock, read_yaml
 from whale.config.settings import is_section
+from whale.config.stages import Run, show_run
 from whale.ir.plan import Replica, describe_shards
+from whale.planning.written.write import written_replicas
 from whale.search.objective import format_cost
 from whale.units import format_bytes, format_seconds
 
@@ -42,26 +46,28 @@ def run(arguments: argparse.Namespace) -> int:
     """Plans twice, and prints what differs."""
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     a, b = (planned(_with(path, arguments), graph=graph) for path in (arguments.a, arguments.b))
-    figures, found = dict(_figures(a, b)), list(differences(a, b))
+    figures, found, is_same = dict(_figures(a, b)), list(differences(a, b)), _written(a) == _written(b)
     if arguments.json:
         told = {name: {"a": one, "b": other} for name, (one, other) in figures.items()}
         named = [dict(zip(("replica", "what", "a", "b"), row, strict=True)) for row in found]
-        print(json.dumps({"figures": told, "differences": named}, indent=1))
+        print(json.dumps({"figures": told, "differences": named, "same": is_same}, indent=1))
         return 0
     rows = [(name, _shown(name, one), _shown(name, other), f"{other / one:.3f} x" if one else "") for name, (one, other) in figures.items()]
     print_table(f"A: {arguments.a}; B: {arguments.b}", ("figure", "A", "B", "B by A"), rows, ("A", "B", "B by A"))
     if found:
         print_table("what differs", ("replica", "what", "A", "B"), found)
-    else:
+    elif is_same:
         print("the plans are the same")
+    else:
+        print("the plans differ in what their cuts leave whole or hand on in parts: whale plan ... --output plan.yaml writes all of it")
     return 0
 
 
 def differences(a: Planned, b: Planned) -> Iterator[tuple[str, str, str, str]]:
     """The replica, what differs there, and how it is in both plans; replicas that differ alike, but for their devices, once."""
     found: dict[tuple[Row, ...], list[tuple[int, list[Row]]]] = {}
-    for index, pair in enumerate(zip_longest(a.plan.replicas, b.plan.replicas)):
-        one, other = ({} if replica is None else dict(_facts(own, replica)) for own, replica in zip((a, b), pair, strict=True))
+    facts = ([dict(_facts(own, *each)) for each in zip(own.plan.replicas, _written(own), strict=True)] for own in (a, b))
+    for index, (one, other) in enumerate(zip_longest(*facts, fillvalue=dict[str, str]())):
         unlike = [(what, one.get(what, NONE), other.get(what, NONE)) for what in one | other if one.get(what) != other.get(what)]
         found.setdefault(tuple(row for row in unlike if not row[0].endswith("devices")), []).append((index, unlike))
     for alike in found.values():
@@ -70,20 +76,47 @@ def differences(a: Planned, b: Planned) -> Iterator[tuple[str, str, str, str]]:
         yield from ((name, *row) for row in rows)
 
 
-def _facts(found: Planned, replica: Replica) -> Iterator[tuple[str, str]]:
-    """What there is to say of a replica, by name."""
+def _facts(found: Planned, replica: Replica, block: ReplicaBlock) -> Iterator[tuple[str, str]]:
+    """What there is to say of a replica, by name.
+
+    Args:
+        block: what a written plan says of it.
+    """
     sizes = [stop - start for start, stop in found.plan.micro_batch_rows(replica.index, found.plan.planned_rows)]
     yield "schedule", replica.pipeline.order
+    if replica.pipeline.num_chunks > 1:
+        yield "chunks", f"{replica.pipeline.num_chunks} per device, group size {replica.pipeline.group_size}"
     yield "rows", str(sum(sizes))
-    for stage in replica.stages:
+    yield "weight in rows", str(block.rows)
+    for stage, own in zip(replica.stages, block.stages, strict=True):
         name = f"stage {stage.index}"
-        yield f"{name} devices", " ".join(stage.virtual_device.devices)
-        yield f"{name} ops", f"{stage.ops[0]} .. {stage.ops[-1]} ({len(stage.ops)})"
+        yield f"{name} devices", " ".join(own.devices)
+        yield f"{name} ops", f"{_runs(own.ops)} ({len(stage.ops)})"
         yield f"{name} rows", " ".join(map(str, stage.rows(sizes[0])))
+        yield f"{name} weights in rows", ":".join(map(str, own.rows))
         if stage.shards:
             yield f"{name} cuts", f"groups of {stage.split}: {describe_shards(stage.shards)}"
-        if stage.recomputed:
-            yield f"{name} computes again", f"{sum(map(len, stage.recomputed))} ops"
+        if own.recompute:
+            yield f"{name} computes again", f"{_runs(own.recompute)} ({sum(map(len, stage.recomputed))})"
+        if own.halves:
+            yield f"{name} computes rows", "in two halves that take turns"
+    for edge in replica.edges:
+        yield f"stage {edge.source} -> stage {edge.target}", ", ".join(edge.tensors)
+
+
+def _runs(runs: Iterable[Run]) -> str:
+    return ", ".join(map(show_run, runs))
+
+
+def _written(found: Planned) -> tuple[ReplicaBlock, ...]:
+    """What a written plan says of each replica, with weights in their smallest numbers."""
+    common = gcd(*(replica.share for replica in found.plan.replicas))
+    blocks = zip(found.plan.replicas, written_replicas(found.plan, found.graph), strict=True)
+    return tuple(replace(own, rows=replica.share // common, stages=tuple(map(_reduced, own.stages))) for replica, own in blocks)
+
+
+def _reduced(stage: StageBlock) -> StageBlock:
+    return replace(stage, rows=tuple(weight // gcd(*stage.rows) for weight in stage.rows))
 
 
 def _figures(a: Planned, b: Planned) -> Iterator[tuple[str, tuple[float, float]]]:

@@ -66,6 +66,51 @@ def test_a_written_plan_differs_from_itself_in_nothing(folder: Path, capsys: pyt
     }
 
 
+STAGES = """replicas:
+- rows: 16
+  schedule: 1f1b
+  num_micro_batch: 4
+  stages:
+  - {devices: [h/0], ops: [layer0 .. layer1], recompute: [layer0]}
+  - {devices: [h/1], ops: [layer2 .. loss]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("recompute: [layer0]", "recompute: [layer1]", {"stage 0 computes again": ("layer0 (1)", "layer1 (1)")}),
+        ("- rows: 16", "- rows: 1", {}),
+        ("recompute: [layer0]}", "recompute: [layer0, layer1]}", {"stage 0 computes again": ("layer0 (1)", "layer0, layer1 (2)")}),
+        ("{devices: [h/1]", "{rows: [3], devices: [h/1]", {}),
+    ],
+)
+def test_plans_that_differ_in_one_thing(
+    old: str, new: str, what: dict[str, tuple[str, str]], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.yaml").write_text(STAGES)
+    Path("b.yaml").write_text(STAGES.replace(old, new))
+    _, found = compared(capsys, "a.yaml", "b.yaml", "--cluster", "fast.yaml")
+    assert found == what
+    assert main(["diff", "model.json", "a.yaml", "b.yaml", "--cluster", "fast.yaml", "--rows", "16"]) == 0
+    assert ("the plans are the same" in capsys.readouterr().out) == (not what)
+
+
+def test_a_moved_op_moves_what_is_handed_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.yaml").write_text(STAGES)
+    Path("b.yaml").write_text(STAGES.replace("layer0 .. layer1]", "layer0]").replace("layer2 .. loss", "layer1 .. loss"))
+    _, found = compared(capsys, "a.yaml", "b.yaml", "--cluster", "fast.yaml")
+    assert found["stage 0 -> stage 1"] == ("layer1", "layer0") and found["stage 0 ops"] == ("layer0 .. layer1 (2)", "layer0 (1)")
+
+
+def test_halves_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = "{devices: [h/0, h/1], ops: [layer0 .. loss], split: 2, cut: {'layer1.weight:0': [32, 32]}, halves: false}"
+    Path("a.yaml").write_text(f"replicas: [{{rows: 1, schedule: 1f1b, num_micro_batch: 1, stages: [{stage}]}}]\n")
+    Path("b.yaml").write_text(Path("a.yaml").read_text().replace("false", "true"))
+    _, found = compared(capsys, "a.yaml", "b.yaml", "--cluster", "fast.yaml")
+    assert found == {"stage 0 computes rows": ("-", "in two halves that take turns")}
+
+
 def test_a_file_that_is_not_there_is_a_fault(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "model.json", "fast.yaml", "none.yaml"]) == 1
     assert "none.yaml" in capsys.readouterr().err

@@ -20,11 +20,15 @@ def write_plan(plan: Plan, graph: ModelGraph) -> str:
     Args:
         graph: the model that the plan is for.
     """
+    data = _shared({"replicas": [block.as_data() for block in written_replicas(plan, graph)]}, {})
+    return str(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)).rstrip()
+
+
+def written_replicas(plan: Plan, graph: ModelGraph) -> tuple[ReplicaBlock, ...]:
+    """What a written plan says of each replica: all that decides the step."""
     calls = [op.name for op in graph.ops if op.kind == "call"]
     position = {name: index for index, name in enumerate(calls)}
-    replicas = [_block(replica, calls, position).as_data() for replica in plan.replicas]
-    data = _shared({"replicas": replicas}, {})
-    return str(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)).rstrip()
+    return tuple(_block(replica, calls, position) for replica in plan.replicas)
 
 
 def _block(replica: Replica, calls: Sequence[str], position: Mapping[str, int]) -> ReplicaBlock:
