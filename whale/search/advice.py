@@ -151,7 +151,12 @@ class _Adviser:
         name, text = self.names[kind], found.objective.text
         using = next((each for each in found.others if self._uses(each.draft.plan, kind)), None)
         if using is None:
-            says = f"leave the {name} out: no plan with them comes near ({text(found.value)} without)"
+            why = "no plan with them comes near"
+            if found.num_unproven:
+                why = (
+                    f"no plan with them was made, and {found.num_unproven} arrangements were not looked at (planning.effort looks at more)"
+                )
+            says = f"leave the {name} out: {why} ({text(found.value)} without)"
             return Advice("devices", name, says, found.value, None)
         slower = using.value / found.value - 1
         says = (
@@ -166,16 +171,17 @@ class _Adviser:
         if replica is None:
             return
         kind, text = self._front(replica), found.objective.text
-        first, last = (replica.stages[end].estimates[0].activation_bytes for end in (0, -1))
-        name, why = self.names[kind], f"beside parameters the first stage keeps {format_bytes(first)}, the last {format_bytes(last)}"
-        says = f"the {name} takes the front of the pipeline: {why}"
+        name = self.names[kind]
+        says = f"the {name} takes the front of the pipeline"
         for other in found.others:
             mixed = self._mixed(other.draft.plan)
             if mixed is not None and self._front(mixed) != kind:
-                says += f"; with the {self.names[self._front(mixed)]} in front {text(other.value)} ({text(found.value)} so)"
+                first, last = (format_bytes(replica.stages[end].estimates[0].activation_bytes) for end in (0, -1))
+                says += f": beside parameters the first stage keeps {first}, the last {last}; "
+                says += f"with the {self.names[self._front(mixed)]} in front {text(other.value)} ({text(found.value)} so)"
                 yield Advice("front", name, says, found.value, other.value)
                 return
-        yield Advice("front", name, says, float(first), float(last))
+        yield Advice("front", name, f"{says}; no plan with another there was made", None, None)
 
     def _uses(self, plan: Plan, kind: Device) -> bool:
         return any(self.cluster.by_name[name].kind == kind for name in plan.devices)
@@ -215,9 +221,13 @@ class _Adviser:
             if changed is None:
                 return Advice(about, subject, f"{what}: nothing fits with it either", None, None)
             return Advice(about, subject, f"{what}: then it fits ({changed.objective.text(changed.value)})", changed.value, None)
-        value = found.value if changed is None else min(found.value, changed.value)
-        ratio, text = found.value / value, found.objective.text
-        return Advice(about, subject, f"{what}: {ratio:.2f}x ({text(value)}, {text(found.value)} now)", value, found.value)
+        text = found.objective.text
+        if changed is None:
+            return Advice(about, subject, f"{what}: nothing better was found ({text(found.value)} now)", None, found.value)
+        numbers = f"({text(changed.value)}, {text(found.value)} now)"
+        if changed.value > found.value:
+            return Advice(about, subject, f"{what}: nothing better was found {numbers}", changed.value, found.value)
+        return Advice(about, subject, f"{what}: {found.value / changed.value:.2f}x {numbers}", changed.value, found.value)
 
     def memory(self, found: Found | None) -> Advice:
         """With how little memory on each device the model would train."""
@@ -249,9 +259,11 @@ class _Adviser:
 def why_slower(step: StepEstimate, seconds: float) -> str:
     """Why a step is slower than another of so many seconds: its longest work, its links, or stages that wait for one another."""
     slow = step.straggler
-    work = f"{slow.name} computes for {format_seconds(slow.busy)}"
+    several = len(slow.devices) > 1
+    work = f"{slow.name} {'compute' if several else 'computes'} for {format_seconds(slow.busy)}"
+    waits = "wait" if several else "waits"
     if slow.busy >= seconds:
         return f"computing is the bound: {work}"
     if slow.exposed >= slow.idle(step.step_seconds):
-        return f"the links are the bound: {work} and waits {format_seconds(slow.exposed)} for what is on its way"
-    return f"the order is the bound: {work} and waits {format_seconds(slow.idle(step.step_seconds))} for others"
+        return f"the links are the bound: {work} and {waits} {format_seconds(slow.exposed)} for what is on its way"
+    return f"the order is the bound: {work} and {waits} {format_seconds(slow.idle(step.step_seconds))} for others"

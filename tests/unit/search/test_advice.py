@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from tests.unit.planning.graphs import cluster as line_of
 from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
 from whale.errors import ConfigError
+from whale.estimate import estimate
 from whale.ir.cluster import Cluster
 from whale.ir.serialization import to_json
-from whale.search import search
-from whale.search.advice import About, Advice, Advised, advise
+from whale.planning import make_plan
+from whale.search import advice, search
+from whale.search.advice import About, Advice, Advised, advise, why_slower
+from whale.search.changes import faster_between
 
 GRAPH = layers([64] * 4)
 
@@ -55,7 +59,42 @@ def test_a_pipeline_over_several_kinds_says_who_is_in_front() -> None:
     (front,) = about(found, "front")
     assert found.found is not None
     kind = cluster.by_name[found.found.plan.replicas[0].stages[0].virtual_device.devices[0]].model
-    assert front.says.startswith(f"the {kind} takes the front of the pipeline: beside parameters the first stage keeps")
+    if front.value is None:
+        assert front.beside is None and front.says == f"the {kind} takes the front of the pipeline; no plan with another there was made"
+    else:
+        assert front.says.startswith(f"the {kind} takes the front of the pipeline: beside parameters the first stage keeps")
+        assert front.value == found.found.value and front.beside is not None and front.beside >= front.value
+
+
+def test_a_search_that_finds_nothing_better_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "faster_between", lambda cluster, factor: faster_between(cluster, 1e-3 / factor))
+    monkeypatch.setattr(advice, "one_more", lambda cluster, kind: (with_memory(cluster, 1), "without memory"))
+    found = advised(made([[(1e9, GIB)], [(1e9, GIB)]], network=1e8), effort=2)
+    assert found.found is not None
+    (more,), (link,) = about(found, "more"), about(found, "link")
+    assert more.value is None and more.beside == found.found.value and ": nothing better was found (" in more.says
+    assert link.value is not None and link.beside is not None and link.value > link.beside
+    assert link.says.startswith("links between hosts twice as fast: nothing better was found (")
+
+
+def with_memory(cluster: Cluster, num_bytes: int) -> Cluster:
+    hosts = (replace(host, devices=tuple(replace(own, memory=num_bytes) for own in host.devices)) for host in cluster.hosts)
+    return replace(cluster, hosts=tuple(hosts))
+
+
+def test_devices_that_no_plan_uses_for_want_of_effort_are_not_judged() -> None:
+    few = advised(made([[(1e10, GIB)] * 2, [(1e9, GIB)] * 3], network=1e6), effort=1)
+    unused = [each.says for each in about(few, "devices") if each.value is not None and each.beside is None]
+    assert few.found is not None and few.found.num_unproven and unused
+    assert all("no plan with them was made, and " in says and "planning.effort" in says for says in unused)
+
+
+def test_several_stragglers_compute_and_wait() -> None:
+    graph, here = chain(4), line_of([1e9, 1e9])
+    step = estimate(make_plan(graph, here, Config({"planning.search": "off"}), rows=16), graph, here)
+    assert step.straggler.name == "h0/0 and 1 like it"
+    assert "h0/0 and 1 like it compute for " in why_slower(step, 1.0) and "computes for" not in why_slower(step, 1.0)
+    assert " and wait " in why_slower(step, 1.0)
 
 
 def test_advice_from_measured_times(tmp_path: Path) -> None:
