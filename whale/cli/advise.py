@@ -10,7 +10,7 @@ from typing import Any
 
 from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph
 from whale.cli.tables import paragraph
-from whale.search.advice import Advised, advise
+from whale.search.advice import EFFORT, Advised, advise
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -19,7 +19,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "advise",
         help="say what each group of devices adds, and what more would bring",
         description="Searches for the best plan on the cluster, without each kind of device, with one more of each, with links twice "
-        "as fast, and for the least memory; and says what the differences mean. Each search makes as many plans as planning.effort says.",
+        "as fast, and for the least memory; and says what the differences mean. Each search makes "
+        f"{EFFORT:.0f} plans, or as many as planning.effort says where that is set.",
     )
     add_planning_arguments(parser, plans=False)
     parser.add_argument("--json", action="store_true", help="print the advice with its numbers as JSON")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from whale.cli.inputs import build_model, keywords_for
+from whale.cli.inputs import PUBLISHED, build_model, is_function, keywords_for
 from whale.cli.tables import print_table
 from whale.config import Config
 from whale.errors import ConfigError
@@ -30,15 +30,15 @@ def read_mode(source: str, pairs: Sequence[str], blocks: int | None) -> Captured
         ConfigError: there is a graph only.
         CaptureError: the model cannot be built or captured.
     """
-    if source.endswith(".json") or blocks is not None:
+    name, _, sizes = source.partition(":")
+    if not (is_function(source) or name == PUBLISHED) or blocks is not None:
         raise ConfigError(
             "--dry-run runs the program of the model (a model.json, and blocks that --blocks repeats, are a graph only)",
             hint="name FILE.py:FUNCTION with --arg for its sizes, or gpt:layers=...",
         )
     from whale.api.mode import CapturedMode
 
-    name, _, sizes = source.partition(":")
-    if name == "gpt":
+    if name == PUBLISHED:
         from whale.workloads.decoder import gpt_model
 
         model, batch, loss = gpt_model(**keywords_for(gpt_model, name, sizes, pairs))
