@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from tests.unit.planning.graphs import chain, device
 from whale.config import Config
-from whale.errors import BatchError
+from whale.errors import BatchError, PlanError
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Host, Link
-from whale.planning import MemoryShortage, make_plan
+from whale.planning import make_plan
 from whale.planning.pipeline.scheduling import shape_pipeline
 from whale.planning.replicas.room import most_rows
 
@@ -34,7 +34,7 @@ def test_no_plan_without_recomputation_holds_more_rows(memory: list[int], num_st
     config = Config({"pipeline.num_stages": num_stages, "pipeline.num_micro_batch": num_micro_batch})
     try:
         plan = make_plan(graph, there, config, rows=num_rows)
-    except (MemoryShortage, BatchError):
+    except (PlanError, BatchError):  # no plan: the planner's closed form, or the estimate after it, finds no room
         return
     prices, pipeline = Prices(graph, there, Costs()), shape_pipeline(config, None, num_stages)
     for replica in plan.replicas:
