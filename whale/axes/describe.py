@@ -40,17 +40,11 @@ def describe(axes: Axes, graph: ModelGraph) -> tuple[AxisRow, ...]:
         for axis, role in axes.ops[op.name].roles.items():
             why = f"{op.target} {role.reason}" + (f" at {op.where}" if op.where else "") if role.kind == "whole" else ""
             reasons[group, axis] = reasons.get((group, axis)) or why
-        for holder in _parameters_read(op.inputs, graph):
-            for index, dimension in enumerate(axes.parameters.get(holder, ())):
+        for parameter in graph.parameters_among(op.inputs):
+            for index, dimension in enumerate(axes.parameters.get(parameter.name, ())):
                 for axis in axes_of(dimension):
-                    held.setdefault((group, axis), {})[f"{holder}:{index}"] = None
+                    held.setdefault((group, axis), {})[f"{parameter.name}:{index}"] = None
     return tuple(
         AxisRow(group, axis, axes.by_name[axis].size, tuple(held.get((group, axis), ())), not why, why)
         for (group, axis), why in reasons.items()
     )
-
-
-def _parameters_read(inputs: tuple[str, ...], graph: ModelGraph) -> list[str]:
-    """Canonical names of the parameters and buffers among an op's inputs."""
-    sources = (graph.by_name[name] for name in inputs)
-    return [graph.parameter_by_name[op.target].name for op in sources if op.kind in ("parameter", "buffer")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Union
@@ -287,14 +287,21 @@ class ModelGraph:
         """Parameters and buffers by name, tied names included."""
         return {name: parameter for parameter in self.parameters for name in (parameter.name, *parameter.ties)}
 
+    def parameters_among(self, names: Iterable[str]) -> Iterator[Parameter]:
+        """The parameters and buffers among some ops, which may be what another op reads; one that is there several times comes as often."""
+        for name in names:
+            op = self.by_name[name]
+            if op.kind in ("parameter", "buffer"):
+                yield self.parameter_by_name[op.target]
+
     @cached_property
     def last_reads(self) -> dict[str, int]:
         """Per parameter, by its own name, the position of the last op that reads it: its gradient is the first to come."""
         return {
-            self.parameter_by_name[self.by_name[read].target].name: position
+            parameter.name: position
             for position, op in enumerate(self.ops)
-            for read in op.inputs
-            if self.by_name[read].kind == "parameter"
+            for parameter in self.parameters_among(op.inputs)
+            if parameter.kind == "parameter"
         }
 
     @cached_property

@@ -71,9 +71,8 @@ def columns_of(prices: Prices, structure: Structure) -> Columns:
     trained = np.zeros(len(graph.ops))
     names = set[str]()
     for op in graph.ops:
-        for source in op.inputs if op.name in structure.atom_of else ():
-            read = graph.by_name[source]
-            if read.kind == "parameter" and (parameter := graph.parameter_by_name[read.target]).name not in names:
+        for parameter in graph.parameters_among(op.inputs) if op.name in structure.atom_of else ():
+            if parameter.kind == "parameter" and parameter.name not in names:
                 names.add(parameter.name)
                 trained[table.position[op.name]] += parameter.spec.num_bytes * parameter.trainable
     own = np.array([table.position[op.name] for op in graph.ops if op.name in structure.atom_of], dtype=np.int64)

@@ -133,11 +133,7 @@ class Passes:
 
     def trained_by(self, op: str) -> Iterator[str]:
         """The parameters that train through an op."""
-        for source in map(self.graph.by_name.__getitem__, self.graph.by_name[op].inputs):
-            if source.kind == "parameter" and source.requires_grad:
-                name = self.graph.parameter_by_name[source.target].name
-                if name in self.parameter_bytes:
-                    yield name
+        return (each.name for each in self.graph.parameters_among(self.graph.by_name[op].inputs) if each.name in self.parameter_bytes)
 
     @cached_property
     def segment_of(self) -> Mapping[str, int]:

@@ -153,10 +153,8 @@ class Prices:
     def _added(self, op: Op) -> float:
         """Of one op: all are read, the sum is written, in every micro-batch."""
         found = 0.0
-        for read in op.inputs if op.kind == "call" else ():
-            source = self.graph.by_name[read]
-            if source.kind == "parameter":
-                parameter = self.graph.parameter_by_name[source.target]
+        for parameter in self.graph.parameters_among(op.inputs) if op.kind == "call" else ():
+            if parameter.kind == "parameter":
                 held = state_bytes(parameter, self.states, training=True)
                 found += (parameter.spec.num_bytes + 2 * held.gradient) * (held.gradient > 0)
         return found

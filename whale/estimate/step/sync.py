@@ -41,8 +41,7 @@ def first_uses(prices: Prices, stage: Stage) -> dict[str, int]:
     """Per parameter of a stage, the position among its ops of the first that reads it."""
     graph, found = prices.graph, dict[str, int]()
     for position, name in enumerate(stage.ops):
-        for read in graph.by_name[name].inputs:
-            op = graph.by_name[read]
-            if op.kind == "parameter":
-                found.setdefault(graph.parameter_by_name[op.target].name, position)
+        for parameter in graph.parameters_among(graph.by_name[name].inputs):
+            if parameter.kind == "parameter":
+                found.setdefault(parameter.name, position)
     return found

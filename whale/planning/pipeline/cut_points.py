@@ -130,10 +130,8 @@ def _parameters(graph: ModelGraph, structure: Structure, prices: Prices, spine: 
     uses: dict[str, list[int]] = {}
     units = np.searchsorted(bounds, np.arange(len(spine)), side="right") - 1
     for index, name in enumerate(spine):
-        for source in structure.inputs[name]:
-            op = graph.by_name[source]
-            if op.kind in ("parameter", "buffer"):
-                uses.setdefault(graph.parameter_by_name[op.target].name, []).append(int(units[index]))
+        for parameter in graph.parameters_among(structure.inputs[name]):
+            uses.setdefault(parameter.name, []).append(int(units[index]))
     per_unit = np.zeros(len(bounds))
     again = np.zeros((len(bounds), len(bounds)))
     for name, where in uses.items():

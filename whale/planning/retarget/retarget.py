@@ -87,8 +87,7 @@ def _assign_by_holders(graph: ModelGraph, structure: Structure, held: tuple[tupl
     anywhere = tuple(range(len(held)))
     wishes: dict[str, Wish] = {}
     for name in structure.atom_of:
-        sources = [graph.by_name[source] for source in structure.inputs[name]]
-        read = [graph.parameter_by_name[op.target].name for op in sources if op.kind in ("parameter", "buffer")]
+        read = [parameter.name for parameter in graph.parameters_among(structure.inputs[name])]
         if read:
             common = set.intersection(*(holders[parameter] for parameter in read))
             wishes[name] = Wish(tuple(sorted(common)) or (len(held) - 1,), firm=True)
@@ -105,8 +104,7 @@ def _assign_by_holders(graph: ModelGraph, structure: Structure, held: tuple[tupl
 
 
 def _read_by(graph: ModelGraph, structure: Structure, ops: tuple[str, ...]) -> set[str]:
-    read = [graph.by_name[source] for name in ops for source in structure.inputs[name]]
-    return {graph.parameter_by_name[op.target].name for op in read if op.kind in ("parameter", "buffer")}
+    return {each.name for name in ops for each in graph.parameters_among(structure.inputs[name])}
 
 
 def _fault(graph: ModelGraph, late: Late) -> PlanError:

@@ -164,8 +164,7 @@ def _add_repeats(own: set[str], structure: Structure) -> None:
 
 
 def _parameters(graph: ModelGraph, ops: tuple[str, ...]) -> set[str]:
-    read = [graph.by_name[name] for name in {source for name in ops for source in graph.by_name[name].inputs}]
-    return {graph.parameter_by_name[op.target].name for op in read if op.kind in ("parameter", "buffer")}
+    return {each.name for each in graph.parameters_among({source for name in ops for source in graph.by_name[name].inputs})}
 
 
 def _received(graph: ModelGraph, stage_of: Mapping[str, int], ops: tuple[str, ...], stage: int) -> tuple[tuple[int, tuple[str, ...]], ...]:

@@ -161,10 +161,7 @@ def _computed(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[Whale
 def _held(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
     """Every parameter is held where it is read, and somewhere."""
     for stage in replica.stages:
-        read = {source for name in stage.ops for source in graph.by_name[name].inputs}
-        wanted = {
-            graph.parameter_by_name[op.target].name for op in map(graph.by_name.__getitem__, read) if op.kind in ("parameter", "buffer")
-        }
+        wanted = {each.name for each in graph.parameters_among({source for name in stage.ops for source in graph.by_name[name].inputs})}
         missing = sorted(wanted.difference(stage.parameters))
         if missing:
             yield PlanError(f"a stage holds the parameters it reads ({_name(replica, stage)}: not {', '.join(missing)})")
