@@ -18,7 +18,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,18 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import whale
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
-from whale.ir.serialization import to_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, loss_fn
 from measuring import measure, tell
-from ranks import on_ranks
+from ranks import on_ranks, slowest, timed
 from resnet import ResNet
 
 Batch = dict[str, Tensor]
@@ -158,9 +155,7 @@ def run_plans(name: str, options: argparse.Namespace) -> dict[str, Result]:
     model, rounds = MODELS[name], options.rounds
     torch.manual_seed(0)
     own = measure(model.make(), model.batch(ROWS // 2), model.loss, rounds)
-    if own.world.rank == 0:
-        options.profile.write_text(to_json(own.profile))
-    dist.barrier()
+    own.write_profile(options.profile)
     engines = {}
     for plan, written in (*space(own.cluster), (SEARCHED, None)):
         try:
@@ -174,7 +169,7 @@ def run_plans(name: str, options: argparse.Namespace) -> dict[str, Result]:
     batch = model.batch(ROWS)
     for number in range(options.warmup + options.steps):
         for plan, engine in engines.items():
-            taken = slowest_of(lambda engine=engine: engine.step(batch))
+            taken = slowest(timed(partial(engine.step, batch)))
             if number >= options.warmup:
                 seconds[plan].append(taken)
     found = {
@@ -190,16 +185,6 @@ def make_engine(model: Model, cluster: Cluster, profile: Path, written: Written 
     torch.manual_seed(0)
     config: dict[str, object] = {"cluster.profile": str(profile)} | ({"plan": written} if written is not None else {})
     return whale.parallelize(model.make(), loss=model.loss, optimizer=OPTIMIZER, batch=model.batch(ROWS), config=config, cluster=cluster)
-
-
-def slowest_of(call: Callable[[], object]) -> float:
-    """Seconds of a call from a common start, the greatest of all ranks."""
-    dist.barrier()
-    begin = time.perf_counter()
-    call()
-    seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
 
 
 def show(name: str, results: dict[str, Result]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from whale.comm import World, connect
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import Profile
+from whale.ir.serialization import to_json
 from whale.measure.op_inputs import Inputs
 from whale.measure.probing import probe
 from whale.measure.profiling import Known, profile_model
@@ -38,6 +40,12 @@ class Measured:
     inputs: Inputs
     cluster: Cluster
     profile: Profile
+
+    def write_profile(self, path: Path) -> None:
+        """Writes the profile where `cluster.profile` may name it; every rank calls it, and may read the file afterwards."""
+        if self.world.rank == 0:
+            path.write_text(to_json(self.profile))
+        dist.barrier()
 
 
 def measure(model: nn.Module, batch: dict[str, Tensor], loss: Callable[[Tensor, dict[str, Tensor]], Tensor], rounds: int) -> Measured:

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 import whale
 from whale.ir.cluster import Cluster, Host
-from whale.ir.serialization import to_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, loss_fn
@@ -188,8 +187,7 @@ def run_ranks(options: argparse.Namespace) -> dict[str, Result]:
     cluster = measured.cluster
     if dist.get_rank() == 0:
         print(cluster)
-        options.profile.write_text(to_json(measured.profile))
-    dist.barrier()
+    measured.write_profile(options.profile)
     results = {case: run_case(case, options, cluster) for case in options.only or CASES if case != SEARCHED}
     if SEARCHED in (options.only or (SEARCHED,)):
         fastest = min(results, key=lambda case: results[case].ours_seconds, default="data_parallel")

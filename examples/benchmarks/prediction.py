@@ -28,15 +28,12 @@ import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import whale
 from whale.comm import World
@@ -52,7 +49,7 @@ from whale.measure.samples import Clock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, loss_fn
 from measuring import measure
-from ranks import on_ranks
+from ranks import on_ranks, slowest, timed
 
 SLOWER = 3.0
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -201,21 +198,6 @@ def slowed(cluster: Cluster, factor: float) -> Cluster:
 def pass_seconds(world: World, inputs: Inputs, num_rows: int) -> float:
     """Seconds of the model's forward and backward pass on this rank, while all compute one."""
     return statistics.median(time_passes(Clock(world, 1), inputs, num_rows).both)
-
-
-def timed(call: Callable[[], Any]) -> float:
-    """Seconds of a call, from a common start on all ranks."""
-    dist.barrier()
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
-def slowest(seconds: float) -> float:
-    """The greatest of all ranks' seconds."""
-    found = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

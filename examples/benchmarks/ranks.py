@@ -133,6 +133,21 @@ def line(result: Result) -> str:
     )
 
 
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of a call, from a common start on all ranks."""
+    meet()
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def slowest(seconds: float) -> float:
+    """The greatest of all ranks' seconds."""
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
 def meet() -> None:
     """Waits for all ranks."""
     if dist.is_initialized():
