@@ -24,14 +24,14 @@ from whale.dry_run import dry_run
 from whale.hardware import parse_cluster
 from whale.planning.plan import plan_and_estimate
 from whale.units import format_bytes
-from whale.workloads.decoder import gpt_model
+from whale.workloads import GPT
 
 SIZES = {"layers": 4, "hidden": 256, "heads": 8, "sequence": 256, "vocabulary": 8192}
 
 
 def gpt(**more: Any) -> CapturedMode:
     """A GPT of these sizes, or of others."""
-    model, batch, loss = gpt_model(**SIZES | more)
+    model, batch, loss = GPT(**SIZES | more).built()
     return CapturedMode(model, batch, loss, "train")
 
 

@@ -18,7 +18,7 @@ from whale.estimate import Costs, StepEstimate, estimate
 from whale.hardware import catalogue, parse_cluster
 from whale.ir.plan import Form, ParameterState, Replica
 from whale.planning import make_plan
-from whale.workloads import gpt
+from whale.workloads import GPT
 
 RULES = """All of these runs are of Megatron-LM or made from it. For all of them alike: float16 with float32 master weights and Adam
 states, gradients in float16 where the source does not say float32 (16 T4 does); heads, feed-forward features and the vocabulary are cut;
@@ -102,7 +102,7 @@ def simulate(run: Run, *, costs: Costs = COSTS, scatters: bool = True) -> StepEs
     Raises:
         WhaleError: it cannot be planned so.
     """
-    graph = gpt(
+    graph = GPT(
         layers=run.layers,
         hidden=run.hidden,
         heads=run.heads,
@@ -111,7 +111,7 @@ def simulate(run: Run, *, costs: Costs = COSTS, scatters: bool = True) -> StepEs
         dtype="float16",
         attention="explicit",
         dropout=0.1,
-    )
+    ).graph()
     cluster = parse_cluster(run.cluster)
     plan = make_plan(graph, cluster, Config({"plan": run.plan}), rows=run.batch)
     replicas = plan.replicas if scatters else tuple(map(_crossing_whole, plan.replicas))

@@ -23,7 +23,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica
 from whale.planning import make_plan
-from whale.workloads import gpt
+from whale.workloads import GPT
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -137,7 +137,7 @@ def sharding_patterns() -> Iterator[Figure]:
 
 def bert_large() -> ModelGraph:
     """BERT-Large as a GPT of its size, in float32."""
-    return gpt(layers=24, hidden=1024, heads=16, sequence=512, vocabulary=30522, attention="explicit", dropout=0.1)
+    return GPT(layers=24, hidden=1024, heads=16, sequence=512, vocabulary=30522, attention="explicit", dropout=0.1).graph()
 
 
 def bert_pipelines() -> Iterator[Figure]:
@@ -162,7 +162,9 @@ def m6() -> Iterator[Figure]:
 
     As a GPT of 48 layers, hidden 4,096 (9.7 billion parameters), 512 tokens, in float16 with stages computed again, one row a micro-batch.
     """
-    graph = gpt(layers=48, hidden=4096, heads=32, sequence=512, vocabulary=21128, dtype="float16", attention="explicit", dropout=0.1)
+    graph = GPT(
+        layers=48, hidden=4096, heads=32, sequence=512, vocabulary=21128, dtype="float16", attention="explicit", dropout=0.1
+    ).graph()
     plan = {"num_stages": 8, "num_micro_batch": 35, "recompute": "full"}
     few, many = (seconds(graph, of_v100s(8 * hosts), {"plan": plan | {"replicas": hosts}}, 35 * hosts) for hosts in (8, 32))
     yield Figure("256 GPUs over 64 GPUs, of what is possible", 0.91, few / many)

@@ -39,9 +39,9 @@ def read_mode(source: str, pairs: Sequence[str], blocks: int | None) -> Captured
     from whale.api.mode import CapturedMode
 
     if name == PUBLISHED:
-        from whale.workloads.decoder import gpt_model
+        from whale.workloads import GPT
 
-        model, batch, loss = gpt_model(**keywords_for(gpt_model, name, sizes, pairs))
+        model, batch, loss = GPT(**keywords_for(GPT, name, sizes, pairs)).built()
         return CapturedMode(model, batch, loss, "train")
     model, batch, loss, batch_dims = build_model(source, pairs)
     return CapturedMode(model, batch, loss, "train", batch_dims)

@@ -88,9 +88,9 @@ def _graph_of(source: str, pairs: Sequence[str]) -> ModelGraph:
         return _read_captured(Path(source), pairs)
     name, _, sizes = source.partition(":")
     if name == PUBLISHED:
-        from whale.workloads import gpt
+        from whale.workloads import GPT
 
-        return gpt(**keywords_for(gpt, name, sizes, pairs))
+        return GPT(**keywords_for(GPT, name, sizes, pairs)).graph()
     model, batch, loss, batch_dims = build_model(source, pairs)
     from whale.capture import capture
 

@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING
 from whale.workloads.repeat import repeat_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from whale.workloads.decoder import GPT
 
-    from whale.ir.graph import ModelGraph
-    from whale.workloads.decoder import gpt
-
-__all__ = ["gpt", "repeat_blocks"]
+__all__ = ["GPT", "repeat_blocks"]
 
 
-def __getattr__(name: str) -> Callable[..., ModelGraph]:
-    if name != "gpt":
+def __getattr__(name: str) -> type[GPT]:
+    if name != "GPT":
         raise AttributeError(f"module 'whale.workloads' has no attribute {name!r}")
-    from whale.workloads.decoder import gpt  # torch is loaded only where a model is captured
+    from whale.workloads.decoder import GPT  # torch is loaded only where a model is captured
 
-    return gpt
+    return GPT

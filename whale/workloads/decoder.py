@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -25,24 +26,14 @@ NUM_CAPTURED = 2
 """Blocks that are captured; the others are made from them."""
 
 
-def gpt(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    sequence: int,
-    vocabulary: int,
-    dtype: str = "float32",
-    tied: bool = True,
-    attention: Attention = "fused",
-    dropout: float = 0.0,
-) -> ModelGraph:
-    """A GPT's graph, made without memory for its weights.
+@dataclass(frozen=True, kw_only=True)
+class GPT:
+    """A GPT by its sizes; nothing of it has memory.
 
     Its parameters are ``layers (12 hidden^2 + 13 hidden) + (vocabulary + sequence) hidden``, as published, and the ``2 hidden`` of the last
     normalisation; without tying ``vocabulary hidden`` more.
 
-    Args:
+    Attributes:
         layers: number of blocks.
         hidden: features of a position; the feed-forward layer has four times as many.
         heads: attention heads; must divide `hidden`.
@@ -56,77 +47,54 @@ def gpt(
     Raises:
         ConfigError: sizes that are none, heads that do not divide `hidden`, an unknown type or form of attention; all of them at once.
     """
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence, "vocabulary": vocabulary}
-    raise_faults(list(_faults(sizes, dtype, attention, dropout)))
-    model, batch, loss = _build(min(layers, NUM_CAPTURED), hidden, heads, sequence, vocabulary, dtype, tied, attention, dropout)
-    graph, _ = capture(model, batch, loss)
-    return graph if layers <= NUM_CAPTURED else repeat_blocks(graph, layers)
 
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    dtype: str = "float32"
+    tied: bool = True
+    attention: Attention = "fused"
+    dropout: float = 0.0
 
-def gpt_model(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    sequence: int,
-    vocabulary: int,
-    dtype: str = "float32",
-    tied: bool = True,
-    attention: Attention = "fused",
-    dropout: float = 0.0,
-) -> Built:
-    """The model, example batch and loss that `gpt` captures, with all of its blocks; on the meta device.
+    def __post_init__(self) -> None:
+        raise_faults(list(self._faults()))
 
-    Args:
-        layers, hidden, heads, sequence, vocabulary, dtype, tied, attention, dropout: as `gpt` takes them.
+    def graph(self) -> ModelGraph:
+        """What a capture of it gives: a few blocks are captured, the others made from them."""
+        graph, _ = capture(*replace(self, layers=min(self.layers, NUM_CAPTURED)).built())
+        return graph if self.layers <= NUM_CAPTURED else repeat_blocks(graph, self.layers)
 
-    Raises:
-        ConfigError: as `gpt`.
-    """
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence, "vocabulary": vocabulary}
-    raise_faults(list(_faults(sizes, dtype, attention, dropout)))
-    return _build(layers, hidden, heads, sequence, vocabulary, dtype, tied, attention, dropout)
+    def built(self) -> Built:
+        """The model with all of its blocks, an example batch of 2 rows and the loss of the next token; on the meta device."""
+        with torch.device("meta"):
+            model, tokens = _Decoder(self), torch.zeros(2, self.sequence, dtype=torch.long)
+        return model.to(getattr(torch, self.dtype)), {"tokens": tokens, "targets": tokens.clone()}, _next_token_loss
 
-
-def _build(
-    layers: int,
-    hidden: int,
-    heads: int,
-    sequence: int,
-    vocabulary: int,
-    dtype: str,
-    tied: bool,
-    attention: Attention,
-    dropout: float,
-) -> Built:
-    with torch.device("meta"):
-        model = _Decoder(layers, hidden, heads, sequence, vocabulary, tied, attention, dropout)
-        tokens = torch.zeros(2, sequence, dtype=torch.long)
-    return model.to(getattr(torch, dtype)), {"tokens": tokens, "targets": tokens.clone()}, _next_token_loss
-
-
-def _faults(sizes: Mapping[str, int], dtype: object, attention: object, dropout: object) -> Iterator[ConfigError]:
-    wrong = [name for name, size in sizes.items() if isinstance(size, bool) or not isinstance(size, int) or size < 1]
-    for name in wrong:
-        yield ConfigError(f"{name} of a gpt is a whole number at least 1 ({sizes[name]!r} is not)")
-    if not wrong and sizes["hidden"] % sizes["heads"]:
-        yield ConfigError(f"the heads of a gpt divide its hidden size (heads: {sizes['heads']}, hidden: {sizes['hidden']})")
-    if dtype not in DTYPES:
-        yield ConfigError(f"dtype of a gpt is one of {', '.join(DTYPES)} ({dtype!r} is not)")
-    if attention not in get_args(Attention):
-        yield ConfigError(f"attention of a gpt is one of {', '.join(get_args(Attention))} ({attention!r} is not)")
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        yield ConfigError(f"dropout of a gpt is a number from 0 and below 1 ({dropout!r} is not)")
+    def _faults(self) -> Iterator[ConfigError]:
+        sizes = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "sequence", "vocabulary")}
+        wrong = [name for name, size in sizes.items() if isinstance(size, bool) or not isinstance(size, int) or size < 1]
+        for name in wrong:
+            yield ConfigError(f"{name} of a gpt is a whole number at least 1 ({sizes[name]!r} is not)")
+        if not wrong and self.hidden % self.heads:
+            yield ConfigError(f"the heads of a gpt divide its hidden size (heads: {self.heads}, hidden: {self.hidden})")
+        if self.dtype not in DTYPES:
+            yield ConfigError(f"dtype of a gpt is one of {', '.join(DTYPES)} ({self.dtype!r} is not)")
+        if self.attention not in get_args(Attention):
+            yield ConfigError(f"attention of a gpt is one of {', '.join(get_args(Attention))} ({self.attention!r} is not)")
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            yield ConfigError(f"dropout of a gpt is a number from 0 and below 1 ({self.dropout!r} is not)")
 
 
 class _Attention(nn.Module):
     """Causal self-attention."""
 
-    def __init__(self, hidden: int, heads: int, form: Attention, dropout: float) -> None:
+    def __init__(self, sizes: GPT) -> None:
         super().__init__()
-        self.heads, self.form, self.dropout = heads, form, dropout
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.out = nn.Linear(hidden, hidden)
+        self.heads, self.form, self.dropout = sizes.heads, sizes.attention, sizes.dropout
+        self.qkv = nn.Linear(sizes.hidden, 3 * sizes.hidden)
+        self.out = nn.Linear(sizes.hidden, sizes.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, hidden = x.shape
@@ -144,12 +112,13 @@ class _Attention(nn.Module):
 class _Block(nn.Module):
     """Attention and a feed-forward layer, each added to what it reads."""
 
-    def __init__(self, hidden: int, heads: int, attention: Attention, dropout: float) -> None:
+    def __init__(self, sizes: GPT) -> None:
         super().__init__()
+        hidden = sizes.hidden
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.attention = _Attention(hidden, heads, attention, dropout)
+        self.attention = _Attention(sizes)
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-        self.drop: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.drop = _dropout(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.attention(self.norm1(x)))
@@ -158,18 +127,17 @@ class _Block(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """A GPT."""
+    """The modules."""
 
-    def __init__(
-        self, layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, tied: bool, attention: Attention, dropout: float
-    ) -> None:
+    def __init__(self, sizes: GPT) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(sequence, hidden)
-        self.drop: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.blocks = nn.ModuleList(_Block(hidden, heads, attention, dropout) for _ in range(layers))
+        hidden, vocabulary = sizes.hidden, sizes.vocabulary
+        self.tokens, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(sizes.sequence, hidden)
+        self.drop = _dropout(sizes)
+        self.blocks = nn.ModuleList(_Block(sizes) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocabulary, bias=False)
-        if tied:
+        if sizes.tied:
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -178,6 +146,10 @@ class _Decoder(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+def _dropout(sizes: GPT) -> nn.Module:
+    return nn.Dropout(sizes.dropout) if sizes.dropout else nn.Identity()
 
 
 def _next_token_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:

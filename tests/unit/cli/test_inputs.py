@@ -13,7 +13,7 @@ from whale.cli.inputs import is_function, load_function, parse_pairs, read_graph
 from whale.errors import CaptureError, ConfigError
 from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
 from whale.ir.serialization import to_json
-from whale.workloads import gpt
+from whale.workloads import GPT
 
 SPEC = TensorSpec((4, 2), "float32", (1, 0))
 GRAPH = ModelGraph((Op("x", "input", "x", outputs=(SPEC,)), Op("y", "call", "aten.relu.default", (Ref("x"),), outputs=(SPEC,))), (), 4)
@@ -82,7 +82,7 @@ SIZES = "layers=3,hidden=16,heads=2,sequence=8,vocabulary=32"
 
 def test_a_published_model_is_named_with_its_sizes() -> None:
     graph = read_graph(f"gpt:{SIZES}", ["dtype=bfloat16"])
-    assert graph == gpt(layers=3, hidden=16, heads=2, sequence=8, vocabulary=32, dtype="bfloat16")
+    assert graph == GPT(layers=3, hidden=16, heads=2, sequence=8, vocabulary=32, dtype="bfloat16").graph()
     assert read_graph(f"gpt:{SIZES}", ["dtype=bfloat16"], 5).parameter_by_name["blocks.4.up.weight"].spec.dtype == "bfloat16"
 
 

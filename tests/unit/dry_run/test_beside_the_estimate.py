@@ -17,7 +17,7 @@ from whale.api.mode import CapturedMode
 from whale.config import Config
 from whale.dry_run import dry_run
 from whale.planning.plan import plan_and_estimate
-from whale.workloads.decoder import gpt_model
+from whale.workloads import GPT
 
 TOLERANCE = 0.1
 KNOWN = {"dropout": 0.12, "split": 0.12}
@@ -59,7 +59,7 @@ def captured(kind: str) -> CapturedMode:
         "explicit": {"attention": "explicit", "dropout": 0.1},
     }
     sizes = {"layers": 2, "hidden": 128, "heads": 4, "sequence": 128, "vocabulary": 512} | more.get(kind, {})
-    model, batch, loss = gpt_model(**sizes)
+    model, batch, loss = GPT(**sizes).built()
     return CapturedMode(model, batch, loss, "train")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from whale.errors import ConfigError
 from whale.ir.graph import ModelGraph
-from whale.workloads import decoder, gpt
+from whale.workloads import GPT, decoder
 
 SMALL = {"hidden": 16, "heads": 2, "sequence": 8, "vocabulary": 32}
 
@@ -19,7 +19,7 @@ def num_parameters(graph: ModelGraph) -> int:
 
 @pytest.mark.parametrize(("layers", "hidden", "heads", "billions"), [(80, 12288, 96, 145.6), (128, 25600, 160, 1008.0)])
 def test_it_has_the_published_number_of_parameters(layers: int, hidden: int, heads: int, billions: float) -> None:
-    graph = gpt(layers=layers, hidden=hidden, heads=heads, sequence=2048, vocabulary=51200, dtype="bfloat16")
+    graph = GPT(layers=layers, hidden=hidden, heads=heads, sequence=2048, vocabulary=51200, dtype="bfloat16").graph()
     published = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (51200 + 2048) / (12 * layers * hidden))
     assert num_parameters(graph) - 2 * hidden == round(published)  # the last normalisation is not in the formula
     assert round(published / 1e9, 1) == billions
@@ -27,7 +27,7 @@ def test_it_has_the_published_number_of_parameters(layers: int, hidden: int, hea
 
 def test_its_work_is_the_published_one() -> None:
     layers, hidden, sequence, vocabulary = 24, 2304, 2048, 51200
-    graph = gpt(layers=layers, hidden=hidden, heads=24, sequence=sequence, vocabulary=vocabulary, attention="explicit")
+    graph = GPT(layers=layers, hidden=hidden, heads=24, sequence=sequence, vocabulary=vocabulary, attention="explicit").graph()
     work = sum(op.forward_flops + op.backward_flops for op in graph.ops) / graph.num_rows
     published = 72 * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocabulary / (12 * layers * hidden))
     assert math.isclose(work, published, rel_tol=0.01)  # beside the products there are sums and normalisations
@@ -35,25 +35,25 @@ def test_its_work_is_the_published_one() -> None:
 
 @pytest.mark.parametrize("form", ["fused", "explicit"])
 def test_a_deep_one_is_what_its_own_capture_says(form: decoder.Attention, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = gpt(layers=4, attention=form, dropout=0.1, **SMALL)
+    made = GPT(layers=4, attention=form, dropout=0.1, **SMALL).graph()
     monkeypatch.setattr(decoder, "NUM_CAPTURED", 4)
-    assert made == gpt(layers=4, attention=form, dropout=0.1, **SMALL)
+    assert made == GPT(layers=4, attention=form, dropout=0.1, **SMALL).graph()
 
 
 def test_the_loss_of_half_precision_is_computed_in_float32() -> None:
-    graph = gpt(layers=1, dtype="bfloat16", **SMALL)
+    graph = GPT(layers=1, dtype="bfloat16", **SMALL).graph()
     assert {parameter.spec.dtype for parameter in graph.parameters} == {"bfloat16"}
     assert graph.by_name[graph.loss[0].sum].outputs[0].dtype == "float32"
 
 
 def test_tying_saves_the_output_layer() -> None:
-    assert num_parameters(gpt(layers=1, tied=False, **SMALL)) - num_parameters(gpt(layers=1, **SMALL)) == 32 * 16
+    assert num_parameters(GPT(layers=1, tied=False, **SMALL).graph()) - num_parameters(GPT(layers=1, **SMALL).graph()) == 32 * 16
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        gpt(layers=0, hidden=15, heads=2, sequence=8, vocabulary=32, dtype="int8", dropout=2.0)
+        GPT(layers=0, hidden=15, heads=2, sequence=8, vocabulary=32, dtype="int8", dropout=2.0)
     for text in ("layers of a gpt", "'int8'", "dropout of a gpt"):
         assert text in str(caught.value)
     with pytest.raises(ConfigError, match="heads of a gpt divide"):
-        gpt(layers=1, hidden=15, heads=2, sequence=8, vocabulary=32)
+        GPT(layers=1, hidden=15, heads=2, sequence=8, vocabulary=32)

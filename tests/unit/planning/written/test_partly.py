@@ -15,14 +15,14 @@ from whale.errors import ConfigError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import make_plan
-from whale.workloads import gpt
+from whale.workloads import GPT
 
 EIGHT = cluster((1e12,) * 8)
 
 
 @cache
 def model() -> ModelGraph:
-    return gpt(layers=6, hidden=64, heads=4, sequence=16, vocabulary=128, attention="explicit")
+    return GPT(layers=6, hidden=64, heads=4, sequence=16, vocabulary=128, attention="explicit").graph()
 
 
 def plan(tmp_path: Path, rows: int = 32, graph: ModelGraph | None = None, **written: Any) -> Plan:

@@ -19,14 +19,14 @@ from whale.errors import ConfigError, PlanError, WhaleError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import make_plan, write_plan
-from whale.workloads import gpt
+from whale.workloads import GPT
 
 MIXED = cluster((1e12, 5e11) * 3)
 
 
 @cache
 def model() -> ModelGraph:
-    return gpt(layers=4, hidden=64, heads=4, sequence=16, vocabulary=128, attention="explicit", dropout=0.1)
+    return GPT(layers=4, hidden=64, heads=4, sequence=16, vocabulary=128, attention="explicit", dropout=0.1).graph()
 
 
 def read_back(made: Plan, graph: ModelGraph, folder: Path) -> Plan:
