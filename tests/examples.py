@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 PROFILES = {"quick": 10, "whale": 40, "thorough": 100}
 """Examples of a law that names no number: while editing, in `make test`, and before a change is taken."""
 FEWEST = 3
+
+
+def slow(*values: Any, id: str | None = None) -> Any:
+    """Values of a parametrized law that the quick tier leaves out, for others stay."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def at_most(count: int, **more: Any) -> settings:

@@ -57,6 +57,7 @@ def test_a_bound_is_told_as_one() -> None:
     assert str(Figure("a", 2.0, 1.9, "up to")) == "| a | up to 2 | 1.9 | -5.0% |"
 
 
+@pytest.mark.slow
 def test_tensors_may_be_made_to_cross_whole() -> None:
     plan = written(8, 1, 2, 2)
     split = replace(RUN, hidden=512, heads=8, sequence=512, num_devices=16, plan=plan)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale
+from tests.examples import slow
 
 torch.set_num_threads(1)
 
@@ -95,7 +96,7 @@ def parallelize(name: str, num_micro_batch: int) -> list[str]:
     return [str(warning.message) for warning in caught if "the batch" in str(warning.message)]
 
 
-@pytest.mark.parametrize("name", [name if name in ("softmax", "root") else pytest.param(name, marks=pytest.mark.slow) for name in MIXING])
+@pytest.mark.parametrize("name", [name if name in ("softmax", "root") else slow(name) for name in MIXING])
 def test_one_warning_names_the_lines(name: str) -> None:
     (text,) = parallelize(name, 2)
     first, *places = text.splitlines()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from tests.examples import slow
 from tests.mixing import LOSSES, MIDDLES, Layers, make_batch, value_of
 from tests.unit.capture.test_random_models import pieces_loss
 from whale.axes import discover
@@ -62,21 +63,19 @@ def test_nothing_differs_in_silence(middle: str, loss: str, sizes: list[int], se
     check(middle, loss, sizes, seed)
 
 
-@pytest.mark.parametrize("middle", ["places", *(pytest.param(name, marks=pytest.mark.slow) for name in APART if name != "places")])
+@pytest.mark.parametrize("middle", ["places", *(slow(name) for name in APART if name != "places")])
 def test_what_mixes_in_the_model_is_found(middle: str) -> None:
     assert captured(middle, "mean")[3]
 
 
-@pytest.mark.parametrize(
-    "loss", ["two steps, sums", *(pytest.param(name, marks=pytest.mark.slow) for name in LOSSES if name != "two steps, sums")]
-)
+@pytest.mark.parametrize("loss", ["two steps, sums", *(slow(name) for name in LOSSES if name != "two steps, sums")])
 def test_what_mixes_in_the_loss_is_found_and_nothing_else(loss: str) -> None:
     mixing = captured("nothing", loss)[3]
     assert bool(mixing) == (loss not in EXACT_LOSSES), mixing
     check("nothing", loss, [4, 2, 3], 1)
 
 
-@pytest.mark.parametrize("middle", ["own row", pytest.param("softmax of columns", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("middle", ["own row", slow("softmax of columns")])
 def test_what_does_not_mix_is_not_said_to(middle: str) -> None:
     assert captured(middle, "mean")[3] == ()
     check(middle, "mean", [4, 2, 3], 1)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.examples import slow
 from whale.capture import capture
 from whale.errors import BatchError, CaptureError
 
@@ -89,7 +90,7 @@ def chosen(linear: nn.Linear, x: Tensor) -> Any:
         (packed, "packed sequences"),
         (drawn, "a number that is"),
         (mistaken, "cannot be captured: its code fails where tensors have shapes and no values yet"),
-        pytest.param(chosen, "inner programs", marks=pytest.mark.slow),
+        slow(chosen, "inner programs"),
     ],
 )
 def test_what_would_be_lost_is_an_error_with_the_line(

@@ -131,6 +131,7 @@ def test_gradient_checkpointing_of_a_library_model() -> None:
     assert len({op.region for op in graph.ops} - {None}) == model.config.n_layer  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_read_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model[1] = torch.compile(model[1])  # type: ignore[assignment]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.examples import slow
 from tests.unit.capture import running
 from whale.axes import discover
 from whale.capture import Program, capture
@@ -99,10 +100,10 @@ def test_arguments_by_keyword_stay_so() -> None:
     [
         (refusing, 1, 200.0, "the model refuses this batch \\(ValueError: too large"),
         (asserting, 3, float("nan"), "AssertionError: not a number"),
-        (likely, 3, float("nan"), "ValueError: Expected parameter loc"),
-        (of_a_number, 1, 200.0, "the model refuses this batch \\(ValueError: too large: a number\\)"),
-        (running.asserting, 1, 200.0, "AssertionError: too large"),
-        (of_a_number_of_rows, 1, 200.0, "ValueError: too large"),
+        slow(likely, 3, float("nan"), "ValueError: Expected parameter loc"),
+        slow(of_a_number, 1, 200.0, "the model refuses this batch \\(ValueError: too large: a number\\)"),
+        slow(running.asserting, 1, 200.0, "AssertionError: too large"),
+        slow(of_a_number_of_rows, 1, 200.0, "ValueError: too large"),
         (of_two_numbers, 3, 200.0, "ValueError: out of range"),
         (of_torch, 1, 200.0, "RuntimeError: a check of the model's fails"),
     ],

@@ -80,6 +80,7 @@ def test_a_file_that_is_no_captured_model(text: str, tmp_path: Path) -> None:
 SIZES = "layers=3,hidden=16,heads=2,sequence=8,vocabulary=32"
 
 
+@pytest.mark.slow
 def test_a_published_model_is_named_with_its_sizes() -> None:
     graph = read_graph(f"gpt:{SIZES}", ["dtype=bfloat16"])
     assert graph == GPT(layers=3, hidden=16, heads=2, sequence=8, vocabulary=32, dtype="bfloat16").graph()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from whale.config import SCHEDULES, Config, parse_yaml
 from whale.errors import ConfigError
 
@@ -144,6 +145,7 @@ def test_every_schedule_name_is_taken() -> None:
         assert Config({"pipeline.schedule": name}).pipeline.schedule == name
 
 
+@at_most(30)
 @given(st.text() | st.integers() | st.floats() | st.booleans() | st.none() | st.lists(st.integers()))
 def test_any_value_is_taken_or_refused_with_a_config_error(value: object) -> None:
     for key, _ in Config().items():

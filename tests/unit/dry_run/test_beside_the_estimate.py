@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "convolutions": ("convolutions", 1, WHOLE),
     "convolutions_1f1b": ("convolutions", 2, SHORT),
 }
-QUICK = ("alone", "bfloat16", "1f1b", "blocks_again", "nested", "convolutions")
+QUICK = ("1f1b", "convolutions")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES])

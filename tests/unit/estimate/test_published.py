@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.examples import slow
 from whale.estimate import ActionTimes, bubble_rate, simulate
 from whale.schedules import build, insert_recompute
 
@@ -19,7 +20,7 @@ TABLE_5 = [
 
 @pytest.mark.parametrize(
     ("p", "m", "v", "forward", "inputs", "weights", "hop", "rates"),
-    [TABLE_5[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in TABLE_5[1:])],
+    [TABLE_5[0], *(slow(*row) for row in TABLE_5[1:])],
 )
 def test_zero_bubble_table_5(
     p: int, m: int, v: int, forward: float, inputs: float, weights: float, hop: float, rates: tuple[float, ...]
@@ -38,7 +39,7 @@ def test_zero_bubble_table_5(
 # Lai et al., "Merak", arXiv 2206.04959: what recomputation off the critical path saves (R = F, B = 2 F, nothing for transfer).
 @pytest.mark.parametrize(
     ("p", "m", "figures"),
-    [(4, 8, (44, 41, 39, 38)), (8, 8, (60, 53, 51, 50)), (8, 16, (92, 85, 83, 82)), (8, 64, (284, 277, 275, 274))],
+    [(4, 8, (44, 41, 39, 38)), (8, 8, (60, 53, 51, 50)), (8, 16, (92, 85, 83, 82)), slow(8, 64, (284, 277, 275, 274))],
 )
 def test_recompute_table(p: int, m: int, figures: tuple[int, ...]) -> None:
     names = ("1f1b", "recompute_early", "last_no_recompute", "shifted_critical_path")
@@ -53,10 +54,10 @@ GROUP_TABLE = [
     (4, 4, 16, "interleaved", 8, (54.25, 70.25), 7.75),
     (4, 4, 16, "interleaved", 16, (54.25, 58.25), 13.75),
     (4, 4, 16, "aiao", None, (54.25, 58.25), 16),
-    (8, 4, 32, "interleaved", 8, (105.25, 121.25), 9.75),
-    (8, 4, 32, "interleaved", 16, (105.25, 109.25), 15.75),
-    (8, 4, 32, "interleaved", 32, (105.25, 109.25), 27.75),
-    (8, 4, 32, "aiao", None, (105.25, 109.25), 32),
+    slow(8, 4, 32, "interleaved", 8, (105.25, 121.25), 9.75),
+    slow(8, 4, 32, "interleaved", 16, (105.25, 109.25), 15.75),
+    slow(8, 4, 32, "interleaved", 32, (105.25, 109.25), 27.75),
+    slow(8, 4, 32, "aiao", None, (105.25, 109.25), 32),
 ]
 
 

@@ -109,6 +109,7 @@ def test_drawing_of_nothing() -> None:
     assert draw(simulate(build("1f1b", num_ranks=1, num_micro_batch=1), ActionTimes(0, 0))) == ["rank 0 |"]
 
 
+@pytest.mark.slow
 def test_torch_is_left_out() -> None:
     code = "import sys, whale.schedules, whale.estimate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

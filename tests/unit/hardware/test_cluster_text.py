@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import slow
 from whale.errors import ClusterError
 from whale.hardware import cluster_text, load_cluster, parse_cluster
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.figure import Figure
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "strategies" / "clusters").glob("*.yaml"))
+LARGEST = "a100_3072"
 FLOPS = (("bfloat16", 2e10), ("float16", 1.5e9), ("float32", 8.1e10), ("float64", 1.3e10))
 SPECIAL = Device(
     "", "b", "it's", (("float32", 1e12),), 2**34, 1e11, 0.5, None, (("float16", 0.25),), half_width=8.0, traffic=0.75, host_seconds=8e-6
@@ -35,7 +37,9 @@ def test_a_device_that_reaches_its_peak_at_any_size_reads_back() -> None:
     assert parse_cluster(cluster_text(cluster)).devices[0].half_width == cluster.devices[0].half_width == 0
 
 
-@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [slow(path, id=path.stem) if path.stem == LARGEST else pytest.param(path, id=path.stem) for path in CLUSTERS]
+)
 def test_the_clusters_of_the_project_read_back(path: Path) -> None:
     cluster = load_cluster(path)
     again = parse_cluster(cluster_text(cluster))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale
+from tests.examples import slow
 from tests.standin import DEVICE, StandIn, held
 from whale.errors import OpFault
 from whale.runtime.execute.batch_view import BatchView
@@ -127,8 +128,8 @@ def train_on_cpu(make: type[nn.Module], loss: Loss, **settings: object) -> list[
     ("make", "loss", "settings"),
     [
         (Language, next_tokens, {"pipeline.num_micro_batch": 3, "pipeline.schedule": "zb_h1", "gradient.clip_norm": 0.1}),
-        pytest.param(Language, next_tokens, {"pipeline.num_micro_batch": 3, "recompute.policy": "full"}, marks=pytest.mark.slow),
-        pytest.param(Language, confident, {"pipeline.num_micro_batch": 2, "gradient.clip_norm": 0.1}, marks=pytest.mark.slow),
+        slow(Language, next_tokens, {"pipeline.num_micro_batch": 3, "recompute.policy": "full"}),
+        slow(Language, confident, {"pipeline.num_micro_batch": 2, "gradient.clip_norm": 0.1}),
         (Smoothed, next_tokens, {"pipeline.num_micro_batch": 2, "recompute.policy": "full"}),
     ],
 )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import whale
+from tests.examples import slow
 from tests.standin import DEVICE, StandIn, put
 from tests.unit.runtime.test_no_host_reads import CLASSES, WIDTH, Block, next_tokens, texts
 from tests.unit.runtime.test_steps_at_scale import cluster_of
@@ -109,7 +110,7 @@ def watch(is_split: bool, rank: int, schedule: str, backend: str = "cpu:gloo,met
     return device.waits, device.arrivals - {leaf.untyped_storage().data_ptr() for leaf in batch.values()}
 
 
-@pytest.mark.parametrize("rank", [0, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2))])
+@pytest.mark.parametrize("rank", [0, *(slow(rank) for rank in (1, 2))])
 @pytest.mark.parametrize(("is_split", "schedule"), [(False, "zb_h1"), (True, "1f1b")])
 def test_a_steady_step(is_split: bool, schedule: str, rank: int) -> None:
     waits, strangers = watch(is_split, rank, schedule)

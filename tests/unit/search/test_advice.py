@@ -82,6 +82,7 @@ def with_memory(cluster: Cluster, num_bytes: int) -> Cluster:
     return replace(cluster, hosts=tuple(hosts))
 
 
+@pytest.mark.slow
 def test_devices_that_no_plan_uses_for_want_of_effort_are_not_judged() -> None:
     few = advised(made([[(1e10, GIB)] * 2, [(1e9, GIB)] * 3], network=1e6), effort=1)
     unused = [each.says for each in about(few, "devices") if each.value is not None and each.beside is None]

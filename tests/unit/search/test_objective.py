@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from tests.unit.search.exhaustive import least
 from tests.unit.search.test_search import GIB, clusters, layers, made, models
 from whale.config import Config
@@ -73,13 +74,13 @@ def fullest(draft: Draft) -> float:
     return max(each.peak.total for each in draft.step.devices)
 
 
-@settings(max_examples=6)
+@at_most(20)
 @given(graph=models, cluster=priced_clusters(2), rows=st.integers(1, 9))
 def test_no_plan_on_two_devices_is_cheaper(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_least(graph, cluster, rows, "cost", hourly(cluster, rows))
 
 
-@settings(max_examples=6)
+@at_most(20)
 @given(graph=models, cluster=clusters(2), rows=st.integers(1, 9))
 def test_no_plan_on_two_devices_is_smaller(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_least(graph, cluster, rows, "memory", fullest)

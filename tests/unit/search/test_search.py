@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from tests.unit.planning.graphs import Graph, device
 from tests.unit.search.exhaustive import least
 from whale.config import Config
@@ -74,7 +75,7 @@ def is_exhaustive(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
         assert found.num_unproven == 0 and found.gap == 0
 
 
-@settings(max_examples=6)
+@at_most(20)
 @given(graph=models, cluster=clusters(2), rows=st.integers(1, 9))
 def test_equals_the_best_of_all_plans_on_two_devices(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_exhaustive(graph, cluster, rows)

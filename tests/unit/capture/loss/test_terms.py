@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.examples import at_most
+from tests.examples import at_most, slow
 from tests.unit.capture.exported import Split, split
 from whale.errors import CaptureError
 
@@ -193,7 +193,7 @@ def compare(found: Split, batch: Sequence[Tensor], sizes: Sequence[int]) -> tupl
 
 def a_few_are_quick(losses: dict[str, Loss]) -> list[Any]:
     """All names, of which the quick tier takes every sixth."""
-    return [name if index % 6 == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(losses)]
+    return [name if index % 6 == 0 else slow(name) for index, name in enumerate(losses)]
 
 
 @pytest.mark.parametrize("name", a_few_are_quick(EXACT))

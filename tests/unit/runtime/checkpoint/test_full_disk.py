@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
+from tests.examples import slow
 from whale.errors import CheckpointError
 from whale.runtime.checkpoint import files
 
@@ -22,8 +23,10 @@ def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return output.mean()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.parametrize("where", ["torch", "marker"])
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [("torch", errno.ENOSPC), ("marker", errno.EDQUOT), slow("torch", errno.EDQUOT), slow("marker", errno.ENOSPC)],
+)
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str) -> None:
     engine = whale.parallelize(nn.Linear(2, 1), loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1), batch=BATCH)
     engine.save(tmp_path / "c")
