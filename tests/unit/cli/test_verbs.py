@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -64,6 +65,20 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "verb_model.py:build"
 
 
+@cache
+def capture_of(function: str) -> str:
+    assert main(["capture", f"verb_model.py:{function}", "--output", "model.json"]) == 0
+    return Path("model.json").read_text()
+
+
+@pytest.fixture
+def captured(model: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The model as it was captured once, for what is told of it alike."""
+    Path("model.json").write_text(capture_of("build"))
+    capsys.readouterr()
+    return "model.json"
+
+
 def test_capture_prints_the_scopes_and_writes_the_graph(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["capture", model, "--arg", "stages=3", "--output", "model.json"]) == 0
     printed = capsys.readouterr().out
@@ -95,16 +110,16 @@ def test_a_plan_is_the_same_from_the_function_and_from_the_captured_model(model:
     assert (plan.pipelines[0].num_micro_batch, plan.planned_rows) == (2, 16)
 
 
-def test_the_picture_of_a_step_is_written(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_picture_of_a_step_is_written(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
     for verb, file, holds in (("plan", "step.html", "<!DOCTYPE html>"), ("explain", "step.json", '"traceEvents"')):
-        assert main([verb, model, "--ranks", "2", "--report", file]) == 0
+        assert main([verb, captured, "--ranks", "2", "--report", file]) == 0
         assert holds in Path(file).read_text() and "part1" in capsys.readouterr().out
     assert main(["plan", "verb_model.py:no_such_function", "--report", "step.txt"]) == 1
     assert "--report writes FILE.html or FILE.json, not step.txt" in capsys.readouterr().err
 
 
-def test_simulate_tells_time_and_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [model, "--ranks", "2", "--rows", "16"]
+def test_simulate_tells_time_and_memory(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [captured, "--ranks", "2", "--rows", "16"]
     assert main(["simulate", *words]) == 0
     printed = capsys.readouterr().out
     for word in ("step_seconds", "samples_per_second", "bubble_rate", "exposed_communication", "straggler", "bound"):
@@ -115,9 +130,9 @@ def test_simulate_tells_time_and_memory(model: str, capsys: pytest.CaptureFixtur
     assert "with equal shares: balance is 1.00 x as fast" in capsys.readouterr().out
 
 
-def test_a_plan_is_for_the_devices_that_are_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_for_the_devices_that_are_named(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("cluster.yaml").write_text(CLUSTER.replace("count: 2", "count: 4"))
-    words = [model, "--cluster", "cluster.yaml"]
+    words = [captured, "--cluster", "cluster.yaml"]
     assert main(["plan", *words, "--devices", "host0/1,V100:1", "--json"]) == 0
     plan = from_json(Plan, capsys.readouterr().out)
     assert (set(plan.devices), plan.idle_devices) == ({"host0/0", "host0/1"}, ())
@@ -125,9 +140,9 @@ def test_a_plan_is_for_the_devices_that_are_named(model: str, capsys: pytest.Cap
     assert "there is no device 'T4'" in capsys.readouterr().err
 
 
-def test_what_a_sample_costs_is_told_where_devices_have_prices(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_sample_costs_is_told_where_devices_have_prices(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("cluster.yaml").write_text(CLUSTER.replace("count: 2", "count: 2, price_per_hour: 3"))
-    words = [model, "--cluster", "cluster.yaml"]
+    words = [captured, "--cluster", "cluster.yaml"]
     assert main(["plan", *words]) == 0
     assert "per million samples" in capsys.readouterr().out
     assert main(["simulate", *words, "--json"]) == 0
@@ -149,32 +164,36 @@ def test_simulate_runs_ranks_dry(model: str, capsys: pytest.CaptureFixture[str])
         assert each["dry_run_peak_bytes"] > 0 and set(each["dry_run_peak_at"]) == {"action", "op"}
     assert main(["simulate", *words, "--blocks", "4"]) == 1
     assert "--dry-run runs the program of the model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_published_model_is_run_dry(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "gpt:layers=1,hidden=16,heads=2,sequence=8,vocabulary=32"
     assert main(["simulate", sizes, "--ranks", "1", "--dry-run"]) == 0
     assert "dry run: 1 of 1 rank(s) were run" in capsys.readouterr().out
 
 
-def test_a_written_plan_is_planned_and_simulated(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_written_plan_is_planned_and_simulated(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("written.yaml").write_text("num_micro_batch: 4\nreplicas: 1\n")
-    words = [model, "--ranks", "4", "--rows", "16", "--plan", "written.yaml"]
+    words = [captured, "--ranks", "4", "--rows", "16", "--plan", "written.yaml"]
     for verb in ("plan", "explain", "simulate"):
         assert main([verb, *words]) == 0
         assert "1 replica(s) x 2 stage(s) on 2 device(s)" in (printed := capsys.readouterr().out)
         assert "4 micro-batch(es)" in printed
     assert main(["plan", *words, "--output", "whole.yaml"]) == 0
     planned = capsys.readouterr().out
-    assert main(["plan", model, "--ranks", "4", "--plan", "whole.yaml"]) == 0
+    assert main(["plan", captured, "--ranks", "4", "--plan", "whole.yaml"]) == 0
     assert capsys.readouterr().out == planned
     Path("written.yaml").write_text("replicas: 3\n")
     assert main(["simulate", *words]) == 1
     assert "at written.yaml:1" in capsys.readouterr().err
 
 
-def test_explain_prints_every_choice(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", model, "--ranks", "2", "--json"]) == 0
+def test_explain_prints_every_choice(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", captured, "--ranks", "2", "--json"]) == 0
     explained = json.loads(capsys.readouterr().out)
     assert explained["choices"] and explained["warnings"] == []
-    assert main(["explain", model, "--ranks", "2"]) == 0
+    assert main(["explain", captured, "--ranks", "2"]) == 0
     printed = capsys.readouterr().out
     for heading in ("decision", "cost", "bound by", "runner-up"):
         assert heading in printed
@@ -187,7 +206,7 @@ SEARCHED = ["model.json", "--cluster", "cluster.yaml", "--rows", "8", "--set", "
 def searched(model: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The words of a plan that is searched for."""
     Path("cluster.yaml").write_text(CLUSTER)
-    main(["capture", "verb_model.py:free", "--output", "model.json"])
+    Path("model.json").write_text(capture_of("free"))
     capsys.readouterr()
     return SEARCHED
 
@@ -283,8 +302,9 @@ def test_parameters_are_listed_under_the_scope_that_reads_them(model: str, capsy
 @pytest.mark.parametrize(
     "words", [["capture"], ["axes"], ["plan", "--ranks", "4", "--tree"], ["simulate", "--ranks", "4"], ["explain", "--ranks", "4"]]
 )
-def test_tables_fit_80_columns(words: list[str], model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([words[0], model, *words[1:]]) == 0
+def test_tables_fit_80_columns(words: list[str], captured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = "verb_model.py:build" if words == ["capture"] else captured
+    assert main([words[0], source, *words[1:]]) == 0
     lines = capsys.readouterr().out.splitlines()
     headings = [index + 1 for index, line in enumerate(lines) if line and not line.strip("─")]
     assert headings or words[0] == "explain"
@@ -293,10 +313,10 @@ def test_tables_fit_80_columns(words: list[str], model: str, capsys: pytest.Capt
         assert max(map(len, table[:2])) <= 80, table
 
 
-def test_planning_a_captured_model_needs_no_torch(model: str) -> None:
-    main(["capture", model, "--output", "model.json"])
+@pytest.mark.slow
+def test_planning_a_captured_model_needs_no_torch(captured: str) -> None:
     Path("cluster.yaml").write_text(CLUSTER)
     code = "import sys; from whale.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code, "plan", "model.json", "--cluster", "cluster.yaml"], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", code, "plan", captured, "--cluster", "cluster.yaml"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "2 stage(s)" in result.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,13 +57,26 @@ def measure(graph: ModelGraph, own: Inputs, known: Profile | None = None, again:
     return profile, told
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_each_distinct_op_is_measured_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@cache
+def measured() -> tuple[ModelGraph, Inputs, Profile, list[str]]:
+    """The model on the CPU, and what is measured of it for the first time."""
+    graph, own = inputs()
+    return graph, own, *measure(graph, own)
+
+
+@pytest.mark.slow
+def test_a_model_without_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    graph, own = inputs(device)
+    graph, own = inputs("meta")
+    (kind,) = measure(graph, own)[0].kinds
+    assert {op.signature for op in kind.ops} == set(distinct_ops(graph)) and {op.reason for op in kind.ops} == {""}
+
+
+def test_each_distinct_op_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    graph, _, profile, told = measured()
     ops = distinct_ops(graph)
     assert sum("aten.linear" in name for name in ops) == 1
-    profile, told = measure(graph, own)
     (kind,) = profile.kinds
     assert kind.rows == rows_to_measure(graph) == (1, 2, 8)
     assert {op.signature for op in kind.ops} == set(ops)
@@ -76,8 +90,7 @@ def test_each_distinct_op_is_measured_once(device: str, monkeypatch: pytest.Monk
 
 def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    graph, own = inputs()
-    profile, _ = measure(graph, own)
+    graph, own, profile, _ = measured()
     again, told = measure(graph, own, profile)
     assert again == profile and len(told) == 1 and told[0].startswith("0 of ")
     other = dataclasses.replace(profile, model="another")
@@ -89,7 +102,7 @@ def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_operator_that_fails_alone_keeps_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    graph, own = inputs()
+    graph, own, *_ = measured()
     node = own.node_of[next(op.name for op in graph.ops if "relu" in op.target)]
 
     def broken(*_: object) -> Tensor:

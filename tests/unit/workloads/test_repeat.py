@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.examples import slow
 from whale.capture import capture
 from whale.errors import CaptureError
 from whale.ir.graph import ModelGraph
@@ -55,25 +58,29 @@ def of(model: nn.Module) -> ModelGraph:
     return capture(model, {"x": torch.zeros(4, 8), "y": torch.zeros(4, dtype=torch.long)}, loss)[0]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("captured", [2, 3])
-def test_it_is_the_graph_of_the_deeper_model(captured: int, checkpointed: bool) -> None:
-    assert repeat_blocks(of(Tower(captured, checkpointed)), 5) == of(Tower(5, checkpointed))
+@cache
+def tower(layers: int, checkpointed: bool = False) -> ModelGraph:
+    return of(Tower(layers, checkpointed))
+
+
+@pytest.mark.parametrize(("captured", "layers"), [(2, 4), slow(2, 5), slow(3, 5)])
+@pytest.mark.parametrize("checkpointed", [False, slow(True)])
+def test_it_is_the_graph_of_the_deeper_model(captured: int, layers: int, checkpointed: bool) -> None:
+    assert repeat_blocks(tower(captured, checkpointed), layers) == tower(layers, checkpointed)
 
 
 def test_as_many_blocks_as_there_are_change_nothing() -> None:
-    graph = of(Tower(2))
-    assert repeat_blocks(graph, 2) is graph
+    assert repeat_blocks(tower(2), 2) is tower(2)
 
 
 def test_fewer_blocks_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"captured: 3, asked for: 2"):
-        repeat_blocks(of(Tower(3)), 2)
+    with pytest.raises(CaptureError, match=r"captured: 4, asked for: 2"):
+        repeat_blocks(tower(4), 2)
 
 
 def test_a_model_without_repeated_blocks_is_refused() -> None:
     with pytest.raises(CaptureError, match="two of them one after another"):
-        repeat_blocks(of(Tower(1)), 4)
+        repeat_blocks(tower(1), 4)
 
 
 class Dense(nn.Module):
