@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -83,6 +84,11 @@ class RuntimeFault(WhaleError):
 
 class OpFault(RuntimeFault):
     """An op of the model failed on this rank alone, by what it was given, or the model itself refuses that."""
+
+
+def is_debugging() -> bool:
+    """Whether ``WHALE_DEBUG=1`` asks for whole tracebacks, with their causes."""
+    return os.environ.get("WHALE_DEBUG", "0") not in ("", "0")
 
 
 def first_few(names: Sequence[str], most: int = 3, *, separator: str = ", ", count: int | None = None) -> str:

@@ -22,7 +22,7 @@ from whale.api.since_capture import SinceCapture
 from whale.api.step_loss import step_loss
 from whale.api.tracebacks import in_short
 from whale.api.tracing import Tracing
-from whale.errors import WhaleError, warn
+from whale.errors import RuntimeFault, WhaleError, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
@@ -156,7 +156,13 @@ class Engine:
 
         Args:
             rank: gather on this rank's CPU only (the others get None); None gathers on every rank.
+
+        Raises:
+            RuntimeFault: there is no such rank.
         """
+        size = self.runtime.roster.world.size
+        if rank is not None and not 0 <= rank < size:
+            raise RuntimeFault(f"state_dict(rank=) is one of the {size} rank(s), from 0 (got {rank})")
         self.runtime.call_together("state_dict")
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)

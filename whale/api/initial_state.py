@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.api.arguments import check_returned
 from whale.api.modes import Modes
 from whale.api.weights import agree_on_weights
 from whale.comm import together
@@ -43,7 +44,8 @@ def initial_state(
         scheduler: called with the optimizer, if there is one.
 
     Raises:
-        ConfigError: the optimizer would step a part of a parameter otherwise than the whole, or needs a closure.
+        ConfigError: a function returned no optimizer or scheduler; or the optimizer would step a part of a parameter otherwise than
+            the whole, or needs a closure.
     """
     world = roster.world
 
@@ -55,12 +57,21 @@ def initial_state(
     tensors = agree_on_weights(modes.model, users, roster.owned, roster.holders, world, seed, initialize, shard)
     state = EngineState(tensors)
     owned = list(state.parameters.items())
-    state.optimizer = together(world, lambda: optimizer(owned) if optimizer is not None and owned else None)
+    state.optimizer = together(world, lambda: _made("optimizer", optimizer, owned or None))
     state.keep_to_itself()
-    state.scheduler = together(world, lambda: scheduler(state.optimizer) if scheduler is not None and state.optimizer is not None else None)
+    state.scheduler = together(world, lambda: _made("scheduler", scheduler, state.optimizer))
     together(world, lambda: _check_no_closure(state.optimizer))
     together(world, lambda: check_elementwise(state.optimizer, [name for name, _ in owned if holdings.is_sharded(name)]))
     return state
+
+
+def _made(name: str, make: Callable[[Any], Any] | None, over: object) -> Any:
+    """What the user's function makes over something; None where there is no function, or nothing to make it over."""
+    if make is None or over is None:
+        return None
+    found = make(over)
+    check_returned(name, found)
+    return found
 
 
 def _check_no_closure(optimizer: torch.optim.Optimizer | None) -> None:

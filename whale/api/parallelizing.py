@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from whale.api.apart import warn_where_apart
-from whale.api.arguments import check_arguments
+from whale.api.arguments import check_arguments, check_kind
 from whale.api.attach import attach
 from whale.api.engine import Engine
 from whale.api.hooks import warn_of_hooks
@@ -85,6 +85,8 @@ def parallelize(
 
     def resolve() -> Config:
         check_arguments(model, loss=loss, optimizer=optimizer, scheduler=scheduler, initialize=initialize)
+        check_kind("cluster", cluster, (Cluster, str, Path))
+        check_kind("plan", plan, (Plan, str, Path))
         return resolve_config(config)
 
     world, settings = join(resolve)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from whale.errors import WhaleError
+from whale.errors import WhaleError, is_debugging
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-DEBUG_VARIABLE = "WHALE_DEBUG"
 
 
 def in_short(function: Callable[P, T]) -> Callable[P, T]:
@@ -23,7 +20,7 @@ def in_short(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except WhaleError as error:
-            if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+            if is_debugging():
                 raise
             raise error.with_traceback(None) from None
 

@@ -167,8 +167,13 @@ def tag(module: nn.Module, scope: Annotation) -> nn.Module:
         The module itself.
 
     Raises:
-        AnnotationError: the scope is a `split` and the module carries scopes already.
+        AnnotationError: the scope is a `split` and the module carries scopes already; or it is none, or the module is none.
     """
+    if not isinstance(module, nn.Module) or not isinstance(scope, Annotation):
+        raise AnnotationError(
+            f"tag puts a torch.nn.Module under a scope (got {type(module).__name__} and {type(scope).__name__})",
+            hint="whale.tag(model.head, whale.split(2))",
+        )
     outer = _nested(_open.get(), scope.entry())
     default = _default.get()
 

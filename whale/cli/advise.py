@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph
+from whale.cli.inputs import add_planning_arguments, read_graph, read_settings
 from whale.cli.tables import paragraph
 from whale.search.advice import EFFORT, Advised, advise
 
@@ -29,9 +29,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Searches, and prints what the differences mean."""
+    config, cluster = read_settings(arguments)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
-    config = read_config(arguments)
-    cluster = read_cluster(arguments, config)
     found = advise(graph, cluster, config, rows=arguments.rows, tell=_tell)
     if arguments.json:
         print(json.dumps(_as_data(found), indent=1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import inspect
 import json
 import os
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from whale.cli.function import load_function, users_code
 from whale.config import Config, load_config
 from whale.errors import CaptureError, ConfigError, WhaleError
 from whale.hardware import load_cluster, select
@@ -102,12 +102,13 @@ def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any, Any]:
     """The (model, batch, loss, batch_dims) that ``FILE.py:FUNCTION`` returns, called with the ``--arg`` pairs; None for no batch_dims.
 
     Raises:
-        CaptureError: there is no such file or function, or it returns something else.
+        CaptureError: there is no such file or function, or it fails, or returns something else.
     """
     build = load_function(source)
     values = parse_pairs(pairs, "--arg")
     _check_names(source, build, values)
-    result = build(**values)
+    with users_code(Path(source.rpartition(":")[0])):
+        result = build(**values)
     if not isinstance(result, tuple) or len(result) not in (3, 4):
         raise CaptureError(f"{source} must return (model, batch, loss), or (model, batch, loss, batch_dims), not {_kind(result)}")
     return (*result, None)[:4]
@@ -131,6 +132,18 @@ def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, ob
         raise CaptureError(
             f"{source} is called with its pairs KEY=VALUE as keyword arguments: {error}", hint=f"it takes {inspect.signature(build)}"
         ) from error
+
+
+def read_settings(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
+    """The configuration and the cluster of a verb that plans: read before the model, which takes longer.
+
+    Raises:
+        WhaleError: one of them, or ``--rows``, is none.
+    """
+    if arguments.rows is not None and arguments.rows < 1:
+        raise ConfigError(f"--rows must be at least 1, not {arguments.rows}")
+    config = read_config(arguments)
+    return config, read_cluster(arguments, config)
 
 
 def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
@@ -191,34 +204,6 @@ def parse_pairs(pairs: Sequence[str], flag: str) -> dict[str, Any]:
     return found
 
 
-def load_function(source: str) -> Callable[..., object]:
-    """The function of ``FILE.py:FUNCTION``; the file is run as a module, its folder first on the import path.
-
-    Raises:
-        CaptureError: there is no such file, or no such function in it.
-    """
-    name, colon, function = source.rpartition(":")
-    path = Path(name)
-    if not colon or path.suffix != ".py":
-        raise CaptureError(f"expected FILE.py:FUNCTION, model.json or gpt:KEY=VALUE,... (not {source!r})")
-    if not path.is_file():
-        raise CaptureError(f"there is no file {name}")
-    found = vars(_import_file(path)).get(function)
-    if not callable(found):
-        raise CaptureError(f"{name} has no function {function!r}")
-    return found  # type: ignore[no-any-return]
-
-
-def _import_file(path: Path) -> object:
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickles of the file look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def _read_captured(path: Path, pairs: Sequence[str]) -> ModelGraph:
     if pairs:
         raise ConfigError(f"--arg needs FILE.py:FUNCTION; {path} is already captured")
@@ -232,6 +217,16 @@ def _read_captured(path: Path, pairs: Sequence[str]) -> ModelGraph:
 
 def _kind(value: object) -> str:
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+
+
+def check_folder(path: str | None) -> None:
+    """Finds an output file without a folder before the work that is to be written there.
+
+    Raises:
+        WhaleError: there is no such folder.
+    """
+    if path is not None and not Path(path).parent.is_dir():
+        raise WhaleError(f"{path} cannot be written: there is no folder {Path(path).parent}")
 
 
 def write_text(path: str, text: str) -> None:

@@ -21,7 +21,7 @@ import whale.cli.probe as probe
 import whale.cli.profile as profile
 import whale.cli.schedule as schedule
 import whale.cli.simulate as simulate
-from whale.errors import WhaleError
+from whale.errors import WhaleError, is_debugging
 
 INTERRUPTED = 130
 """The command's end after Ctrl-C, as shells have it."""
@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         return code
     except WhaleError as error:
+        if is_debugging():
+            raise
         print(f"whale: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # a search that has a plan keeps it, and says so

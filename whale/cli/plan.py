@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from whale.axes import discover
-from whale.cli.inputs import write_text
+from whale.cli.inputs import check_folder, write_text
 from whale.cli.module_tree import print_tree
 from whale.cli.planned import Planned, add_planning_verb, planned
 from whale.cli.tables import print_table
@@ -30,6 +30,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints or writes what was asked for."""
+    check_folder(arguments.output)
     found = planned(arguments)
     graph, plan = found.graph, found.plan
     if arguments.output is not None:

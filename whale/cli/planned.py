@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from whale.cli.inputs import add_planning_arguments, read_cluster, read_config, read_graph
+from whale.cli.inputs import add_planning_arguments, read_graph, read_settings
 from whale.cli.report import add_report_argument, check_report, write_report
 from whale.config import Config
 from whale.estimate import StepEstimate
@@ -79,9 +79,8 @@ def planned(arguments: argparse.Namespace, runner_up: int | None = None, graph: 
         graph: of the model, where it is captured already.
     """
     check_report(arguments.report)
+    config, cluster = read_settings(arguments)
     graph = graph or read_graph(arguments.source, arguments.arg, arguments.blocks)
-    config = read_config(arguments)
-    cluster = read_cluster(arguments, config)
     plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows, runner_up=runner_up, tell=told_if_long())
     write_report(arguments.report, plan, graph, cluster, step)
     return Planned(graph, config, cluster, plan, step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from whale.cli.inputs import write_text
+from whale.cli.inputs import check_folder, write_text
 from whale.errors import ConfigError
 from whale.estimate import StepEstimate
 from whale.ir.cluster import Cluster
@@ -30,9 +30,11 @@ def check_report(path: str | None) -> None:
 
     Raises:
         ConfigError: it ends otherwise than the forms that there are.
+        WhaleError: it cannot be written.
     """
     if path is not None and Path(path).suffix not in _SUFFIXES:
         raise ConfigError(f"--report writes FILE.html or FILE.json, not {path}")
+    check_folder(path)
 
 
 def write_report(path: str | None, plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) -> None:

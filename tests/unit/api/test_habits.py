@@ -434,3 +434,9 @@ def test_a_run_that_resumes_is_recorded_from_where_it_does(tmp_path: Path) -> No
             resumed.step({name: value.double() for name, value in BATCH.items()})
         resumed.step(BATCH)
         assert (tmp_path / "trace" / "trace.json").exists() == recorded
+
+
+@pytest.mark.parametrize("rank", [1, -1])
+def test_weights_are_gathered_on_a_rank_that_there_is(rank: int) -> None:
+    with pytest.raises(RuntimeFault, match=rf"is one of the 1 rank.s., from 0 .got {rank}"):
+        parallelize().state_dict(rank=rank)

@@ -47,6 +47,11 @@ def parallelize(model: Any = None, **changes: Any) -> whale.Engine:
         ({"config": {"cluster.profile": "none.json"}}, ConfigError, "cannot read the profile none.json"),
         ({"cluster": "none.yaml"}, WhaleError, "cannot read none.yaml"),
         ({"plan": "none.json"}, PlanError, "cannot read the plan none.json"),
+        ({"plan": 3}, ConfigError, "plan= is one of Plan, str, Path, or None .got int"),
+        ({"cluster": 4}, ConfigError, "cluster= is one of Cluster, str, Path, or None .got int"),
+        ({"optimizer": lambda owned: None}, ConfigError, "optimizer= must return an optimizer .it returned None"),
+        ({"optimizer": lambda owned: 3}, ConfigError, "optimizer= must return an optimizer .it returned int"),
+        ({"scheduler": lambda optimizer: None}, ConfigError, "scheduler= must return a scheduler .it returned None"),
     ],
 )
 def test_bad_arguments(changes: dict[str, Any], kind: type[WhaleError], said: str) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from whale.cli import main
-from whale.cli.inputs import is_function, load_function, parse_pairs, read_graph
+from whale.cli.function import load_function
+from whale.cli.inputs import is_function, parse_pairs, read_graph
 from whale.errors import CaptureError, ConfigError
 from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
 from whale.ir.serialization import to_json
@@ -57,6 +58,33 @@ def test_no_such_function(tmp_path: Path) -> None:
     for name in ("build", "other"):
         with pytest.raises(CaptureError, match=f"no function '{name}'"):
             load_function(f"{tmp_path}/empty_model_file.py:{name}")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("def build(:\n    pass\n", 1, "SyntaxError: invalid syntax"),
+        ("\nimport no_such_library\n", 2, "ModuleNotFoundError: No module named 'no_such_library'"),
+        ("def build():\n    return {}['model']\n", 2, "KeyError: 'model'"),
+        ("import json\ndef build():\n    return json.loads('x')\n", 3, "JSONDecodeError: Expecting value"),
+    ],
+)
+def test_a_users_file_that_fails_is_told_in_a_word_with_its_line(
+    text: str, line: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "failing_model_file.py").write_text(text)
+    with pytest.raises(CaptureError) as fault:
+        read_graph(f"{tmp_path}/failing_model_file.py:build", [])
+    assert f"failing_model_file.py fails: {said}" in fault.value.message
+    assert str(fault.value.where) == f"{tmp_path}/failing_model_file.py:{line}"
+
+
+def test_whole_tracebacks_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["plan", "nowhere.py:build"]) == 1
+    monkeypatch.setenv("WHALE_DEBUG", "1")
+    with pytest.raises(CaptureError, match="no file"):
+        main(["plan", "nowhere.py:build"])
 
 
 def test_a_captured_model_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -264,6 +264,16 @@ def test_ctrl_c_keeps_the_best_plan_so_far(
         (["plan", "verb_model.py:build", "--set", "pipeline.num_micro_batches=2"], "num_micro_batch"),
         (["plan", "verb_model.py:build", "--recipe", "none.yaml"], "none.yaml"),
         (["capture", "verb_model.py:build", "--output", "no/such/folder.json"], "cannot be written"),
+        # what is quickly read is looked at before the model, which is not there at all
+        (["plan", "nowhere.py:build", "--set", "pipeline.num_micro_batches=2"], "num_micro_batch"),
+        (["advise", "nowhere.py:build", "--cluster", "none.yaml"], "none.yaml"),
+        (["explain", "nowhere.py:build", "--rows", "-4"], "--rows must be at least 1, not -4"),
+        (
+            ["plan", "nowhere.py:build", "--output", "no/such/folder.yaml"],
+            "no/such/folder.yaml cannot be written: there is no folder no/such",
+        ),
+        (["plan", "nowhere.py:build", "--report", "no/such/folder.html"], "no/such/folder.html cannot be written"),
+        (["capture", "nowhere.py:build", "--output", "no/such/folder.json"], "no/such/folder.json cannot be written"),
     ],
 )
 def test_faults_are_told_plainly_and_end_with_1(model: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
