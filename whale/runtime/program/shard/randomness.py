@@ -9,6 +9,7 @@ on all devices again:
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from typing import Any
 
@@ -20,12 +21,17 @@ def drawn_apart(position: int, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a random op with numbers of this position's own, and leaves the generator as on the group's other devices."""
     device = next(value.device for value in args if isinstance(value, Tensor))
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-    state = generator.get_state().numpy().tobytes()
+    state = _contents(generator.get_state())
     generator.manual_seed(_seed(state, position))
     try:
         return target(*args, **kwargs)
     finally:
         generator.manual_seed(_seed(state, -1))
+
+
+def _contents(state: Tensor) -> bytes:
+    """The bytes of a generator's state, read where they lie: it has contents where other tensors may have none (`whale.dry_run`)."""
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _seed(state: bytes, number: int) -> int:
