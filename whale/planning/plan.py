@@ -36,7 +36,8 @@ from whale.planning.shard.scattering import scatter_all
 from whale.planning.shard.stage_price import StagePricing, make_scene
 from whale.planning.structure.crossing import crossing_faults, find_batch_axes
 from whale.planning.structure.structure import analyse
-from whale.planning.verify.verify import memory_faults, needs_axes, verify
+from whale.planning.verify.refused import decided_within, refuse_overfull
+from whale.planning.verify.verify import needs_axes, verify
 from whale.planning.written import state_plan
 from whale.units import format_seconds
 
@@ -61,13 +62,19 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
         BatchError: fewer rows than devices and micro-batches need.
         PlanError: no plan fits, or a tensor cannot travel between stages.
     """
-    num_rows = graph.num_rows if rows is None else rows
-    pricing = StagePricing.of(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config.communication.overlap)
-    gather_rows = config.communication.gather_rows
     if any(block.stages for block in config.replicas):
         return state_plan(graph, cluster, config, rows)
+    num_rows = graph.num_rows if rows is None else rows
+    prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
+    return decided_within(prices, lambda prices: _draft(prices, config, num_rows)).finished()
+
+
+def _draft(prices: Prices, config: Config, num_rows: int) -> Draft:
+    """The plan that the passes come to."""
+    graph, cluster = prices.graph, prices.cluster
+    pricing, gather_rows = StagePricing.of(prices, config.communication.overlap), config.communication.gather_rows
     if config.replicas:
-        return draft_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows), gather_rows=gather_rows).finished()
+        return draft_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows), gather_rows=gather_rows)
     annotations = read_scopes(graph, config, len(cluster.devices))
     pipeline = shape_pipeline(config, annotations, len(cluster.devices))
     if annotations is not None:
@@ -83,7 +90,7 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
             prefers_intra_node=prefers_intra_node,
         ),
     )
-    return draft_plan(graph, cluster, [annotations] * len(found.best.replicas), found, gather_rows=gather_rows).finished()
+    return draft_plan(graph, cluster, [annotations] * len(found.best.replicas), found, gather_rows=gather_rows)
 
 
 def _solver(
@@ -302,7 +309,7 @@ class _Outcome:
             parameter_states=solver.pricing.prices.states,
         )
         plan, step = with_estimate(plan, solver.prices)
-        raise_faults(list(memory_faults(step, self.cluster)))
+        refuse_overfull(step, self.cluster)
         return Draft(self, plan, step, reasons, is_joined=replicas != self.apart)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -50,11 +51,13 @@ class Prices:
         graph: the model.
         cluster: the devices.
         costs: what beside their figures prices are made of.
+        spared: per kind of device, bytes that are left free.
     """
 
     graph: ModelGraph
     cluster: Cluster
     costs: Costs
+    spared: Mapping[Device, int] = field(default_factory=dict)
     _seconds: dict[tuple[Device, float], OpSeconds] = field(default_factory=dict, init=False)
     _held: dict[str, int] = field(default_factory=dict, init=False)
     _parts: dict[tuple[Part, Recompute], PartCost] = field(default_factory=dict, init=False)
@@ -111,7 +114,7 @@ class Prices:
         if key not in self._locals:
             labels = self.labels(ops, unsized)
             named = {shard.axis: part for shard, part in zip(shards, parts, strict=True)}
-            local = Prices(local_graph(labels, named), self.cluster, self.costs)
+            local = Prices(local_graph(labels, named), self.cluster, self.costs, self.spared)
             local._links, local.kept = self._links, self.kept
             unlike = (own for own, whole in zip(local.graph.ops, self.graph.ops, strict=True) if own is not whole)
             local.outputs = self.outputs | {own.name: output_line(own, self.graph.num_rows) for own in unlike}
@@ -128,8 +131,16 @@ class Prices:
         return self.graph.mode == "train"
 
     def capacity(self, device: str) -> int:
-        """Bytes that a plan may use."""
-        return self.costs.capacity(self.cluster.by_name[device])
+        """Bytes that a plan may fill."""
+        known = self.cluster.by_name[device]
+        return self.costs.capacity(known) - self.spared.get(known.kind, 0)
+
+    def sparing(self, lacking: Mapping[Device, int]) -> Prices:
+        """The same prices, with so many bytes more left free of each kind of device."""
+        other = copy(self)
+        other.spared = {kind: self.spared.get(kind, 0) + lacking.get(kind, 0) for kind in {**self.spared, **lacking}}
+        other._locals = {}
+        return other
 
     def seconds(self, device: Device, num_rows: float) -> OpSeconds:
         """Times of all ops on a device, as lines about a number of rows. Without training nothing runs backward."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from whale.axes import Axes, discover
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Costs, StepEstimate, estimate
+from whale.estimate.step.step import DeviceEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Pipeline, Plan, Replica, Stage
@@ -187,7 +188,17 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
 
 
 def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
-    """Devices on which a step does not fit in memory.
+    """Devices on which a step does not fit in memory."""
+    for each, short in overfull(step, cluster):
+        yield PlanError(
+            f"a plan fits in memory ({each.name} needs {format_bytes(each.capacity + short)} and may use {format_bytes(each.capacity)}: "
+            f"{format_bytes(short)} short; {each.peak})",
+            hint="more micro-batches (pipeline.num_micro_batch), fewer rows, or other devices",
+        )
+
+
+def overfull(step: StepEstimate, cluster: Cluster) -> Iterator[tuple[DeviceEstimate, int]]:
+    """The devices on which a step does not fit in memory, and by how many bytes.
 
     The planner gives out rows by lines, which chunks bend: a little over the share is let pass, over the memory nothing is.
     """
@@ -196,11 +207,7 @@ def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
         short = need - each.capacity
         tolerance = 0.01 if len(each.stages) == 1 else 0.1
         if short > tolerance * each.capacity or need > max(cluster.by_name[each.devices[0]].memory, each.capacity):
-            yield PlanError(
-                f"a plan fits in memory ({each.name} needs {format_bytes(need)} and may use {format_bytes(each.capacity)}: "
-                f"{format_bytes(short)} short; {each.peak})",
-                hint="more micro-batches (pipeline.num_micro_batch), fewer rows, or other devices",
-            )
+            yield each, short
 
 
 def _name(replica: Replica, stage: Stage) -> str:

@@ -65,11 +65,12 @@ def test_micro_batches_stay_apart_and_are_found() -> None:
 def test_a_plan_that_does_not_fit_joined_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def refuse(step: object, cluster: object) -> list[PlanError]:
+    def refuse(step: object, cluster: object) -> None:
         asked.append(step)
-        return [PlanError("a plan fits in memory")] if len(asked) == 1 else []
+        if len(asked) == 1:
+            raise PlanError("a plan fits in memory")
 
-    monkeypatch.setattr("whale.planning.plan.memory_faults", refuse)
+    monkeypatch.setattr("whale.planning.plan.refuse_overfull", refuse)
     plan = plan_of(graph_of("softmax"))
     assert len(plan.replicas) == 2 and mixed_apart(plan, graph_of("softmax"))
     assert said_apart(plan) == "a plan fits in memory"

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from tests.unit.planning.graphs import chain, device
 from whale.config import Config
-from whale.errors import BatchError, PlanError
+from whale.errors import BatchError
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Host, Link
-from whale.planning import make_plan
+from whale.planning import MemoryShortage, make_plan
 from whale.planning.pipeline.scheduling import shape_pipeline
 from whale.planning.replicas.room import most_rows
+from whale.planning.verify.refused import Refused
 
 
 def tight(memory: list[int]) -> Cluster:
@@ -34,12 +35,21 @@ def test_no_plan_without_recomputation_holds_more_rows(memory: list[int], num_st
     config = Config({"pipeline.num_stages": num_stages, "pipeline.num_micro_batch": num_micro_batch})
     try:
         plan = make_plan(graph, there, config, rows=num_rows)
-    except (PlanError, BatchError):  # no plan: the planner's closed form, or the estimate after it, finds no room
+    except (MemoryShortage, BatchError):
         return
     prices, pipeline = Prices(graph, there, Costs()), shape_pipeline(config, None, num_stages)
     for replica in plan.replicas:
         placed = tuple(stage.virtual_device.devices for stage in replica.stages)
         assert replica.share <= most_rows(prices, pipeline, placed)
+
+
+def test_where_the_estimate_finds_more_than_the_closed_form_the_plan_computes_more_again() -> None:
+    graph, there = chain(6), tight([6_000, 6_000])
+    config = Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4})
+    with pytest.raises(Refused, match=r"h/0 needs 5.50 KiB and may use 5.27 KiB: 232 B short"):
+        make_plan(graph, there, config, rows=32)
+    plan = make_plan(graph, there, config.with_values({"recompute.policy": "auto"}), rows=32)
+    assert any(stage.recomputed for replica in plan.replicas for stage in replica.stages)
 
 
 def test_the_bound_is_what_parameters_leave() -> None:
