@@ -53,6 +53,18 @@ def kept_tensors(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
     return result
 
 
+def keeps_parameter(graph: ModelGraph, op: Op, parameter: str) -> bool:
+    """Whether an op keeps a parameter for backward: a product does where a gradient flows on to another of its operands.
+
+    Args:
+        parameter: the op that brings it.
+    """
+    if graph.mode != "train" or not op.requires_grad or parameter not in _kept_by(op):
+        return False
+    flows_on = any(graph.by_name[name].requires_grad for name in op.inputs if name != parameter and graph.by_name[name].kind == "call")
+    return flows_on or op.operator not in WEIGHTED
+
+
 def _kept_by(op: Op) -> tuple[str, ...]:
     name = op.operator
     if name in KEEPS_NOTHING:

@@ -17,6 +17,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
+from whale.estimate.memory.forms import Form, Forms, PerOp
 from whale.estimate.memory.kept import WEIGHTED, place_share
 from whale.ir.graph import ModelGraph, Op
 
@@ -69,6 +72,7 @@ class Passes:
         parameter_bytes: per parameter that trains, those of its gradient.
         bucketed: parameters whose gradients have a place of their own before the step begins.
         divided: ops that work on parts of what they contract, and are one op there.
+        forms: of tensors, that the stage's split group makes for its ops.
     """
 
     graph: ModelGraph
@@ -80,19 +84,20 @@ class Passes:
     parameter_bytes: Mapping[str, float]
     bucketed: Collection[str]
     divided: Collection[str] = ()
+    forms: tuple[Form, ...] = ()
 
     def forward(self, left: Collection[str]) -> float:
         """Bytes that a forward pass has at most beyond those of the storages that it leaves."""
-        return self._forward(self.ops, frozenset(left))
+        return self._forward(self.ops, frozenset(left), self.formed.forward)
 
-    def _forward(self, ops: Sequence[str], left: frozenset[str]) -> float:
+    def _forward(self, ops: Sequence[str], left: frozenset[str], forms: PerOp) -> float:
         storage, by_name = self.graph.storage, self.graph.by_name
         last = {storage[name]: index for index, op in enumerate(ops) for name in (op, *by_name[op].inputs)}
         made = self.made.intersection(ops)
         alive = most = 0.0
         for index, name in enumerate(ops):
             alive += self.num_bytes[name] if name in made else 0.0
-            most = max(most, alive + self.inside(by_name[name]))
+            most = max(most, alive + forms[index] + self.inside(by_name[name]))
             for root in {storage[name], *(storage[source] for source in by_name[name].inputs)}:
                 if root in made and last[root] == index and root not in left:
                     alive -= self.num_bytes[root]
@@ -110,6 +115,11 @@ class Passes:
             defers_weights: whether weight gradients are left to another pass: what they need stays.
         """
         return max(_Backward(self, is_first, defers_weights).walk(), key=lambda each: each.beside, default=Fullest())
+
+    @cached_property
+    def formed(self) -> Forms:
+        """The forms beside the ops."""
+        return Forms(self.forms, self.ops, self.segments)
 
     @cached_property
     def made(self) -> frozenset[str]:
@@ -168,7 +178,10 @@ class Passes:
 
     def computed_again(self, number: int) -> float:
         """Bytes that computing a segment again has at most beyond what is there again."""
-        return self._forward(self.segments[number], frozenset(self.again(number)))
+        segment, forms = self.segments[number], self.formed
+        start = self.ops.index(segment[0])
+        beside = np.maximum(forms.forward - forms.again, 0.0)[start : start + len(segment)]
+        return self._forward(segment, frozenset(self.again(number)), beside)
 
 
 @dataclass
@@ -190,6 +203,7 @@ class _Backward:
     _recomputed: float = 0.0
     _stays: float = 0.0
     _begun: int | None = None
+    _place: int = 0
 
     def walk(self) -> Iterator[Fullest]:
         """The stage at each op, from the last to the first."""
@@ -198,7 +212,7 @@ class _Backward:
         for name in passes.crossing:
             if name in passes.made and graph.by_name[name].requires_grad:
                 self._hold(name, passes.num_bytes[name])
-        for name in reversed(passes.ops):
+        for self._place, name in reversed([*enumerate(passes.ops)]):
             op = graph.by_name[name]
             yield from self._enter(passes.segment_of.get(name))
             if op.requires_grad:
@@ -207,7 +221,9 @@ class _Backward:
             self._let_go(name)
 
     def _at(self, beside: float = 0.0) -> Fullest:
-        return Fullest(self._freed, self._recomputed, self._stays, self._on_their_way + beside)
+        forms, place = self.passes.formed, self._place
+        freed, again, gradients = (float(each[place]) for each in (forms.freed, forms.again, forms.gradients))
+        return Fullest(self._freed + freed, self._recomputed + again, self._stays, self._on_their_way + gradients + beside)
 
     def _enter(self, segment: int | None) -> Iterator[Fullest]:
         """Computes a segment again when its turn comes."""

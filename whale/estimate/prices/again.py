@@ -12,6 +12,8 @@ from functools import cached_property
 from whale.axes.labels import Labels
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import spec_line
+from whale.estimate.memory.forms import Form
+from whale.estimate.memory.kept import keeps_parameter
 from whale.estimate.prices.part import Segment
 from whale.estimate.prices.prices import Prices
 from whale.ir.writes import MemoryWrites
@@ -47,14 +49,25 @@ class Again:
         """Bytes of the forms into which bridges bring tensors and that their users keep, by rows, at a position of the split group."""
         return Line.sum(self._size(bridge, position) for bridge in self._kept if bridge not in self._kept_in_parts)
 
-    def largest(self, position: int, num_rows: float) -> Line:
-        """Bytes of the largest tensor that is gathered again: it is whole while its users' backward passes run."""
-        return max((self._size(bridge, position) for bridge in self._kept_in_parts), key=lambda line: line.at(num_rows), default=Line())
+    def forms(self, position: int, num_rows: float) -> tuple[Form, ...]:
+        """What bridges make on a device.
+
+        Args:
+            position: its own in the split group.
+            num_rows: that the group takes.
+        """
+        return tuple(self._form(bridge, position, num_rows) for bridge in self._moving if bridge.is_sum or bridge.users)
+
+    def _form(self, bridge: Bridge, position: int, num_rows: float) -> Form:
+        users = (bridge.tensor,) if bridge.is_sum else bridge.users
+        keepers = tuple(user for user in bridge.users if self._keeps(user, bridge))
+        is_kept = bridge in self._kept and bridge not in self._kept_in_parts
+        return Form(users, keepers, self._size(bridge, position).at(num_rows), is_kept, bool(bridge.backward))
 
     def _size(self, bridge: Bridge, position: int) -> Line:
-        """Bytes of what a bridge makes, by rows."""
+        """Bytes of what a bridge makes, by rows; of a sum, of each term."""
         share = 1.0
-        if bridge.target:
+        if bridge.target and not bridge.is_sum:
             sizes = next(shard.sizes for shard in self._labels.shards if shard.axis == bridge.target)
             share = sizes[position] / self._prices.axes.by_name[bridge.target].size
         graph = self._prices.graph
@@ -62,14 +75,26 @@ class Again:
 
     @cached_property
     def _kept(self) -> tuple[Bridge, ...]:
-        """The bridges that make a form of an activation which ops outside of segments keep."""
-        graph, kept, found = self._prices.graph, self._prices.kept, list[Bridge]()
-        for bridge in self._bridges:
-            op = graph.by_name[bridge.tensor]
-            keepers = (user for user in bridge.users if user not in self._repeated and graph.storage[op.name] in kept.get(user, ()))
-            if op.kind == "call" and bridge.forward and not bridge.is_sum and any(keepers):
-                found.append(bridge)
-        return tuple(found)
+        """The bridges that make a form of a tensor which ops outside of segments keep, or which enters a segment."""
+        return tuple(bridge for bridge in self._moving if not bridge.is_sum and (self._enters(bridge) or any(self._keepers(bridge))))
+
+    def _keepers(self, bridge: Bridge) -> Iterator[str]:
+        """The ops outside of segments that keep what a bridge makes."""
+        return (user for user in bridge.users if user not in self._repeated and self._keeps(user, bridge))
+
+    def _enters(self, bridge: Bridge) -> bool:
+        """Whether it makes its form outside of a segment that reads it, and so keeps it."""
+        return not self._is_inside(bridge) and not self._repeated.isdisjoint(bridge.users)
+
+    @cached_property
+    def _moving(self) -> tuple[Bridge, ...]:
+        return tuple(bridge for bridge in self._bridges if bridge.forward)
+
+    def _keeps(self, user: str, bridge: Bridge) -> bool:
+        graph = self._prices.graph
+        if self._is_activation(bridge):
+            return graph.storage[bridge.tensor] in self._prices.kept.get(user, ())
+        return keeps_parameter(graph, graph.by_name[user], bridge.tensor)
 
     @cached_property
     def _kept_in_parts(self) -> frozenset[Bridge]:
@@ -77,4 +102,8 @@ class Again:
         if not self._segments:
             return frozenset()
         writes = MemoryWrites(self._prices.graph, self._labels.ops)
-        return frozenset(bridge for bridge in self._kept if bridge.forward == "all-gather" and not writes.is_written_later(bridge.tensor))
+        gathered = (bridge for bridge in self._kept if bridge.forward == "all-gather" and not self._enters(bridge))
+        return frozenset(bridge for bridge in gathered if self._is_activation(bridge) and not writes.is_written_later(bridge.tensor))
+
+    def _is_activation(self, bridge: Bridge) -> bool:
+        return self._prices.graph.by_name[bridge.tensor].kind == "call"

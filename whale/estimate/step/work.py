@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate.costs.line import Line
+from whale.estimate.memory.forms import Form
 from whale.estimate.memory.kept import kept_for_weights, places_line, weight_share
 from whale.estimate.memory.memory import kept_names, size_line, state_bytes
 from whale.estimate.memory.passes import Fullest, Passes
@@ -21,7 +22,7 @@ from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site, Tolls
 from whale.ir.cluster import Device, Link
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import BATCH, ParameterState, Shard
+from whale.ir.plan import ParameterState, Shard
 from whale.sharding.bridges import Bridge
 
 
@@ -135,14 +136,14 @@ class Works:
     def _work(self, key: StageKey, group: Sequence[str], position: int, num_rows: int) -> Work:
         prices = self._prices(key, position)
         seconds = self._in_group(key, group, num_rows) if key.shards else self._alone(prices, key, group[0], num_rows)
-        copies = gathered = Line()
+        copies, forms = Line(), tuple[Form, ...]()
         if key.shards:
             again = self._again(key)
-            copies, gathered = again.copies(position), again.largest(position, num_rows)
+            copies, forms = again.copies(position), again.forms(position, num_rows)
         forward, inputs, weights = (line.at(num_rows) for line in seconds)
         names = frozenset(kept_names(prices.graph, prices.outputs, key.part.ops, prices.kept, key.segments)[0]) if prices.training else None
         kept = _kept(prices, key, num_rows, names, copies)
-        return Work(forward, inputs, weights, *kept, self._beside(prices, key, num_rows, names, gathered))
+        return Work(forward, inputs, weights, *kept, self._beside(prices, key, num_rows, names, forms))
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """`_together`, once for all positions of equal groups."""
@@ -184,12 +185,12 @@ class Works:
             inputs = both + weights * -1
         return forward, inputs, weights
 
-    def _beside(self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, gathered: Line) -> Beside:
+    def _beside(self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[Form, ...]) -> Beside:
         """What passes have beside what is kept.
 
         Args:
             names: of the storages that are kept; None without training.
-            gathered: of the largest tensor that is gathered again.
+            forms: that its split group makes.
         """
         graph, part, training = prices.graph, key.part, names is not None
         crossing = part.crossing(graph) if training else ()
@@ -204,23 +205,23 @@ class Works:
             parameter_bytes={name: state.gradient for name, state in states.items() if state.gradient},
             bucketed=self.bucketed,
             divided=self._divided(key),
+            forms=forms,
         )
         if names is None:
             return Beside(forward=passes.forward(part.returned(graph)))
         kept = names.union(crossing)
         later = passes.backward(is_first=False, defers_weights=key.defers_weights)
         first = passes.backward(is_first=True, defers_weights=key.defers_weights) if passes.gradients else later
-        first, later = (replace(each, recomputed=max(each.recomputed, gathered.at(num_rows))) for each in (first, later))
         forward = passes.forward(crossing if key.recomputes else kept)
         again = passes.forward(kept) if key.recomputes else 0.0
         return Beside(passes.gradients, forward, again, first, later, passes.largest_gradient if key.defers_weights else 0.0)
 
     def _divided(self, key: StageKey) -> frozenset[str]:
-        """The ops that work on parts along an axis other than the batch."""
+        """The losses that have parts of their classes."""
         if not key.shards:
             return frozenset()
-        work = self.prices.labels(key.part.ops, key.shards).work
-        return frozenset(name for name, axis in work.items() if axis not in (None, BATCH))
+        work, axes = self.prices.labels(key.part.ops, key.shards).work, self.prices.axes.ops
+        return frozenset(name for name, axis in work.items() if axes[name].roles[axis].combine == "softmax")
 
     @staticmethod
     def _read(graph: ModelGraph, part: Part) -> dict[str, None]:

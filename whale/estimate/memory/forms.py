@@ -1,0 +1,88 @@
+"""What a split group makes of a tensor: a form of it, as some ops need it, beside the part that a device holds.
+
+forward    from its first user to its last, or kept for the backward pass; of a sum, each device's own term
+backward   where it is not kept, made again: with its segment, or for those that need it
+           its gradient, from its last user to its first: then it becomes one of the part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+PerOp = NDArray[np.float64]
+"""Bytes that are there while each op of a stage is at work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form of a tensor on one device.
+
+    Attributes:
+        users: the ops of the stage that have it, in order; of a term of a sum, the op that makes it.
+        keepers: those whose backward passes need it.
+        num_bytes: of it.
+        is_kept: whether it is there from the forward pass on.
+        has_gradient: whether a gradient of this form returns, and becomes another.
+    """
+
+    users: tuple[str, ...]
+    keepers: tuple[str, ...]
+    num_bytes: float
+    is_kept: bool
+    has_gradient: bool
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The forms that a stage has on one device.
+
+    Attributes:
+        all: of them.
+        ops: of the stage.
+        segments: runs of them that are computed again.
+    """
+
+    all: tuple[Form, ...]
+    ops: Sequence[str]
+    segments: Sequence[Sequence[str]] = ()
+
+    @cached_property
+    def forward(self) -> PerOp:
+        """In a forward pass, beside those that are kept."""
+        return self._between((self._at[form.users[0]], self._at[form.users[-1]], form) for form in self.all if not form.is_kept)
+
+    @cached_property
+    def again(self) -> PerOp:
+        """In a backward pass, those that were made again."""
+        made = (form for form in self.all if form.keepers and not form.is_kept)
+        return self._between((self._at[form.users[0]], self._last[form.users[0]] or self._at[form.keepers[-1]], form) for form in made)
+
+    @cached_property
+    def gradients(self) -> PerOp:
+        """In a backward pass, their gradients."""
+        return self._between((self._at[form.users[0]], self._at[form.users[-1]], form) for form in self.all if form.has_gradient)
+
+    @cached_property
+    def freed(self) -> PerOp:
+        """In a backward pass, those that were kept and have been let go."""
+        return self._between((0, self._at[form.users[0]] - 1, form) for form in self.all if form.is_kept)
+
+    @cached_property
+    def _at(self) -> Mapping[str, int]:
+        return {name: index for index, name in enumerate(self.ops)}
+
+    @cached_property
+    def _last(self) -> Mapping[str, int]:
+        """Per op, the place of the last op of its segment; 0 outside of segments."""
+        return dict.fromkeys(self.ops, 0) | {name: self._at[segment[-1]] for segment in self.segments for name in segment}
+
+    def _between(self, spans: Iterable[tuple[int, int, Form]]) -> PerOp:
+        found = np.zeros(len(self.ops))
+        for first, last, form in spans:
+            found[first : last + 1] += form.num_bytes
+        return found
