@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import at_most
+from tests.unit.planning.decoders import decoder
 from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.errors import PlanError
@@ -21,7 +22,6 @@ from whale.ir.serialization import to_json
 from whale.planning import Simulation, even, even_shares
 from whale.planning.plan import plan_and_estimate
 from whale.search import decide
-from whale.workloads import GPT
 
 MIXED = cluster((1e12, 5e11, 1e12, 2e11))
 
@@ -77,7 +77,7 @@ def test_a_plan_that_was_made_before_is_simulated_as_it_is(tmp_path: Path) -> No
 
 def test_equal_shares_are_slower_on_unlike_devices() -> None:
     config = Config({"replicas": [{"num_stages": 2, "num_micro_batch": 4}] * 2})
-    graph = GPT(layers=6, hidden=64, heads=4, sequence=16, vocabulary=128).graph()
+    graph = decoder(6, "fused")
     plan, step = decide(None, graph, MIXED, config, rows=64)
     even = even_shares(plan, graph, MIXED, config)
     found = Simulation(plan, step, even)
@@ -99,7 +99,7 @@ def test_equal_shares_cut_the_axes_that_the_user_named(monkeypatch: pytest.Monke
         return plan_and_estimate(graph, cluster, config, rows=rows)
 
     monkeypatch.setattr(even, "plan_and_estimate", planned)
-    graph, devices = GPT(layers=4, hidden=64, heads=4, sequence=16, vocabulary=128).graph(), cluster((1e12, 5e11, 1e12, 5e11))
+    graph, devices = decoder(4, "fused"), cluster((1e12, 5e11, 1e12, 5e11))
     config = Config({"replicas": [{"split": 2, "num_stages": 2, "axes": ["up.weight:0"]}]})
     plan, _ = plan_and_estimate(graph, devices, config, rows=16)
     assert even_shares(plan, graph, devices, config).reason == ""

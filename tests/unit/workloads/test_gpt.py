@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 
 from tests.examples import slow
+from tests.unit.planning import decoders
 from whale.errors import ConfigError
 from whale.ir.graph import ModelGraph
 from whale.workloads import GPT, decoder
@@ -26,6 +29,7 @@ def test_it_has_the_published_number_of_parameters(layers: int, hidden: int, hea
     assert round(published / 1e9, 1) == billions
 
 
+@pytest.mark.slow
 def test_its_work_is_the_published_one() -> None:
     layers, hidden, sequence, vocabulary = 24, 2304, 2048, 51200
     graph = GPT(layers=layers, hidden=hidden, heads=24, sequence=sequence, vocabulary=vocabulary, attention="explicit").graph()
@@ -41,14 +45,25 @@ def test_a_deep_one_is_what_its_own_capture_says(form: decoder.Attention, monkey
     assert made == GPT(layers=3, attention=form, dropout=0.1, **SMALL).graph()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["explicit", "fused"])
+def test_what_is_kept_as_text_is_what_is_captured(form: decoder.Attention, golden: Callable[[str, str], None]) -> None:
+    golden(decoders.kept(form), decoders.as_text(decoders.captured(form)))
+
+
+@cache
+def in_half_precision(tied: bool) -> ModelGraph:
+    return GPT(layers=1, dtype="bfloat16", tied=tied, **SMALL).graph()
+
+
 def test_the_loss_of_half_precision_is_computed_in_float32() -> None:
-    graph = GPT(layers=1, dtype="bfloat16", **SMALL).graph()
+    graph = in_half_precision(True)
     assert {parameter.spec.dtype for parameter in graph.parameters} == {"bfloat16"}
     assert graph.by_name[graph.loss[0].sum].outputs[0].dtype == "float32"
 
 
 def test_tying_saves_the_output_layer() -> None:
-    assert num_parameters(GPT(layers=1, tied=False, **SMALL).graph()) - num_parameters(GPT(layers=1, **SMALL).graph()) == 32 * 16
+    assert num_parameters(in_half_precision(False)) - num_parameters(in_half_precision(True)) == 32 * 16
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

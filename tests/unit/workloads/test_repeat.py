@@ -59,7 +59,7 @@ def of(model: nn.Module) -> ModelGraph:
 
 
 @cache
-def tower(layers: int, checkpointed: bool = False) -> ModelGraph:
+def tower(layers: int, checkpointed: bool) -> ModelGraph:
     return of(Tower(layers, checkpointed))
 
 
@@ -70,17 +70,17 @@ def test_it_is_the_graph_of_the_deeper_model(captured: int, layers: int, checkpo
 
 
 def test_as_many_blocks_as_there_are_change_nothing() -> None:
-    assert repeat_blocks(tower(2), 2) is tower(2)
+    assert repeat_blocks(tower(2, False), 2) is tower(2, False)
 
 
 def test_fewer_blocks_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"captured: 4, asked for: 2"):
-        repeat_blocks(tower(4), 2)
+        repeat_blocks(tower(4, False), 2)
 
 
 def test_a_model_without_repeated_blocks_is_refused() -> None:
     with pytest.raises(CaptureError, match="two of them one after another"):
-        repeat_blocks(tower(1), 4)
+        repeat_blocks(tower(1, False), 4)
 
 
 class Dense(nn.Module):

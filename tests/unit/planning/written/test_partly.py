@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.unit.planning.decoders import decoder
 from tests.unit.planning.graphs import chain, cluster, scope
 from whale.config import Config, load_config, read_plan
 from whale.errors import ConfigError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import make_plan
-from whale.workloads import GPT
 
 EIGHT = cluster((1e12,) * 8)
 
 
-@cache
 def model() -> ModelGraph:
-    return GPT(layers=6, hidden=64, heads=4, sequence=16, vocabulary=128, attention="explicit").graph()
+    return decoder(6)
 
 
 def plan(tmp_path: Path, rows: int = 32, graph: ModelGraph | None = None, **written: Any) -> Plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import at_most, slow
+from tests.unit.planning.decoders import decoder
 from tests.unit.planning.graphs import chain, cluster, scope
 from whale.config import Config, read_plan
 from whale.errors import ConfigError, PlanError, WhaleError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import make_plan, write_plan
-from whale.workloads import GPT
 
 MIXED = cluster((1e12, 5e11) * 3)
 
 
-@cache
 def model() -> ModelGraph:
-    return GPT(layers=4, hidden=64, heads=4, sequence=16, vocabulary=128, attention="explicit", dropout=0.1).graph()
+    return decoder(4)
 
 
 def read_back(made: Plan, graph: ModelGraph, folder: Path) -> Plan:
