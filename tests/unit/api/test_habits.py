@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
+from tests.examples import slow
 from whale.errors import BatchError, CaptureError, CheckpointError, ConfigError, OpFault, RuntimeFault
 
 torch.set_num_threads(1)
@@ -56,7 +57,7 @@ def bad(value: float) -> dict[str, Tensor]:
     return {**BATCH, "target": torch.full((8, 1), value)}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), slow(float("inf"))])
 def test_a_loss_that_is_no_number_does_not_go_into_the_weights(value: float) -> None:
     engine = parallelize()
     engine.step(BATCH)
@@ -194,7 +195,7 @@ def test_an_output_without_rows_is_told_to_be_of_one_piece() -> None:
     assert torch.allclose(values, expected[0]) and torch.allclose(total, expected[2]) and torch.allclose(mean, expected[0][:4].mean())
 
 
-@pytest.mark.parametrize("given", [nn.MSELoss(), nn.functional.mse_loss])
+@pytest.mark.parametrize("given", [nn.MSELoss(), slow(nn.functional.mse_loss)])
 def test_a_loss_of_torch_gets_the_part_that_the_model_leaves_over(given: Any) -> None:
     pair = (BATCH["input"], BATCH["target"])
     assert (
@@ -357,7 +358,7 @@ def classes(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(("part", "said"), [("word", "aten.embedding.default"), ("label", "aten.cross_entropy_loss.default")])
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("policy", ["none", slow("full")])
 def test_a_value_out_of_range_is_told_by_the_users_line(part: str, said: str, policy: str) -> None:
     torch.manual_seed(0)
     model = Words()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.examples import slow
 from tests.unit.capture.running import assert_same, loss_of
 from whale.capture import capture
 from whale.ir.graph import ModelGraph, Op
@@ -287,9 +288,9 @@ def test_code_that_needs_a_number_of_rows_is_captured_for_that_number() -> None:
 @pytest.mark.parametrize(
     ("loss", "coefficient", "count"),
     [
-        (lambda output, batch: output.square().sum() / len(output), 1.0, "num_rows"),
+        slow(lambda output, batch: output.square().sum() / len(output), 1.0, "num_rows"),
         (lambda output, batch: (output.square().sum(), 2 * len(output)), 1.0, "operator.mul(%num_rows, 2)"),
-        (lambda output, batch: output.square().sum() / 8, 0.125, None),
+        slow(lambda output, batch: output.square().sum() / 8, 0.125, None),
         (lambda output, batch: (output.square().sum(), 4), 0.25, None),
     ],
 )
@@ -330,7 +331,7 @@ def test_the_model_is_not_modified() -> None:
         assert value.grad is None
 
 
-@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("count", [slow(2), 5])
 def test_selection_by_a_mask(count: int) -> None:
     def selected(m: Net, x: Tensor) -> Tensor:
         return m.first(x)[x[:, 0] > -10]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import whale
+from tests.examples import slow
 from tests.hf_models import gpt2
 from tests.unit.capture.running import assert_same
 from whale.axes import discover
@@ -77,7 +78,7 @@ def squares(output: Tensor, batch: Tensor) -> Tensor:
     return output.square().mean()
 
 
-@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("rows", [slow(2), 5])
 def test_functions_keep_their_backward(rows: int) -> None:
     model = Net()
     graph, program = capture(model, torch.randn(4, 4), squares)
@@ -105,7 +106,7 @@ class Blocks(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, slow(True)])
 def test_what_the_model_checkpoints_is_computed_again(use_reentrant: bool) -> None:
     torch.manual_seed(0)
     model, batch = Blocks(use_reentrant), torch.randn(8, 4)

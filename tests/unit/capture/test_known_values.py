@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.examples import slow
 from whale.capture import capture
 from whale.errors import CaptureError
 from whale.ir.graph import ModelGraph
@@ -57,9 +58,9 @@ def test_what_is_made_from_plain_numbers_is_known(read: Callable[[Tensor], bool]
 @pytest.mark.parametrize(
     "read",
     [
-        lambda x: x.sum() > 0,
+        slow(lambda x: x.sum() > 0),
         lambda x: written(x[0]).sum() > 0,
-        lambda x: torch.rand(()) > 0.5,
+        slow(lambda x: torch.rand(()) > 0.5),
     ],
 )
 def test_what_inputs_and_chance_decide_is_not(read: Callable[[Tensor], bool]) -> None:

@@ -108,11 +108,14 @@ def test_a_file_that_is_no_captured_model(text: str, tmp_path: Path) -> None:
 SIZES = "layers=3,hidden=16,heads=2,sequence=8,vocabulary=32"
 
 
+def test_a_published_model_is_made_deeper() -> None:
+    assert read_graph(f"gpt:{SIZES}", ["dtype=bfloat16"], 5).parameter_by_name["blocks.4.up.weight"].spec.dtype == "bfloat16"
+
+
 @pytest.mark.slow
 def test_a_published_model_is_named_with_its_sizes() -> None:
     graph = read_graph(f"gpt:{SIZES}", ["dtype=bfloat16"])
     assert graph == GPT(layers=3, hidden=16, heads=2, sequence=8, vocabulary=32, dtype="bfloat16").graph()
-    assert read_graph(f"gpt:{SIZES}", ["dtype=bfloat16"], 5).parameter_by_name["blocks.4.up.weight"].spec.dtype == "bfloat16"
 
 
 def test_a_published_model_with_wrong_sizes_is_refused() -> None:
@@ -127,6 +130,7 @@ def test_a_function_is_told_from_a_captured_and_a_published_model(source: str, o
     assert is_function(source) == own
 
 
+@pytest.mark.slow
 def test_a_published_model_is_examined_and_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "gpt:layers=2,hidden=16,heads=2,sequence=4,vocabulary=8"]) in (0, 3)
     assert "capture        yes" in capsys.readouterr().out

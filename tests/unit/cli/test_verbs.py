@@ -94,6 +94,10 @@ def test_capture_prints_the_scopes_and_writes_the_graph(model: str, capsys: pyte
 def test_a_function_may_say_which_tensors_have_rows(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["capture", "verb_model.py:codes", "--json"]) == 0
     assert from_json(ModelGraph, capsys.readouterr().out).num_rows == 8
+
+
+@pytest.mark.slow
+def test_doctor_is_told_which_tensors_have_rows(model: str) -> None:
     assert main(["doctor", "verb_model.py:codes"]) == 0
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import whale
+from tests.examples import slow
 from tests.unit.runtime.test_steps_at_scale import cluster_of
 from whale.api.mode import CapturedMode
 from whale.config import Config
@@ -77,7 +78,7 @@ def test_what_is_held_is_what_the_estimate_says() -> None:
         assert peak.action[1] == "B" and peak.op.startswith("aten.")
 
 
-@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+@pytest.mark.parametrize("kept", [0, slow(1), slow(2), 3])
 def test_optimizers_keep_what_the_settings_say(kept: int) -> None:
     weight_bytes = 4 * WIDTH * WIDTH
     held = dry(4, memory__optimizer_states=kept).of["device0"].held_bytes

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import at_most
+from tests.examples import at_most, slow
 from tests.unit.planning.graphs import Graph, device
 from tests.unit.search.exhaustive import least
 from whale.config import Config
@@ -137,7 +137,7 @@ def test_a_number_of_stages_may_bind_a_search_or_end_it() -> None:
     assert searched.step_seconds <= step.step_seconds
 
 
-@pytest.mark.parametrize("num_stages", [3, 6, 7])
+@pytest.mark.parametrize("num_stages", [slow(3), slow(6), 7])
 def test_a_number_of_stages_is_divided_over_the_kinds(num_stages: int) -> None:
     graph, cluster = layers([64] * 8), made([[(1e9, GIB)] * 4, [(3e9, GIB)] * 4], network=1e9)
     settings = {"pipeline.num_stages": num_stages, "planning.effort": 20}
