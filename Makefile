@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 # What is compiled, the tests too, is kept for the next process.
 export PYTHONDONTWRITEBYTECODE :=
+# One thread for each of those that run side by side, as `.ci/run` has it.
+test quick: export OMP_NUM_THREADS := 1
 DEMO_RECIPE ?= strategies/recipes/pipeline_data_parallel.yaml
 
 .PHONY: demo test quick lint types bench clean
