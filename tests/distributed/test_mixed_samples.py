@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, note
 from hypothesis import strategies as st
 
 import whale
@@ -140,7 +140,7 @@ def test_mixed_samples_are_exact(world: World, name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@at_most(25, suppress_health_check=list(HealthCheck))
 @given(
     st.builds(
         Case,

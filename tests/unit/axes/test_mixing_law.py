@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 
-from tests.examples import slow
+from tests.examples import at_most, slow
 from tests.mixing import LOSSES, MIDDLES, Layers, make_batch, value_of
 from tests.unit.capture.test_random_models import pieces_loss
 from whale.axes import discover
@@ -51,7 +51,7 @@ def check(middle: str, loss: str, sizes: list[int], seed: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 @given(
     st.sampled_from(sorted(MIDDLES)),
     st.sampled_from(sorted(LOSSES)),

@@ -10,11 +10,12 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, reject, settings
+from hypothesis import HealthCheck, example, given, reject
 from hypothesis import strategies as st
 
 import whale
 from tests import reference
+from tests.examples import at_most
 from tests.random_writes import NEEDS_WHOLE_BATCH, STEPS, Random
 from tests.written_models import make_batch, squares
 from whale.capture import capture
@@ -28,7 +29,7 @@ torch.set_num_threads(1)
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, weight_decay=0.1)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@at_most(10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(
     names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4).map(tuple),
     num_micro_batch=st.sampled_from((1, 2, 3)),

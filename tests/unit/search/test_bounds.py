@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.examples import at_most
 from tests.unit.planning.graphs import Graph
 from tests.unit.search.test_search import GIB, clusters, layers, made
 from whale.config import Config
@@ -53,7 +54,7 @@ def front_of(graph: ModelGraph, cluster: Cluster, rows: int) -> Front:
     return Front(Space(cluster, freedom, rows, seater.points.num_units), bounds, sketches, LeastTime())
 
 
-@settings(max_examples=5)
+@at_most(5)
 @given(depths=st.lists(st.integers(1, 3), min_size=1, max_size=3), cluster=clusters(2), rows=st.integers(1, 6))
 @example(depths=[3, 3], cluster=made([[(1e9, GIB)] * 2], network=1e10), rows=4)
 def test_no_plan_is_below_its_bound(depths: list[int], cluster: Cluster, rows: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import at_most
@@ -74,27 +74,27 @@ def fullest(draft: Draft) -> float:
     return max(each.peak.total for each in draft.step.devices)
 
 
-@at_most(20)
+@at_most(8)
 @given(graph=models, cluster=priced_clusters(2), rows=st.integers(1, 9))
 def test_no_plan_on_two_devices_is_cheaper(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_least(graph, cluster, rows, "cost", hourly(cluster, rows))
 
 
-@at_most(20)
+@at_most(8)
 @given(graph=models, cluster=clusters(2), rows=st.integers(1, 9))
 def test_no_plan_on_two_devices_is_smaller(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_least(graph, cluster, rows, "memory", fullest)
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@at_most(30)
 @given(graph=models, cluster=priced_clusters(3), rows=st.integers(1, 9))
 def test_no_plan_on_three_devices_is_cheaper(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_least(graph, cluster, rows, "cost", hourly(cluster, rows))
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@at_most(20)
 @given(graph=models, cluster=clusters(3), rows=st.integers(1, 9))
 def test_no_plan_on_three_devices_is_smaller(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_least(graph, cluster, rows, "memory", fullest)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import at_most, slow
@@ -75,21 +75,21 @@ def is_exhaustive(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
         assert found.num_unproven == 0 and found.gap == 0
 
 
-@at_most(20)
+@at_most(8)
 @given(graph=models, cluster=clusters(2), rows=st.integers(1, 9))
 def test_equals_the_best_of_all_plans_on_two_devices(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_exhaustive(graph, cluster, rows)
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@at_most(40)
 @given(graph=models, cluster=clusters(3), rows=st.integers(1, 9))
 def test_equals_the_best_of_all_plans_on_three_devices(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_exhaustive(graph, cluster, rows)
 
 
 @pytest.mark.slow
-@settings(max_examples=3)
+@at_most(3)
 @given(graph=models, cluster=clusters(4), rows=st.integers(1, 9))
 def test_equals_the_best_of_all_plans_on_four_devices(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_exhaustive(graph, cluster, rows)
