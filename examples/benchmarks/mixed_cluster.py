@@ -10,8 +10,9 @@ searched       what the planner finds for the model without any scope, against t
 Nothing tells the planner the shares: the ranks measure what they and the model on them reach, all at once (`whale probe`, `whale
 profile`), and the plans are for what was measured. `--megabits` joins the ranks by links of that speed.
 A bound beside the times: a rank's speed is the rows per second of the plain training step on that rank alone, while all ranks
-compute; the ideal of a step is its rows by the sum of the speeds, times (m + p - 1) / m of a pipeline's fill; efficiency is ideal /
-measured, speedup even / ours. Blocks of steps of either side alternate, so that a slow moment of the machine hits both.
+compute (`alone.py`); the ideal of a step is its rows by the sum of the speeds, times (m + p - 1) / m of a pipeline's fill; efficiency
+is ideal / measured, speedup even / ours. Blocks of steps of either side alternate, and the ranks alone come after each pair, so that a
+slow moment of the machine hits all.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -33,11 +34,13 @@ from torch import Tensor, nn
 
 import whale
 from whale.ir.cluster import Cluster, Host
+from whale.ir.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from alone import Alone, work_of
 from gpt import GPT, loss_fn
 from measuring import measure
-from ranks import compared, on_ranks
+from ranks import on_ranks, pair_of, summary
 
 Step = Callable[[], object]
 Batch = dict[str, Tensor]
@@ -52,10 +55,10 @@ class Result:
     Attributes:
         ours_seconds, even_seconds: medians, of the plan that knows the speeds and of equal parts; of the search, of what it finds
             and of the fastest other plan.
-        ideal_seconds: no communication, no bubble but the pipeline's fill, every rank busy at its own speed.
-        efficiency: ideal / ours.
+        ideal_seconds: no communication, no bubble but the pipeline's fill, every rank busy at its own speed; a median too.
+        efficiency: ideal / ours, the median over the pairs, each with what the ranks did alone just after it.
         speedup: even / ours, the median over pairs of blocks.
-        rows_per_second: of each rank alone in its work.
+        rows_per_second: of each rank alone in its work, medians.
         plan: ours.
     """
 
@@ -78,22 +81,25 @@ def make_batch(options: argparse.Namespace, rows: int) -> Batch:
     return {"ids": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 
-def whale_side(options: argparse.Namespace, cluster: Cluster, config: dict[str, object], **scopes: int) -> tuple[Step, str]:
+def whale_side(options: argparse.Namespace, cluster: Cluster, config: dict[str, object], **scopes: int) -> tuple[Step, Plan]:
     """A step under a plan for this cluster, and the plan."""
     batch = make_batch(options, options.rows)
     engine = whale.parallelize(
         make_model(options, **scopes), loss=loss_fn, optimizer=OPTIMIZER, batch=batch, config=config, cluster=cluster
     )
-    return partial(engine.step, batch), str(engine.plan)
+    return partial(engine.step, batch), engine.plan
 
 
-def by_speed(options: argparse.Namespace, cluster: Cluster, config: dict[str, object], **scopes: int) -> tuple[Step, str]:
+def by_speed(options: argparse.Namespace, cluster: Cluster, config: dict[str, object], **scopes: int) -> tuple[Step, Plan]:
     """A step under a plan for what was measured of these devices and of the model on them."""
     return whale_side(options, cluster, {"cluster.profile": str(options.profile), **config}, **scopes)
 
 
-def loop_side(model: nn.Module, batch: Batch) -> Step:
-    """The plain training step."""
+def distributed_data_parallel(options: argparse.Namespace) -> Step:
+    """Equal batches; where the ranks do not divide the rows, the first ones have one more."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batch = {name: tensor.tensor_split(size)[rank] for name, tensor in make_batch(options, options.rows).items()}
+    model = nn.parallel.DistributedDataParallel(make_model(options))
     optimizer = OPTIMIZER(model.parameters())
 
     def step() -> None:
@@ -102,27 +108,6 @@ def loop_side(model: nn.Module, batch: Batch) -> Step:
         optimizer.step()
 
     return step
-
-
-def distributed_data_parallel(options: argparse.Namespace) -> Step:
-    """Equal batches; where the ranks do not divide the rows, the first ones have one more."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = {name: tensor.tensor_split(size)[rank] for name, tensor in make_batch(options, options.rows).items()}
-    return loop_side(nn.parallel.DistributedDataParallel(make_model(options)), own)
-
-
-def rows_per_second(options: argparse.Namespace, rows: int) -> list[float]:
-    """Of the plain training step on each rank alone, while all of them compute, with no communication."""
-    step = loop_side(make_model(options), make_batch(options, rows))
-    step()
-    dist.barrier()
-    begin, done = time.perf_counter(), 0
-    while time.perf_counter() - begin < options.seconds:
-        step()
-        done += rows
-    found: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(found, done / (time.perf_counter() - begin))
-    return found
 
 
 def even(cluster: Cluster) -> Cluster:
@@ -135,35 +120,29 @@ def even(cluster: Cluster) -> Cluster:
     return replace(cluster, hosts=tuple(like_first(host) for host in cluster.hosts))
 
 
-def data_parallel(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, str, Step]:
+def data_parallel(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, Plan, Step]:
     return *by_speed(options, cluster, {"planning.search": "off"}), distributed_data_parallel(options)
 
 
-def pipeline(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, str, Step]:
+def pipeline(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, Plan, Step]:
     config: dict[str, object] = {"pipeline.num_micro_batch": options.micro_batches, "pipeline.schedule": "1f1b"}
     size = dist.get_world_size()
     other, _ = whale_side(options, cluster, config, stages=size)
     return *by_speed(options, cluster, config | {"pipeline.num_stages": size}), other
 
 
-def split(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, str, Step]:
+def split(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, Plan, Step]:
     size = dist.get_world_size()
     other, _ = whale_side(options, even(cluster), {}, split=size)
     return *by_speed(options, cluster, {}, split=size), other
 
 
-CASES: dict[str, Callable[[argparse.Namespace, Cluster], tuple[Step, str, Step]]] = {
+CASES: dict[str, Callable[[argparse.Namespace, Cluster], tuple[Step, Plan, Step]]] = {
     "data_parallel": data_parallel,
     "pipeline": pipeline,
     "split": split,
 }
 SEARCHED = "searched"
-
-
-def fill(case: str, options: argparse.Namespace) -> float:
-    """How many times longer a step takes for a pipeline to fill and drain."""
-    waits = dist.get_world_size() - 1 if case == "pipeline" else 0
-    return 1 + waits / options.micro_batches
 
 
 def run_case(case: str, options: argparse.Namespace, cluster: Cluster, fastest: str | None = None) -> Result:
@@ -172,13 +151,20 @@ def run_case(case: str, options: argparse.Namespace, cluster: Cluster, fastest: 
         ours, plan, other = CASES[case](options, cluster)
     else:
         (ours, plan), (other, _, _) = by_speed(options, cluster, {}), CASES[fastest](options, cluster)
+    work = work_of(plan, cluster, dist.get_rank(), options.rows)
+    alone = Alone(make_model(options), partial(make_batch, options), loss_fn, OPTIMIZER, work, options.seconds)
     for _ in range(options.warmup):
         ours(), other()
-    found = compared(ours, other, options.steps, options.pairs)
-    speeds = rows_per_second(options, max(1, options.rows // dist.get_world_size()))
-    ideal = options.rows / sum(speeds) * fill(case, options)
-    seconds = found["whale_seconds"]
-    return Result(seconds, found["peer_seconds"], ideal, ideal / seconds, found["ratio"], speeds, plan)
+    pairs, ideals, speeds = [], [], []
+    for number in range(options.pairs):
+        pairs.append(pair_of(ours, other, options.steps, number))
+        speeds.append(alone.rows_per_second())
+        ideals.append(options.rows / sum(speeds[-1]) * work.fill)
+    found = summary(pairs)
+    efficiency = statistics.median(ideal / own.seconds for ideal, (own, _) in zip(ideals, pairs, strict=True))
+    alone_of_each = [statistics.median(each) for each in zip(*speeds, strict=True)]
+    ideal = statistics.median(ideals)
+    return Result(found["whale_seconds"], found["peer_seconds"], ideal, efficiency, found["ratio"], alone_of_each, str(plan))
 
 
 def run_ranks(options: argparse.Namespace) -> dict[str, Result]:
@@ -213,7 +199,7 @@ def main() -> None:
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--megabits", type=float, metavar="N", help="per second, of the link of each rank (as root; default: no limit)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="to time each rank alone (default 3)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="to time the ranks alone after each pair (default 2)")
     parser.add_argument("--only", action="append", choices=[*CASES, SEARCHED], help="one comparison; repeatable")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args()

@@ -95,20 +95,26 @@ def cost_of(step: Callable[[], object], steps: int) -> Cost:
     return Cost(seconds / steps, float(cpu_seconds) / steps)
 
 
-def compared(ours: Callable[[], object], peer: Callable[[], object], steps: int, pairs: int) -> Result:
-    """Times blocks of steps of either side in pairs, in alternating order, so that a slow moment of the machine hits both.
+Pair = tuple[Cost, Cost]
+"""Ours and the peer's."""
 
-    Returns:
-        Medians in seconds per step, and of the peer's / ours: ``ratio`` of the times, ``cpu_ratio`` of the CPU times.
-    """
-    costs: list[tuple[Cost, Cost]] = []
-    for pair in range(pairs):
-        if pair % 2 == 0:
-            own = cost_of(ours, steps)
-            costs.append((own, cost_of(peer, steps)))
-        else:
-            theirs = cost_of(peer, steps)
-            costs.append((cost_of(ours, steps), theirs))
+
+def pair_of(ours: Callable[[], object], peer: Callable[[], object], steps: int, number: int) -> Pair:
+    """Times a block of steps of either side; which is first changes with the number of the pair."""
+    if number % 2 == 0:
+        own = cost_of(ours, steps)
+        return own, cost_of(peer, steps)
+    theirs = cost_of(peer, steps)
+    return cost_of(ours, steps), theirs
+
+
+def compared(ours: Callable[[], object], peer: Callable[[], object], steps: int, pairs: int) -> Result:
+    """Times blocks of steps of either side in pairs, in alternating order, so that a slow moment of the machine hits both."""
+    return summary([pair_of(ours, peer, steps, number) for number in range(pairs)])
+
+
+def summary(costs: Sequence[Pair]) -> Result:
+    """Medians in seconds per step, and of the peer's / ours: ``ratio`` of the times, ``cpu_ratio`` of the CPU times."""
     ratios = sorted(theirs.seconds / own.seconds for own, theirs in costs)
     quarter = len(ratios) // 4
     return {
@@ -120,7 +126,7 @@ def compared(ours: Callable[[], object], peer: Callable[[], object], steps: int,
         "cpu_ratio": statistics.median(theirs.cpu_seconds / own.cpu_seconds for own, theirs in costs),
         "whale_cpu_seconds": statistics.median(own.cpu_seconds for own, _ in costs),
         "peer_cpu_seconds": statistics.median(theirs.cpu_seconds for _, theirs in costs),
-        "num_pairs": pairs,
+        "num_pairs": len(costs),
     }
 
 

@@ -1,0 +1,160 @@
+"""What planning for unlike devices is predicted to bring: the searched plan beside even policies, on eight mixed clusters.
+
+    python examples/benchmarks/gains.py --json gains.json
+
+equal batch    a copy of the model on every device, equal rows
+equal layers   one pipeline over all devices, equally many blocks in each stage; the best number of micro-batches
+one strategy   the same replicas, stages, split and micro-batches for all devices, equal rows, blocks and parts: the best of all of them
+
+Everything is predicted by the same estimate; nothing runs. The even policies may use whichever devices where, as the planner places
+them, and compute every block again where they do not fit otherwise. Gain = seconds of the policy / seconds of the searched plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from whale.config import Config
+from whale.errors import WhaleError
+from whale.hardware import load_cluster, parse_cluster
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.planning import even_shares, make_plan
+from whale.search import decide
+from whale.workloads import GPT
+
+MODEL = GPT(layers=16, hidden=1024, heads=16, sequence=512, vocabulary=32000)
+ROWS = 64
+FILES = Path(__file__).resolve().parents[2] / "strategies" / "clusters"
+
+CLUSTERS: dict[str, str] = {
+    "2 V100 + 2 T4, 25 Gbit/s": "v100_t4.yaml",
+    "4 A100 + 4 RTX 3090, 10 to 25 Gbit/s": "a100_3090.yaml",
+    "8 V100 + 8 P100, 50 Gbit/s": "v100_p100_16.yaml",
+    "8 A100 + 8 T4, 10 Gbit/s": """
+        hosts: [{name: new, devices: 8 x A100-80GB}, {name: old, devices: 8 x T4}]
+        network: ethernet-10g""",
+    "1 A100 + 1 V100 + 2 T4, 25 Gbit/s": """
+        hosts: [{name: a, devices: 1 x A100-80GB}, {name: b, devices: 1 x V100-32GB}, {name: c, devices: 2 x T4}]
+        network: ethernet-25g""",
+    "4 V100 + 12 T4 on 4 hosts, 50 Gbit/s": """
+        hosts: [{name: big, devices: 4 x V100-32GB}, {name: small, count: 3, devices: 4 x T4}]
+        network: ethernet-50g""",
+    "4 H100 + 8 A100, InfiniBand": """
+        hosts: [{name: new, devices: 4 x H100}, {name: old, devices: 8 x A100-80GB}]
+        network: infiniband-hdr""",
+    "8 A100 of 80 and 8 of 40 GB, InfiniBand": """
+        hosts: [{name: large, devices: 8 x A100-80GB}, {name: small, devices: 8 x A100-40GB}]
+        network: infiniband-hdr""",
+}
+
+
+@dataclass(frozen=True)
+class Gains:
+    """One cluster, in seconds per step.
+
+    Attributes:
+        searched: of the plan that the search finds.
+        equal_batch, equal_layers, one_strategy: of the even policies; None where nothing of the kind fits in memory.
+        plan: the searched one, in a line.
+        strategy: the best of the third policy.
+        cpu_seconds: of the search.
+    """
+
+    searched: float
+    equal_batch: float | None
+    equal_layers: float | None
+    one_strategy: float | None
+    plan: str
+    strategy: str
+    cpu_seconds: float
+
+
+Strategy = tuple[int, int, int, int]
+"""Replicas, stages, devices of a split group, micro-batches."""
+
+
+def strategies(cluster: Cluster, rows: int, blocks: int) -> Iterator[Strategy]:
+    """Every way to treat all devices alike."""
+    count, widest = len(cluster.devices), min(len(host.devices) for host in cluster.hosts)
+    for width in (1, 2, 4, 8):
+        if width > widest or count % width:
+            continue
+        for stages in (number for number in range(1, min(blocks, count // width) + 1) if count // width % number == 0):
+            replicas = count // width // stages
+            for micro_batches in (1,) if stages == 1 else (2, 4, 8, 16):
+                if rows >= replicas * micro_batches:
+                    yield replicas, stages, width, micro_batches
+
+
+def even_seconds(graph: ModelGraph, cluster: Cluster, strategy: Strategy, rows: int) -> float | None:
+    """The step of a strategy with equal shares, every block computed again where it does not fit otherwise; None where it never does."""
+    replicas, stages, width, micro_batches = strategy
+    written: dict[str, object] = {"replicas": replicas, "num_stages": stages, "num_micro_batch": micro_batches}
+    written |= {"blocks": "even"} if stages > 1 else {}
+    written |= {"split": width} if width > 1 else {}
+    for recompute in ("none", "blocks"):
+        config = Config({"plan": written | {"recompute": recompute}})
+        try:
+            plan = make_plan(graph, cluster, config, rows=rows)
+        except WhaleError:
+            continue
+        even = even_shares(plan, graph, cluster, config)
+        if even.step_seconds is not None and not even.reason:
+            return even.step_seconds
+    return None
+
+
+def gains(cluster: Cluster, graph: ModelGraph, rows: int) -> Gains:
+    """The searched plan and the even policies on one cluster."""
+    begin = time.process_time()
+    plan, step = decide(None, graph, cluster, Config(), rows=rows)
+    cpu_seconds = time.process_time() - begin
+    found = {each: even_seconds(graph, cluster, each, rows) for each in strategies(cluster, rows, MODEL.layers)}
+    fitting = {each: seconds for each, seconds in found.items() if seconds is not None}
+    layers = [seconds for (replicas, _, width, _), seconds in fitting.items() if replicas == width == 1]
+    best = min(fitting, key=fitting.__getitem__, default=None)
+    return Gains(
+        searched=step.step_seconds,
+        equal_batch=found.get((len(cluster.devices), 1, 1, 1)),
+        equal_layers=min(layers, default=None),
+        one_strategy=None if best is None else fitting[best],
+        plan="; ".join(choice.decision for choice in plan.choices if choice.pass_name == "search") or str(plan).partition("\n")[0],
+        strategy="" if best is None else "{} replica(s) of {} stage(s), split over {}, {} micro-batch(es)".format(*best),
+        cpu_seconds=cpu_seconds,
+    )
+
+
+def row(name: str, found: Gains) -> str:
+    """A row of the table of the page."""
+    policies = (found.equal_batch, found.equal_layers, found.one_strategy)
+    times = (f"{1e3 * seconds:.0f} ms, **{seconds / found.searched:.2f}x**" if seconds else "does not fit" for seconds in policies)
+    return " | ".join((f"| {name}", f"{1e3 * found.searched:.0f} ms: {found.plan}", *times, f"{found.strategy} |"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="TEXT", help="clusters with this in their name; repeatable")
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"of the global batch (default {ROWS})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    options = parser.parse_args()
+    graph, results = MODEL.graph(), {}
+    for name, text in CLUSTERS.items():
+        if options.only is not None and not any(each in name for each in options.only):
+            continue
+        cluster = load_cluster(FILES / text) if text.endswith(".yaml") else parse_cluster(text)
+        results[name] = found = gains(cluster, graph, options.rows)
+        print(row(name, found), flush=True)
+    worst = min((each.one_strategy / each.searched for each in results.values() if each.one_strategy), default=0.0)
+    print(f"the least gain over one strategy for all: {worst:.2f}x")
+    if options.json is not None:
+        options.json.write_text(json.dumps({name: asdict(each) for name, each in results.items()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
