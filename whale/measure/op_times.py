@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from whale.ir.graph import Op
 from whale.measure.op_inputs import Inputs
-from whale.measure.samples import Clock
+from whale.measure.samples import Clock, own_time
 
 Rounds = tuple[float, ...]
 
@@ -26,9 +27,13 @@ class OpRounds:
     backward: Rounds = ()
     reason: str = ""
 
+    def stretched(self, factor: float) -> OpRounds:
+        """The same, so many times longer."""
+        return replace(self, forward=tuple(factor * each for each in self.forward), backward=tuple(factor * each for each in self.backward))
+
 
 def time_op(clock: Clock, inputs: Inputs, op: Op, num_rows: int) -> OpRounds:
-    """Times an op on all ranks at once.
+    """Times an op on all ranks at once, by the clock that is given.
 
     An op that cannot be run alone on some rank is timed on none: the reason is that of the first such rank.
     """
@@ -66,10 +71,16 @@ def _without_gradient(forward: Callable[[], object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PassRounds:
-    """Seconds of the whole graph's rounds on one rank: forward, and forward and backward; empty where some rank has no room for it."""
+    """Seconds of the whole graph's rounds on one rank; empty where some rank has no room for it.
+
+    Attributes:
+        forward, both: passes: forward; forward and backward.
+        stretch: seconds by the wall / by the rank's own time, of both: what waiting for its core adds.
+    """
 
     forward: Rounds = ()
     both: Rounds = ()
+    stretch: float = 1.0
 
 
 def time_passes(clock: Clock, inputs: Inputs, num_rows: int) -> PassRounds:
@@ -83,7 +94,30 @@ def time_passes(clock: Clock, inputs: Inputs, num_rows: int) -> PassRounds:
         reason = str(error)
     if any(clock.world.gather_objects(reason)):
         return PassRounds()
-    return PassRounds(clock.rounds(partial(module, *arguments), num_repeats=1), clock.rounds(both, num_repeats=1))
+    watched = _Watched(both, own_time(clock.world.device))
+    return PassRounds(
+        clock.rounds(partial(module, *arguments), num_repeats=1),
+        clock.rounds(watched, num_repeats=1),
+        watched.wall / max(watched.own, 1e-9),
+    )
+
+
+class _Watched:
+    """A call whose seconds are added up by two clocks.
+
+    Attributes:
+        wall, own: so far.
+    """
+
+    def __init__(self, call: Callable[[], object], own_time: Callable[[], float]) -> None:
+        self._call, self._own_time = call, own_time
+        self.wall = self.own = 0.0
+
+    def __call__(self) -> None:
+        wall, own = time.perf_counter(), self._own_time()
+        self._call()
+        self.wall += time.perf_counter() - wall
+        self.own += self._own_time() - own
 
 
 def _forward_and_backward(module: fx.GraphModule, arguments: list[Any], parameters: list[Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,7 @@ from whale.measure.devices import local_profile
 from whale.measure.op_inputs import Inputs
 from whale.measure.op_times import OpRounds, PassRounds, time_op, time_passes
 from whale.measure.rank_times import RankTimes, pooled_kind
-from whale.measure.samples import Clock
+from whale.measure.samples import Clock, own_time
 
 ROUND_SECONDS = 5e-3
 """Of an op: there are many, and the whole passes, which take longer, say what they add up to."""
@@ -126,17 +126,20 @@ def profile_model(
     clock = Clock(world, num_rounds, ROUND_SECONDS)
     is_known = known.model == model and all(each.forward for each in before.values())
     passes = () if is_known and not wanted else tuple(_passes(clock, inputs, rows, tell))
-    own = RankTimes(kind, machine_name(world.device), dict(_ops(clock, inputs, wanted, rows, tell)), passes)
+    stretch = passes[-1].stretch if passes else 1.0
+    own_clock = replace(clock, now=own_time(world.device))
+    own = RankTimes(kind, machine_name(world.device), dict(_ops(own_clock, stretch, inputs, wanted, rows, tell)), passes)
     reports = [each for each in world.gather_objects(own) if isinstance(each, RankTimes)]
     measured = tuple(pooled_kind([each for each in reports if each.kind == one], before[one], tuple(ops), rows) for one in before)
     return Profile(model, (*measured, *known.others(model, before)))
 
 
 def _ops(
-    clock: Clock, inputs: Inputs, wanted: Mapping[str, Op], rows: Sequence[int], tell: Callable[[str], None]
+    clock: Clock, stretch: float, inputs: Inputs, wanted: Mapping[str, Op], rows: Sequence[int], tell: Callable[[str], None]
 ) -> Iterator[tuple[str, tuple[OpRounds, ...]]]:
+    """Ops are timed by the rank's own time, and stretched as the passes are, which last long enough to show what the wall adds."""
     for number, (name, op) in enumerate(wanted.items(), 1):
-        yield name, tuple(time_op(clock, inputs, op, num_rows) for num_rows in rows)
+        yield name, tuple(time_op(clock, inputs, op, num_rows).stretched(stretch) for num_rows in rows)
         if number % TOLD == 0:
             tell(f"{number} of {len(wanted)} ops are measured")
 

@@ -39,6 +39,15 @@ class Samples:
         return Samples(name, unit, tuple(amount / max(each, 1e-12) for each in seconds))
 
 
+def own_time(device: torch.device) -> Callable[[], float]:
+    """A clock that stands still while a rank's core is another's: of a thread that computes itself; the wall's of a GPU.
+
+    A rank with a share of a core computes in bursts. What is shorter than a burst is all inside of one or not, and takes by the wall
+    what it would on the whole core, or several times as much.
+    """
+    return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
 @dataclass(frozen=True)
 class Clock:
     """Times calls on this rank's device.
@@ -47,11 +56,13 @@ class Clock:
         world: this process among its peers; all of them make the same calls of a clock, in the same order.
         num_rounds: how often each thing is measured.
         round_seconds: about as long as a round's calls take together.
+        now: what is read before and after them; that of the wall, or `own_time`.
     """
 
     world: World
     num_rounds: int
     round_seconds: float = ROUND_SECONDS
+    now: Callable[[], float] = time.perf_counter
 
     def once(self, call: Callable[[], object]) -> float:
         """Seconds of one call, the longest of all ranks; a call before it warms up."""
@@ -89,11 +100,11 @@ class Clock:
 
     def _time(self, call: Callable[[], object], repeats: int) -> float:
         self._finish()
-        begin = time.perf_counter()
+        begin = self.now()
         for _ in range(repeats):
             call()
         self._finish()
-        return max((time.perf_counter() - begin) / repeats, 1e-9)
+        return max((self.now() - begin) / repeats, 1e-9)
 
     def _finish(self) -> None:
         if self.world.device.type == "cuda":

@@ -21,7 +21,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.profile import Profile, read_profile
 from whale.measure import devices_at_hand, profiling
 from whale.measure.op_inputs import Inputs
-from whale.measure.op_times import PassRounds
+from whale.measure.op_times import OpRounds, PassRounds
 from whale.measure.profiling import Known, distinct_ops, own_kind, profile_model, rows_to_measure
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"), timedelta(seconds=60))
@@ -114,6 +114,15 @@ def test_an_operator_that_fails_alone_keeps_its_price(monkeypatch: pytest.Monkey
     reasons = {op.signature.partition("(")[0]: op.reason for op in kind.ops if op.reason}
     assert reasons == {"aten.relu.default": "ValueError: not here"}
     assert kind.forward == ()
+
+
+def test_ops_take_longer_by_what_waiting_for_the_core_adds_to_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    graph, own = inputs()
+    monkeypatch.setattr(profiling, "time_passes", lambda *_: PassRounds((1.0,), (3.0,), stretch=3.0))
+    monkeypatch.setattr(profiling, "time_op", lambda *_: OpRounds((1.0, 1.0), (2.0, 4.0)))
+    (kind,) = measure(graph, own)[0].kinds
+    assert {op.forward for op in kind.ops} == {(3.0, 3.0, 3.0)} and {op.backward for op in kind.ops} == {(9.0, 9.0, 9.0)}
 
 
 CLUSTER = """hosts:
