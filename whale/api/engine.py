@@ -22,6 +22,7 @@ from whale.api.since_capture import SinceCapture
 from whale.api.step_loss import step_loss
 from whale.api.tracebacks import in_short
 from whale.api.tracing import Tracing
+from whale.api.users_tensors import UsersTensors
 from whale.errors import RuntimeFault, WhaleError, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -56,7 +57,8 @@ class Engine:
         self._tracing = tracing
         self._first_step = state.step_number
         world = runtime.roster.world
-        self._since = SinceCapture(modes.train.graph, modes.train.program.tensors, state.tensors, world.device)
+        self._since = SinceCapture(modes.model, modes.train.graph, modes.train.program.tensors, state.tensors, world.device)
+        self._users = UsersTensors(modes.model, tells=world.rank == 0)
         self._warns_of_no_optimizer = not trains and world.rank == 0
 
     # ---- work ------------------------------------------------------------------------------------------------
@@ -75,7 +77,7 @@ class Engine:
 
         Raises:
             BatchError: the batch is not of the example's form, too small, or unequal on two ranks. Nothing has changed.
-            CaptureError: parameters were frozen or unfrozen since the capture, or `torch.autocast` is in force.
+            CaptureError: layers were replaced since the capture, parameters frozen or unfrozen, or `torch.autocast` is in force.
             RuntimeFault: a peer died, or a wait outlasted ``communication.timeout_seconds``; or the loss is no finite number,
                 and has not gone into the weights (on a GPU it may have: it is looked at two steps later).
         """
@@ -164,6 +166,7 @@ class Engine:
         if rank is not None and not 0 <= rank < size:
             raise RuntimeFault(f"state_dict(rank=) is one of the {size} rank(s), from 0 (got {rank})")
         self.runtime.call_together("state_dict")
+        self._users.exchange()
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         graph, roster, holdings = self.model_graph, self.runtime.roster, self.runtime.holdings
@@ -183,6 +186,7 @@ class Engine:
             CheckpointError: keys are missing or unknown, shapes differ, or ranks were given unlike ones. Nothing has changed.
         """
         self.runtime.call_together("load_state_dict")
+        self._users.exchange()
         graph, roster, keys = self.model_graph, self.runtime.roster, self.modes.model.state_dict().keys()
         fill_tensors(graph, self.runtime.holdings, roster.rank, self.state.tensors, state, keys, roster.world)
         self.state.has_moved_statistics = False
@@ -294,6 +298,7 @@ class Engine:
         with self.runtime.status.reporting():
             try:
                 self._since.check()
+                self._users.look()
                 captured = self.modes.fitting(name, batch, self.runtime.forget)
                 view = view_of(captured.program.batch, batch)
                 if name == "train":

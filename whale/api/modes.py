@@ -1,4 +1,4 @@
-"""The captures of one model: the training's, the others when they are first asked for, and those of batches of other sizes."""
+"""The captures of one model: the training's, the others when first asked for, those of batches of other sizes and of other plain values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from whale.api.mode import CapturedMode, ModeName, structure_for
 from whale.capture import BatchDims, BatchStructure, check_batch_dims
+from whale.capture.plain_values import PlainValues, Values
 from whale.comm import World, together
 from whale.errors import BatchError, CaptureError, warn
 from whale.ir.graph import ModelGraph
@@ -24,7 +25,7 @@ class Modes:
         loss: the user's loss.
         batch: the example.
         world: this process among its peers; all ranks capture together.
-        num_sizes: captures that are kept of each mode for batches of other sizes than the example's.
+        num_sizes: captures that are kept of each mode beside the first.
         batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
 
     Attributes:
@@ -47,7 +48,10 @@ class Modes:
         self.model, self._loss, self._example, self._world, self._num_sizes = model, loss, batch, world, num_sizes
         self._batch_dims = batch_dims
         self._found: dict[ModeName, CapturedMode] = {}
-        self._sized: dict[ModeName, dict[BatchStructure, CapturedMode]] = {}
+        self._others: dict[ModeName, dict[tuple[BatchStructure, Values], CapturedMode]] = {}
+        self._plain = PlainValues(model, loss)
+        self._values: dict[ModeName, Values] = {}
+        self._numbers: dict[Values, int] = {}
         self._warned: set[str] = set()
         if batch_dims:
             check_batch_dims(batch, batch_dims)
@@ -71,7 +75,9 @@ class Modes:
         return self._found[name]
 
     def fitting(self, name: ModeName, batch: Any, forget: Callable[[str], None]) -> CapturedMode:
-        """The capture of a mode that serves a batch of this rank's; one more where its sizes are new. No other rank takes part.
+        """The capture of a mode that serves a batch of this rank's; one more where its sizes are new, or plain values have changed.
+
+        No other rank takes part.
 
         Args:
             name: of a mode that is there.
@@ -81,17 +87,18 @@ class Modes:
         Raises:
             BatchError: the batch is not like the example, or the model cannot be captured for its sizes.
         """
-        base = self._found[name]
+        base, known = self._found[name], self._values[name]
         data = batch.data if isinstance(batch, RankBatch) else batch
         structure = base.structure if data is None else base.structure.like(data)
-        if structure is base.structure:
+        values = self._plain.now(known, trains=name == "train")
+        if structure is base.structure and values == known:
             return base
-        sized = self._sized.setdefault(name, {})
-        found = sized.pop(structure, None) or self._capture_sized(name, base.structure, structure)
-        sized[structure] = found  # the last one is the one used last
-        if len(sized) > self._num_sizes:
-            forget(sized.pop(next(iter(sized))).key)
-            self._warn("the model has been captured for so many sizes of batches that the least used are dropped, and captured again")
+        others = self._others.setdefault(name, {})
+        found = others.pop((structure, values), None) or self._capture_other(name, structure, values)
+        others[structure, values] = found  # the last one is the one used last
+        if len(others) > self._num_sizes:
+            forget(others.pop(next(iter(others))).key)
+            self._warn("the model has been captured for so many sizes and values that the least used are dropped, and captured again")
         return found
 
     def _capture(self, name: ModeName, batch: Any) -> CapturedMode:
@@ -100,19 +107,32 @@ class Modes:
 
         captured = together(self._world, make)
         _compare_captures(None if batch is None else captured.graph, self._world)
-        self._found[name] = captured
+        self._found[name], self._values[name] = captured, self._plain.now(trains=name == "train")
         return captured
 
-    def _capture_sized(self, name: ModeName, known: BatchStructure, structure: BatchStructure) -> CapturedMode:
-        differing = known.differing(structure)
+    def _capture_other(self, name: ModeName, structure: BatchStructure, values: Values) -> CapturedMode:
+        """A capture for other sizes than the example's, or for other plain values than those of the first capture."""
+        base = self._found[name]
+        sizes, changed = base.structure.differing(structure), self._plain.differing(self._values[name], values)
+        if sizes:
+            rule = f"the model takes batches of these sizes ({sizes})"
+            self._warn("a batch has other sizes than the example's, and the model is captured anew for each, as slowly as the first time")
+        if changed:
+            rule = f"a model is captured anew for plain values that have changed since ({changed})"
+            self._warn_of_values(changed)
         try:
-            captured = CapturedMode(self.model, structure, self._loss, name, key=f"{name}: {differing}")
+            number = f" {self._numbers.setdefault(values, len(self._numbers) + 1)}" if changed else ""
+            return CapturedMode(self.model, structure, self._loss, name, key=f"{name}{number}: {sizes}")
         except CaptureError as error:
-            raise BatchError(
-                f"the model takes batches of these sizes ({differing}): {error.message}", where=error.where, hint=error.hint
-            ) from None
-        self._warn("a batch has other sizes than the example's, and the model is captured anew for each, as slowly as the first time")
-        return captured
+            raise BatchError(f"{rule}: {error.message}", where=error.where, hint=error.hint) from None
+
+    def _warn_of_values(self, changed: str) -> None:
+        if self._world.rank == 0 and "values" not in self._warned:
+            self._warned.add("values")
+            warn(
+                f"plain values that the model or its loss reads have changed since the capture ({changed}), and the model is captured "
+                "anew for each, as slowly as the first time; what changes often is best a tensor of the batch"
+            )
 
     def _warn(self, text: str) -> None:
         if self._world.rank == 0 and text not in self._warned:

@@ -1,7 +1,7 @@
 """What a script may change around an engine that a captured model cannot follow: found at the next step, and refused.
 
-A capture decides which parameters are trained and in which types ops compute. What was frozen has no gradient in it, and
-`torch.autocast` would change the types of some of its ops behind the plan's back.
+A capture decides which layers there are, which parameters are trained and in which types ops compute. What was frozen has no gradient
+in it, and `torch.autocast` would change the types of some of its ops behind the plan's back.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from whale.errors import CaptureError, WhaleError, first_few, raise_faults
 from whale.ir.graph import ModelGraph
@@ -32,6 +33,7 @@ class SinceCapture:
     """Compares what is trained with what was to be trained when the model was captured.
 
     Args:
+        model: the user's.
         graph: the captured model.
         users: the user's own tensors, by canonical name.
         owned: the engine's, likewise.
@@ -39,9 +41,20 @@ class SinceCapture:
     """
 
     def __init__(
-        self, graph: ModelGraph, users: Mapping[str, torch.Tensor], owned: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        model: nn.Module,
+        graph: ModelGraph,
+        users: Mapping[str, torch.Tensor],
+        owned: Mapping[str, torch.Tensor],
+        device: torch.device,
     ) -> None:
         self._device = device
+        self._parts = [
+            (f"{path}.{name}".removeprefix("."), held, name, part)
+            for path, module in model.named_modules()
+            for held in (module._modules, module._parameters)
+            for name, part in held.items()
+        ]
         named = [(parameter.name, parameter.trainable) for parameter in graph.parameters if parameter.kind == "parameter"]
         self._flags = [(name, held[name], trains) for held in (users, owned) for name, trains in named if name in held]
 
@@ -49,9 +62,16 @@ class SinceCapture:
         """Checks that nothing has changed.
 
         Raises:
-            CaptureError: a parameter was frozen or unfrozen since, or `torch.autocast` is in force.
+            CaptureError: a layer or parameter was replaced since, or frozen or unfrozen; or `torch.autocast` is in force.
         """
         check_types(self._device)
+        replaced = [path for path, held, name, part in self._parts if held.get(name) is not part]
+        if replaced:
+            raise CaptureError(
+                f"a model has the layers and parameters that it was captured with (replaced since: {first_few(replaced)})",
+                hint="build the model before parallelize; to change it in mid-training call parallelize again, with the weights of "
+                "engine.state_dict()",
+            )
         changed = dict.fromkeys(name for name, tensor, trains in self._flags if tensor.requires_grad is not trains)
         if changed:
             raise_faults(list(_faults(list(changed), {name: trains for name, _, trains in self._flags})))

@@ -20,8 +20,8 @@ from whale.capture.source import line_inside
 from whale.errors import first_few
 from whale.ir.source import SourceLine
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_HOOKS = tuple(name for name in sorted(_OF_EVERY_MODULE) if name.endswith("_hooks"))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = tuple(name for name in sorted(OF_EVERY_MODULE) if name.endswith("_hooks"))
 _PLAIN = (bool, int, float, str, Tensor, type(None))
 
 
@@ -47,7 +47,7 @@ def held_attributes(model: nn.Module) -> tuple[Held, ...]:
 
 
 def _plain(attributes: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in attributes.items() if name not in _OF_EVERY_MODULE}
+    return {name: value for name, value in attributes.items() if name not in OF_EVERY_MODULE}
 
 
 def _hooks(attributes: Mapping[str, Any]) -> frozenset[tuple[str, int]]:

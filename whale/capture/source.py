@@ -23,7 +23,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 def user_line() -> SourceLine | None:
     """The innermost frame of the caller's stack that is neither in whale nor in torch."""
     frame = sys._getframe(1)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else SourceLine(_shorten(frame.f_code.co_filename), frame.f_lineno)
 
@@ -33,7 +33,7 @@ def line_of_traceback(last: TracebackType | None) -> SourceLine | None:
     found = None
     while last is not None:
         file = last.tb_frame.f_code.co_filename
-        if _is_users(file):
+        if is_users(file):
             found = SourceLine(_shorten(file), last.tb_lineno)
         last = last.tb_next
     return found
@@ -42,7 +42,7 @@ def line_of_traceback(last: TracebackType | None) -> SourceLine | None:
 def line_of_function(function: object) -> SourceLine | None:
     """Where a function (or what a partial calls) is defined; None of what has no code of its own."""
     code = getattr(inspect.unwrap(function.func) if isinstance(function, functools.partial) else function, "__code__", None)
-    return SourceLine(_shorten(code.co_filename), code.co_firstlineno) if code is not None and _is_users(code.co_filename) else None
+    return SourceLine(_shorten(code.co_filename), code.co_firstlineno) if code is not None and is_users(code.co_filename) else None
 
 
 def line_inside(function: object, number: int) -> SourceLine | None:
@@ -55,7 +55,7 @@ def line_inside(function: object, number: int) -> SourceLine | None:
 def line_of_stack_trace(text: str | None) -> SourceLine | None:
     """The innermost user frame of the ``stack_trace`` that torch writes on a node."""
     for file, line in reversed(_FRAME.findall(text or "")):
-        if _is_users(file):
+        if is_users(file):
             return SourceLine(_shorten(file), int(line))
     return None
 
@@ -63,11 +63,11 @@ def line_of_stack_trace(text: str | None) -> SourceLine | None:
 def inner_frames(summary: traceback.StackSummary, outermost: str) -> traceback.StackSummary:
     """The user's frames inside the outermost call of `forward` in a file."""
     start = next((index for index, frame in enumerate(summary) if frame.name == "forward" and frame.filename == outermost), len(summary))
-    return traceback.StackSummary.from_list([frame for frame in summary[start:] if _is_users(frame.filename)])
+    return traceback.StackSummary.from_list([frame for frame in summary[start:] if is_users(frame.filename)])
 
 
 @cache
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
     if file.startswith("<") or file.startswith("torch/"):
         return False
     return not str(Path(file).resolve()).startswith(_NOT_THE_USERS)
