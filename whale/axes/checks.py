@@ -1,31 +1,39 @@
-"""Four checks that make wrong cuts impossible, over the letters of one op once all atoms are known.
+"""Five checks that make wrong cuts impossible, over the letters of one op once all atoms are known.
 
 1. One axis met twice (``x @ x.T``, ``u[:, None] - u``): a cut would keep only the diagonal blocks.
 2. Contracted and kept: the axis is two letters that never meet in one tensor (a square layer with a residual).
 3. Axes that vanish or appear without saying so. The notation sees to it: such letters are whole.
 4. An axis in only some pieces of a concatenated dimension: the whole pieces' gradient would be summed twice.
+5. An axis whose size no plan can know: it depends on values (``x[mask]``), or on the rows in no proportion (``cat((x, rows_of_mine))``).
 
 Where a check fails the axis is whole at this op, with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 
-from whale.axes.atoms import Atoms, Dim
-from whale.axes.outcome import Letter
+from whale.axes.atoms import ROWS, Atoms, Dim
+from whale.axes.outcome import Letter, Outcome
 from whale.axes.values import Role
+from whale.ir.graph import ModelGraph
 
 SOME_PIECES = Role("whole", reason="has it in only some pieces of a concatenated dimension")
 TWICE = Role("whole", reason="meets it twice")
 CONTRACTED_AND_KEPT = Role("whole", reason="meets it twice, contracted and kept")
+UNKNOWN_SIZE = Role("whole", reason="has it in a size that depends on values or rows")
 
 
 class Checker:
-    """Judges op after op. The atoms must not change any more."""
+    """Judges op after op. The atoms must not change any more.
 
-    def __init__(self, atoms: Atoms) -> None:
-        self._atoms = atoms
+    Args:
+        atoms: of the graph.
+        unknown: leaves whose sizes are not known.
+    """
+
+    def __init__(self, atoms: Atoms, unknown: Set[int] = frozenset()) -> None:
+        self._atoms, self._unknown = atoms, unknown
         self._met: dict[Dim, tuple[tuple[int, bool], ...]] = {}
 
     def roles(self, letters: Iterable[Letter]) -> dict[int, Role]:
@@ -34,6 +42,7 @@ class Checker:
         for letter in letters:
             for leaf, everywhere in self.met(letter.dim):
                 role = letter.role if everywhere or letter.role.kind == "whole" else SOME_PIECES
+                role = UNKNOWN_SIZE if leaf in self._unknown and role.kind != "whole" else role
                 known = roles.get(leaf)
                 if known is None or (role.kind == "whole" and known.kind != "whole"):
                     roles[leaf] = role
@@ -57,3 +66,23 @@ class Checker:
         once = dict.fromkeys(axis for piece in held for axis, _ in piece)
         again = [axis for axis in once if any([a for a, _ in piece].count(axis) > 1 for piece in held)]
         return [(axis, axis in everywhere) for axis in (*once, *again)]
+
+
+def leaves_of_unknown_size(graph: ModelGraph, outcomes: Mapping[str, Outcome], atoms: Atoms) -> Set[int]:
+    """Leaves that are dimensions of which only the example's size is known, and are in no others."""
+    found: set[int] = set()
+    known: set[int] = set()
+    for op in graph.ops:
+        results = outcomes[op.name].results if op.outputs else ()
+        for dims, spec in zip(results, op.outputs, strict=True):
+            for dim, factor in zip(dims, spec.row_factors, strict=True):
+                leaves = atoms.leaves(dim)
+                if factor >= 0:
+                    known |= {axis for leaf in leaves for axis in (leaf, *_inside(leaf, atoms))}
+                elif len(leaves) == 1 and not atoms.pieces(leaves[0]) and atoms.size(leaves) % ROWS:
+                    found.add(leaves[0])
+    return found - known
+
+
+def _inside(leaf: int, atoms: Atoms) -> Iterable[int]:
+    return (inner for piece in atoms.pieces(leaf) for inner in atoms.leaves(piece))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from whale.axes.atoms import ROWS, Atoms, Dim
-from whale.axes.checks import Checker
+from whale.axes.checks import Checker, leaves_of_unknown_size
 from whale.axes.mixing import find_mixing
 from whale.axes.naming import name_axes
 from whale.axes.outcome import Dims, Outcome
@@ -29,7 +29,7 @@ def discover(graph: ModelGraph) -> Axes:
         The axes, what each op does with them, which parameters hold them, and which ops mix samples.
     """
     reading, outcomes = read(graph)
-    checker = Checker(reading.atoms)
+    checker = Checker(reading.atoms, leaves_of_unknown_size(graph, outcomes, reading.atoms))
     held = _held(graph, outcomes)
     names = name_axes(graph, outcomes, held, reading.batch, checker)
     show = _Names(names, reading.atoms)

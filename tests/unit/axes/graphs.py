@@ -1,4 +1,4 @@
-"""Builds small ModelGraphs by hand: ``b`` in a shape is the rows of the batch, ``6b`` six times as many."""
+"""Builds small ModelGraphs by hand: ``b`` in a shape is the rows of the batch, ``6b`` six times as many, ``?6`` six at the example."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ Shape = tuple[int | str, ...]
 
 def spec(shape: Shape, dtype: str = "float32") -> TensorSpec:
     """A tensor of this shape."""
-    factors = tuple(int(size[:-1] or 1) if isinstance(size, str) else 0 for size in shape)
-    return TensorSpec(tuple(f * ROWS if f else int(size) for f, size in zip(factors, shape, strict=True)), dtype, factors)
+    factors = tuple((-1 if size[0] == "?" else int(size[:-1] or 1)) if isinstance(size, str) else 0 for size in shape)
+    sizes = (f * ROWS if f > 0 else int(str(size).lstrip("?")) for f, size in zip(factors, shape, strict=True))
+    return TensorSpec(tuple(sizes), dtype, factors)
 
 
 class Build:

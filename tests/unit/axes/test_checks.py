@@ -1,4 +1,4 @@
-"""The four checks: cuts that would be wrong are refused, and the reason is kept."""
+"""The five checks: cuts that would be wrong are refused, and the reason is kept."""
 
 from __future__ import annotations
 
@@ -166,3 +166,16 @@ def test_a_rule_may_be_named_as_torch_library_names_the_operator() -> None:
             register_rule("twist", "x[rows d!] -> [rows d!]")
     finally:
         _own_rules.reset(token)
+
+
+def test_a_size_that_only_values_tell_is_never_cut() -> None:
+    build = Build()
+    x, mask = build.parameter("x", 8, 3), build.input("mask", 8, dtype="bool")
+    chosen = build.call("index.Tensor", x, (mask,), out=("?8", 3))
+    y = build.call("relu.default", chosen, out=("?8", 3))
+    build.call("sum.dim_IntList", y, (0,), out=(3,))
+    axes = discover(build.graph())
+    ((row,), (column,)) = axes.ops[y.op].outputs[0]
+    assert isinstance(row, str) and isinstance(column, str)
+    assert whole_at(axes, row)["aten.sum.dim_IntList"] == "has it in a size that depends on values or rows"
+    assert not axes.by_name[row].may_be_cut and "aten.sum.dim_IntList" not in whole_at(axes, column)

@@ -1,0 +1,131 @@
+"""What scripts do around a step, on several ranks: values that change between steps, and sizes that only values tell."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from tests.distributed.training import make_cluster
+from tests.distributed.world import World
+from whale.errors import BatchError
+
+Batch = dict[str, Tensor]
+SGD = partial(torch.optim.SGD, lr=0.1)
+SETTINGS: dict[str, dict[str, object]] = {
+    "uneven": {"planning.search": "off"},
+    "pipeline": {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2},
+    "split": {"replicas": [{"split": 2}]},
+}
+VALUES = (0.5, 2.0, 0.5)
+
+
+class Net(nn.Module):
+    """Two layers with a setting between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = 1.0
+        self.first, self.last = nn.Linear(8, 12).double(), nn.Linear(12, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) * self.scale)
+
+
+def batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(8, 8, generator=generator).double(), "labels": torch.randint(0, 5, (8,), generator=generator)}
+
+
+def mean(output: Tensor, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(output, batch["labels"])
+
+
+def masked(output: Tensor, batch: Batch) -> Tensor:
+    return torch.masked_select(output**2, batch["x"][:, :5] > 0).mean()
+
+
+def of_some(output: Tensor, batch: Batch) -> Tensor:
+    some = batch["labels"] < 3
+    return nn.functional.cross_entropy(output[some], batch["labels"][some])
+
+
+def balanced(output: Tensor, batch: Batch) -> Tensor:
+    count = torch.bincount(batch["labels"], minlength=5).to(output)
+    return (nn.functional.cross_entropy(output, batch["labels"], reduction="none") / count[batch["labels"]]).mean()
+
+
+def made(name: str, loss: Callable[[Tensor, Batch], Tensor]) -> tuple[Net, whale.Engine]:
+    model = Net()
+    cluster = make_cluster((1.0, 3.0) if name == "uneven" else (1e-4, 1e-4))
+    return model, whale.parallelize(model, loss=loss, optimizer=SGD, batch=batch(0), config=SETTINGS[name], cluster=cluster)
+
+
+def changing(rank: int, num_ranks: int, name: str) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model, engine = made(name, mean)
+        losses = []
+        for number, value in enumerate(VALUES):
+            losses.append(float(engine.step(batch(number))))
+            model.scale = value
+        losses.append(float(engine.evaluate(batch(9))))
+    return losses, engine.state_dict() or {}, [str(each.message) for each in said if "plain values" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_value_that_changes_between_steps(world: World, name: str) -> None:
+    model, expected = Net(), []
+    optimizer = SGD(model.parameters())
+    for number, value in enumerate(VALUES):
+        optimizer.zero_grad()
+        loss = mean(model(batch(number)["x"]), batch(number))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        expected.append(float(loss.detach()))
+        model.scale = value
+    expected.append(float(mean(model(batch(9)["x"]), batch(9)).detach()))
+    for rank, (losses, state, said) in enumerate(world.run(changing, name, num_ranks=2)):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-10, atol=1e-12)
+        assert len(said) == (rank == 0)
+
+
+def unlike(rank: int, num_ranks: int) -> tuple[str, float]:
+    """What is said where one rank alone changes a value; then the loss of the next step, in which they agree again."""
+    model, engine = made("uneven", mean)
+    model.scale = 0.5 if rank else 1.0
+    warnings.simplefilter("ignore")
+    with pytest.raises(BatchError) as caught:
+        engine.step(batch(0))
+    model.scale = 1.0
+    return caught.value.message, float(engine.step(batch(0)))
+
+
+def test_a_value_that_changes_on_one_rank_is_refused_on_all(world: World) -> None:
+    expected = float(mean(Net()(batch(0)["x"]), batch(0)).detach())
+    for said, loss in world.run(unlike, num_ranks=2):
+        assert said.startswith("every rank must capture the same model")
+        assert loss == pytest.approx(expected, rel=1e-12)
+
+
+def one_step(rank: int, num_ranks: int, loss: Callable[[Tensor, Batch], Tensor]) -> tuple[float, dict[str, Tensor]]:
+    _, engine = made("split", loss)
+    return float(engine.step(batch(0))), engine.state_dict() or {}
+
+
+@pytest.mark.parametrize("loss", [masked, of_some, balanced])
+def test_sizes_that_only_values_tell(world: World, loss: Callable[[Tensor, Batch], Tensor]) -> None:
+    model = Net()
+    value = loss(model(batch(0)["x"]), batch(0))
+    value.backward()  # type: ignore[no-untyped-call]
+    SGD(model.parameters()).step()
+    for found, state in world.run(one_step, loss, num_ranks=2):
+        assert found == pytest.approx(float(value.detach()), rel=1e-12)
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-10, atol=1e-12)
