@@ -65,7 +65,8 @@ class KindProfile:
         torch: the version that ran.
         rows: numbers of rows, ascending.
         ops: each distinct op.
-        forward, backward: the whole model's passes on one device, per number of rows; empty where it does not fit there.
+        forward, backward: the whole model's passes on one device, per number of rows; empty where it does not fit there. The backward
+            pass is empty, too, where the noise was larger than it.
     """
 
     device: Device
@@ -97,7 +98,11 @@ class Profile:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What who plans with these times should know."""
-        return tuple(filter(None, [noise(figure for kind in self.kinds for figure in (*kind.forward, *kind.backward))]))
+        lost = ", ".join(kind.machine for kind in self.kinds if kind.forward and not kind.backward)
+        untold = (
+            f"the backward pass was lost in noise ({lost}), and its ops keep the times that they take alone: measure again" if lost else ""
+        )
+        return tuple(filter(None, [noise(figure for kind in self.kinds for figure in (*kind.forward, *kind.backward)), untold]))
 
 
 def read_profile(path: str | Path) -> Profile:

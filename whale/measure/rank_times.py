@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,18 +64,24 @@ def _figures(name: str, ranks: Sequence[Sequence[Sequence[float]]]) -> Iterator[
 
 
 def _passes(ranks: Sequence[tuple[PassRounds, ...]], rows: tuple[int, ...]) -> tuple[tuple[Figure, ...], tuple[Figure, ...]]:
-    """Figures of the forward and of the backward pass; none where the model did not fit at some number of rows."""
+    """Figures of the forward and of the backward pass; none where the model did not fit at some number of rows.
+
+    None of the backward pass where both passes took no longer than the forward pass alone.
+    """
     if any(not rounds.forward for rank in ranks for rounds in rank):
         return (), ()
     forward = [_pass("forward pass", num_rows, [rank[at].forward for rank in ranks]) for at, num_rows in enumerate(rows)]
-    backward = []
-    for at, num_rows in enumerate(rows):
-        usual = forward[at].value
-        rest = [tuple(max(each - usual, 1e-9) for each in rank[at].both) for rank in ranks]
-        backward.append(_pass("backward pass", num_rows, rest))
-    return tuple(forward), tuple(backward)
+    both = [_pass("forward and backward pass", num_rows, [rank[at].both for rank in ranks]) for at, num_rows in enumerate(rows)]
+    backward = tuple(map(_rest, both, forward, rows))
+    return tuple(forward), backward if all(figure.value > 0.0 for figure in backward) else ()
 
 
 def _pass(name: str, num_rows: int, ranks: Sequence[Sequence[float]]) -> Figure:
     """Of each round the slowest rank: a step waits for it."""
     return Figure.of(f"{name}, {num_rows} row(s)", "s", [max(seconds) for seconds in zip(*ranks, strict=True)])
+
+
+def _rest(both: Figure, forward: Figure, num_rows: int) -> Figure:
+    """The backward pass: what both passes take beside the forward pass; of noise alone it may be nothing or less."""
+    value, low, high = (seconds - forward.value for seconds in (both.value, both.low, both.high))
+    return replace(both, name=f"backward pass, {num_rows} row(s)", value=value, low=low, high=high)
