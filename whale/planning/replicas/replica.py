@@ -69,7 +69,7 @@ def model_replica(
         num_rows: rows of the global batch, the most that it can be given.
         rows_about: rows of a micro-batch that it is expected to get; prices are lines about it.
     """
-    priced = [pricing.price(pipeline, assignment, stage, placed, rows_about, recomputes[stage]) for stage in range(pipeline.num_stages)]
+    priced = [pricing.price(pipeline, assignment, stage, placed, rows_about, recomputes) for stage in range(pipeline.num_stages)]
     costs = tuple(stage.costs for stage in priced)
     most = -(-num_rows // pipeline.num_micro_batch)
     lanes = {lane: _lane_curves(pipeline, placed, costs, stages, most, rows_about) for lane, stages in enumerate(pipeline.lanes)}

@@ -49,10 +49,18 @@ class Load:
     Attributes:
         num_bytes: if nothing is cut.
         in_flight: micro-batches whose activations are held.
+        taken: bytes of the device's memory that are for its other stages.
+        share: of the rest, how much is for this stage: other split stages of the device have theirs.
     """
 
     num_bytes: float
     in_flight: int
+    taken: float = 0.0
+    share: float = 1.0
+
+    def capacity(self, memory: int) -> int:
+        """Bytes that the stage may use of a device's memory; below nothing where its other stages overflow it."""
+        return int((memory - self.taken) * self.share)
 
 
 @dataclass(frozen=True)
@@ -200,7 +208,9 @@ class Figures:
         if key not in self._programs:
             self._programs[key] = self._program(sizes, insisted)
         found = self._programs[key]
-        return found if load is None else replace(found, num_bytes=load.num_bytes, in_flight=load.in_flight, capacity=self.capacity)
+        if load is None:
+            return found
+        return replace(found, num_bytes=load.num_bytes, in_flight=load.in_flight, capacity=tuple(map(load.capacity, self.capacity)))
 
     def _program(self, sizes: Sizes, insisted: Collection[int]) -> Program:
         shares = np.array([np.array(own) / self.size(kind) for kind, own in enumerate(sizes)]).reshape(len(sizes), self.site.width)

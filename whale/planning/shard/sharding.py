@@ -20,7 +20,6 @@ from itertools import combinations
 import numpy as np
 
 from whale.errors import AnnotationError, raise_faults
-from whale.estimate import Line
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site
 from whale.ir.cluster import Device, Link
@@ -159,15 +158,13 @@ class Sharder:
     _written: dict[tuple[Classes, tuple[int, ...]], tuple[Shard, ...]] = field(default_factory=dict, init=False)
     _shardings: dict[tuple[Scene, Question, Load, tuple[Scope, ...]], StageSharding] = field(default_factory=dict, init=False)
 
-    def choose(
-        self, scene: Scene, site: Site, num_bytes: Line, scopes: tuple[Scope, ...] = (), asked: AskedAxes | None = None
-    ) -> StageSharding:
+    def choose(self, scene: Scene, site: Site, load: Load, scopes: tuple[Scope, ...] = (), asked: AskedAxes | None = None) -> StageSharding:
         """Chooses the axes of one stage, the ops that work along them, and the sizes.
 
         Args:
             scene: the stage.
             site: the devices, and the rows they take.
-            num_bytes: what one device of the stage holds if nothing is cut, by rows.
+            load: what one device of the stage holds.
             scopes: the `split` scopes of the stage; their `axis` must be among the axes.
             asked: the axes that a written plan cuts; None where it leaves them open.
 
@@ -178,7 +175,6 @@ class Sharder:
             self._outlines[scene] = outline_of(scene, self.prices)
         groups = tuple(group_of(group, self.prices) for group in site.groups)
         question = Question(self._outlines[scene], groups, site.num_rows, site.num_micro_batch, asked)
-        load = Load(num_bytes.at(site.num_rows), site.in_flight)
         key = scene, question, load, scopes
         if key not in self._shardings:
             self._shardings[key] = self._cut(scene, site, question, load, scopes)
@@ -302,7 +298,7 @@ def _within(room: Room, figures: Figures, kind: int, nodes: frozenset[int] | Non
     divided = room.divided * (1 - np.arange(size + 1) / size)
     curves = []
     for position, seconds in enumerate(figures.curves(kind, nodes)):
-        excess = np.maximum(room.load.num_bytes - divided - figures.capacity[position], 0.0)
+        excess = np.maximum(room.load.num_bytes - divided - room.load.capacity(figures.capacity[position]), 0.0)
         curves.append(Curve(seconds, excess, 1))
     try:
         return divide_units(size, curves)

@@ -15,6 +15,7 @@ from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.stage_costs import DeviceCost, device_cost, stage_costs
+from whale.planning.shard.figures import Load
 from whale.planning.shard.overlapping import Overlapper, Overlapping
 from whale.planning.shard.sharding import Group, Sharder, StageSharding, group_of
 from whale.planning.shard.space import Scene
@@ -64,15 +65,16 @@ class StagePricing:
         return StagePricing(prices, Sharder(prices), Overlapper(prices, overlap))
 
     def price(
-        self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recompute: Recompute
+        self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Sequence[Recompute]
     ) -> PricedStage:
         """Prices a stage; where it is split, its cuts are chosen first.
 
         Args:
             placed: the devices of each rank.
             num_rows: of a micro-batch, about which the prices are taken.
-            recompute: what the stage computes again.
+            recomputes: per stage, what it computes again.
         """
+        recompute = recomputes[stage]
         devices = [placed[rank] for rank in pipeline.stage_rank]
         groups = groups_of(devices[stage], pipeline.width(stage))
         rows = max(1.0, num_rows / len(groups))
@@ -80,11 +82,23 @@ class StagePricing:
             return PricedStage(stage_costs(self.prices, assignment, stage, devices, rows, recompute))
         scene = make_scene(self.prices, assignment, stage, pipeline)
         site = Site(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
-        part = self.prices.part(assignment.parts[stage], recompute)
-        num_bytes = Line(float(part.parameter_bytes)) + part.activation * site.in_flight + part.working
         split = pipeline.splits[stage]
-        sharding = self.sharder.choose(scene, site, num_bytes, split.scopes, split.asked)
+        load = self._load(pipeline, assignment, stage, num_rows, recomputes)
+        sharding = self.sharder.choose(scene, site, load, split.scopes, split.asked)
         return self._of_parts(pipeline, assignment, stage, devices, scene, site, sharding, recompute)
+
+    def _load(self, pipeline: PipelineShape, assignment: Assignment, stage: int, num_rows: float, recomputes: Sequence[Recompute]) -> Load:
+        """What a device of a split stage holds; split stages of one device share its memory by what they hold if nothing is cut."""
+        kept, working, taken = dict[int, float](), 0.0, 0.0
+        for own in pipeline.stages_of(pipeline.stage_rank[stage]):
+            part, rows = self.prices.part(assignment.parts[own], recomputes[own]), max(1.0, num_rows / pipeline.num_groups(own))
+            held = (Line(float(part.parameter_bytes)) + part.activation * pipeline.in_flight[own]).at(rows)
+            if pipeline.width(own) == 1:
+                taken += held
+            else:
+                kept[own], working = held, max(working, part.working.at(rows))
+        share = kept[stage] / sum(kept.values())
+        return Load(kept[stage] + working * share, pipeline.in_flight[stage], taken, share)
 
     def _of_parts(
         self,

@@ -21,6 +21,7 @@ from whale.planning.shard.stage_price import StagePricing, make_scene
 from whale.planning.structure.stages import Assignment
 
 NUM_STAGES = 4
+KEEPING = (NOTHING,) * NUM_STAGES
 CONFIG = Config({"pipeline.num_micro_batch": 4})
 
 
@@ -48,8 +49,8 @@ def test_stages_priced_together_cost_what_each_costs_alone(speeds: list[int], ro
     placed = tuple((f"h0/{2 * stage}", f"h0/{2 * stage + 1}") for stage in range(NUM_STAGES))
     together = StagePricing.of(prices)
     for stage in range(NUM_STAGES):
-        found = together.price(pipeline, assignment, stage, placed, rows, NOTHING)
-        assert found == StagePricing.of(prices).price(pipeline, assignment, stage, placed, rows, NOTHING)
+        found = together.price(pipeline, assignment, stage, placed, rows, KEEPING)
+        assert found == StagePricing.of(prices).price(pipeline, assignment, stage, placed, rows, KEEPING)
         assert found.sharding is not None and found.sharding.shards
 
 
@@ -57,7 +58,7 @@ def test_devices_with_equal_parts_share_their_prices_whatever_the_others_of_thei
     prices, pipeline, assignment = split_chain([1] * 8)
     ops = make_scene(prices, assignment, 1, pipeline).ops
     placed = tuple((f"h0/{2 * stage}", f"h0/{2 * stage + 1}") for stage in range(NUM_STAGES))
-    sharding = StagePricing.of(prices).price(pipeline, assignment, 1, placed, 8, NOTHING).sharding
+    sharding = StagePricing.of(prices).price(pipeline, assignment, 1, placed, 8, KEEPING).sharding
     assert sharding is not None and sharding.shards
     shards = tuple(replace(shard, sizes=(16, 16, 32)) for shard in sharding.shards)
     others = tuple(replace(shard, sizes=(24, 24, 16)) for shard in sharding.shards)
@@ -68,7 +69,7 @@ def test_devices_with_equal_parts_share_their_prices_whatever_the_others_of_thei
 def test_the_device_of_a_split_adds_the_gradients_of_its_parts_alone() -> None:
     prices, pipeline, assignment = split_chain([1] * 8)
     placed = tuple((f"h0/{2 * stage}", f"h0/{2 * stage + 1}") for stage in range(NUM_STAGES))
-    priced = StagePricing.of(prices).price(pipeline, assignment, 1, placed, 8, NOTHING)
+    priced = StagePricing.of(prices).price(pipeline, assignment, 1, placed, 8, KEEPING)
     ops, device = make_scene(prices, assignment, 1, pipeline).ops, prices.cluster.devices[0]
     local = prices.local(ops, priced.shards, 0)
     alone = Prices(local.graph, prices.cluster, prices.costs)
