@@ -99,9 +99,7 @@ class Profile:
     def warnings(self) -> tuple[str, ...]:
         """What who plans with these times should know."""
         lost = ", ".join(kind.machine for kind in self.kinds if kind.forward and not kind.backward)
-        untold = (
-            f"the backward pass was lost in noise ({lost}), and its ops keep the times of each alone: measure again" if lost else ""
-        )
+        untold = f"the backward pass was lost in noise ({lost}), and its ops keep the times of each alone: measure again" if lost else ""
         return tuple(filter(None, [noise(figure for kind in self.kinds for figure in (*kind.forward, *kind.backward)), untold]))
 
 

@@ -8,7 +8,7 @@ from whale.config import Config
 from whale.estimate import estimate
 from whale.hardware import parse_cluster
 from whale.planning import make_plan
-from whale.workloads import gpt
+from whale.workloads import GPT
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ HOSTS = "hosts: [{count: 2, devices: [A100-80GB, {model: A100-80GB, memory: %s}]
 @pytest.mark.parametrize("more", [{}, CHUNKS], ids=["whole stages", "chunks"])
 def test_units_move_to_the_devices_that_have_room_for_all_chunks(more: dict[str, object]) -> None:
     """Equal devices but for memory: the smaller ones have too little for equal parts of all chunks, but not of each by itself."""
-    graph = gpt(layers=8, hidden=128, heads=16, sequence=64, vocabulary=512, attention="explicit", dropout=0.1)
+    graph = GPT(layers=8, hidden=128, heads=16, sequence=64, vocabulary=512, attention="explicit", dropout=0.1).graph()
     plan = {"num_stages": 2, "blocks": "even", "split": 2, "axes": AXES, "micro_batch_rows": 1, "recompute": "none"}
     config = Config({"plan": {**plan, **more}})
     roomy = parse_cluster(HOSTS % "80 GiB")
