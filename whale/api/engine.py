@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from whale.api.batches import view_of
+from whale.api.data_position import DataPosition
 from whale.api.elsewhere import answer, call_answer
 from whale.api.in_company import in_company
 from whale.api.loader import Loader, make_loader
@@ -53,7 +54,7 @@ class Engine:
 
     def __init__(self, modes: Modes, state: EngineState, runtime: Runtime, *, trains: bool = True, tracing: Tracing | None = None) -> None:
         self.modes, self.state, self.runtime = modes, state, runtime
-        self._loader: Loader | None = None
+        self._data = DataPosition(state)
         self._tracing = tracing
         self._first_step = state.step_number
         world = runtime.roster.world
@@ -92,6 +93,7 @@ class Engine:
 
     def _train(self, batch: Any) -> torch.Tensor:
         number = self.state.step_number
+        self._data.feed(batch)
         if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
             self._tracing.begin()
         captured, view = self._view("train", batch)
@@ -132,9 +134,9 @@ class Engine:
                 `whale.api.loader.make_loader` takes them.
         """
         roster = self.runtime.roster
-        self._loader = make_loader(dataset, global_batch_size=global_batch_size, plan=roster.plan, rank=roster.rank, **options)
-        self._take_position()
-        return self._loader
+        loader = make_loader(dataset, global_batch_size=global_batch_size, plan=roster.plan, rank=roster.rank, **options)
+        self._data.add(loader)
+        return loader
 
     def close(self) -> None:
         """Gives back process groups; the engine cannot step afterwards. Other engines are not touched."""
@@ -202,7 +204,7 @@ class Engine:
         self.runtime.call_together("save")
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
-        state = self.state if self._loader is None else replace(self.state, position=self._loader.position)
+        state = replace(self.state, position=self._data.now)
         with told_if_long(f"saving {path}", self.runtime.roster.world):
             save_state(Path(path), state, self.runtime.roster, self.runtime.holdings, self.model_graph)
 
@@ -211,15 +213,16 @@ class Engine:
     def load(self, path: str | Path) -> None:
         """Reads a checkpoint that any plan of the same model wrote.
 
-        A loader made before takes up its data position at once, one made later when it is made.
+        Its data position is taken up by the loader that feeds the steps; where none has yet, by the first loader that was or will
+        be made of the same samples.
 
         Raises:
-            CheckpointError: it is incomplete, or of another model.
+            CheckpointError: it is incomplete, of another model or optimizer, or of another loader. Nothing has changed.
         """
         self.runtime.call_together("load")
-        load_state(Path(path), self.state, self.runtime.roster, self.runtime.holdings, self.model_graph)
+        load_state(Path(path), self.state, self.runtime.roster, self.runtime.holdings, self.model_graph, self._data.check)
         self.runtime.losses.forget()
-        self._take_position()
+        self._data.resume()
 
     # ---- what is asked of it ---------------------------------------------------------------------------------
 
@@ -309,11 +312,6 @@ class Engine:
                 self.runtime.refuse(name, refusal)
                 raise
             return captured, view
-
-    def _take_position(self) -> None:
-        """Lets the loader go on where the state says; once."""
-        if self._loader is not None and self.state.position is not None:
-            self._loader.position, self.state.position = self.state.position, None
 
     def _rest(self) -> None:
         """States that the script goes on, so that what stops it there is not laid to a wait that is over."""

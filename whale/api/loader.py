@@ -83,12 +83,16 @@ class Loader:
     """Iterates over the batches of one epoch; iterate again for the next.
 
     An iteration starts with the epoch's first batch, or where a `position` that was set says. An epoch left early starts again.
+
+    Attributes:
+        is_placed: whether `set_epoch` has said where to go on since a checkpoint was last read.
     """
 
     def __init__(self, source: RowSource, seed: int, options: Mapping[str, Any], *, shows_progress: bool = False) -> None:
         self._source, self._seed, self._options = source, seed, dict(options)
         self._shows_progress = shows_progress
         self._epoch, self._row, self._resumes = 0, 0, False
+        self.is_placed = False
 
     @property
     def epoch(self) -> int:
@@ -98,6 +102,7 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Lets the next iteration start with the first batch of an epoch."""
         self._epoch, self._row, self._resumes = epoch, 0, False
+        self.is_placed = True
 
     @property
     def position(self) -> dict[str, int]:
@@ -109,14 +114,27 @@ class Loader:
 
     @position.setter
     def position(self, position: Mapping[str, int]) -> None:
+        self.check(position)
+        self._epoch, self._row, self._resumes = position["epoch"], position["row"], True
+
+    def mismatch(self, position: Mapping[str, int]) -> str | None:
+        """What makes a position one of other samples, or of another order, with both values; None where nothing does."""
         for key, value in self._source.identity.items():
             if position.get(key) != value:
-                values = f"{key} there: {position.get(key)}, here: {value}"
-                raise CheckpointError(
-                    f"a data position must come from a loader of the same samples in the same order ({values})",
-                    hint="make the loader with the same dataset, shuffle and seed, or start an epoch with set_epoch",
-                )
-        self._epoch, self._row, self._resumes = position["epoch"], position["row"], True
+                return f"{key} there: {position.get(key)}, here: {value}"
+        return None
+
+    def check(self, position: Mapping[str, int]) -> None:
+        """Fails where a position is not one of this loader's.
+
+        Raises:
+            CheckpointError: it comes from a loader of other samples or another order.
+        """
+        if (values := self.mismatch(position)) is not None:
+            raise CheckpointError(
+                f"a data position must come from a loader of the same samples in the same order ({values})",
+                hint="make the loader with the same dataset, shuffle and seed, or start an epoch with set_epoch",
+            )
 
     def __len__(self) -> int:
         """Batches of a whole epoch.
@@ -148,7 +166,7 @@ class Loader:
             # The next one is read before this one is handed out, so that after the last one the position is the next epoch's start.
             share = next(shares, None)
             self._epoch, self._row = (epoch, self._row + num_rows) if share is not None else (epoch + 1, 0)
-            yield RankBatch(data, division.rows(num_rows), num_rows)
+            yield RankBatch(data, division.rows(num_rows), num_rows, self)
 
     def _fetch(self, epoch: int, row: int) -> DataLoader[Share]:
         generator = torch.Generator().manual_seed(seed_of("workers", self._seed, epoch))

@@ -441,3 +441,70 @@ def test_a_run_that_resumes_is_recorded_from_where_it_does(tmp_path: Path) -> No
 def test_weights_are_gathered_on_a_rank_that_there_is(rank: int) -> None:
     with pytest.raises(RuntimeFault, match=rf"is one of the 1 rank.s., from 0 .got {rank}"):
         parallelize().state_dict(rank=rank)
+
+
+def samples(number: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(number)
+    return [{"input": torch.randn(4, generator=generator), "target": torch.randn(1, generator=generator)} for _ in range(number)]
+
+
+def losses_of(engine: whale.Engine, loader: Any, steps: int | None = None) -> list[float]:
+    return [float(engine.step(batch)) for _, batch in zip(range(steps or len(loader)), loader, strict=False)]
+
+
+@pytest.mark.parametrize("made_first", ["training", "validation"])
+def test_a_run_resumes_where_the_loader_of_its_steps_was(made_first: str, tmp_path: Path) -> None:
+    whole = parallelize()
+    expected = losses_of(whole, whole.loader(samples(40), global_batch_size=8))
+    engine = parallelize()
+    loader, validation = (engine.loader(samples(number), global_batch_size=8) for number in (40, 16))
+    losses_of(engine, loader, 2)
+    for batch in validation:
+        engine.evaluate(batch)
+    engine.save(tmp_path / "c")
+
+    resumed = parallelize()
+    resumed.load(tmp_path / "c")
+    sizes = (40, 16) if made_first == "training" else (16, 40)
+    loaders = {size: resumed.loader(samples(size), global_batch_size=8) for size in sizes}
+    for batch in loaders[16]:
+        resumed.evaluate(batch)
+    assert losses_of(resumed, loaders[40]) == pytest.approx(expected[2:])
+
+
+def test_training_on_from_another_loader_than_the_checkpoints_is_told_before_the_step(tmp_path: Path) -> None:
+    engine = parallelize()
+    losses_of(engine, engine.loader(samples(40), global_batch_size=8), 2)
+    engine.save(tmp_path / "c")
+
+    resumed = parallelize()
+    resumed.load(tmp_path / "c")
+    other = resumed.loader(samples(24), global_batch_size=8)
+    before = weights(resumed)
+    with pytest.raises(CheckpointError, match="samples there: 40, here: 24"):
+        resumed.step(next(iter(other)))
+    twin, loader = (resumed.loader(samples(40), global_batch_size=8) for _ in range(2))
+    with pytest.raises(CheckpointError, match="has taken up the checkpoint's data position"):
+        resumed.step(next(iter(loader)))
+    assert same(weights(resumed), before) and resumed.step_number == 2
+    resumed.save(tmp_path / "d")  # the position is still the one that was read
+    losses_of(resumed, twin, 1)
+    other.set_epoch(0)
+    assert len(losses_of(resumed, other)) == 3
+    with pytest.raises(CheckpointError, match="samples there: 40, here: 24"):
+        resumed.load(tmp_path / "d")
+    assert resumed.step_number == 6
+
+
+def test_a_checkpoint_of_another_optimizer_changes_nothing(tmp_path: Path) -> None:
+    def over_the_last(owned: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([value for name, value in owned if name.startswith("2.")], lr=0.1)
+
+    engine = parallelize(optimizer=over_the_last)
+    engine.step(BATCH)
+    engine.save(tmp_path / "c")
+    other = parallelize()
+    before = weights(other)
+    with pytest.raises(CheckpointError, match="must have been with the saved one"):
+        other.load(tmp_path / "c")
+    assert same(weights(other), before) and other.step_number == 0

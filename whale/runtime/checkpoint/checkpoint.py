@@ -103,8 +103,11 @@ def load(
     specs: Mapping[str, TensorSpec],
     world: World,
     shares: Mapping[str, Share] | None = None,
+    check: Callable[[OptimizerState, Extras], None] | None = None,
 ) -> tuple[OptimizerState, Extras]:
     """Reads a checkpoint, whatever plan wrote it; all ranks of the world call it together.
+
+    The tensors come last, once every rank has found all else to be right.
 
     Args:
         path: the folder.
@@ -112,27 +115,35 @@ def load(
         specs: of all parameters and buffers of the model, whole, by name; the same on all ranks.
         world: this process among its peers.
         shares: of the tensors that this rank holds only a part of, by name, where that lies.
+        check: raises where what has been read beside the tensors does not fit this rank; nothing has changed then, on any rank.
 
     Returns:
-        The optimizer state of this rank's parameters, and the plain data. Nothing has changed where it raises before reading.
+        The optimizer state of this rank's parameters, and the plain data.
 
     Raises:
         CheckpointError: it is incomplete, damaged, or of another model; the same kind on all ranks.
     """
-    return together(world, lambda: _load(path, tensors, specs, world.rank, shares or {}))
-
-
-def _load(
-    path: Path, tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], rank: int, shares: Mapping[str, Share]
-) -> tuple[OptimizerState, Extras]:
-    check_complete(path)
     reader = FileSystemReader(path)
-    metadata = _quietly(path, reader.read_metadata)
-    _check_model(path, metadata, specs)
-    wanted, parts = _targets(tensors, metadata, rank, shares)
-    # Each rank reads for itself: what it needs is in the metadata, and `together` shares the outcome.
+
+    def read_rest() -> tuple[Metadata, OptimizerState, Extras]:
+        check_complete(path)
+        metadata = _quietly(path, reader.read_metadata)
+        _check_model(path, metadata, specs)
+        wanted, parts = _targets(tensors, metadata, world.rank, shares or {})
+        kept, extras = _unpack(_read(path, reader, wanted, parts), tensors, world.rank)
+        if check is not None:
+            check(kept, extras)
+        return metadata, kept, extras
+
+    metadata, kept, extras = together(world, read_rest)
+    together(world, lambda: _read(path, reader, *_model_targets(tensors, metadata, shares or {})))
+    return kept, extras
+
+
+def _read(path: Path, reader: FileSystemReader, wanted: dict[str, Any], parts: Mapping[str, Share]) -> dict[str, Any]:
+    """Fills what is wanted. Each rank reads for itself: what it needs is in the metadata, and `together` shares the outcome."""
     _quietly(path, lambda: read_entries(wanted, storage_reader=reader, planner=ShareLoadPlanner(parts), no_dist=True))
-    return _unpack(wanted, tensors, rank)
+    return wanted
 
 
 def _parts(tensors: Mapping[str, Tensor], optimizer: OptimizerState, shares: Mapping[str, Share]) -> dict[str, tuple[Tensor, Share]]:
@@ -163,21 +174,35 @@ def _entries(tensors: Mapping[str, Tensor], optimizer: OptimizerState, extras: E
 def _targets(
     tensors: Mapping[str, Tensor], metadata: Metadata, rank: int, shares: Mapping[str, Share]
 ) -> tuple[dict[str, Any], dict[str, Share]]:
-    """What this rank reads, by key: its tensors, and room for the rest; and which of it are parts."""
+    """What this rank reads beside its tensors, by key, as room for it; and which of it are parts."""
     wanted: dict[str, Any] = {}
     parts: dict[str, Share] = {}
     for key, stored in metadata.state_dict_metadata.items():
         section, _, rest = key.partition(".")
-        name = rest if section == "model" else rest.rpartition(".")[0]
-        share = shares.get(name) if section in ("model", "optimizer") else None
-        if share is not None and isinstance(stored, TensorStorageMetadata) and tuple(stored.size) == share.shape:
-            parts[key] = share
-        if section == "model":
-            if name in tensors:
-                wanted[key] = tensors[name].detach()
-        elif section in ("extra", "options") or (section == "optimizer" and name in tensors) or key.startswith(f"rank.{rank}."):
+        name = rest.rpartition(".")[0]
+        if section == "optimizer" and name in tensors:
+            if (share := _share_of(stored, shares.get(name))) is not None:
+                parts[key] = share
             wanted[key] = _room(stored, parts.get(key))
+        elif section in ("extra", "options") or key.startswith(f"rank.{rank}."):
+            wanted[key] = _room(stored, None)
     return wanted, parts
+
+
+def _model_targets(
+    tensors: Mapping[str, Tensor], metadata: Metadata, shares: Mapping[str, Share]
+) -> tuple[dict[str, Any], dict[str, Share]]:
+    """This rank's tensors themselves, by key, and which of them are parts."""
+    wanted = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+    known = metadata.state_dict_metadata
+    found = {key: _share_of(known[key], shares.get(name)) for key, name in zip(wanted, tensors, strict=True)}
+    return wanted, {key: share for key, share in found.items() if share is not None}
+
+
+def _share_of(stored: TensorStorageMetadata | BytesStorageMetadata, share: Share | None) -> Share | None:
+    """The share that a rank reads of what is stored; None where it reads it as it is."""
+    is_whole_there = share is not None and isinstance(stored, TensorStorageMetadata) and tuple(stored.size) == share.shape
+    return share if is_whole_there else None
 
 
 def _room(stored: TensorStorageMetadata | BytesStorageMetadata, share: Share | None) -> Tensor | None:

@@ -6,6 +6,7 @@ reads the regions that it holds. In between the tensors are whole, so any plan r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from whale.runtime.checkpoint.checkpoint import Extras, load, save
 from whale.runtime.execute.roster import Roster
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.optimizer_state import read_optimizer, write_optimizer
+from whale.runtime.state.optimizer_state import OptimizerState, check_optimizer, read_optimizer, write_optimizer
 from whale.runtime.state.random_state import random_state, set_random_state
 
 
@@ -43,15 +44,32 @@ def save_state(path: Path, state: EngineState, roster: Roster, holdings: Holding
     )
 
 
-def load_state(path: Path, state: EngineState, roster: Roster, holdings: Holdings, model: ModelGraph) -> None:
+def load_state(
+    path: Path,
+    state: EngineState,
+    roster: Roster,
+    holdings: Holdings,
+    model: ModelGraph,
+    check_position: Callable[[Mapping[str, int]], None],
+) -> None:
     """Fills a state's tensors in place and puts everything else back; all ranks of the world call it.
 
+    Args:
+        check_position: raises where the data cannot go on as the checkpoint says.
+
     Raises:
-        CheckpointError: it is incomplete, damaged, or of another model; the same kind on all ranks.
+        CheckpointError: it is incomplete, damaged, of another model or optimizer, or of other data; the same kind on all ranks.
+            Where it could be read at all, nothing has changed.
     """
+
+    def check(kept: OptimizerState, extras: Extras) -> None:
+        check_optimizer(state.optimizer, state.parameters, kept)
+        if "position" in extras.shared:
+            check_position(extras.shared["position"])
+
     specs = {parameter.name: parameter.spec for parameter in model.parameters if parameter.name in roster.plan.owners}
     shares = find_shares(holdings, roster.rank, model)
-    kept, extras = load(path, tensors=state.tensors, specs=specs, world=roster.world, shares=shares)
+    kept, extras = load(path, tensors=state.tensors, specs=specs, world=roster.world, shares=shares, check=check)
     write_optimizer(state.optimizer, state.parameters, kept)
     if state.scheduler is not None and "scheduler" in extras.shared:
         state.scheduler.load_state_dict(extras.shared["scheduler"])

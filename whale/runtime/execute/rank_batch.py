@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from whale.errors import BatchError
@@ -23,11 +23,13 @@ class RankBatch:
         data: the batch in the user's form, with this rank's rows in ascending order; None where it has none.
         rows: which rows of the global batch these are.
         num_rows: rows of the global batch.
+        source: the loader that it comes from.
     """
 
     data: Any
     rows: Rows
     num_rows: int
+    source: object = field(default=None, compare=False, repr=False)
 
 
 def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:

@@ -27,7 +27,7 @@ class EngineState:
         optimizer: the user's, over the parameters; None if this rank owns none, or none was given.
         scheduler: the user's learning-rate scheduler; None likewise.
         step_number: steps done; with a seed it decides the random numbers of the next.
-        position: where the data goes on, plain data of a loader that is still to be made; None for the start.
+        position: where the data goes on, plain data of a loader, read from a checkpoint and not gone on from yet; else None.
         has_moved_statistics: whether steps have moved buffers (running statistics) on their owners, each by its own rows.
     """
 

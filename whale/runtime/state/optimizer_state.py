@@ -62,6 +62,18 @@ def write_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping
     """
     if optimizer is None:
         return
+    optimizer.load_state_dict(_fitted(optimizer, parameters, saved))
+    _keep_types(optimizer, _names(parameters), saved)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, Tensor], saved: OptimizerState) -> None:
+    """Raises what `write_optimizer` would, and changes nothing."""
+    if optimizer is not None:
+        _fitted(optimizer, parameters, saved)
+
+
+def _fitted(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], saved: OptimizerState) -> dict[str, Any]:
+    """An optimizer's own ``state_dict`` with what was saved in it."""
     names = _names(parameters)
     packed = optimizer.state_dict()
     groups = []
@@ -75,8 +87,7 @@ def write_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping
             faults.append(fault)
         state.update({index: saved.state[name] for index, name in zip(group["params"], members, strict=True) if name in saved.state})
     raise_faults(faults)
-    optimizer.load_state_dict({**packed, "state": state, "param_groups": groups})
-    _keep_types(optimizer, names, saved)
+    return {**packed, "state": state, "param_groups": groups}
 
 
 def _names(parameters: Mapping[str, Tensor]) -> dict[int, str]:
