@@ -129,3 +129,19 @@ def test_a_rank_that_has_left_is_told_in_our_words(world: World, tmp_path: Path,
     what = "comparing the batch" if action == "step" else action
     assert isinstance(error, RuntimeFault)
     assert error.message.startswith(f"{what} with rank(s) 1 did not complete: a rank has left"), error.message
+
+
+def gather_unlike(rank: int, num_ranks: int) -> tuple[str, list[str]]:
+    engine = make_engine(num_ranks)
+    with pytest.raises(RuntimeFault) as caught:
+        engine.state_dict(rank=rank)
+    found = engine.state_dict(rank=1)
+    engine.step(make_batch(8))
+    engine.close()
+    return caught.value.message, [] if found is None else sorted(found)
+
+
+def test_ranks_that_gather_on_unlike_ranks_are_told(world: World) -> None:
+    (first, nothing), (second, names) = world.run(gather_unlike, num_ranks=2, timeout=120)
+    assert first == "all ranks call engine.state_dict with the same argument (here 0, and another on some rank)"
+    assert "(here 1," in second and names and not nothing

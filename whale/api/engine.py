@@ -139,10 +139,17 @@ class Engine:
         return loader
 
     def close(self) -> None:
-        """Gives back process groups; the engine cannot step afterwards. Other engines are not touched."""
-        self.runtime.close()
-        if self._tracing is not None:
-            self._tracing.close()
+        """Gives back process groups; the engine cannot step afterwards. Other engines are not touched.
+
+        Raises:
+            RuntimeFault: the loss of one of the last steps, which a GPU had not told yet, is no finite number.
+        """
+        try:
+            self.runtime.losses.settle()
+        finally:
+            self.runtime.close()
+            if self._tracing is not None:
+                self._tracing.close()
 
     # ---- state -----------------------------------------------------------------------------------------------
 
@@ -156,18 +163,18 @@ class Engine:
     @in_short
     @in_company
     def state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor] | None:
-        """All parameters and buffers under the keys of ``model.state_dict()``, tied names included.
+        """All parameters and buffers under the keys of ``model.state_dict()``, tied names included; whole, in host memory.
 
         Args:
-            rank: gather on this rank's CPU only (the others get None); None gathers on every rank.
+            rank: gather on this rank only (the others get None); None gathers on every rank.
 
         Raises:
-            RuntimeFault: there is no such rank.
+            RuntimeFault: there is no such rank, or ranks name different ones.
         """
         size = self.runtime.roster.world.size
         if rank is not None and not 0 <= rank < size:
             raise RuntimeFault(f"state_dict(rank=) is one of the {size} rank(s), from 0 (got {rank})")
-        self.runtime.call_together("state_dict")
+        self.runtime.call_together("state_dict", rank)
         self._users.exchange()
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
@@ -289,6 +296,7 @@ class Engine:
     def _forward(self, name: Literal["eval", "predict"], batch: Any) -> tuple[StepState, CapturedMode, BatchView]:
         self.runtime.check_open()
         self.runtime.call_together("evaluate" if name == "eval" else "predict")
+        self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         base = self.modes.ensure(name, batch)
         if self.runtime.plan_of(name) is None:

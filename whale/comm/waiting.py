@@ -11,11 +11,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from whale.comm.lines import Lines, last_words
@@ -40,9 +41,9 @@ class Launched:
 
 @dataclass(frozen=True)
 class _Watched:
-    """What a device waits for: since when it was asked to, for what, and with whom."""
+    """What a device waits for: whether it is past that, since when it was asked to, for what, and with whom."""
 
-    work: dist.Work
+    is_past: Callable[[], bool]
     since: float
     action: str
     ranks: tuple[int, ...]
@@ -88,7 +89,7 @@ class Waits:
         except (RuntimeError, dist.DistError) as error:
             raise self._failed(action, ranks, error) from error
         with self._lock:
-            self._watched.append(_Watched(launched.work, time.monotonic(), action, tuple(ranks)))
+            self._watched.append(_Watched(_past(launched.work), time.monotonic(), action, tuple(ranks)))
             if self._monitor is None:
                 self._monitor = threading.Thread(target=self._keep_looking, name="whale waits", daemon=True)
                 self._monitor.start()
@@ -117,7 +118,7 @@ class Waits:
         The host runs ahead of the device, so what stands in the queue waits for its turn first: the limit of the first counts
         from when it was asked for, or from when the one before it was seen done, whichever is later.
         """
-        while self._watched and self._watched[0].work.is_completed():
+        while self._watched and self._watched[0].is_past():
             self._watched.popleft()
             self._progress = now
         if self._watched:
@@ -138,6 +139,18 @@ class Waits:
         print(
             f"RuntimeFault: {self._fault}", file=sys.stderr, flush=True
         )  # the host may be held up by the device, and never come to raise it
+
+
+def _past(work: dist.Work) -> Callable[[], bool]:
+    """Tells whether a device is past a wait that it was just asked for.
+
+    An event behind the wait tells it: who asks the work itself keeps hold of what it has received until the monitor looks.
+    """
+    if not torch.cuda.is_available():
+        return work.is_completed
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.query
 
 
 _LEFT = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket closed")

@@ -114,7 +114,7 @@ def connect(timeout_seconds: float) -> World:
     """
     timeout = timedelta(seconds=timeout_seconds)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = _device(local_rank)
+    device = _device(os.environ.get("LOCAL_RANK"))
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _join(device, timeout)
         atexit.register(_leave)
@@ -167,10 +167,13 @@ def _has_failed() -> bool:
     return hasattr(sys, "last_value")
 
 
-def _device(local_rank: int) -> torch.device:
+def _device(local_rank: str | None) -> torch.device:
+    """The GPU of the rank's number on its host; where no launcher says that, the one that the script has chosen."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    if local_rank is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", int(local_rank) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 

@@ -154,15 +154,15 @@ class Runtime:
             self._buffers.settle(worker.model, worker.written, worker.made, batch.num_rows)
             return step
 
-    def call_together(self, call: Call) -> None:
-        """Waits until all ranks of the world make this call. When this is closed they are no longer compared.
+    def call_together(self, call: Call, argument: int | None = None) -> None:
+        """Waits until all ranks of the world make this call, with this argument. When this is closed they are no longer compared.
 
         Raises:
-            RuntimeFault: some rank calls something else, or has left.
+            RuntimeFault: some rank calls something else, or with another argument, or has left.
         """
         if self._workers:
             with self.status.reporting():
-                call_together(call, self.roster.world, self._connections.everyone)
+                call_together(call, argument, self.roster.world, self._connections.everyone)
 
     def refuse(self, mode: str, reason: WhaleError) -> None:
         """Tells the other ranks, which are about to run a step, that this rank does not, and why."""

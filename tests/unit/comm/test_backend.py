@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from whale.comm import backend_of
+from whale.comm import backend_of, connect
 from whale.comm.world import choose_backend
 
 
@@ -32,3 +32,15 @@ def test_the_backend_of_a_kind_of_device(config: str, cpu: str, cuda: str, monke
     assert backend_of(torch.device("cpu")) == cpu
     assert backend_of(torch.device("cuda", 1)) == cuda
     assert backend_of(torch.device("meta")) is None
+
+
+def test_a_rank_without_a_launcher_computes_where_the_script_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert connect(60).device == torch.device("cuda", 3) and not chosen
+    monkeypatch.setenv("LOCAL_RANK", "6")
+    assert connect(60).device == torch.device("cuda", 2) and chosen == [torch.device("cuda", 2)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from whale.comm import Launched, Waits
 from whale.errors import RuntimeFault
@@ -84,3 +86,33 @@ def test_what_a_backend_says_is_put_in_our_words(error: RuntimeError, said: str)
         raise error
     assert caught.value.message.startswith(f"gathering a.weight with rank(s) 1, 2 did not complete: {said}")
     assert "gloo" not in str(caught.value) and caught.value.__cause__ is error
+
+
+@dataclass
+class Event:
+    """Stands for CUDA's."""
+
+    is_done: bool = False
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+def test_a_device_that_waits_keeps_nothing_that_was_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Event] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Event()) or events[-1])
+    work, waits = Work(), Waits(LIMIT)
+    waits.wait(launched(work, blocks_host=False), "1RECV_F0", (1,))
+    kept = weakref.ref(work)
+    del work
+    assert kept() is None
+    assert waits.look(1e12) is not None, "what the device is not past is overdue"
+    events[0].is_done = True
+    waits = Waits(LIMIT)
+    waits.wait(launched(Work(), blocks_host=False), "1RECV_F0", (1,))
+    events[1].is_done = True
+    assert waits.look(1e12) is None

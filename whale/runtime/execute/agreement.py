@@ -195,14 +195,14 @@ class Agreement:
         count, squares, num_whole, *others, num_balanced, rest = roll_call.read(numbers, self._call, self._world.size)
         if math.isnan(count):
             self._refuse_with_others(told)
-        if not _are_equal(self._world.size, count, squares):
+        if not roll_call.are_equal(self._world.size, count, squares):
             raise BatchError(
                 f"the batch must have the same rows on every rank (here {told.num_rows}, {count / self._world.size:g} on average)",
                 hint="give every rank the same global batch, or use engine.loader",
             )
-        if not _are_equal(*others[:3]):
+        if not roll_call.are_equal(*others[:3]):
             self._refuse_capture(told)
-        if not _are_equal(*others[3:]):
+        if not roll_call.are_equal(*others[3:]):
             self._refuse_contents(told)
         if rest and num_balanced == self._world.size:
             raise BatchError(
@@ -278,8 +278,3 @@ class Agreement:
         held = self._plan.replicas[self._seat.replica].stages[stage]
         pieces = self.micro_batches(num_rows)
         return [held.row_intervals(stop - start, start)[self._seat.position] for start, stop in pieces]
-
-
-def _are_equal(num: float, total: float, squares: float) -> bool:
-    """Whether so many integers are equal, by their sum and the sum of their squares, which are exact."""
-    return int(num) * int(squares) == int(total) ** 2

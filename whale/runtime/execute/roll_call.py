@@ -59,13 +59,25 @@ def _who(count: int, ranks: int, size: int) -> str:
     return f"{count} ranks"
 
 
-def call_together(call: Call, world: World, everyone: Everyone) -> None:
+def call_together(call: Call, argument: int | None, world: World, everyone: Everyone) -> None:
     """Waits until all ranks are here.
 
+    Args:
+        argument: of the call, which all ranks give alike.
+
     Raises:
-        RuntimeFault: some call something else, or have left.
+        RuntimeFault: some call something else, or with another argument, or have left.
     """
-    if not world.is_alone:
-        summed = numbers(call, world.rank)
-        everyone.add(summed, call)
-        read(summed, call, world.size)
+    if world.is_alone:
+        return
+    told = 0 if argument is None else argument + 1
+    summed = numbers(call, world.rank, (float(told), float(told**2), *(0.0,) * (NUM_TOLD - 2)))
+    everyone.add(summed, call)
+    total, squares, *_ = read(summed, call, world.size)
+    if not are_equal(world.size, total, squares):
+        raise RuntimeFault(f"all ranks call engine.{call} with the same argument (here {argument}, and another on some rank)")
+
+
+def are_equal(num: float, total: float, squares: float) -> bool:
+    """Whether so many integers are equal, by their sum and the sum of their squares, which are exact."""
+    return int(num) * int(squares) == int(total) ** 2

@@ -31,7 +31,7 @@ def gather_tensors(
     *,
     only: int | None,
 ) -> dict[str, torch.Tensor] | None:
-    """Copies of all parameters and buffers, whole.
+    """Copies of all parameters and buffers, whole, in host memory: they may be more than a device can hold.
 
     Args:
         model: shapes and types.
@@ -40,16 +40,15 @@ def gather_tensors(
         tensors: what this rank holds.
         world_ranks: per rank of the plan, the rank in the world.
         world: this process among its peers.
-        only: the world rank that gets them, on its CPU; None for every rank, on its device.
+        only: the world rank that gets them; None for every rank.
 
     Returns:
         Tensors by name; None on ranks that get nothing.
     """
     found: dict[str, torch.Tensor] = {}
-    device = world.device if only is None else torch.device("cpu")
     for name in holdings.shardings.parameters:
         spec = model.parameter_by_name[name].spec
-        whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device) if only in (None, world.rank) else None
+        whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) if only in (None, world.rank) else None
         for piece in holdings.pieces(name):
             index = holdings.index(name, piece.region)
             holder = world_ranks[piece.owners[0]]
@@ -65,7 +64,7 @@ def _own_piece(holdings: Holdings, name: str, piece: HeldPiece, rank: int | None
     assert rank is not None
     index = holdings.index(name, piece.region, holdings.held(name, rank))
     held = tensors[name].detach()
-    return held if index is None else part(held, index)
+    return (held if index is None else part(held, index)).cpu()
 
 
 def _gather_piece(
@@ -74,7 +73,7 @@ def _gather_piece(
     """Brings one piece from its holder into the whole tensor, on one rank or on all."""
     if whole is None:
         if mine is not None:
-            dist.send(_wire(mine.cpu().contiguous()), only)
+            dist.send(_wire(mine.contiguous()), only)
         return
     if mine is None or (only is None and not world.is_alone):
         target = whole if index is None else torch.empty_like(part(whole, index), memory_format=torch.contiguous_format)

@@ -8,7 +8,6 @@ table rows held: 4 .. 8           indices   2  5  7  9
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,23 +29,12 @@ def localize(indices: Tensor, runs: Runs, size: int) -> tuple[Tensor, Tensor]:
         Local indices, 0 where a position is not held, and the mask of those that are.
     """
     positive = torch.where(indices < 0, indices + size, indices)
-    if len(runs) == 1:
-        start, stop = runs[0]
-        held = (positive >= start) & (positive < stop)
-        return torch.where(held, positive - start, 0), held
-    if not runs:
-        return torch.zeros_like(positive), torch.zeros_like(positive, dtype=torch.bool)
-    starts, stops, before = _bounds(runs, indices.device)
-    run = (torch.bucketize(positive, starts, right=True) - 1).clamp(min=0)
-    held = (positive >= starts[run]) & (positive < stops[run])
-    return torch.where(held, positive - starts[run] + before[run], 0), held
-
-
-@lru_cache(maxsize=4096)
-def _bounds(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Starts and stops of runs, and how many positions lie before each; made once, as a GPU is waited for meanwhile."""
-    starts, stops = (torch.tensor(bounds, device=device) for bounds in zip(*runs, strict=True))
-    return starts, stops, torch.tensor([count_below(runs, start) for start, _ in runs], device=device)
+    local, held = torch.zeros_like(positive), torch.zeros_like(positive, dtype=torch.bool)
+    for start, stop in runs:  # mostly one
+        inside = (positive >= start) & (positive < stop)
+        local = torch.where(inside, positive - start + count_below(runs, start), local)
+        held = held | inside
+    return local, held
 
 
 def part_embedding(table: Tensor, indices: Tensor, padding: int, by_frequency: bool, sparse: bool, runs: Runs, size: int) -> Tensor:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from whale.runtime.program.shard.pieces import Index, as_index, on_device
-from whale.sharding.index_sets import Runs, count
+from whale.sharding.index_sets import Runs, count, count_below
 
 
 class _Fields(NamedTuple):
@@ -42,9 +42,6 @@ class Slots(_Fields):
         """Per device, how many units it has."""
         return _counts(self.parts)
 
-    def _places(self, device: torch.device) -> tuple[Index, ...]:
-        return _places(self.parts, device)
-
     def _unfolded(self, value: Tensor, units: int) -> tuple[Tensor, int]:
         """The dimension as ``outer x units x inner``, and where the units are."""
         rest = value.shape[self.dim] // units if units else 1
@@ -54,9 +51,7 @@ class Slots(_Fields):
     def take(self, value: Tensor, device: int) -> Tensor:
         """What lies at a device's positions; a view where it can be."""
         split, at = self._unfolded(value, self.units)
-        place = self._places(value.device)[device]
-        held = split.narrow(at, place.start, place.stop - place.start) if isinstance(place, slice) else split.index_select(at, place)
-        return held.flatten(self.dim, self.dim + 2)
+        return _held(split, at, self.parts[device]).flatten(self.dim, self.dim + 2)
 
     def own(self, value: Tensor) -> Tensor:
         """What lies at this device's positions."""
@@ -69,17 +64,17 @@ class Slots(_Fields):
 
     def put_together(self, pieces: Sequence[Tensor]) -> Tensor:
         """The tensor whose parts these are."""
-        places = self._places(pieces[0].device)
-        if all(isinstance(place, slice) for place in places) and self._is_in_order and not self._has_rows(pieces):
+        if all(len(runs) < 2 for runs in self.parts) and self._is_in_order and not self._has_rows(pieces):
             return torch.cat(list(pieces), self.dim)
         sample = next((piece for piece, held in zip(pieces, self.counts, strict=True) if held), pieces[0])
         held = next((held for held in self.counts if held), 1)
         rest = sample.shape[self.dim] // held
         whole = sample.new_empty((*sample.shape[: self.dim], rest * self.units, *sample.shape[self.dim + 1 :]))
         split, at = self._unfolded(whole, self.units)
-        for piece, place, number in zip(pieces, places, self.counts, strict=True):
-            if number:
-                split[(slice(None),) * at + (place,)] = self._unfolded(piece, number)[0]
+        for piece, runs, number in zip(pieces, self.parts, self.counts, strict=True):
+            own = self._unfolded(piece, number)[0] if number else piece
+            for start, stop in runs:
+                split.narrow(at, start, stop - start).copy_(own.narrow(at, count_below(runs, start), stop - start))
         return whole
 
     def _has_rows(self, pieces: Sequence[Tensor]) -> bool:
@@ -96,9 +91,14 @@ def _counts(parts: tuple[Runs, ...]) -> tuple[int, ...]:
     return tuple(count(runs) for runs in parts)
 
 
-@lru_cache(maxsize=4096)
-def _places(parts: tuple[Runs, ...], device: torch.device) -> tuple[Index, ...]:
-    return on_device([as_index(runs) for runs in parts], device)
+def _held(value: Tensor, dim: int, runs: Runs) -> Tensor:
+    """What lies at some positions of a dimension: a view where they are one run. It makes no tensor of positions, which a GPU waits for."""
+    if len(runs) < 2:
+        start, stop = runs[0] if runs else (0, 0)
+        return value.narrow(dim, start, stop - start)
+    bounds = [0, *(bound for run in runs for bound in run), value.shape[dim]]
+    pieces = torch.split(value, [high - low for low, high in pairwise(bounds)], dim)  # gaps and runs in turn; backward, one concatenation
+    return torch.cat(pieces[1::2], dim)
 
 
 def own_part(value: Tensor, slots: Slots) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whale.runtime.program.shard.lookups import localize, part_embedding, part_gather, part_index, part_index_select, part_one_hot
+from whale.runtime.program.shard.slots import Slots
 from whale.sharding.index_sets import Runs, merged
 
 SIZE = 11
@@ -62,3 +64,14 @@ def test_columns_of_one_hot_are_those_held() -> None:
     indices = torch.tensor([[0, 3], [6, 4]])
     whole = torch.nn.functional.one_hot(indices, 7)
     assert torch.equal(part_one_hot(indices, ((1, 2), (3, 5)), 7), whole[..., [1, 3, 4]])
+
+
+def test_what_was_run_without_contents_leaves_nothing_behind() -> None:
+    runs = ((0, 2), (4, 6))
+    slots = Slots(0, 8, (runs, ((2, 4), (6, 8))), 0)
+    with FakeTensorMode():
+        localize(torch.tensor([1, 4]), runs, 8)
+        slots.own(torch.zeros(8))
+    local, held = localize(torch.tensor([1, 3, 4]), runs, 8)
+    assert local.tolist() == [1, 0, 2] and held.tolist() == [True, False, True]
+    assert slots.own(torch.arange(8)).tolist() == [0, 1, 4, 5]
