@@ -23,6 +23,7 @@ class Written(nn.Module):
             parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.register_buffer("vector", torch.arange(1.0, 5.0, dtype=torch.float64))
+        self.register_buffer("spread", torch.ones(4, dtype=torch.float64))
         self.register_buffer("square", torch.zeros(4, 4, dtype=torch.float64))
         self.register_buffer("load", torch.zeros(4, dtype=torch.long))
 
@@ -104,10 +105,15 @@ def sums_at_places(net: Written, x: Tensor) -> Tensor:
     return net.second(hidden)
 
 
+def statistics_of_each_row(net: Written, x: Tensor) -> Tensor:
+    images = net.first(x)[:, :, None] * torch.arange(1.0, 4.0, dtype=torch.float64)
+    return net.second(nn.functional.instance_norm(images, net.vector, net.spread)[:, :, 0])
+
+
 BUFFERS: dict[str, Forward] = {
     function.__name__: function
     for function in (counter, counter_by_another_name, power_iteration, average_in_place, average_by_another_name, average_by_lerp)
-    + (sums, sums_at_places)
+    + (sums, sums_at_places, statistics_of_each_row)
 }
 """What is exact however the rows are divided."""
 

@@ -1,6 +1,7 @@
-"""What reaches behind a tensor in the code that is captured: `.data` is the detached tensor that it is; what leaves torch is refused.
+"""What reaches behind a tensor in the code that is captured: `.data` is the detached tensor that it is; what a graph loses is refused.
 
-Without this, what is written to `.data` would vanish, and numpy would be given memory without values.
+Without this, what is written to `.data` would vanish, numpy would be given memory without values, gradients that the code computes
+itself would be made of tensors that the graph has not, and what `torch.vmap` wraps would lie in it for one sample.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
@@ -15,6 +17,7 @@ from whale.capture.source import user_line
 from whale.errors import CaptureError
 
 _LEAVING = (torch.Tensor.numpy, torch.Tensor.__array__)
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
 class DataAccess(TorchFunctionMode):
@@ -29,6 +32,18 @@ class DataAccess(TorchFunctionMode):
                 where=user_line(),
                 hint="use the new tensor in its place; what a buffer holds is written by buffer.copy_(value)",
             )
+        if func in _GRADIENTS:
+            raise CaptureError(
+                "a captured model computes no gradients itself (torch.autograd.grad, backward)",
+                where=user_line(),
+                hint="write the gradient out as tensor operations, or as an autograd.Function",
+            )
+        if any(map(_is_transformed, args)):
+            raise CaptureError(
+                "a captured model calls no transforms of torch.func (vmap, grad, jvp)",
+                where=user_line(),
+                hint="write the operations for all samples at once: matmul, bmm and einsum take dimensions of the batch",
+            )
         if func in _LEAVING and isinstance(args[0], FakeTensor):
             raise CaptureError(
                 "a captured model computes with torch alone (here numpy is given a tensor's values)",
@@ -42,3 +57,8 @@ class DataAccess(TorchFunctionMode):
                 hint="run the layer on the padded batch and read each row's last place: output[torch.arange(len(lengths)), lengths - 1]",
             )
         return func(*args, **(kwargs or {}))
+
+
+def _is_transformed(value: object) -> bool:
+    """Whether a tensor is one of those that `torch.func` puts in the place of another inside a transform."""
+    return isinstance(value, torch.Tensor) and (is_batchedtensor(value) or is_gradtrackingtensor(value))

@@ -38,7 +38,7 @@ class KnownValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen, self._read = seen, read
         self._values: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
-        self._unknown: set[int] = set()
+        self._unknown: dict[int, Tensor] = {}  # by memory, which is kept: what is made later lies elsewhere
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -71,7 +71,8 @@ class KnownValues(TorchDispatchMode):
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         """What shares memory with tensors that something unknown may have been written to."""
-        self._unknown |= {_memory(self._values[tensor]) for tensor in tensors if tensor in self._values}
+        known = [self._values[tensor] for tensor in tensors if tensor in self._values]
+        self._unknown |= {_memory(value): value for value in known}
 
     def _learn(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Computes an op's results on the values; those that are views share memory as the traced tensors do."""

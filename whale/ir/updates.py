@@ -4,6 +4,7 @@
     vector.copy_(normalize(w @ vector))
     ema.mul_(0.9).add_(0.1 * x.mean(0))   linear in means over rows          mean      parts are averaged by their rows
     load += chosen.sum(0)                 what was there, and sums           sum       what the parts add is added up
+    instance_norm(...)                    means of each row's statistics     mean
     batch_norm(...)                       running statistics                 statistics
     ema.lerp_(x.var(0), 0.1)              none of these                      whole     right for an undivided batch only
 
@@ -13,7 +14,7 @@ running statistics: they follow one micro-batch after another, as those of the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,7 +46,13 @@ def buffer_updates(graph: ModelGraph) -> Mapping[str, Update]:
     written = written_buffers(graph)
     marked = {name: ops for name, ops in written.items() if any(op.operator not in SILENT_WRITERS for op in ops)}
     found = _updates(graph, marked) if marked else {}
-    return {name: found.get(name, Update("statistics", where=ops[-1].where)) for name, ops in written.items()}
+    return {name: found.get(name) or _statistics(ops) for name, ops in written.items()}
+
+
+def _statistics(writers: Sequence[Op]) -> Update:
+    """Those of the batch are no means over rows; those of each row are averaged over them."""
+    of_rows = all(op.operator == "instance_norm" for op in writers)
+    return Update("mean" if of_rows else "statistics", where=writers[-1].where)
 
 
 def _updates(graph: ModelGraph, written: Mapping[str, tuple[Op, ...]]) -> dict[str, Update]:

@@ -60,6 +60,25 @@ def numpy(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x) * float(x.numpy().sum())
 
 
+def penalty(linear: nn.Linear, x: Tensor) -> Tensor:
+    y: Tensor = linear(x.requires_grad_())
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return gradient
+
+
+def backward(linear: nn.Linear, x: Tensor) -> Tensor:
+    linear(x).sum().backward()
+    return linear(x)  # type: ignore[no-any-return]
+
+
+def vectorised(linear: nn.Linear, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: linear.weight @ row)(x)  # type: ignore[no-any-return]
+
+
+def of_a_function(linear: nn.Linear, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda rows: linear(rows).sum())(x)  # type: ignore[no-any-return]
+
+
 def converted(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear.to(torch.float64)(x.double())  # type: ignore[no-any-return]
 
@@ -86,6 +105,10 @@ def chosen(linear: nn.Linear, x: Tensor) -> Any:
         (branch, "do not depend on values in tensors"),
         (hooked, "no gradient hooks"),
         (numpy, "numpy"),
+        (penalty, r"computes no gradients itself \(torch.autograd.grad, backward\)"),
+        (backward, "computes no gradients itself"),
+        (vectorised, r"calls no transforms of torch.func \(vmap, grad, jvp\)"),
+        (of_a_function, "calls no transforms of torch.func"),
         (converted, r"keeps its parameters and buffers in forward \(.to\(\) puts torch.float64"),
         (packed, "packed sequences"),
         (drawn, "a number that is"),
