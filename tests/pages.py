@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +24,18 @@ class Block:
 
 
 def blocks(page: Path, *languages: str) -> Iterator[Block]:
-    text = page.read_text()
-    for match in FENCE.finditer(text):
+    for match in FENCE.finditer(page.read_text()):
         if match[1] in languages:
-            yield Block(page, text[: match.start(2)].count("\n") + 1, match[1], match[2])
+            yield block_of(page, match)
 
 
-def run_python(page: Path) -> None:
-    """Runs the Python of a page as one script, in a context of its own."""
+def block_of(page: Path, match: re.Match[str]) -> Block:
+    """The block that was found in a page's text."""
+    return Block(page, match.string[: match.start(2)].count("\n") + 1, match[1], match[2])
+
+
+def run_python(page: Path, after: Callable[[Block], None] = lambda block: None) -> None:
+    """Runs the Python of a page as one script, in a context of its own; `after` each block something may be done."""
     torch.set_num_threads(1)
     namespace: dict[str, object] = {"__name__": "__main__"}
 
@@ -39,5 +43,6 @@ def run_python(page: Path) -> None:
         for block in blocks(page, "python"):
             # Blank lines before it give the code its line numbers in the page.
             exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+            after(block)
 
     contextvars.copy_context().run(run)

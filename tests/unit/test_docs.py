@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.pages import FENCE, PAGES, ROOT, Block, blocks, run_python
+from tests.printed import quotes
 from whale.cli import main
 from whale.cli.launch import make_parser as make_run_parser
 from whale.cli.main import make_parser
@@ -42,12 +43,38 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+class Printed:
+    """What the blocks of a page have printed, beside what the page says of it."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *, update: bool) -> None:
+        self._capsys, self._update = capsys, update
+        self._texts: dict[Block, str] = {}
+
+    def take(self, block: Block) -> str:
+        """Takes what was printed since the last time for a block's."""
+        text = self._capsys.readouterr().out
+        self._texts[block] = self._texts.get(block, "") + text
+        return text
+
+    def check(self, page: Path, language: str) -> None:
+        """Compares the texts of the page, from the last on: writing one anew moves those behind it."""
+        for block, quote in reversed(quotes(page, language)):
+            if block in self._texts:
+                quote.check(self._texts[block], update=self._update)
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Printed:
+    return Printed(capsys, update=request.config.getoption("--update-golden"))
+
+
 RUN = [pytest.param(p, marks=[] if p.name == "README.md" else pytest.mark.slow) for p in PAGES if any(blocks(p, "python"))]
 
 
 @pytest.mark.parametrize("page", RUN, ids=name_of)
-def test_python_runs(page: Path, workplace: Path) -> None:
-    run_python(page)
+def test_python_runs_and_prints_what_the_page_says(page: Path, workplace: Path, printed: Printed) -> None:
+    run_python(page, printed.take)
+    printed.check(page, "python")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -69,7 +96,7 @@ def test_commands_parse_and_their_files_exist(page: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if any(w[:1] == ["whale"] for _, w in commands(p))], ids=name_of)
-def test_planning_commands_succeed(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planning_commands_print_what_the_page_says(page: Path, workplace: Path, printed: Printed) -> None:
     torch.set_num_threads(1)
     missing: set[str] = set()  # what commands make that take ranks and time, and are not run here
     for block, words in commands(page):
@@ -78,8 +105,9 @@ def test_planning_commands_succeed(page: Path, workplace: Path, capsys: pytest.C
         if words[1] not in CHEAP:
             missing |= {file for word, file in itertools.pairwise(words) if word == "--output"}
         elif missing.isdisjoint(words):
-            assert main(words[1:]) == 0, f"{name_of(page)}:{block.line}: {shlex.join(words)}\n{capsys.readouterr().err}"
-            assert capsys.readouterr().out or "--output" in words
+            assert main(words[1:]) == 0, f"{name_of(page)}:{block.line}: {shlex.join(words)}"
+            assert printed.take(block) or "--output" in words
+    printed.check(page, "bash")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

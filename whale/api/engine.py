@@ -92,14 +92,13 @@ class Engine:
         return self._train(batch)
 
     def _train(self, batch: Any) -> torch.Tensor:
-        number = self.state.step_number
         self._data.feed(batch)
         if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
             self._tracing.begin()
         captured, view = self._view("train", batch)
         loss = train_step(self.runtime, self.state, view, captured.key)
         if self._tracing is not None:
-            self._tracing.end(number, view.num_rows)
+            self._tracing.end(self.state.step_number, view.num_rows)
         self._rest()
         return step_loss(loss)
 

@@ -33,7 +33,7 @@ from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import tag_of
 from whale.capture.trace import Traced, trace
 from whale.capture.versions import check_version
-from whale.capture.wrapper import Loss, Mode
+from whale.capture.wrapper import Loss, Mode, check_loss
 from whale.capture.writes import settle_writes
 from whale.errors import CaptureError
 from whale.ir.graph import LossTerm, ModelGraph, Op
@@ -71,6 +71,7 @@ def capture(
     check_version(torch.__version__)
     structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, 1 if static else 2, batch_dims)
     check_model(model)
+    check_loss(loss)
     default = default_scope()
     first, double = trace(model, loss, structure, mode, static)
     return _build(model, structure, first, double, mode, default)

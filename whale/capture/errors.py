@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from whale.capture.functions import call
 from whale.capture.regions import recomputed
 from whale.capture.source import line_of_traceback, user_line
+from whale.capture.wrapper import in_rows
 from whale.errors import CaptureError, WhaleError, raise_faults
 from whale.ir.source import SourceLine
 
@@ -57,10 +58,9 @@ def as_capture_error(error: Exception, last_number: SourceLine | None = None) ->
         return CaptureError(f"a captured model is one graph without inner programs ({_first_line(error)})", where=where, hint=INNER_HINT)
     read = "" if last_number is None else f"; a number that is not known was read of one at {last_number}"
     return CaptureError(
-        "the model cannot be captured: its code fails where tensors have shapes and no values yet "
-        f"({type(error).__name__}: {_first_line(error)}{read})",
+        f"the model cannot be captured: its code fails ({type(error).__name__}: {in_rows(_first_line(error))}{read})",
         where=where,
-        hint="code that asks whether it is traced may go another way than in a plain step",
+        hint="where a plain step on this batch does not fail, code that reads values or asks whether it is traced goes another way here",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -134,6 +135,25 @@ def _check_missing(model: nn.Module, missing: list[str], given: str) -> None:
         raise BatchError(f"the batch holds what {type(model).__name__}.forward requires (it lacks {', '.join(missing)}; {given})")
 
 
+def check_loss(loss: Loss | None) -> None:
+    """Finds a loss that does not take what losses are called with.
+
+    Raises:
+        CaptureError: it takes other arguments.
+    """
+    if loss is None:
+        return
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):  # of a builtin that does not say what it takes
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        message = f"a loss is called as loss(output, batch) (this one takes {signature})"
+        raise CaptureError(message, where=line_of_function(loss), hint="loss=lambda output, batch: ...") from None
+
+
 def _own_loss(output: Any) -> Any:
     """The loss that a model computes itself: `output.loss`, ``output["loss"]``, or an output that is a scalar."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -163,9 +183,14 @@ def _checked_loss(value: Any, where: SourceLine | None) -> tuple[Tensor, Tensor 
     return parts[0], float(weight) if isinstance(weight, (int, float)) else weight
 
 
+def in_rows(text: str) -> str:
+    """A message in which torch's symbol for the number of rows has its name."""
+    return re.sub(r"\bs\d+\b", "rows", text)
+
+
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape [{', '.join(map(str, value.shape))}]"
+        return f"{str(value.dtype).removeprefix('torch.')} of shape [{in_rows(', '.join(map(str, value.shape)))}]"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(_describe(item) for item in value) + ")"
     return type(value).__name__

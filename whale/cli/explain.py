@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _lines(choice: Choice) -> Iterator[str]:
     """A choice as a heading with a line for each thing that there is to say of it."""
     yield from paragraph("", f"{choice.pass_name}: {choice.subject}")
-    said = (("decision", choice.decision), ("cost", choice.cost), ("bound by", choice.bound), ("runner-up", choice.runner_up))
+    said = (("decision", choice.decision), ("comes to", choice.cost), ("bound by", choice.bound), ("runner-up", choice.runner_up))
     for name, text in said:
         if text:
             yield from paragraph(f"  {name:<11}", text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from whale.axes import discover
 from whale.cli.inputs import check_folder, write_text
 from whale.cli.module_tree import print_tree
 from whale.cli.planned import Planned, add_planning_verb, planned
-from whale.cli.tables import print_table
+from whale.cli.tables import paragraph, print_table
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
 from whale.planning import write_plan
@@ -40,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(to_json(plan, indent=1))
         return 0
     print_plan(found)
+    for line in _choices(plan):
+        print(line)
     if arguments.tree:
         print_tree(found)
     communicators = communicators_of(plan, graph, parameter_shardings(plan, graph, discover(graph) if plan.is_sharded else None))
@@ -56,24 +58,26 @@ def print_plan(found: Planned) -> None:
         f"{describe_shape(plan.replicas)} on {len(plan.devices)} device(s) of {plan.cluster}: "
         f"{describe_order(plan.replicas)}, {plan.planned_rows} rows"
     )
-    columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "forward", "backward", "memory")
+    columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "forward", "backward", "set aside")
     rows = [row for replica in plan.replicas for stage in replica.stages for row in _stage_rows(plan, replica, stage)]
-    print_table(title, columns, rows, ("rank", "replica", "stage", "rows", "forward", "backward", "memory"))
-    for line in _shards(plan):
-        print(line)
-    for line in _edges(plan):
-        print(line)
+    print_table(title, columns, rows, ("rank", "replica", "stage", "rows", "forward", "backward", "set aside"))
+    for start, text in (*_shards(plan), *_edges(plan)):
+        print("\n".join(paragraph(start, text)))
     print(f"predicted: {format_seconds(plan.step_seconds)} per step" + ("" if cost is None else f", {format_cost(cost)}"))
+    if plan.idle_devices:
+        print("\n".join(paragraph("idle: ", ", ".join(plan.idle_devices))))
+
+
+def _choices(plan: Plan) -> Iterator[str]:
+    """What was searched for, and what a step takes, of all that `whale explain` tells."""
     for choice in plan.choices:
         if choice.pass_name == "search":
-            print(f"search: {choice.decision}; {choice.bound}")
+            yield from paragraph("search: ", f"{choice.decision}; {choice.bound}")
         if choice.pass_name == "estimate":
-            print(f"{choice.subject}: {choice.decision}; {choice.cost}")
-    if plan.idle_devices:
-        print(f"idle: {', '.join(plan.idle_devices)}")
+            yield from paragraph(f"{choice.subject}: ", f"{choice.decision}; {choice.cost}")
 
 
-def _shards(plan: Plan) -> Iterable[str]:
+def _shards(plan: Plan) -> Iterator[tuple[str, str]]:
     """What each split stage cuts, replicas that cut alike together."""
     found: dict[tuple[int, str], list[int]] = {}
     for replica in plan.replicas:
@@ -83,10 +87,10 @@ def _shards(plan: Plan) -> Iterable[str]:
                 text = f"groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
                 found.setdefault((stage.index, text), []).append(replica.index)
     for (index, text), members in sorted(found.items()):
-        yield f"stage {index}{_copies(plan, members)}: {text}"
+        yield f"stage {index}{_copies(plan, members)}: ", text
 
 
-def _edges(plan: Plan) -> Iterable[str]:
+def _edges(plan: Plan) -> Iterator[tuple[str, str]]:
     """What crosses stages, replicas that hand on the same tensors together, with the bytes of the first of them."""
     found: dict[tuple[int, int, tuple[str, ...]], list[int]] = {}
     first: dict[tuple[int, int, tuple[str, ...]], int] = {}
@@ -97,7 +101,7 @@ def _edges(plan: Plan) -> Iterable[str]:
             found.setdefault(key, []).append(replica.index)
     for (source, target, tensors), members in found.items():
         num_bytes = format_bytes(first[source, target, tensors])
-        yield f"stage {source} -> stage {target}{_copies(plan, members)}: {', '.join(tensors)} ({num_bytes})"
+        yield f"stage {source} -> stage {target}{_copies(plan, members)}: ", f"{', '.join(tensors)} ({num_bytes})"
 
 
 def _copies(plan: Plan, members: Sequence[int]) -> str:

@@ -95,7 +95,7 @@ class StepRecording:
     """A step of a real run.
 
     Attributes:
-        step_number: how many were done before it.
+        step_number: from 1, as `Engine.step_number` is after it.
         num_rows: of its batch.
         devices: what each did, in the order of the plan's ranks; seconds count from the first action of all.
         clock_error: seconds by which the clocks of two devices may differ at most.

@@ -242,7 +242,7 @@ class _Adviser:
             there = max(device.memory for device in self.cluster.devices)
             return Advice("memory", "the fullest device", f"{says} (the largest has {format_bytes(there)})", need, float(there))
         now = max(each.peak.total for each in found.step.devices) / costs.memory_fraction
-        return Advice("memory", "the fullest device", f"{says} (the plan above needs {format_bytes(now)})", need, now)
+        return Advice("memory", "the fullest device", f"{says} (the plan above needs devices of {format_bytes(now)})", need, now)
 
     @cached_property
     def counts(self) -> Counter[Device]:

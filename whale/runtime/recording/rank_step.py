@@ -57,7 +57,7 @@ def put_together(step_number: int, num_rows: int, ranks: Sequence[RankStep], dev
     """The step that ranks saw.
 
     Args:
-        step_number: steps done before it.
+        step_number: from 1.
         num_rows: of its batch.
         ranks: all ranks of the world.
         device_of: the device of each rank of the plan, by its number in the world, in the plan's order.
