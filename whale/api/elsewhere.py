@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from whale.config import nearest
 from whale.errors import ConfigError
 
 _NO_MODE = "step trains; evaluate and predict run in evaluation mode; no call changes that"
@@ -45,10 +46,17 @@ class NotOfAnEngine(ConfigError, AttributeError):
     """An attribute of modules or trainers that an engine has not."""
 
 
-def answer(name: str) -> AttributeError:
-    """The error for an attribute that an engine has not."""
+def answer(name: str, known: Iterable[str]) -> AttributeError:
+    """The error for an attribute that an engine has not.
+
+    Args:
+        name: of the attribute.
+        known: what an engine has.
+    """
     if name not in _ANSWERS:
-        return AttributeError(f"'Engine' object has no attribute {name!r}", name=name)
+        found = nearest(name, (each for each in known if not each.startswith("_")), cutoff=0.75)
+        meant = f", did you mean {found!r}?" if found else ""
+        return AttributeError(f"'Engine' object has no attribute {name!r}{meant}", name=name)
     return NotOfAnEngine(f"an engine has no {name}", hint=_ANSWERS[name])
 
 

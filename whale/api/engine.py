@@ -288,7 +288,7 @@ class Engine:
 
     def __getattr__(self, name: str) -> NoReturn:
         """Says how an engine does what modules and trainers do by this name."""
-        raise answer(name)
+        raise answer(name, dir(type(self)))
 
     # ---- parts -----------------------------------------------------------------------------------------------
 

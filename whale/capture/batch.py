@@ -152,8 +152,7 @@ class BatchStructure:
         if set(found) != expected:
             missing, extra = sorted(expected - set(found)), sorted(set(found) - expected)
             raise BatchError(
-                "a batch has the parts of the example batch "
-                f"(missing: {', '.join(missing) or 'none'}; not in the example: {', '.join(extra) or 'none'})"
+                f"a batch has the parts of the example batch (missing: {_listed(missing)}; not in the example: {_listed(extra)})"
             )
         return found
 
@@ -166,6 +165,10 @@ class BatchStructure:
                 hint=AS_LARGE_AS_THE_BATCH,
             )
         return int(next(iter(sizes.values())))
+
+
+def _listed(paths: list[str]) -> str:
+    return ", ".join(f"batch{path}" for path in paths) or "none"
 
 
 AS_LARGE_AS_THE_BATCH = "a tensor without rows that is as large as the batch (class weights) is told by batch_dims={'weights': None}"
@@ -196,11 +199,12 @@ def check_batch_dims(batch: object, batch_dims: BatchDims) -> None:
     Raises:
         BatchError: a name that the batch has not, or a dimension other than the first.
     """
-    known = {name for path, _ in pytree.tree_flatten_with_path(_plain(batch))[0] for name in _names(path)}
+    paths = [path for path, _ in pytree.tree_flatten_with_path(_plain(batch))[0]]
+    known = {name for path in paths for name in _names(path)}
     faults: list[WhaleError] = []
     for name, dim in batch_dims.items():
         if name not in known:
-            shown = ", ".join(sorted(map(repr, known)))
+            shown = ", ".join(sorted({repr(_names(path)[len(path) > 1]) for path in paths}))  # of a nested one all of its way
             faults.append(BatchError(f"batch_dims= names tensors of the batch ({name!r} is none; it has {shown})"))
         elif dim is not None and (isinstance(dim, bool) or dim != 0):
             hint = "put the batch first where the loader collates, and transpose it in forward"

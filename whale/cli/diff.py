@@ -15,8 +15,9 @@ from whale.cli.inputs import add_planning_arguments, read_graph
 from whale.cli.planned import Planned, planned
 from whale.cli.tables import print_table
 from whale.config import ReplicaBlock, StageBlock, read_yaml
-from whale.config.settings import is_section
+from whale.config.settings import is_of_block, is_section
 from whale.config.stages import Run, show_run
+from whale.errors import ConfigError
 from whale.ir.plan import Replica, describe_shards
 from whale.planning.written.write import written_replicas
 from whale.search.objective import format_cost
@@ -44,6 +45,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans twice, and prints what differs."""
+    _check_used(arguments)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     a, b = (planned(_with(path, arguments), graph=graph) for path in (arguments.a, arguments.b))
     figures, found, is_same = dict(_figures(a, b)), list(differences(a, b)), _written(a) == _written(b)
@@ -85,7 +87,8 @@ def _facts(found: Planned, replica: Replica, block: ReplicaBlock) -> Iterator[tu
     sizes = [stop - start for start, stop in found.plan.micro_batch_rows(replica.index, found.plan.planned_rows)]
     yield "schedule", replica.pipeline.order
     if replica.pipeline.num_chunks > 1:
-        yield "chunks", f"{replica.pipeline.num_chunks} per device, group size {replica.pipeline.group_size}"
+        size = replica.pipeline.group_size
+        yield "chunks", f"{replica.pipeline.num_chunks} per device" + ("" if size is None else f", group size {size}")
     yield "rows", str(sum(sizes))
     yield "weight in rows", str(block.rows)
     for stage, own in zip(replica.stages, block.stages, strict=True):
@@ -134,6 +137,21 @@ def _shown(name: str, value: float) -> str:
     return forms[name](value) if name in forms else str(value)
 
 
+def _check_used(arguments: argparse.Namespace) -> None:
+    """Finds a cluster or a recipe that neither plan would be made with.
+
+    Raises:
+        ConfigError: A and B both take its place.
+    """
+    kinds = {_kind(arguments.a), _kind(arguments.b)}
+    for kind in kinds if len(kinds) == 1 else ():
+        given = vars(arguments).get(kind)
+        if given is not None:
+            raise ConfigError(
+                f"--{kind} {given} serves neither plan: {arguments.a} and {arguments.b} are both a {kind}", hint="leave it out"
+            )
+
+
 def _with(path: str, arguments: argparse.Namespace) -> argparse.Namespace:
     """The words of a verb that plans with what a file says."""
     words: Mapping[str, object] = {"plan": None, "report": None} | vars(arguments) | {_kind(path): path}
@@ -141,11 +159,12 @@ def _with(path: str, arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def _kind(path: str) -> Literal["plan", "cluster", "recipe"]:
-    """What a file is: a cluster has hosts, a recipe sections."""
+    """What a file is: a cluster has hosts, a written plan the keys of its blocks, a recipe sections (or what may be slips for them)."""
     if Path(path).suffix == ".json":
         return "plan"
     data = read_yaml(path).data
     keys = list(data) if isinstance(data, dict) else []
     if "hosts" in keys:
         return "cluster"
-    return "recipe" if any(key == "plan" or is_section(key) for key in keys) else "plan"
+    own, shared = {key for key in keys if is_section(key)}, {key for key in keys if is_of_block(key)}  # recompute is of both
+    return "plan" if shared - own and not own - shared else "recipe"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
+from whale.config import did_you_mean
 from whale.errors import CaptureError, WhaleError
 
 _WHOLE = "WHALE_DEBUG=1 shows the whole traceback"
@@ -26,13 +29,15 @@ def load_function(source: str) -> Callable[..., object]:
         raise CaptureError(f"expected FILE.py:FUNCTION, model.json or gpt:KEY=VALUE,... (not {source!r})")
     if not path.is_file():
         raise CaptureError(f"there is no file {name}")
-    found = vars(_import_file(path)).get(function)
+    module = _import_file(path)
+    found = vars(module).get(function)
     if not callable(found):
-        raise CaptureError(f"{name} has no function {function!r}")
+        own = [each for each, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        raise CaptureError(f"{name} has no function {function!r}", hint=did_you_mean(function, own) if own else None)
     return found  # type: ignore[no-any-return]
 
 
-def _import_file(path: Path) -> object:
+def _import_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from whale.cli.function import load_function, users_code
-from whale.config import Config, load_config
-from whale.errors import CaptureError, ConfigError, WhaleError
+from whale.config import Config, did_you_mean, load_config
+from whale.errors import CaptureError, ClusterError, ConfigError, WhaleError, raise_faults
 from whale.hardware import load_cluster, select
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
@@ -126,12 +126,16 @@ def keywords_for(build: Callable[..., Any], name: str, sizes: str, pairs: Sequen
 
 
 def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, object]) -> None:
-    try:
-        inspect.signature(build).bind(**values)
-    except TypeError as error:
-        raise CaptureError(
-            f"{source} is called with its pairs KEY=VALUE as keyword arguments: {error}", hint=f"it takes {inspect.signature(build)}"
-        ) from error
+    parameters = inspect.signature(build).parameters
+    by_name = {name: each for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    shown = ", ".join(name if each.default is each.empty else f"{name}={each.default!r}" for name, each in by_name.items())
+    unknown = [name for name in values if name not in by_name and not takes_all]
+    faults: list[WhaleError] = [CaptureError(f"{source} takes no {name!r}", hint=did_you_mean(name, by_name)) for name in unknown]
+    missing = [name for name, each in by_name.items() if each.default is each.empty and name not in values]
+    if missing and not unknown:
+        faults.append(CaptureError(f"{source} needs {', '.join(missing)}", hint=f"KEY=VALUE; it takes {shown}"))
+    raise_faults(faults)
 
 
 def read_settings(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
@@ -158,7 +162,11 @@ def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
 def _whole_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
     file = arguments.cluster or config.cluster.file
     if file is not None:
-        cluster = load_cluster(Path(file))
+        if arguments.ranks is not None:
+            raise ConfigError(
+                f"--ranks is for the devices at hand ({file} says which devices there are)", hint="--devices takes some of them"
+            )
+        cluster = _load_cluster(file, arguments)
         for warning in cluster.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         return cluster
@@ -167,6 +175,15 @@ def _whole_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, not {arguments.ranks}")
     return devices_at_hand(arguments.ranks)
+
+
+def _load_cluster(file: str, arguments: argparse.Namespace) -> Cluster:
+    try:
+        return load_cluster(Path(file))
+    except ClusterError as fault:
+        if arguments.cluster is not None or Path(file).exists():
+            raise
+        raise ClusterError(fault.message, where=arguments.recipe, hint="cluster.file names it, relative to the recipe") from None
 
 
 def read_config(arguments: argparse.Namespace) -> Config:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whale.cli.unknown import refuse_unknown
 from whale.config import RECIPE_VARIABLE, load_config
 from whale.errors import ConfigError
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 TIMEOUT = "WHALE_COMMUNICATION_TIMEOUT_SECONDS"
 TRACE = "WHALE_TRACE_DIRECTORY"
+
+_POSITIONAL = {"training_script": ("SCRIPT", True), "training_script_args": ("WORDS", False)}
+"""What torchrun's own words are called, and whether there must be one."""
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -49,7 +53,9 @@ def run(words: Sequence[str]) -> int:
 
     from whale.runtime.execute.status import RUN_DIRECTORY, read_all
 
-    arguments = make_parser().parse_args(list(words))
+    parser = make_parser()
+    arguments, rest = parser.parse_known_args(list(words))
+    refuse_unknown(parser, rest)
     _check(arguments)
     variables = _variables(arguments)
     with _run_directory() as directory, _environment({**variables, RUN_DIRECTORY: directory}):
@@ -88,6 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="record three steps there: report.html, trace.json for Perfetto (trace.directory, and keys beside it)",
     )
+    for action in parser._actions:
+        if not action.option_strings:
+            action.metavar, action.required = _POSITIONAL[action.dest]
     parser._action_groups.insert(0, parser._action_groups.pop())  # help lists the groups in this order
     parser._optionals.title = "torchrun's flags"
     return parser

@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 import whale
 import whale.cli.advise as advise
@@ -21,6 +22,8 @@ import whale.cli.probe as probe
 import whale.cli.profile as profile
 import whale.cli.schedule as schedule
 import whale.cli.simulate as simulate
+from whale.cli.unknown import refuse_unknown
+from whale.config import did_you_mean
 from whale.errors import WhaleError, is_debugging
 
 INTERRUPTED = 130
@@ -43,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not words:
             make_parser().print_help()
             return 0
-        arguments = make_parser().parse_args(words)
+        parser = make_parser()
+        _check_verb(parser, words[0])
+        arguments = parser.parse_args(words)
         code: int = arguments.run(arguments)
         return code
     except WhaleError as error:
@@ -59,14 +64,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of all verbs; each verb's file adds its own part."""
-    parser = argparse.ArgumentParser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
+    parser = Parser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in (doctor, capture, axes, plan, explain, simulate, advise, diff, schedule, probe, profile, launch):
         verb.add_parser(verbs)
+    parser.verbs = tuple(verbs.choices)
     return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says of which verb a word is unknown, and the nearest that is known."""
+
+    verbs: tuple[str, ...] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse does, but that words which are left over are an error of this parser."""
+        found, rest = super().parse_known_args(args, namespace)
+        refuse_unknown(self, rest)
+        return found, rest
+
+
+def _check_verb(parser: Parser, word: str) -> None:
+    if word not in parser.verbs and not word.startswith("-"):
+        parser.error(f"there is no verb {word!r} ({did_you_mean(word, parser.verbs)})")
 
 
 class _Version(argparse.Action):

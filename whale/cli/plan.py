@@ -12,6 +12,7 @@ from whale.cli.inputs import check_folder, write_text
 from whale.cli.module_tree import print_tree
 from whale.cli.planned import Planned, add_planning_verb, planned
 from whale.cli.tables import paragraph, print_table
+from whale.errors import ConfigError
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
 from whale.planning import write_plan
@@ -19,6 +20,9 @@ from whale.search.objective import format_cost
 from whale.sharding.communicators import communicators_of
 from whale.sharding.parameters import parameter_shardings
 from whale.units import format_bytes, format_seconds
+
+_WRITTEN = (".yaml", ".yml")
+"""Files of plans that are written down."""
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -31,10 +35,12 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints or writes what was asked for."""
     check_folder(arguments.output)
+    if arguments.output is not None and Path(arguments.output).suffix not in (*_WRITTEN, ".json"):
+        raise ConfigError(f"--output writes FILE.yaml or FILE.json, not {arguments.output}")
     found = planned(arguments)
     graph, plan = found.graph, found.plan
     if arguments.output is not None:
-        is_written = Path(arguments.output).suffix in (".yaml", ".yml")
+        is_written = Path(arguments.output).suffix in _WRITTEN
         write_text(arguments.output, write_plan(plan, graph) if is_written else to_json(plan))
     if arguments.json:
         print(to_json(plan, indent=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,5 +83,18 @@ def planned(arguments: argparse.Namespace, runner_up: int | None = None, graph: 
     config, cluster = read_settings(arguments)
     graph = graph or read_graph(arguments.source, arguments.arg, arguments.blocks)
     plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows, runner_up=runner_up, tell=told_if_long())
+    _warn_of_stages(config, plan)
     write_report(arguments.report, plan, graph, cluster, step)
     return Planned(graph, config, cluster, plan, step)
+
+
+def _warn_of_stages(config: Config, plan: Plan) -> None:
+    """Says on standard error where a plan has not the stages that are set."""
+    asked = config.pipeline.num_stages
+    made = {len(replica.stages) // replica.pipeline.num_chunks for replica in plan.replicas}
+    if asked is not None and asked not in made:
+        print(
+            f"warning: pipeline.num_stages is {asked}, and the plan has {', '.join(map(str, sorted(made)))}: "
+            "stages share devices where there are fewer, and a plan that is given has its own",
+            file=sys.stderr,
+        )

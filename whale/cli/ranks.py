@@ -51,10 +51,9 @@ def num_devices() -> int:
 
 def positive(text: str) -> int:
     """A whole number of at least 1 on the command line."""
-    number = int(text)
-    if number < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number of at least 1 ({text} is not)")
-    return number
+    return int(text)
 
 
 def _words(arguments: argparse.Namespace) -> list[str]:

@@ -53,7 +53,10 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def _duration(text: str) -> float:
-    time = float(text)
+    try:
+        time = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a time is a number ({text} is not)") from None
     if not 0 <= time < inf:
         raise argparse.ArgumentTypeError(f"a time is finite and not negative, not {text}")
     return time

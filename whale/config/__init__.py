@@ -2,7 +2,7 @@
 
 from whale.config.config import Config
 from whale.config.loading import RECIPE_VARIABLE, Source, load_config, read_plan
-from whale.config.nearest import did_you_mean, nearest
+from whale.config.nearest import begun_by, did_you_mean, nearest
 from whale.config.replicas import ReplicaBlock
 from whale.config.sections import SCHEDULES
 from whale.config.stages import StageBlock
@@ -10,5 +10,5 @@ from whale.config.strict_yaml import Document, parse_yaml, read_yaml
 
 __all__ = [
     "RECIPE_VARIABLE", "SCHEDULES", "Config", "Document", "ReplicaBlock", "Source", "StageBlock",
-    "did_you_mean", "load_config", "nearest", "parse_yaml", "read_plan", "read_yaml",
+    "begun_by", "did_you_mean", "load_config", "nearest", "parse_yaml", "read_plan", "read_yaml",
 ]  # fmt: skip

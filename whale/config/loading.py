@@ -48,11 +48,11 @@ def load_config(source: Source, *, environment: Mapping[str, str], base: Config 
 
 def _sources(source: Source, environment: Mapping[str, str], faults: list[WhaleError]) -> Iterable[list[Setting]]:
     """The settings of each source, the weakest first; files that cannot be read become faults."""
-    for entry in (source, environment.get(RECIPE_VARIABLE) or None):
+    for entry, place in ((source, None), (environment.get(RECIPE_VARIABLE) or None, f"environment variable {RECIPE_VARIABLE}")):
         try:
             yield _settings(entry, faults)
         except ConfigError as fault:
-            faults.append(fault)
+            faults.append(ConfigError(fault.message, where=fault.where or place, hint=fault.hint))
     yield from_environment(environment)
 
 

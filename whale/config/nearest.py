@@ -19,6 +19,11 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[found[0]] if found else None
 
 
+def begun_by(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that begin with it, up to a ``-``: ``V100`` begins ``V100-16GB``."""
+    return [each for each in known if each.lower().startswith(f"{name.lower()}-")]
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint: the nearest name, or the list of all."""
     names = list(known)

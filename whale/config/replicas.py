@@ -239,12 +239,16 @@ class Reader:
         faults += _together(blocks, where) if not faults else []
         return tuple(blocks), list({str(fault): fault for fault in faults}.values())
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All keys of a block."""
+        return tuple(dict.fromkeys((*_READERS, *self.keys, STAGES)))
+
     def _value(self, name: object, value: object, place: object) -> object:
         found = self.keys.get(str(name)) or _READERS.get(str(name))
         if found is None:
-            known = tuple(dict.fromkeys((*_READERS, *self.keys, STAGES)))
-            close = nearest(str(name), known)
-            hint = f"did you mean {close!r}?" if close else f"keys of a block: {', '.join(known)}"
+            close = nearest(str(name), self.names)
+            hint = f"did you mean {close!r}?" if close else f"keys of a block: {', '.join(self.names)}"
             raise ConfigError(f"unknown key {name!r} in a block of {REPLICAS}", where=place, hint=hint)
         return self.checked(found, value, place) if isinstance(found, Key) else found(str(name), value, place)
 

@@ -63,6 +63,11 @@ def is_section(name: object) -> bool:
     return name in SECTIONS or any(entry.name.startswith(f"{name}.") for entry in EPL_KEYS)
 
 
+def is_of_block(name: object) -> bool:
+    """Whether a name may stand in a written plan: a key of its blocks, or `replicas` itself."""
+    return name == REPLICAS or name in Reader(_BLOCK_KEYS, _checked_at).names
+
+
 def expand(setting: Setting) -> list[Setting]:
     """The settings in a section, which is a mapping of its keys, or stands for one of them (``recompute: auto``); any other as it is."""
     name, content = setting.name, setting.value

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from whale.config import nearest
+from whale.config import begun_by, nearest
 from whale.hardware.catalogue import CPU, SPEEDS, KnownDevice, catalogue, read_efficiency, read_flops, read_speeds
 from whale.hardware.fields import Entry
 from whale.ir.cluster import Device
@@ -55,8 +55,9 @@ def _read_kind(entry: Entry) -> Kind | None:
 def _find(entry: Entry, model: str) -> KnownDevice | None:
     devices = catalogue().devices
     if model not in devices:
-        close = nearest(model, devices)
-        hint = f"did you mean {close!r}? " if close else f"known: {', '.join(devices)}. "
+        longer, close = begun_by(model, devices), nearest(model, devices)
+        meant = f"did you mean {close!r}? " if close else f"known: {', '.join(devices)}. "
+        hint = f"which of {', '.join(longer)}? " if longer else meant
         entry.fault(
             f"unknown device model {model!r}", hint=f"{hint}Or describe it in full: model, {', '.join(_FULL)}; `whale probe` measures it"
         )

@@ -56,7 +56,8 @@ class Entry:
         """Whether this is a mapping with these keys; unknown and missing ones are faults."""
         names = list(known)
         if not isinstance(self.data, dict):
-            self.fault(f"{self.name} takes the keys {', '.join(names)} ({self.data!r} is not a mapping)")
+            given = "there is nothing" if self.data is None else f"{self.data!r} is not a mapping"
+            self.fault(f"{self.name} takes the keys {', '.join(names)} ({given})")
             return False
         for key in self.data:
             if key not in names:

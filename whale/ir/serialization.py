@@ -120,10 +120,13 @@ def _hints(kind: type) -> dict[str, Any]:
 def _decode_dataclass(kind: type, data: Any) -> Any:
     if not isinstance(data, Mapping):
         raise ValueError(f"{data!r} is no {kind.__name__}")
-    names = {f.name for f in dataclasses.fields(kind) if f.init}
-    unknown = sorted(set(data) - names)
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    unknown = sorted(set(data) - set(fields))
     if unknown:
         raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+    missing = [n for n, f in fields.items() if n not in data and f.default is f.default_factory is dataclasses.MISSING]
+    if missing:
+        raise ValueError(f"{kind.__name__} needs {', '.join(missing)}")
     hints = _hints(kind)
     try:
         return kind(**{name: _decode_at(f".{name}", hints[name], value) for name, value in data.items()})

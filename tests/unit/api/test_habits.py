@@ -313,6 +313,8 @@ def test_what_modules_have_is_answered() -> None:
         engine(BATCH)
     with pytest.raises(AttributeError, match="'Engine' object has no attribute 'quux'"):
         engine.quux  # noqa: B018
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'stp', did you mean 'step'"):
+        engine.stp  # noqa: B018
     assert sum(parameter.numel() for parameter in engine.parameters()) == 19
     assert list(engine.parameters) == ["0.weight", "0.bias", "2.weight", "2.bias"]
 

@@ -52,7 +52,7 @@ def test_unflatten_puts_constants_back() -> None:
         ({"scale": 3.0}, r"constant of the example \(2.0; now 3.0\)"),
         ({"scale": 2}, r"constant of the example \(2.0; now 2\)"),
         ({"input": torch.zeros(5)}, r"\['ids'\]: 4, \['input'\]: 5"),
-        ({"more": 1}, r"not in the example: \['more'\]"),
+        ({"more": 1}, r"not in the example: batch\['more'\]"),
         ({"table": torch.zeros(6, 2)}, r"\[7, 2\]; now \[6, 2\]"),
     ],
 )

@@ -114,3 +114,27 @@ def test_halves_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_file_that_is_not_there_is_a_fault(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "model.json", "fast.yaml", "none.yaml"]) == 1
     assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fast.yaml", "slow.yaml", "--cluster", "fast.yaml"], "--cluster fast.yaml serves neither plan: fast.yaml and slow.yaml are both"),
+        (["off.yaml", "staged.yaml", "--recipe", "off.yaml"], "--recipe off.yaml serves neither plan"),
+        (
+            ["slip.yaml", "staged.yaml", "--cluster", "fast.yaml"],
+            "unknown section 'pipline'\n  at slip.yaml:1\n  hint: did you mean 'pipeline'",
+        ),
+    ],
+)
+def test_what_serves_neither_plan_is_an_error(folder: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("slip.yaml").write_text("pipline: {num_stages: 2}\n")
+    assert main(["diff", "model.json", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_files_are_told_apart_by_their_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("written.yaml").write_text("num_stages: 2\nrecompute: blocks\n")
+    Path("chunks.yaml").write_text("pipeline: {num_stages: 1, num_chunks: 2, num_micro_batch: 2, schedule: aiao}\nrecompute: auto\n")
+    _, found = compared(capsys, "written.yaml", "chunks.yaml", "--cluster", "fast.yaml")
+    assert found["chunks"] == ("-", "2 per device")

@@ -193,6 +193,17 @@ def test_a_written_plan_is_planned_and_simulated(captured: str, capsys: pytest.C
     assert "at written.yaml:1" in capsys.readouterr().err
 
 
+def test_stages_that_were_not_made_are_told(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.json").write_text(capture_of("free"))
+    Path("written.yaml").write_text("num_stages: 2\n")
+    capsys.readouterr()
+    for words in (["--set", "pipeline.num_stages=60"], ["--plan", "written.yaml", "--set", "pipeline.num_stages=2"]):
+        assert main(["plan", "model.json", "--ranks", "4", *words]) == 0
+        told = capsys.readouterr()
+        assert ("warning: pipeline.num_stages is 60, and the plan has " in told.err) == ("--plan" not in words)
+        assert max(map(len, told.out.splitlines()[1:])) <= 80
+
+
 def test_explain_prints_every_choice(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", captured, "--ranks", "2", "--json"]) == 0
     explained = json.loads(capsys.readouterr().out)
@@ -221,7 +232,7 @@ def test_a_runner_up_is_shown_whole(searched: list[str], capsys: pytest.CaptureF
     assert main(["explain", *searched, "--runner-up", "1"]) == 0
     printed = capsys.readouterr().out
     shown = " ".join(printed.split())
-    assert shown.partition("search: runner-up 1 decision ")[2].partition(" comes to ")[0] in " ".join(best.split())
+    assert shown.partition("search: runner-up 1 decision ")[2].partition(" bound by ")[0] in " ".join(best.split())
     assert "predicted:" in printed and "search: runner-up 1" in printed
     assert main(["explain", *searched, "--runner-up", "50"]) == 1
     assert "50 is none of them" in capsys.readouterr().err
@@ -253,7 +264,7 @@ def test_ctrl_c_keeps_the_best_plan_so_far(
 
     monkeypatch.setattr(Seater, "draft", interrupted)
     assert main(["plan", *searched]) == 0
-    assert "the search was interrupted: the best of 1 plans so far" in capsys.readouterr().out
+    assert "the search was interrupted: the best of 1 plans so far" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", *searched]) == 130
     assert capsys.readouterr().err == "whale: interrupted\n"
 
@@ -262,8 +273,15 @@ def test_ctrl_c_keeps_the_best_plan_so_far(
     ("words", "said"),
     [
         (["plan", "verb_model.py:only_model"], "must return (model, batch, loss), or (model, batch, loss, batch_dims), not Linear"),
-        (["plan", "verb_model.py:build", "--arg", "no_such=1"], "unexpected keyword argument 'no_such'"),
+        (["plan", "verb_model.py:build", "--arg", "no_such=1"], "verb_model.py:build takes no 'no_such'\n  hint: known: width, stages"),
         (["plan", "verb_model.py:build", "--cluster", "none.yaml"], "none.yaml"),
+        (["plan", "verb_model.py:build", "--arg", "widht=1"], "did you mean 'width'?"),
+        (["plan", "gpt:layer=2"], "gpt takes no 'layer'\n  hint: did you mean 'layers'?"),
+        (["plan", "gpt:layers=2"], "gpt needs hidden, heads, sequence, vocabulary\n  hint: KEY=VALUE; it takes layers, hidden,"),
+        (["plan", "verb_model.py:buid"], "did you mean 'build'?"),
+        (["plan", "nowhere.py:build", "--cluster", "pair.yaml", "--ranks", "2"], "--ranks is for the devices at hand (pair.yaml"),
+        (["plan", "nowhere.py:build", "--recipe", "elsewhere.yaml"], "at elsewhere.yaml\n  hint: cluster.file names it"),
+        (["plan", "nowhere.py:build", "--output", "plan.txt"], "--output writes FILE.yaml or FILE.json, not plan.txt"),
         (["plan", "verb_model.py:build", "--ranks", "0"], "--ranks must be at least 1, not 0"),
         (["plan", "verb_model.py:build", "--set", "pipeline.num_micro_batches=2"], "num_micro_batch"),
         (["plan", "verb_model.py:build", "--recipe", "none.yaml"], "none.yaml"),
@@ -281,16 +299,30 @@ def test_ctrl_c_keeps_the_best_plan_so_far(
     ],
 )
 def test_faults_are_told_plainly_and_end_with_1(model: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("elsewhere.yaml").write_text("cluster: no_cluster.yaml\n")
     assert main(words) == 1
     error = capsys.readouterr().err
     assert error.startswith("whale: ") and said in error
 
 
-@pytest.mark.parametrize("words", [["paln"], ["plan"], ["plan", "a.py:f", "--no-such-flag"]])
-def test_a_wrong_command_line_ends_with_2(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["paln"], "whale: error: there is no verb 'paln' (did you mean 'plan'?)"),
+        (["plan"], "usage: whale plan"),
+        (["plan", "a.py:f", "--no-such-flag"], "whale plan: error: there is no --no-such-flag"),
+        (["plan", "a.py:f", "--cluser", "c.yaml"], "whale plan: error: there is no --cluser (did you mean '--cluster'?)"),
+        (["plan", "a.py:f", "b.py:g"], "whale plan: error: nothing is known of b.py:g"),
+        (["run", "--rnks", "2", "train.py"], "whale run: error: there is no --rnks (did you mean '--ranks'?)"),
+        (["run"], "whale run: error: the following arguments are required: SCRIPT\n"),
+        (["schedule", "1f1b", "--forward", "abc"], "argument --forward: a time is a number (abc is not)"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_whale_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,7 +108,7 @@ def test_pairs() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a cluster takes the keys name, hosts, network, pairs, measured (None is not a mapping)"),
+        ("", "a cluster takes the keys name, hosts, network, pairs, measured (there is nothing)"),
         ("- a\n", "is not a mapping"),
         ("name: x\n", "a cluster needs 'hosts'"),
         ("hosts: []\n", "hosts is a list of at least one host"),
@@ -117,6 +117,7 @@ def test_pairs() -> None:
         ("host: [{devices: T4}]\n", "hint: did you mean 'hosts'?"),
         ("hosts: [{name: a}]\n", "host 1 needs 'devices'"),
         ("hosts: [{devices: []}]\n", "needs at least one device"),
+        ("hosts: [{devices: v100}]\n", "hint: which of V100-16GB, V100-32GB, V100-PCIE-16GB, V100-PCIE-32GB? Or describe it"),
         ("hosts: [{devices: T4X}]\n", "unknown device model 'T4X'\n  at cluster.yaml:1\n  hint: did you mean 'T4'?"),
         ("hosts: [{devices: 2 x quux}]\n", "unknown device model 'quux'"),
         ("hosts: [{devices: 0 x T4}]\n", "the number of devices is from 1 to 100000 (0 is not)"),
@@ -142,7 +143,7 @@ def test_pairs() -> None:
         ("hosts: [{devices: 2 x T4, link: {bandwidth: 0, latency: 0}}]\n", "bandwidth must be above 0"),
         ("hosts: [{devices: 2 x T4, link: {bandwidth: 3 GB, latency: 0}}]\n", "bandwidth is an amount in B/s above 0 ('3 GB' is not)"),
         ("hosts: [{devices: 2 x T4, link: pcie9}]\n", "unknown link 'pcie9'"),
-        ("hosts: [{devices: 2 x T4, link: null}]\n", "takes the keys bandwidth, latency, shared (None is not a mapping)"),
+        ("hosts: [{devices: 2 x T4, link: null}]\n", "takes the keys bandwidth, latency, shared (there is nothing)"),
         ("hosts: [{devices: T4}, {devices: T4}]\n", "2 hosts need a network between them (none is given)"),
         ("hosts: [{devices: T4}, {devices: T4}]\nnetwork: null\n", "network takes the keys"),
         ("hosts: [{name: a, devices: T4}, {name: a, devices: T4}]\n" + NETWORK, "two hosts have the name 'a'\n  at cluster.yaml:1"),

@@ -129,6 +129,7 @@ def test_an_empty_timeline() -> None:
     [
         ('{"file": "a"}', "SourceLine"),
         ('{"file": "a", "line": 1, "column": 2}', "SourceLine has no field 'column'"),
+        ("{}", "SourceLine needs file, line"),
         ("{", "Expecting property name"),
     ],
 )
