@@ -11,7 +11,7 @@ what it sends and receives in one order on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from whale.comm import Channel, Channels, Groups, Launched
+from whale.runtime.execute.everyone import Everyone
 
 _FROM_SENDER, _FROM_RECEIVER = 1, 2
 
@@ -26,7 +27,7 @@ _FROM_SENDER, _FROM_RECEIVER = 1, 2
 @contextmanager
 def launches_wait() -> Iterator[None]:
     """Within it, channels and groups of this process wait at every launch."""
-    send, receive, all_reduce = Channels.send, Channels.receive, Groups.all_reduce
+    send, receive, all_reduce, start = Channels.send, Channels.receive, Groups.all_reduce, Everyone.start
 
     def meeting_send(self: Channels, tensor: torch.Tensor, channel: Channel) -> Launched:
         _meet(channel.target, _FROM_SENDER, _FROM_RECEIVER)
@@ -42,12 +43,22 @@ def launches_wait() -> Iterator[None]:
         if work is not None:
             work.work.wait()
 
+    def meeting_everyone(self: Everyone, tensor: torch.Tensor) -> None:
+        work = start(self, tensor)
+        if work is not None:
+            work.work.wait()
+            if work.finish is not None:
+                work.finish()
+
     replaced: tuple[tuple[type, str, Callable[..., Any]], ...] = (
         (Channels, "send", meeting_send),
         (Channels, "receive", meeting_receive),
         (Groups, "all_reduce", meeting_sum),
+        (Everyone, "start", meeting_everyone),
     )
-    with patch.object(*replaced[0]), patch.object(*replaced[1]), patch.object(*replaced[2]):
+    with ExitStack() as stack:
+        for each in replaced:
+            stack.enter_context(patch.object(*each))
         yield
 
 

@@ -5,6 +5,7 @@ from whale.comm.backend import backend_of, blocks_host
 from whale.comm.channels import Channel, Channels
 from whale.comm.clocks import Clock, compare_clocks
 from whale.comm.groups import Groups
+from whale.comm.sums import start_sum
 from whale.comm.waiting import Launched, Waits
 from whale.comm.world import World, close_at_exit, connect
 
@@ -22,5 +23,6 @@ __all__ = [
     "compare_clocks",
     "connect",
     "on_first_rank",
+    "start_sum",
     "together",
 ]

@@ -33,10 +33,12 @@ class Launched:
     Attributes:
         work: torch's.
         blocks_host: whether waiting for it is the host's; else a device's.
+        finish: what the host does with what has come, once it has waited for it.
     """
 
     work: dist.Work
     blocks_host: bool
+    finish: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Waits:
         try:
             if launched.blocks_host:
                 launched.work.wait(self.timeout)
+                if launched.finish is not None:
+                    launched.finish()
                 return
             launched.work.wait()
         except (RuntimeError, dist.DistError) as error:

@@ -57,10 +57,15 @@ def world_of(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]
     def all_reduce(tensor: Tensor, *arguments: Any, group: dist.ProcessGroup | None = None, **keywords: Any) -> None:
         tensor.mul_(dist.get_world_size(group))
 
+    def mirror(received: Tensor, sent: Tensor, *sizes: Any, **keywords: Any) -> None:
+        if not sizes:  # equal parts: all to all, for a sum
+            received.copy_(sent)
+
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
         with monkeypatch.context() as patch:
             patch.setattr(dist, "all_reduce", all_reduce)
+            patch.setattr(dist, "all_to_all_single", mirror)
             yield World(0, num_ranks, 0, NUM_LOCAL, torch.device("cpu"), timedelta(seconds=10))
     finally:
         dist.destroy_process_group()

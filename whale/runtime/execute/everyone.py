@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from whale.comm import Groups, Launched, World
+from whale.comm import Groups, Launched, World, start_sum
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.program.watch import Watch
 
@@ -26,7 +26,7 @@ class Everyone:
 
     def start(self, tensor: torch.Tensor) -> Launched | None:
         """Starts the sum of a tensor, in place; None where there is nobody else."""
-        return self._groups.all_reduce(tensor, self._ranks)
+        return start_sum(tensor, self._groups[self._ranks]) if self._peers else None
 
     def finish(self, work: Launched | None, what: str) -> None:
         """Waits for a sum.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.comm import Launched, Waits, backend_of, blocks_host
+from whale.comm import Launched, Waits, backend_of, blocks_host, start_sum
 from whale.runtime.program.watch import NOBODY, Watch
 
 CPU = torch.device("cpu")
@@ -90,6 +90,8 @@ class Group:
     def all_reduce(self, value: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> Arrival:
         """Combines the devices' values, in place."""
         self.gate()
+        if how == dist.ReduceOp.SUM:
+            return partial(self._wait_for, start_sum(value, self.process_group), what)
         return partial(self._wait, dist.all_reduce(value, op=how, group=self.process_group, async_op=True), what)
 
     def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> Arrival:
@@ -109,10 +111,14 @@ class Group:
         return partial(self._wait, work, what)
 
     def _wait(self, work: dist.Work | None, what: str) -> None:
-        """Waits for a collective.
+        """Waits for a collective."""
+        self._wait_for(None if work is None else Launched(work, self._blocks_host), what)
+
+    def _wait_for(self, launched: Launched | None, what: str) -> None:
+        """Waits for what was started.
 
         Raises:
             RuntimeFault: a peer died or the limit passed; names what it was for and the ranks.
         """
         with self.watch.waiting(what):
-            self.waits.wait(None if work is None else Launched(work, self._blocks_host), what, self.peers)
+            self.waits.wait(launched, what, self.peers)

@@ -1,0 +1,40 @@
+"""Sums of two and of three ranks, small and large: in place, equal on all ranks to the last bit, several on their way at once."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ranks import PATIENCE_SECONDS
+from tests.distributed.world import World as Ranks
+from whale.comm import Waits, start_sum
+from whale.comm.sums import SMALL_BYTES
+
+SIZES = (0, 1, 5, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1)
+
+
+def own(rank: int) -> list[torch.Tensor]:
+    drawn = torch.Generator().manual_seed(rank)
+    return [torch.rand(size, generator=drawn) for size in SIZES] + [torch.full((2, 3), rank + 1, dtype=torch.uint8)]
+
+
+def sums(rank: int, num_ranks: int) -> list[torch.Tensor]:
+    assert dist.group.WORLD is not None
+    tensors, waits = own(rank), Waits(timedelta(seconds=PATIENCE_SECONDS))
+    started = [start_sum(tensor, dist.group.WORLD) for tensor in tensors]
+    for launched in reversed(started):
+        waits.wait(launched, "a sum", ())
+    return tensors
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_are_in_place_and_equal_on_all_ranks(world: Ranks, num_ranks: int) -> None:
+    first, *others = world.run(sums, num_ranks=num_ranks)
+    expected = [torch.stack(each).sum(0) for each in zip(*map(own, range(num_ranks)), strict=True)]
+    for total, wanted in zip(first, expected, strict=True):
+        torch.testing.assert_close(total, wanted.to(total.dtype))
+    for other in others:
+        assert all(map(torch.equal, first, other))
