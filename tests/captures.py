@@ -3,13 +3,15 @@
     made = captured_once(builder, argument)      # first where ranks are forked from, then, at once, in each rank
     whale.parallelize(made.model, loss=made.loss, batch=made.batch)
 
-`at_hand` is around everything that ranks do. A model that a rank builds by itself is captured there, as users do it.
+`at_hand` is around everything that ranks do. A model that a rank builds by itself is captured there, as users do it; `alike` is for
+tests in one process that need a model of their own each time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 from unittest import mock
@@ -19,6 +21,7 @@ from torch import nn
 
 import whale.api.mode
 from whale.capture import BatchStructure, Program, capture
+from whale.capture.parameters import holdings
 from whale.ir.graph import ModelGraph
 
 
@@ -55,6 +58,12 @@ def captured_once(builder: Callable[..., tuple[Any, ...]], *arguments: Any) -> C
     return made
 
 
+def alike(made: Captured, model: nn.Module) -> nn.Module:
+    """A model that was built just as the captured one, and is served with what is captured of that one; returns it."""
+    _FOUND[model] = made
+    return model
+
+
 @contextmanager
 def at_hand() -> Iterator[None]:
     """Whoever captures one of these models meanwhile is given what has been made already."""
@@ -65,7 +74,8 @@ def at_hand() -> Iterator[None]:
         made = _FOUND.get(model)
         if made is None or loss is not made.loss or batch_dims:
             return capture(model, batch, loss, mode=mode, static=static, batch_dims=batch_dims)
-        return made.capture(mode, batch, static)
+        graph, program = made.capture(mode, batch, static)
+        return graph, program if model is made.model else replace(program, tensors={**program.tensors, **holdings(model).tensors})
 
     with mock.patch.object(whale.api.mode, "capture", given):
         yield

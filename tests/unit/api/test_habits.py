@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
+from tests.captures import alike, at_hand, captured_once
 from tests.examples import slow
 from whale.errors import BatchError, CaptureError, CheckpointError, ConfigError, OpFault, RuntimeFault
 
@@ -33,8 +35,19 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
+def built() -> tuple[nn.Module, dict[str, Tensor], Any]:
+    return make_model(), BATCH, loss
+
+
+@pytest.fixture(autouse=True)
+def served() -> Iterator[None]:
+    with at_hand():
+        yield
+
+
 def parallelize(model: nn.Module | None = None, **changes: Any) -> whale.Engine:
-    return whale.parallelize(model or make_model(), **{"loss": loss, "optimizer": SGD, "batch": BATCH, **changes})
+    model = model or alike(captured_once(built), make_model())
+    return whale.parallelize(model, **{"loss": loss, "optimizer": SGD, "batch": BATCH, **changes})
 
 
 def weights(engine: whale.Engine) -> dict[str, Tensor]:

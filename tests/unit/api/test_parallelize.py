@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
+from tests.captures import alike, at_hand, captured_once
 from whale.errors import BatchError, CaptureError, CheckpointError, ConfigError, PlanError, WhaleError
 from whale.ir.profile import KindProfile, Profile
 from whale.ir.serialization import to_json
@@ -25,9 +27,19 @@ def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.mse_loss(output, batch["target"])
 
 
+def built() -> tuple[nn.Module, dict[str, Tensor], Any]:
+    return nn.Linear(4, 1), BATCH, loss
+
+
+@pytest.fixture(autouse=True)
+def served() -> Iterator[None]:
+    with at_hand():
+        yield
+
+
 def parallelize(model: Any = None, **changes: Any) -> whale.Engine:
     arguments = {"loss": loss, "optimizer": partial(torch.optim.SGD, lr=0.1), "batch": BATCH, **changes}
-    return whale.parallelize(nn.Linear(4, 1) if model is None else model, **arguments)
+    return whale.parallelize(alike(captured_once(built), nn.Linear(4, 1)) if model is None else model, **arguments)
 
 
 @pytest.mark.parametrize(
