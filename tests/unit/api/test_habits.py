@@ -407,6 +407,7 @@ def test_an_op_that_fails_on_some_rows_says_how_to_gather_them() -> None:
         engine.step(batch)
 
 
+@pytest.mark.slow
 def test_weights_of_classes_that_are_as_many_as_the_rows() -> None:
     def weighted(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return nn.functional.cross_entropy(output, batch["label"], weight=batch["weight"])

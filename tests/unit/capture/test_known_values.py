@@ -72,6 +72,7 @@ def test_what_the_number_of_rows_decides_is_known_for_that_number_alone() -> Non
     assert not captured(Reading(lambda x: torch.arange(x.shape[0]).sum() > 7)).dynamic
 
 
+@pytest.mark.slow
 def test_a_transformer_given_its_mask_is_captured() -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:

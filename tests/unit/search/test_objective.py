@@ -80,6 +80,7 @@ def test_no_plan_on_two_devices_is_cheaper(graph: ModelGraph, cluster: Cluster, 
     is_least(graph, cluster, rows, "cost", hourly(cluster, rows))
 
 
+@pytest.mark.slow
 @at_most(8)
 @given(graph=models, cluster=clusters(2), rows=st.integers(1, 9))
 def test_no_plan_on_two_devices_is_smaller(graph: ModelGraph, cluster: Cluster, rows: int) -> None:

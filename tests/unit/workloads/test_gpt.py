@@ -38,7 +38,8 @@ def test_its_work_is_the_published_one() -> None:
     assert math.isclose(work, published, rel_tol=0.01)  # beside the products there are sums and normalisations
 
 
-@pytest.mark.parametrize("form", [slow("fused"), "explicit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["fused", "explicit"])
 def test_a_deep_one_is_what_its_own_capture_says(form: decoder.Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     made = GPT(layers=3, attention=form, dropout=0.1, **SMALL).graph()
     monkeypatch.setattr(decoder, "NUM_CAPTURED", 3)
