@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.planning.graphs import Graph, chain, cluster, device, scope
+from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scope
 from whale.config import Config
 from whale.estimate import Costs, estimate, pipeline_seconds
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.plan import Plan, plain_states
-from whale.ir.schedule import COMPUTE
+from whale.ir.schedule import COMPUTE, Kind
 from whale.planning import make_plan
 
 FAST = Link(1e15, 0.0)
@@ -130,6 +130,24 @@ def test_what_alike_senders_hand_to_one_device_counts_for_each() -> None:
     assert one.peak.received == other.peak.received > 0
     assert sorted((m.name, m.source, m.target) for m in one.messages) == sorted((m.name, m.source, m.target) for m in other.messages)
     assert len(one.messages) == 16
+
+
+def test_gradients_are_final_when_their_layer_has_had_its_turn_at_the_rows_at_hand() -> None:
+    """A last layer whose weight is large and whose work is little: by a single row it would take most of the backward pass."""
+    slow = tuple(device(f"h0/{index}", "h0", 1e9, bandwidth=1e9) for index in range(2))
+    there = Cluster("pair", (Host("h0", slow, FAST),), FAST)
+    graph = Graph()
+    value = graph.input("x", 64)
+    for index in range(6):
+        weight = graph.parameter(f"layer{index}.weight", 64, 64)
+        value = graph.call(f"layer{index}", "aten.linear.default", value, weight, width=64, flops=50 * 2 * ROWS * 64 * 64)
+    graph.sum_loss(graph.call("head", "aten.linear.default", value, graph.parameter("head.weight", 2048, 64), width=2048, flops=1024))
+    built = graph.build()
+    plan = make_plan(built, there, Config({"plan": {"replicas": 2}}), rows=4096)
+    each = estimate(plan, built, there, Costs(bucket_bytes=1)).devices[0]
+    backward = next(span for span in each.compute if span.action.kind is Kind.BACKWARD)
+    largest = max(each.syncs, key=lambda sync: sync.num_bytes)
+    assert backward.start < largest.start < backward.start + 0.1 * (backward.end - backward.start)
 
 
 def test_gradients_that_unlike_replicas_hold_are_summed_when_all_else_is_done() -> None:

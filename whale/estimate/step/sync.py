@@ -21,17 +21,18 @@ def buckets(plan: Plan, prices: Prices) -> tuple[Bucket, ...]:
     return plan_buckets(found, prices.graph, alike_schedules(plan), prices.costs.bucket_bytes)
 
 
-def ready_share(prices: Prices, stage: Stage, device: str, names: Sequence[str], first: Mapping[str, int]) -> float:
+def ready_share(prices: Prices, stage: Stage, num_rows: int, names: Sequence[str], first: Mapping[str, int]) -> float:
     """The share of a stage's backward pass after which the gradients of some parameters are final.
 
     A gradient is final once the backward pass has come to the first op that reads the parameter.
 
     Args:
+        num_rows: of the micro-batch on the stage's first device.
         first: `first_uses` of the stage.
     """
     index = np.array([prices.table.position[name] for name in stage.ops], dtype=np.int64)
-    seconds = prices.seconds(prices.cluster.by_name[device], 1.0)
-    backward = (seconds.backward_fixed + seconds.backward_per_row)[index]
+    seconds = prices.seconds(prices.cluster.by_name[stage.virtual_device.devices[0]], num_rows)
+    backward = (seconds.backward_fixed + num_rows * seconds.backward_per_row)[index]
     total = float(backward.sum())
     start = min((first[name] for name in names if name in first), default=0)
     return float(backward[start:].sum()) / total if total > 0 else 1.0

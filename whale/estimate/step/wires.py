@@ -166,7 +166,8 @@ class _Roles:
         self._numbers: dict[tuple[tuple[str, ...], Device], int] = {}
         self._number_of: dict[tuple[int, int], int] = {}
         self._first: dict[tuple[str, ...], dict[str, int]] = {}
-        self._shares: dict[tuple[int, tuple[str, ...]], float] = {}
+        self._shares: dict[tuple[int, int, tuple[str, ...]], float] = {}
+        self._last_rows = [stop - start for *_, (start, stop) in plan.all_micro_batch_rows(plan.planned_rows)]
 
     def of(self, bucket: Bucket) -> tuple[Role, ...]:
         """Per owner, its role."""
@@ -183,11 +184,12 @@ class _Roles:
         return tuple(found[self._plan.devices[owner]] for owner in bucket.owners)
 
     def _share(self, replica: int, stage: Stage, names: tuple[str, ...]) -> float:
-        key = self._class(replica, stage), names
+        num_rows = stage.rows(self._last_rows[replica])[0]
+        key = self._class(replica, stage), num_rows, names
         if key not in self._shares:
             if stage.ops not in self._first:
                 self._first[stage.ops] = first_uses(self._prices, stage)
-            self._shares[key] = ready_share(self._prices, stage, stage.virtual_device.devices[0], names, self._first[stage.ops])
+            self._shares[key] = ready_share(self._prices, stage, num_rows, names, self._first[stage.ops])
         return self._shares[key]
 
     def _class(self, replica: int, stage: Stage) -> int:
