@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import yaml
 from whale.config import Config
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.hardware import catalogue, parse_cluster
+from whale.ir.graph import ModelGraph
 from whale.ir.plan import Form, ParameterState, Replica
 from whale.planning import make_plan
 from whale.workloads import GPT
@@ -102,20 +104,17 @@ def simulate(run: Run, *, costs: Costs = COSTS, scatters: bool = True) -> StepEs
     Raises:
         WhaleError: it cannot be planned so.
     """
-    graph = GPT(
-        layers=run.layers,
-        hidden=run.hidden,
-        heads=run.heads,
-        sequence=run.sequence,
-        vocabulary=run.vocabulary,
-        dtype="float16",
-        attention="explicit",
-        dropout=0.1,
-    ).graph()
+    sizes = {name: getattr(run, name) for name in ("layers", "hidden", "heads", "sequence", "vocabulary")}
+    graph = _graph(GPT(**sizes, dtype="float16", attention="explicit", dropout=0.1))
     cluster = parse_cluster(run.cluster)
     plan = make_plan(graph, cluster, Config({"plan": run.plan}), rows=run.batch)
     replicas = plan.replicas if scatters else tuple(map(_crossing_whole, plan.replicas))
     return estimate(replace(plan, parameter_states=run.states, replicas=replicas), graph, cluster, costs)
+
+
+@lru_cache(maxsize=4)  # the runs of one model stand near one another
+def _graph(model: GPT) -> ModelGraph:
+    return model.graph()
 
 
 def _crossing_whole(replica: Replica) -> Replica:

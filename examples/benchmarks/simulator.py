@@ -12,25 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from runs import RULES, Run, a100_runs, megatron_runs, sequence_parallel_runs, simulate, t4_runs
-
-from whale.errors import WhaleError
-from whale.hardware import catalogue
-
-Reader = Callable[[Path], Iterator[Run]]
-
-SETS: dict[str, tuple[str, Reader, str]] = {
-    "multi-node A100": ("a100_multi_node.csv", a100_runs, "VIA Research Group, vTrain ground truth"),
-    "one host of A100": ("a100_single_node.csv", a100_runs, "the same"),
-    "SC'21 Table 1": ("published.yaml", megatron_runs, "Narayanan et al., SC'21"),
-    "sequence-parallel Table 5": ("published.yaml", sequence_parallel_runs, "Korthikanti et al., arXiv 2205.05198"),
-    "16 T4": ("t4_sixteen.csv", t4_runs, "D. Li, AMP results"),
-}
+from picks import picks
+from predicted import SETS, Result, predict
+from runs import RULES, Run
 
 FITTED = {
     "multi-node A100": slice(0, None, 5),
@@ -42,49 +30,12 @@ FITTED = {
 """The rows of each file at which the figures of the catalogue were fitted."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """A run by both clocks.
-
-    Attributes:
-        run: what was run.
-        predicted: seconds; None where it was refused.
-        peak: bytes on the fullest device.
-        capacity: bytes that the device has.
-        fitted: whether it is one of those at which figures were fitted.
-        refused: why; "" where it was not.
-    """
-
-    run: Run
-    predicted: float | None
-    peak: float
-    capacity: float
-    fitted: bool
-    refused: str = ""
-
-    @property
-    def error(self) -> float:
-        """Of the time."""
-        assert self.predicted is not None
-        return self.predicted / self.run.seconds - 1
-
-
-def predict(run: Run, fitted: bool) -> Result:
-    """Simulates a run."""
-    memory = float(catalogue().devices[run.device].memory)
-    try:
-        found = simulate(run)
-    except WhaleError as error:
-        return Result(run, None, 0.0, memory, fitted, str(error))
-    return Result(run, found.step_seconds, max(each.peak.total for each in found.devices), memory, fitted)
-
-
 def score(results: Sequence[Result]) -> dict[str, object]:
     """The figures of one set."""
     ran = [each for each in results if each.predicted is not None]
     errors = [abs(each.error) for each in ran]
     parts = {name: [abs(each.error) for each in ran if each.fitted == fitted] for name, fitted in (("fitted", True), ("tested", False))}
-    picks = list(_picks(ran))
+    losses = [pick.loss for pick in picks(ran)]
     return {
         "rows": len(results),
         "refused": len(results) - len(ran),
@@ -97,21 +48,10 @@ def score(results: Sequence[Result]) -> dict[str, object]:
         "mean_error_tested": statistics.fmean(parts["tested"]) if parts["tested"] else None,
         "rank_correlation": rank_correlation([each.predicted or 0.0 for each in ran], [each.run.seconds for each in ran]),
         "constant_mfu_error": constant_mfu_error([each.run for each in ran]),
-        "picks": len(picks),
-        "mean_loss_of_picks": statistics.fmean(picks) if picks else None,
-        "worst_loss_of_picks": max(picks) if picks else None,
+        "picks": len(losses),
+        "mean_loss_of_picks": statistics.fmean(losses) if losses else None,
+        "worst_loss_of_picks": max(losses) if losses else None,
     }
-
-
-def _picks(results: Sequence[Result]) -> Iterator[float]:
-    """Per model, batch and number of devices: how much longer the plan that is predicted best took than the one that was best."""
-    groups: dict[object, list[Result]] = {}
-    for each in results:
-        groups.setdefault(each.run.question, []).append(each)
-    for own in groups.values():
-        if len(own) > 1:
-            picked = min(own, key=lambda each: each.predicted or 0.0)
-            yield picked.run.seconds / min(each.run.seconds for each in own) - 1
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
@@ -219,10 +159,8 @@ def main() -> None:
         found[name] = []
         chosen = range(len(runs))[::every]
         for result in pool.map(predict, (runs[index] for index in chosen), (index in fitted for index in chosen)):
-            run = result.run
             found[name].append(result)
-            told = f"{result.predicted:.3f} s, {result.error:+.1%}" if result.predicted is not None else f"refused: {result.refused}"
-            print(f"{name}: {run}: measured {run.seconds:.3f} s, predicted {told}", flush=True)
+            print(f"{name}: {result}", flush=True)
     scores = {name: score(results) for name, results in found.items()}
     print(json.dumps(scores, indent=1))
     if options.json:
