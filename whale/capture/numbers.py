@@ -40,8 +40,11 @@ class ReadNumbers(ShapeEnv):
 
     def note(self, number: object, tensor: Tensor) -> None:
         """A number was read of a tensor."""
-        if isinstance(number, (torch.SymInt, torch.SymFloat)) and isinstance(number.node.expr, sympy.Symbol):
-            self._read[number.node.expr] = tensor
+        symbol = number.node.expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
+        if isinstance(symbol, sympy.Eq):  # of a condition that torch's own Python reads, torch writes u0 = 1
+            symbol = symbol.lhs
+        if isinstance(symbol, sympy.Symbol):
+            self._read[symbol] = tensor
 
     def evaluate_sym_node(self, sym_node: SymNode, size_oblivious: bool = False, fallback_value: bool | None = None) -> sympy.Basic:
         try:

@@ -4,7 +4,8 @@
         raise ValueError                        and every step checks that it is False
     if mask.any():                       True:  cannot be captured; so it goes on as for False, which every step checks:
         places = mask.nonzero()                 what parts of a batch cannot tell for the whole mixes samples (`whale.axes.mixing`)
-    if lengths.max().item() > 64: ...    so it is for numbers that are read and compared (`whale.capture.numbers`)
+    if lengths.max().item() > 64: ...    so it is for numbers that are read and compared, and for what the functions of torch ask
+                                         in Python, which no mode sees (`whale.capture.numbers`)
     x = f(x) if x.sum() > 0 else g(x)    both can be captured: what holds is not known, and torch says so
 
 Nothing is computed in a capture, so a way that a tensor decides is not known. But where only one of two ways leads to the
@@ -96,6 +97,7 @@ class Ways:
         self._path: list[Way] = []
         self._num_read = 0
         self._num_ops = 0
+        self._is_unanswered = False
         self._checks: dict[_Stack, Way] = {}
 
     @contextmanager
@@ -105,12 +107,23 @@ class Ways:
         with _Asked(self, is_known):
             yield
 
+    @contextmanager
+    def unanswered(self) -> Iterator[None]:
+        """Around a read that has been told nothing: torch asks once more, of the number that it makes of it."""
+        self._is_unanswered = True
+        try:
+            yield
+        finally:
+            self._is_unanswered = False
+
     def op(self) -> None:
         """An operation runs."""
         self._num_ops += 1
 
     def read(self, condition: Tensor) -> bool | None:
         """What a read of a condition is told, and has been written down to hold; None where it is told nothing."""
+        if self._is_unanswered:
+            return None
         if self._num_read == len(self._path):
             stack = _stack()
             known = self._checks.get(stack)
@@ -193,6 +206,8 @@ class _Asked(TorchFunctionMode):
                 told = self._ways.read(read)
                 if told is not None:
                     return told
+                with self._ways.unanswered():
+                    return func(*args, **kwargs)
             if func in _NUMBERS and not self._is_known(read):
                 self._ways.last_number = user_line()
         return func(*args, **kwargs)

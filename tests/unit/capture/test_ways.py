@@ -88,6 +88,10 @@ def of_torch(x: Tensor, h: Tensor) -> Tensor:
     return h.sum()
 
 
+def inside_torch(x: Tensor, h: Tensor) -> Tensor:
+    return nn.functional.gaussian_nll_loss(h, x, 100 - x)
+
+
 def test_arguments_by_keyword_stay_so() -> None:
     graph, program = captured(by_keywords)
     assert len(checks(graph)) == 1
@@ -105,6 +109,7 @@ def test_arguments_by_keyword_stay_so() -> None:
         slow(running.asserting, 1, 200.0, "AssertionError: too large"),
         slow(of_a_number_of_rows, 1, 200.0, "ValueError: too large"),
         (of_two_numbers, 3, 200.0, "ValueError: out of range"),
+        (inside_torch, 1, 200.0, r"ValueError: var has negative entry/entries"),
         (of_torch, 1, 200.0, "RuntimeError: a check of the model's fails"),
     ],
 )
