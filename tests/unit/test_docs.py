@@ -14,8 +14,11 @@ import torch
 from tests.pages import FENCE, PAGES, ROOT, Block, blocks, run_python
 from tests.printed import quotes
 from whale.cli import main
+from whale.cli.diff import kind_of
 from whale.cli.launch import make_parser as make_run_parser
 from whale.cli.main import make_parser
+from whale.config import load_config, read_plan
+from whale.hardware import load_cluster
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 CHEAP = ("advise", "axes", "capture", "diff", "doctor", "plan", "explain", "schedule", "simulate")
@@ -108,6 +111,16 @@ def test_planning_commands_print_what_the_page_says(page: Path, workplace: Path,
             assert main(words[1:]) == 0, f"{name_of(page)}:{block.line}: {shlex.join(words)}"
             assert printed.take(block) or "--output" in words
     printed.check(page, "bash")
+
+
+@pytest.mark.parametrize(
+    "block", [block for page in PAGES for block in blocks(page, "yaml")], ids=lambda block: f"{name_of(block.page)}:{block.line}"
+)
+def test_yaml_is_read(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "block.yaml"
+    file.write_text(block.text)
+    readers = {"cluster": load_cluster, "plan": read_plan, "recipe": lambda path: load_config(path, environment={})}
+    readers[kind_of(str(file))](file)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

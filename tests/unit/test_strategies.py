@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import whale
+from tests.printed import FIRST, head_quote
 from whale.capture import capture
+from whale.cli import main
 from whale.cli.inputs import read_graph
 from whale.config import load_config, read_plan
 from whale.hardware import load_cluster
@@ -149,6 +153,18 @@ def test_plans_of_recipes_are_written_down_and_read_back(recipe: Path, tmp_path:
     config = load_config(recipe, environment={}).with_values(read_plan(path))
     read = make_plan(graph, load_cluster(ROOT / "clusters" / f"{expected.cluster}.yaml"), config)
     assert replace(read, choices=()) == replace(plan, choices=())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [file for file in sorted(ROOT.rglob("*.yaml")) if FIRST in file.read_text()], ids=lambda path: path.stem)
+def test_heads_say_what_their_command_prints(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(ROOT.parent)
+    torch.set_num_threads(1)
+    command = re.search(r"^# (?:Command:)? +whale ((?:plan|explain|simulate) .*)$", file.read_text(), re.MULTILINE)
+    assert command is not None and main(shlex.split(command[1])) == 0
+    head_quote(file).check(capsys.readouterr().out, update=request.config.getoption("--update-golden"))
 
 
 def test_a_faster_device_takes_more_rows() -> None:

@@ -143,7 +143,7 @@ def _check_used(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: A and B both take its place.
     """
-    kinds = {_kind(arguments.a), _kind(arguments.b)}
+    kinds = {kind_of(arguments.a), kind_of(arguments.b)}
     for kind in kinds if len(kinds) == 1 else ():
         given = vars(arguments).get(kind)
         if given is not None:
@@ -154,11 +154,11 @@ def _check_used(arguments: argparse.Namespace) -> None:
 
 def _with(path: str, arguments: argparse.Namespace) -> argparse.Namespace:
     """The words of a verb that plans with what a file says."""
-    words: Mapping[str, object] = {"plan": None, "report": None} | vars(arguments) | {_kind(path): path}
+    words: Mapping[str, object] = {"plan": None, "report": None} | vars(arguments) | {kind_of(path): path}
     return argparse.Namespace(**words)
 
 
-def _kind(path: str) -> Literal["plan", "cluster", "recipe"]:
+def kind_of(path: str) -> Literal["plan", "cluster", "recipe"]:
     """What a file is: a cluster has hosts, a written plan the keys of its blocks, a recipe sections (or what may be slips for them)."""
     if Path(path).suffix == ".json":
         return "plan"
