@@ -101,18 +101,18 @@ class Prices:
 
     def bridges(self, ops: tuple[str, ...], shards: tuple[Shard, ...], returned: frozenset[str]) -> tuple[Bridge, ...]:
         """The bridges of a split stage that runs these ops and hands on these values; of which sizes the parts are is no matter."""
-        key = ops, _unsized(shards), returned
+        key = ops, unsized(shards), returned
         if key not in self._bridges:
             self._bridges[key] = find_bridges(self.labels(ops, shards), returned)
         return self._bridges[key]
 
     def local(self, ops: tuple[str, ...], shards: tuple[Shard, ...], position: int) -> Prices:
         """Prices for the device at a position of the split groups of the stage that runs these ops; for equal parts the same ones."""
-        unsized = _unsized(shards)
+        cuts = unsized(shards)
         parts = tuple((shard.sizes[position], sum(shard.sizes)) for shard in shards)
-        key = ops, unsized, parts
+        key = ops, cuts, parts
         if key not in self._locals:
-            labels = self.labels(ops, unsized)
+            labels = self.labels(ops, cuts)
             named = {shard.axis: part for shard, part in zip(shards, parts, strict=True)}
             local = Prices(local_graph(labels, named), self.cluster, self.costs, self.spared)
             local._links, local.kept = self._links, self.kept
@@ -246,6 +246,6 @@ class Prices:
         return self._computing[key]
 
 
-def _unsized(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
+def unsized(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
     """What is cut, in whatever sizes."""
     return tuple(replace(shard, sizes=()) for shard in shards)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whale.estimate import Line, edge_line
-from whale.estimate.prices.part import NOTHING, Recompute
+from whale.estimate.prices.part import NOTHING, Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
 from whale.planning.structure.stages import Assignment
 
@@ -60,13 +60,23 @@ def device_cost(
     recompute: Recompute = NOTHING,
 ) -> DeviceCost:
     """What a stage costs one device of its virtual device; the arguments are those of `stage_costs`, and its index among them."""
-    part, own, name = prices.part(assignment.parts[stage], recompute), devices[stage], devices[stage][index]
+    own = cost_alone(prices, assignment.parts[stage], devices[stage][index], num_rows, recompute)
+    return replace(own, receive=received_line(prices, own.part, devices, stage, index))
+
+
+def cost_alone(prices: Prices, part: Part, name: str, num_rows: float, recompute: Recompute = NOTHING) -> DeviceCost:
+    """What a part costs a device, without what it waits for."""
     device = prices.cluster.by_name[name]
-    forward, backward = prices.compute(assignment.parts[stage], device, num_rows)
-    backward = backward + prices.again(assignment.parts[stage], recompute, device, num_rows)
-    receive = Line()
+    forward, backward = prices.compute(part, device, num_rows)
+    backward = backward + prices.again(part, recompute, device, num_rows)
+    return DeviceCost(forward, backward, Line(), prices.part(part, recompute), prices.capacity(name))
+
+
+def received_line(prices: Prices, part: PartCost, devices: Sequence[Sequence[str]], stage: int, index: int) -> Line:
+    """Seconds of waiting for what arrives at a device of a stage from other stages, both ways."""
+    own, receive = devices[stage], Line()
     for source, payload, num_messages in part.sends:
         sender = devices[source][index * len(devices[source]) // len(own)]
-        if sender != name:
-            receive = receive + edge_line(prices.link(sender, name), payload, num_messages)
-    return DeviceCost(forward, backward, receive, part, prices.capacity(name))
+        if sender != own[index]:
+            receive = receive + edge_line(prices.link(sender, own[index]), payload, num_messages)
+    return receive

@@ -11,7 +11,7 @@ from whale.errors import PlanError, WhaleError
 from whale.estimate import Line
 from whale.estimate.prices.halves import Messages, halved, messages_of
 from whale.estimate.prices.part import Recompute
-from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.prices import Prices, unsized
 from whale.estimate.prices.tolls import Tolls
 from whale.hardware.catalogue import CPU
 from whale.ir.graph import ModelGraph
@@ -94,7 +94,7 @@ class Overlapper:
             return "parts of it are computed again"
         if rows < MIN_ROWS:
             return "it takes one row at a time"
-        key = scene, shards
+        key = scene, unsized(shards)
         if key not in self._halvings:
             self._halvings[key] = halve(self.prices.graph, self.prices.axes, scene.ops, shards, scene.returned)
         faults = self._halvings[key].faults

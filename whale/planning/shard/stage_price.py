@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line
 from whale.estimate.prices.again import Again
-from whale.estimate.prices.part import Recompute
+from whale.estimate.prices.part import Part, Recompute
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site, Tolls
+from whale.ir.cluster import Device
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
-from whale.planning.pricing.stage_costs import DeviceCost, device_cost, stage_costs
+from whale.planning.pricing.stage_costs import DeviceCost, cost_alone, received_line, stage_costs
 from whale.planning.shard.figures import Load
 from whale.planning.shard.overlapping import Overlapper, Overlapping
 from whale.planning.shard.sharding import Group, Sharder, StageSharding, group_of
@@ -42,6 +43,38 @@ class PricedStage:
 
 
 @dataclass(frozen=True)
+class CutStage:
+    """A stage with its cuts, and where it runs.
+
+    Attributes:
+        part: what it runs.
+        scene: the same, as the sharding pass sees it.
+        site: the unlike ones of its split groups.
+        sharding: what is cut.
+        recompute: what it computes again.
+    """
+
+    part: Part
+    scene: Scene
+    site: Site
+    sharding: StageSharding
+    recompute: Recompute
+
+
+@dataclass(frozen=True)
+class PricedParts:
+    """What the devices of a cut stage do by themselves.
+
+    Attributes:
+        costs: per position in the split groups and kind of device, without what it waits for.
+        overlapping: whether rows are computed in two halves.
+    """
+
+    costs: Mapping[tuple[int, Device], DeviceCost]
+    overlapping: Overlapping
+
+
+@dataclass(frozen=True)
 class StagePricing:
     """Prices stages: those that are split by their parts, as the passes inside a stage decide them first.
 
@@ -54,6 +87,7 @@ class StagePricing:
     prices: Prices
     sharder: Sharder
     overlapper: Overlapper
+    _known: dict[Hashable, PricedParts] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @staticmethod
     def of(prices: Prices, overlap: bool | None = None) -> StagePricing:
@@ -85,7 +119,7 @@ class StagePricing:
         split = pipeline.splits[stage]
         load = self._load(pipeline, assignment, stage, num_rows, recomputes)
         sharding = self.sharder.choose(scene, site, load, split.scopes, split.asked)
-        return self._of_parts(pipeline, assignment, stage, devices, scene, site, sharding, recompute)
+        return self._of_parts(pipeline, assignment, stage, devices, CutStage(assignment.parts[stage], scene, site, sharding, recompute))
 
     def _load(self, pipeline: PipelineShape, assignment: Assignment, stage: int, num_rows: float, recomputes: Sequence[Recompute]) -> Load:
         """What a device of a split stage holds; split stages of one device share its memory by what they hold if nothing is cut."""
@@ -106,18 +140,28 @@ class StagePricing:
         assignment: Assignment,
         stage: int,
         devices: Sequence[Sequence[str]],
-        scene: Scene,
-        site: Site,
-        sharding: StageSharding,
-        recompute: Recompute,
+        cut: CutStage,
     ) -> PricedStage:
-        """Prices a stage that is cut."""
-        prices, shards = self.prices, sharding.shards
+        """Prices a stage that is cut; what its devices do by themselves is worked out once for equal groups."""
+        prices, site, own = self.prices, cut.site, devices[stage]
+        groups = tuple(group_of(group, prices) for group in site.groups)
+        key = cut.part, cut.scene, cut.sharding.shards, cut.recompute, groups, site.num_rows, site.num_micro_batch
+        if key not in self._known:
+            self._known[key] = self._price_parts(cut)
+        known, kinds = self._known[key], prices.cluster.by_name
+        costs = []
+        for index, name in enumerate(own):
+            alone = known.costs[index % site.width, kinds[name].kind]
+            receive = received_line(prices, alone.part, devices, stage, index)
+            receive = receive + _from_own_devices(prices, pipeline, assignment, stage, devices, index, cut.scene.rows_arriving)
+            costs.append(replace(alone, receive=receive))
+        return PricedStage(tuple(costs), cut.sharding, known.overlapping)
+
+    def _price_parts(self, cut: CutStage) -> PricedParts:
+        prices, scene, shards, site, recompute = self.prices, cut.scene, cut.sharding.shards, cut.site, cut.recompute
         parts = [prices.local(scene.ops, shards, position) for position in range(site.width)]
-        own_costs = [
-            device_cost(parts[index % site.width], assignment, stage, devices, index, site.num_rows, recompute)
-            for index in range(len(devices[stage]))
-        ]
+        names = {(place, prices.cluster.by_name[name].kind): name for group in site.groups for place, name in enumerate(group)}
+        alone = {key: cost_alone(parts[key[0]], cut.part, name, site.num_rows, recompute) for key, name in names.items()}
         labels = prices.labels(scene.ops, shards)
         bridges = prices.bridges(scene.ops, shards, scene.returned)
         tolls = Tolls(prices, site)
@@ -125,19 +169,13 @@ class StagePricing:
         twice = Again(prices, labels, bridges, recompute.segments)
         again = forward if recompute.num_alive else tolls.of_bridges(twice.exchanged())[0]
         copies = [Line() if recompute.num_alive else twice.copies(position) for position in range(site.width)]
-        whole = tuple((own.forward + forward, own.backward + backward + again) for own in own_costs)
+        whole = tuple((own.forward + forward, own.backward + backward + again) for own in alone.values())
         overlapping, seconds = self.overlapper.choose(tolls, scene, shards, bridges, whole, recompute)
-        costs = tuple(
-            replace(
-                own,
-                forward=seconds[index][0],
-                backward=seconds[index][1],
-                receive=own.receive + _from_own_devices(prices, pipeline, assignment, stage, devices, index, scene.rows_arriving),
-                part=replace(own.part, activation=own.part.activation + copies[index % site.width]),
-            )
-            for index, own in enumerate(own_costs)
-        )
-        return PricedStage(costs, sharding, overlapping)
+        costs = {
+            key: replace(own, forward=there, backward=back, part=replace(own.part, activation=own.part.activation + copies[key[0]]))
+            for (key, own), (there, back) in zip(alone.items(), seconds, strict=True)
+        }
+        return PricedParts(costs, overlapping)
 
 
 def unlike_groups(groups: Iterable[tuple[str, ...]], prices: Prices) -> tuple[tuple[str, ...], ...]:
