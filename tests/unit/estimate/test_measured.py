@@ -14,7 +14,7 @@ from whale.config import Config
 from whale.errors import ConfigError
 from whale.estimate import Costs, estimate, op_seconds, op_table
 from whale.estimate.costs.measured import KindTimes, Measured, measured
-from whale.estimate.prices.traffic import local_table
+from whale.estimate.prices.traffic import work_on_parts
 from whale.ir.cluster import Cluster
 from whale.ir.figure import Figure
 from whale.ir.graph import ModelGraph
@@ -52,7 +52,7 @@ def test_a_part_takes_as_long_as_so_many_fewer_rows() -> None:
     table, axes = op_table(graph), discover(graph)
     axis = next(name for name in axes.by_name if name != "batch")
     costs = replace(Costs(), measured=measured(profile(graph), graph, HERE))
-    local = local_table(graph, axes, table, {"layer0": axis}, {axis: 0.25})
+    local = work_on_parts(graph, axes, table, {"layer0": axis}).at({axis: 0.25})
     found, place = op_seconds(local, HERE.devices[0], 16, costs), table.position["layer0"]
     assert found.forward_fixed[place] + 16 * found.forward_per_row[place] == pytest.approx(4e-3)
 

@@ -17,7 +17,7 @@ def local_graph(labels: Labels, parts: Mapping[str, tuple[int, int]]) -> ModelGr
     """The graph with the local shapes of the results of one stage's ops, and of the parameters that they read.
 
     Ops outside the stage stay as they are. The result is for pricing memory: arguments and FLOPs are those of the whole
-    (`whale.estimate.prices.traffic.local_table` has the work).
+    (`whale.estimate.prices.traffic.WorkOnParts` has the work).
 
     Args:
         labels: of the stage; their sizes are no matter.

@@ -19,7 +19,7 @@ from whale.estimate.memory.kept import activations_of, kept_tensors, places_line
 from whale.estimate.memory.memory import kept_names, size_line, state_bytes, working_line
 from whale.estimate.prices.local_graph import local_graph
 from whale.estimate.prices.part import NOTHING, Part, Recompute
-from whale.estimate.prices.traffic import local_table
+from whale.estimate.prices.traffic import WorkOnParts, work_on_parts
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import ParameterState, Shard, plain_states
@@ -65,6 +65,7 @@ class Prices:
     _links: dict[tuple[str, str], Link] = field(default_factory=dict, init=False)
     _locals: dict[tuple[tuple[str, ...], tuple[Shard, ...], tuple[tuple[int, int], ...]], Prices] = field(default_factory=dict, init=False)
     _labels: dict[tuple[tuple[str, ...], tuple[Shard, ...]], Labels] = field(default_factory=dict, init=False)
+    _works: dict[tuple[tuple[str, ...], tuple[Shard, ...]], WorkOnParts] = field(default_factory=dict, init=False)
     _bridges: dict[tuple[tuple[str, ...], tuple[Shard, ...], frozenset[str]], tuple[Bridge, ...]] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -119,12 +120,18 @@ class Prices:
             unlike = (own for own, whole in zip(local.graph.ops, self.graph.ops, strict=True) if own is not whole)
             local.outputs = self.outputs | {own.name: output_line(own, self.graph.num_rows) for own in unlike}
             shares = {axis: size / self.axes.by_name[axis].size for axis, (size, _) in named.items()}
-            local.table = local_table(self.graph, self.axes, self.table, labels.work, shares)
+            local.table = self._on_parts(ops, cuts).at(shares)
             local._accumulated = self._accumulated.copy()  # what other stages add is not asked for
             for name in labels.ops:
                 local._accumulated[self.graph.position[name]] = local._added(local.graph.by_name[name])
             self._locals[key] = local
         return self._locals[key]
+
+    def _on_parts(self, ops: tuple[str, ...], cuts: tuple[Shard, ...]) -> WorkOnParts:
+        key = ops, cuts
+        if key not in self._works:
+            self._works[key] = work_on_parts(self.graph, self.axes, self.table, self.labels(ops, cuts).work)
+        return self._works[key]
 
     @property
     def training(self) -> bool:

@@ -106,24 +106,45 @@ def rows_of(table: OpTable, index: NDArray[np.int64]) -> OpTable:
     return replace(table, **{name: getattr(table, name)[index] for name in COLUMNS})
 
 
-def local_table(graph: ModelGraph, axes: Axes, table: OpTable, work: Mapping[str, str], shares: Mapping[str, float]) -> OpTable:
-    """The table of the whole graph as a device sees it that has these shares of the cut axes.
+@dataclass(frozen=True)
+class WorkOnParts:
+    """The table of the whole graph, of which some ops work on parts, in whatever sizes.
+
+    Attributes:
+        table: of the whole graph.
+        index: where the ops are in it.
+        axes: along which they work.
+        traffic: of them.
+    """
+
+    table: OpTable
+    index: NDArray[np.int64]
+    axes: tuple[str, ...]
+    traffic: CutTraffic
+
+    def at(self, shares: Mapping[str, float]) -> OpTable:
+        """The table as a device sees it that has these shares of the cut axes."""
+        if not self.axes:
+            return self.table
+        scaled = self.traffic.at(np.array([shares[axis] for axis in self.axes]))
+        columns = {}
+        for name in COLUMNS:
+            column = getattr(self.table, name).copy()
+            column[self.index] = getattr(scaled, name)
+            columns[name] = column
+        return replace(self.table, **columns)
+
+
+def work_on_parts(graph: ModelGraph, axes: Axes, table: OpTable, work: Mapping[str, str]) -> WorkOnParts:
+    """What of a table is cut.
 
     Args:
         work: per op, the axis along which it works on parts.
     """
     names = [name for name in work if name in table.position]
-    if not names:
-        return table
     index = np.array([table.position[name] for name in names], dtype=np.int64)
-    part = cut_traffic(graph, axes, table, [(graph.by_name[name], work[name]) for name in names])
-    scaled = part.at(np.array([shares[work[name]] for name in names]))
-    columns = {}
-    for name in COLUMNS:
-        column = getattr(table, name).copy()
-        column[index] = getattr(scaled, name)
-        columns[name] = column
-    return replace(table, **columns)
+    along = tuple(work[name] for name in names)
+    return WorkOnParts(table, index, along, cut_traffic(graph, axes, table, [(graph.by_name[name], work[name]) for name in names]))
 
 
 def _line(graph: ModelGraph, axes: Axes, op: Op, axis: str) -> Line:
