@@ -1,7 +1,7 @@
 """Sums over a group: small ones of two ranks through Gloo by handing each other what they have, all others by an all-reduce.
 
     all-reduce   halves around the ring and around again: two messages one after another
-    two ranks    all of it to the other: one message each way, as many bytes; added in the order of ranks, equally on both
+    two ranks    all of it to the other: one message each way, as many bytes; a + b on one rank is b + a on the other, to the last bit
 
 Where little travels the turns are the cost, the more so where cores are busy: each waits until its rank has one.
 """
@@ -36,12 +36,13 @@ def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Launched | None
 
 
 def _swapped(tensor: torch.Tensor, group: dist.ProcessGroup) -> Launched | None:
-    sent = tensor.reshape(1, -1).repeat(2, 1)
+    sent, sizes = tensor.reshape(-1), [0, 0]
+    sizes[1 - dist.get_rank(group)] = sent.numel()
     received = torch.empty_like(sent)
-    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    work = dist.all_to_all_single(received, sent, sizes, sizes, group=group, async_op=True)
 
     def add() -> None:
-        torch.add(*received.view(2, *tensor.shape), out=tensor)
+        tensor.add_(received.view_as(tensor))
 
     if work is None:
         add()

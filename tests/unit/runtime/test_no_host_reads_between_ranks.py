@@ -73,7 +73,7 @@ def ranks_alike(rank: int, backend: str) -> Iterator[World]:
         return Done()
 
     def mirror(received: Tensor, sent: Tensor, *sizes: object, **keywords: object) -> Done:
-        if not sizes:  # equal parts: all to all, for a sum
+        if received.shape == sent.shape:  # it may be a sum
             received.copy_(sent)
         return Done()
 
