@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,8 +43,23 @@ class BatchView:
             offset += high - low
         raise AssertionError(f"rows {start}:{stop} are not among {self.held}")
 
+    def picked(self, names: Iterable[str], rows: tuple[tuple[int, int], ...], move: Callable[[torch.Tensor], torch.Tensor]) -> BatchView:
+        """Some leaves with some rows alone, and where they lie in host memory, moved.
+
+        Args:
+            names: of the leaves.
+            rows: global row intervals, ascending, each within one that is held.
+            move: takes each leaf elsewhere.
+        """
+        leaves = {}
+        for name in names:
+            pieces = [self.rows(name, start, stop) for start, stop in rows] if name in self.with_rows else [self.leaves[name]]
+            leaf = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            leaves[name] = move(leaf) if leaf.device.type == "cpu" else leaf
+        return replace(self, leaves=leaves, held=rows)
+
     def rows_on(self, device: torch.device, name: str, start: int, stop: int) -> torch.Tensor:
-        """What `rows` gives, on a device; on its way there from pinned memory, so that the host does not wait for the copy."""
+        """What `rows` gives, on a device: there already, or on its way from pinned memory, so that the host does not wait for the copy."""
         rows = self.rows(name, start, stop)
         if device.type == "cuda" and rows.device.type == "cpu":
             rows = rows.pin_memory()

@@ -33,6 +33,13 @@ def named_ops(model: ModelGraph, start: int, stop: int) -> Iterator[None]:
     except (WhaleError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if isinstance(error, torch.AcceleratorError):
+            raise OpFault(
+                f"a device computes what the ops of a model are given (on rows {start} to {stop - 1} of the batch, or before: "
+                f"{str(error).splitlines()[0]})",
+                hint="a GPU tells such faults late: CUDA_LAUNCH_BLOCKING=1 in the environment names the op; mostly a label or a token is "
+                "out of range",
+            ) from error
         op = model.by_name.get(_failing_op(error.__traceback__) or "")
         if op is None:
             raise

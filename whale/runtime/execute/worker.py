@@ -18,6 +18,7 @@ from whale.runtime.execute.boundary import Boundary
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.exchange import Exchange
 from whale.runtime.execute.executor import Executor, StepState
+from whale.runtime.execute.inputs_ahead import InputsAhead
 from whale.runtime.execute.loss import LossAccount, weight_program
 from whale.runtime.execute.order import Order
 from whale.runtime.execute.seat_stages import SeatStages, make_stages
@@ -61,6 +62,7 @@ class Worker:
         self._device, self._everyone = roster.world.device, connections.everyone
         self._weights = weight_program(captured.graph, captured.graph_for(captured.graph.num_rows), self._device)
         self._executor: Executor | None = None
+        self._inputs = None if self._seat is None else InputsAhead(plan, self._seat, captured.graph, self._device)
         self._prepared: set[int] = set()
         stages = SeatStages()
         if self._seat is not None:
@@ -106,7 +108,8 @@ class Worker:
         pending = self._agreement.begin(batch)
         account = LossAccount(self.model.loss, batch.num_rows, self._weights.at(batch.num_rows), self._device)
         place = (*seed, -1 if self._seat is None else self._seat.replica)
-        state = StepState(place, batch, self._agreement.micro_batches(batch.num_rows), account, with_gradients, pending.weights is None)
+        inputs = batch if self._inputs is None else self._inputs(batch)
+        state = StepState(place, inputs, self._agreement.micro_batches(batch.num_rows), account, with_gradients, pending.weights is None)
         if pending.weights is not None:
             self._know(account, pending.weights)
 

@@ -89,32 +89,41 @@ class Group:
 
     def all_reduce(self, value: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> Arrival:
         """Combines the devices' values, in place."""
-        self.gate()
         if how == dist.ReduceOp.SUM:
-            return partial(self._wait_for, start_sum(value, self.process_group), what)
-        return partial(self._wait, dist.all_reduce(value, op=how, group=self.process_group, async_op=True), what)
+            return self._launch(lambda: start_sum(value, self.process_group), what)
+        return self._launch(lambda: self._launched(dist.all_reduce(value, op=how, group=self.process_group, async_op=True)), what)
 
     def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> Arrival:
         """Receives the value of each device, by rank."""
-        self.gate()
-        return partial(self._wait, dist.all_gather(received, own, group=self.process_group, async_op=True), what)
+        return self._launch(lambda: self._launched(dist.all_gather(received, own, group=self.process_group, async_op=True)), what)
 
     def reduce_scatter(self, total: Tensor, pieces: list[Tensor], what: str) -> Arrival:
         """Sums what each device has for this one; pieces are by rank."""
-        self.gate()
-        return partial(self._wait, dist.reduce_scatter(total, pieces, group=self.process_group, async_op=True), what)
+        return self._launch(lambda: self._launched(dist.reduce_scatter(total, pieces, group=self.process_group, async_op=True)), what)
 
     def all_to_all(self, received: Tensor, sent: Tensor, sizes_received: list[int], sizes_sent: list[int], what: str) -> Arrival:
         """Exchanges runs of elements, by rank."""
+
+        def start() -> Launched | None:
+            group = self.process_group
+            return self._launched(dist.all_to_all_single(received, sent, sizes_received, sizes_sent, group=group, async_op=True))
+
+        return self._launch(start, what)
+
+    def _launched(self, work: dist.Work | None) -> Launched | None:
+        return None if work is None else Launched(work, self._blocks_host)
+
+    def _launch(self, start: Callable[[], Launched | None], what: str) -> Arrival:
+        """Starts a collective; one that cannot be started is the group's fault, and no op's of the model.
+
+        Raises:
+            RuntimeFault: a peer died.
+        """
         self.gate()
-        work = dist.all_to_all_single(received, sent, sizes_received, sizes_sent, group=self.process_group, async_op=True)
-        return partial(self._wait, work, what)
+        with self.waits.speaking(what, self.peers):
+            return partial(self._wait, start(), what)
 
-    def _wait(self, work: dist.Work | None, what: str) -> None:
-        """Waits for a collective."""
-        self._wait_for(None if work is None else Launched(work, self._blocks_host), what)
-
-    def _wait_for(self, launched: Launched | None, what: str) -> None:
+    def _wait(self, launched: Launched | None, what: str) -> None:
         """Waits for what was started.
 
         Raises:
