@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -72,7 +73,11 @@ def part_of(path: Path) -> str:
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    gc.disable()  # none of the many nodes is garbage: looking for some takes longer than parsing
+    try:
+        return ast.parse(path.read_text())
+    finally:
+        gc.enable()
 
 
 def statements(block: ast.AST) -> Iterator[ast.stmt]:
