@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -84,13 +85,13 @@ def _plan(run: Run) -> str:
     return f"{str(run).partition(', ')[2]} of {run.batch}, {run.seconds:.3f} s"
 
 
-def page(found: dict[str, list[Pick]], every: int) -> str:
-    """The page as Markdown, of every so many-th question of one host."""
+def page(found: dict[str, list[Pick]], every: int, only: Sequence[str]) -> str:
+    """The page as Markdown, of every so many-th question of one host, and of these sets alone if any are named."""
     losses = [pick.loss for own in found.values() for pick in own]
     near = sum(loss <= AIM for loss in losses)
+    chosen = [*(["--every", str(every)] if every > 1 else ()), *(word for name in only for word in ("--only", name))]
     return TEMPLATE.format(
-        command="python examples/benchmarks/picks.py --data DIR --page docs/benchmarks/picks.md"
-        + (f" --every {every}" if every > 1 else ""),
+        command=shlex.join(["python", "examples/benchmarks/picks.py", "--data", "DIR", "--page", "docs/benchmarks/picks.md", *chosen]),
         table="\n".join(table(found)),
         count=len(losses),
         near=near,
@@ -144,7 +145,7 @@ def main() -> None:
             found[name] = own
     print("\n".join(table(found)))
     if options.page:
-        options.page.write_text(page(found, options.every))
+        options.page.write_text(page(found, options.every, options.only or ()))
 
 
 if __name__ == "__main__":

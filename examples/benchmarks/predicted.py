@@ -60,4 +60,4 @@ def predict(run: Run, fitted: bool = False) -> Result:
         found = simulate(run)
     except WhaleError as error:
         return Result(run, None, 0.0, memory, fitted, str(error))
-    return Result(run, found.step_seconds, max(each.peak.total for each in found.devices), memory, fitted)
+    return Result(run, found.step_seconds, float(max(each.peak.total for each in found.devices)), memory, fitted)

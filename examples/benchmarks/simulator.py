@@ -129,8 +129,11 @@ What falls short, and the likely reason:
 - Multi-node pipelines of 2 tensor-parallel devices were measured up to a third slower, some of 4 up to a sixth, than equal work on 8 or
   on 1, and neighbouring micro-batch sizes of one plan differ by a fifth. The extra time goes neither with the bytes of messages nor with
   the depth or the number of micro-batches; nothing that the sources tell explains it, and nothing was fitted to it.
-- The pick on one host that took 17 % longer: two plans of 12 layers, 4 tensor-parallel devices, in which the host's time for kernels rules
-  one, and was a third less there than in the other runs.
+- Pipelines of 8 tensor-parallel devices are predicted longer the deeper they are and the larger their micro-batches, by up to 13 %. Depths
+  of 8 and 16 side by side leave a third of the time that the last stage's vocabulary is predicted to add there; waiting for every message
+  (as Megatron does) makes the predictions 1 % longer, and does not mend it.
+- The worst picks on one host are between plans of 4 tensor-parallel devices, in which the host's time for kernels rules one, and was a
+  third less there than in the other runs.
 - 8 tensor-parallel devices with 64 rows at once took twice as long as with 32, which looks like memory being freed and taken again.
 - Small products on one host of A100 change by a fifth with the number of rows, as libraries choose other kernels.
 
