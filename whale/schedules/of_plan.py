@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 
 from whale.errors import ScheduleError
 from whale.ir.plan import Pipeline, Plan, Replica
@@ -17,6 +17,9 @@ from whale.schedules.verify import verify
 
 Pairs = tuple[tuple[int, int], ...]
 """Edges as pairs of stages, sorted."""
+
+NUM_KEPT = 16
+"""So many schedules are kept: a plan is estimated, verified and run by the same ones, and a search's plans share some."""
 
 
 def schedules_of(plan: Plan) -> tuple[Schedule, ...]:
@@ -38,6 +41,7 @@ def forward_schedules_of(plan: Plan) -> tuple[Schedule, ...]:
     return _per_replica(plan, _forward_schedule)
 
 
+@lru_cache(maxsize=NUM_KEPT)
 def training_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
     """The schedule of one pipeline whose stages hand tensors on as the pairs say."""
     stage_rank = pipeline.stage_rank
@@ -78,6 +82,7 @@ def alike_schedules(plan: Plan) -> tuple[int, ...]:
     return tuple(numbers.setdefault((replica.pipeline, edge_pairs(replica)), len(numbers)) for replica in plan.replicas)
 
 
+@lru_cache(maxsize=NUM_KEPT)
 def _forward_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
     schedule = insert_communication(forward_only(pipeline.num_ranks, pipeline.num_micro_batch, pipeline.stage_rank), pairs)
     verify(schedule, pairs)
@@ -85,5 +90,4 @@ def _forward_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
 
 
 def _per_replica(plan: Plan, make: Callable[[Pipeline, Pairs], Schedule]) -> tuple[Schedule, ...]:
-    once = cache(make)
-    return tuple(once(replica.pipeline, edge_pairs(replica)) for replica in plan.replicas)
+    return tuple(make(replica.pipeline, edge_pairs(replica)) for replica in plan.replicas)

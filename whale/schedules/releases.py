@@ -10,10 +10,10 @@ after it took the message, a wait is none any more.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 
-from whale.ir.schedule import RECV_OF, SEND_OF, Action, Schedule
+from whale.ir.schedule import RECEIVES, RECV_OF, SEND_OF, SENDS, Action, Schedule
 from whale.schedules.edges import Edges
 
 Releases = dict[tuple[Action, int], tuple[Action, ...]]
@@ -28,20 +28,31 @@ def releases(schedule: Schedule, edges: Edges, rank: int) -> Releases:
         edges: between its stages.
         rank: whose sends.
     """
-    found: Releases = {}
-    for peer in range(schedule.num_ranks):
-        for receive, done in _by_answer(_messages(schedule, edges, rank, peer), _messages(schedule, edges, peer, rank)):
-            found[receive, peer] = (*found.get((receive, peer), ()), done)
-    return found
+    found: dict[tuple[Action, int], list[Action]] = {}
+    ends = {(schedule.stage_rank[sender], schedule.stage_rank[receiver]) for _, sender, receiver in edges.messages()}
+    positions = {each: _positions(schedule, each) for each in sorted({end for both in ends if rank in both for end in both})}
+    for peer in (each for each in positions if each != rank):
+        sent, heard = _messages(schedule, edges, rank, peer, positions), _messages(schedule, edges, peer, rank, positions)
+        for receive, done in _by_answer(sent, heard):
+            found.setdefault((receive, peer), []).append(done)
+    return {place: tuple(done) for place, done in found.items()}
 
 
 Message = tuple[int, int, int, Action, Action]
 """Position of its SEND, position of the last RECV and of the first RECV that wait for it; its SEND, and its first RECV."""
 
 
-def _messages(schedule: Schedule, edges: Edges, source: int, target: int) -> Iterator[Message]:
+Positions = Mapping[Action, int]
+
+
+def _positions(schedule: Schedule, rank: int) -> Positions:
+    """Where a rank's messages stand among its actions."""
+    return {action: place for place, action in enumerate(schedule.ranks[rank]) if action.kind in SENDS or action.kind in RECEIVES}
+
+
+def _messages(schedule: Schedule, edges: Edges, source: int, target: int, positions: Mapping[int, Positions]) -> Iterator[Message]:
     """What goes from one rank to another."""
-    position = [{action: place for place, action in enumerate(schedule.ranks[rank])} for rank in (source, target)]
+    here, there = positions[source], positions[target]
     readers: dict[Action, list[Action]] = {}
     for post, sender, receiver in edges.messages():
         if (schedule.stage_rank[sender], schedule.stage_rank[receiver]) == (source, target):
@@ -49,9 +60,9 @@ def _messages(schedule: Schedule, edges: Edges, source: int, target: int) -> Ite
             for micro_batch in range(schedule.num_micro_batch):
                 readers.setdefault(Action(send, sender, micro_batch), []).append(Action(receive, receiver, micro_batch))
     for send_action, receives in readers.items():
-        if send_action in position[0]:
-            places = sorted((position[1][receive], receive) for receive in receives)
-            yield position[0][send_action], places[-1][0], places[0][0], send_action, places[0][1]
+        if send_action in here:
+            places = sorted((there[receive], receive) for receive in receives)
+            yield here[send_action], places[-1][0], places[0][0], send_action, places[0][1]
 
 
 def _by_answer(sent: Iterable[Message], heard: Iterable[Message]) -> Iterator[tuple[Action, Action]]:
