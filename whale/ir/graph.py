@@ -295,14 +295,14 @@ class ModelGraph:
                 yield self.parameter_by_name[op.target]
 
     @cached_property
-    def last_reads(self) -> dict[str, int]:
-        """Per parameter, by its own name, the position of the last op that reads it: its gradient is the first to come."""
-        return {
-            parameter.name: position
-            for position, op in enumerate(self.ops)
-            for parameter in self.parameters_among(op.inputs)
-            if parameter.kind == "parameter"
-        }
+    def first_reads(self) -> dict[str, int]:
+        """Per parameter, by its own name, the position of the first op that reads it: come back to it, its gradient is whole."""
+        found: dict[str, int] = {}
+        for position, op in enumerate(self.ops):
+            for parameter in self.parameters_among(op.inputs):
+                if parameter.kind == "parameter":
+                    found.setdefault(parameter.name, position)
+        return found
 
     @cached_property
     def fingerprint(self) -> str:

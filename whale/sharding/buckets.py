@@ -1,8 +1,8 @@
-"""Which gradients travel together: parameters of equal owners share buckets, in reverse order of use.
+"""Which gradients travel together: parameters of equal owners share buckets, in reverse order of first use.
 
     backward   |layer 3|layer 2|layer 1|
     bucket 0           |--- layers 3, 2 ---|
-    bucket 1                           |-- layer 1 --|
+    bucket 1                           |-- layer 1 --|     a parameter of layers 3 and 1 is whole after layer 1
 
 The runtime sums what stands here, and the estimate prices it.
 """
@@ -60,11 +60,11 @@ def plan_buckets(shardings: ParameterShardings, model: ModelGraph, alike: Sequen
 
     Args:
         shardings: who holds what.
-        model: sizes, and the order of use.
+        model: sizes, and the order of first use.
         alike: per replica a number, equal for those that run equal schedules.
         bucket_bytes: a bucket is closed when it has this many bytes.
     """
-    last_use = model.last_reads
+    first_use = model.first_reads
     growing: dict[tuple[Places, tuple[int, ...], str], _OpenBucket] = {}
     closed: list[Bucket] = []
 
@@ -72,7 +72,7 @@ def plan_buckets(shardings: ParameterShardings, model: ModelGraph, alike: Sequen
         is_at_one_place = len({(alike[replica], stage) for replica, stage in key[0]}) == 1
         closed.append(Bucket(tuple(bucket.pieces), bucket.num_bytes, key[1], key[0], is_at_one_place))
 
-    for name in sorted(reached_parameters(model).intersection(shardings.parameters), key=lambda name: (-last_use[name], name)):
+    for name in sorted(reached_parameters(model).intersection(shardings.parameters), key=lambda name: (-first_use[name], name)):
         dtype = model.parameter_by_name[name].spec.dtype
         for piece in shardings.gradient(name).pieces:
             if piece.is_complete:
@@ -87,8 +87,8 @@ def plan_buckets(shardings: ParameterShardings, model: ModelGraph, alike: Sequen
         close(key, bucket)
 
     def order(bucket: Bucket) -> tuple[object, ...]:
-        """Later stages first, and in a stage what is used last first: the order in which gradients come."""
+        """Later stages first, and in a stage what is first used last first: the order in which gradients are whole."""
         name, piece = bucket.pieces[0]
-        return not bucket.is_at_one_place, -max(stage for _, stage in bucket.stages), -last_use[name], name, piece.region.intervals
+        return not bucket.is_at_one_place, -max(stage for _, stage in bucket.stages), -first_use[name], name, piece.region.intervals
 
     return tuple(sorted(closed, key=order))
