@@ -10,7 +10,6 @@ from functools import cached_property
 
 from whale.config import Config
 from whale.config.keys import Shares
-from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
@@ -21,7 +20,6 @@ from whale.planning.pipeline.recompute import KEEP_ALL, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipeline
 from whale.planning.plan import Draft, draft_plan
 from whale.planning.replicas.group_size import Outcome
-from whale.planning.replicas.joining import mixes_samples
 from whale.planning.replicas.solve import Solver, solve_together
 from whale.planning.shard.stage_price import StagePricing
 from whale.planning.structure.structure import Structure, analyse
@@ -51,23 +49,24 @@ class Seater:
     """Makes plans of one graph on one cluster, by the passes of `make_plan`; what several of them share is worked out once.
 
     Args:
-        graph: the model; its scopes are not looked at.
-        cluster: the devices there are.
+        prices: of the graph on the cluster; the model's scopes are not looked at.
         config: settings; those of the pipeline are the seatings'.
         num_rows: of the global batch.
     """
 
-    graph: ModelGraph
-    cluster: Cluster
+    prices: Prices
     config: Config
     num_rows: int
     _solvers: dict[Hashable, Solver] = field(default_factory=dict, init=False)
     _points: dict[str, CutPoints] = field(default_factory=dict, init=False)
 
-    @cached_property
-    def prices(self) -> Prices:
-        """Of the graph on the cluster."""
-        return Prices(self.graph, self.cluster, Costs.for_model(self.config, self.graph, self.cluster))
+    @property
+    def graph(self) -> ModelGraph:
+        return self.prices.graph
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.prices.cluster
 
     @cached_property
     def structure(self) -> Structure:
@@ -78,11 +77,6 @@ class Seater:
     def points(self) -> CutPoints:
         """Where the model can be cut, if nothing is recomputed."""
         return self._cut_points(KEEP_ALL.kind)
-
-    @cached_property
-    def mixes_samples(self) -> bool:
-        """Whether some op needs rows of others: then alike replicas of one micro-batch are joined, and other plans change the numbers."""
-        return mixes_samples(self.prices)
 
     def draft(self, seatings: Sequence[Seating], policy: str | Shares | None = None) -> Draft:
         """The plan with these replicas, estimated.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -120,3 +120,8 @@ class Arrangement:
     def __str__(self) -> str:
         order = f", {self.order}" if any(team.num_ranks > 1 for team in self.teams) else ""
         return f"{' + '.join(map(str, self.teams))}{order}, {self.num_micro_batch} micro-batch(es)"
+
+
+def sums_in_backward(teams: Sequence[Team]) -> bool:
+    """Whether replicas may sum gradients while they compute: unlike pipelines have them at unlike places, and sum when all is done."""
+    return len({team.num_ranks for team in teams}) == 1

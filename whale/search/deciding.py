@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from whale.config import Config, read_plan
-from whale.errors import BatchError, ConfigError, PlanError
+from whale.errors import BatchError, ConfigError, PlanError, WhaleError
 from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
@@ -16,9 +16,9 @@ from whale.ir.serialization import from_json
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
 from whale.planning.verify.verify import verify
-from whale.search.freedom import pin_of
 from whale.search.pins import with_blame
 from whale.search.searching import search
+from whale.search.space.freedom import pin_of
 
 
 def decide(
@@ -50,11 +50,19 @@ def decide(
     is_written = isinstance(plan, (str, Path)) and Path(plan).suffix in (".yaml", ".yml")
     if plan is None or is_written:
         settings = config if plan is None else config.with_values(read_plan(str(plan)))
-        _check_asked(pin_of(graph, settings), settings, runner_up)
+        pin = pin_of(graph, settings)
+        if pin is not None:
+            _check_asked(pin, settings, runner_up)
+
+        def planned(config: Config, pin: str | None) -> tuple[Plan, StepEstimate]:
+            if pin is not None:
+                return plan_and_estimate(graph, cluster, config, rows=rows)
+            return _searched(graph, cluster, config, rows, runner_up, tell)
+
         try:
-            return _planned(graph, cluster, settings, rows, runner_up, tell)
+            return planned(settings, pin)
         except (PlanError, ConfigError, BatchError) as fault:
-            raise with_blame(fault, settings, lambda other: _planned(graph, cluster, other, rows, runner_up, tell)) from None
+            raise with_blame(fault, settings, lambda other: planned(other, pin_of(graph, other))) from None
     _check_asked("a plan that was made before", config, runner_up)
     given = plan if isinstance(plan, Plan) else _read_plan(Path(plan))
     if rows not in (None, given.planned_rows):
@@ -70,20 +78,21 @@ def decide(
     return given, verify(given, graph, cluster, costs=Costs.for_model(config, graph, cluster))
 
 
-def _planned(
+def _searched(
     graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None, runner_up: int | None, tell: Callable[[str], None] | None
 ) -> tuple[Plan, StepEstimate]:
-    pin = pin_of(graph, config)
-    _check_asked(pin, config, runner_up)
-    if pin is not None:
-        return plan_and_estimate(graph, cluster, config, rows=rows)
-    if (
-        len(cluster.devices) == 1 and _asked(config, runner_up) is None
-    ):  # there is something to look for only where it does not fit as it is
-        with contextlib.suppress(MemoryShortage):
+    if len(cluster.devices) == 1 and _asked(config, runner_up) is None:
+        with contextlib.suppress(MemoryShortage):  # there is something to look for only where it does not fit as it is
             return plan_and_estimate(graph, cluster, config, rows=rows)
     found = search(graph, cluster, config, rows=rows, tell=tell)
-    return (found.plan, found.step) if runner_up is None else found.runner_up(runner_up)
+    if runner_up is not None:
+        return found.runner_up(runner_up)
+    if config.pipeline.num_stages is not None:  # copies of the model, the rule without it, are among what a search looks at
+        with contextlib.suppress(WhaleError):
+            plan, step = plan_and_estimate(graph, cluster, config, rows=rows)
+            if found.objective.of(plan, step) < found.value:
+                return plan, step
+    return found.plan, found.step
 
 
 def _asked(config: Config, runner_up: int | None) -> str | None:
@@ -93,10 +102,10 @@ def _asked(config: Config, runner_up: int | None) -> str | None:
     return None if runner_up is None else "a runner-up"
 
 
-def _check_asked(pin: str | None, config: Config, runner_up: int | None) -> None:
+def _check_asked(pin: str, config: Config, runner_up: int | None) -> None:
     """Refuses what needs a search where a pin leaves none."""
     asked = _asked(config, runner_up)
-    if pin is not None and asked is not None:
+    if asked is not None:
         raise ConfigError(f"{asked} needs a search, and what is set leaves none: {pin}", hint="take it out, or what needs the search")
 
 

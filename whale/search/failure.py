@@ -9,9 +9,9 @@ from whale.errors import ConfigError, PlanError, WhaleError
 from whale.ir.cluster import Device
 from whale.planning.pipeline.balance import MemoryShortage, shortage
 from whale.search.arrangement import Team
-from whale.search.bounds import Bounds
-from whale.search.sketch import Sketches
-from whale.search.space import Lineup, Space
+from whale.search.bounds.bounds import Bounds
+from whale.search.sketch.sketch import Sketches
+from whale.search.space.space import Lineup, Space
 from whale.units import format_bytes
 
 NUM_LINEUPS = 24

@@ -8,17 +8,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from whale.search.arrangement import Arrangement, Order
-from whale.search.bounds import Bounds
+from whale.search.bounds.bounds import Bounds
 from whale.search.objective import Objective
 from whale.search.run import Look, effort_of
-from whale.search.sketch import Sketches
-from whale.search.space import Lineup, Space
+from whale.search.sketch.sketch import Sketches
+from whale.search.space.space import Lineup, Space
 
 EASE = 5e-4
 """What takes as much effort as a small plan is looked at as if it were slower by this share: many are about equally fast."""
 
-SLACK = 1.25
+SLACK = 1.1
 """Line-ups whose bound is above the best sketch by so much stay closed until a plan says how good it is."""
+
+FAR = 1.5
+"""A line-up that in its first order comes to so many times the best sketch is not sketched in others: these are taken to be as good."""
 
 
 @dataclass(eq=False)
@@ -54,7 +57,7 @@ class Front:
         found = list(self._plain())
         best = min((look.likely for look in found), default=math.inf)
         while self._closed and self._closed[-1][0] < SLACK * best:
-            opened = list(self._opened(*self._closed.pop()))
+            opened = list(self._opened(*self._closed.pop(), FAR * best))
             best = min(best, min(look.likely for look in opened))
             found += opened
         found = self._in_turn(found)
@@ -64,7 +67,7 @@ class Front:
         """The arrangements of the other line-ups whose bound is below a value."""
         found = list[Look]()
         while self._closed and self._closed[-1][0] < value:
-            found += self._opened(*self._closed.pop())
+            found += self._opened(*self._closed.pop(), FAR * value)
         return self._in_turn(found)
 
     def _plain(self) -> Iterator[Look]:
@@ -73,7 +76,7 @@ class Front:
         if plain:
             most = max(plain, key=lambda each: sum(team.count for team in each[1]))
             self._closed.remove(most)
-            for number, look in enumerate(self._opened(*most)):
+            for number, look in enumerate(self._opened(*most, math.inf)):
                 look.is_must = number == 0
                 yield look
 
@@ -89,13 +92,17 @@ class Front:
                 found.append((self.objective.at_least(own[0], seconds), lineup))
         return sorted(found, key=lambda each: -each[0])
 
-    def _opened(self, bound: float, lineup: Lineup) -> Iterator[Look]:
+    def _opened(self, bound: float, lineup: Lineup, far: float) -> Iterator[Look]:
+        """Its arrangements; `far` is from where on no more than the first sketches are made."""
         by_order: dict[Order, list[Arrangement]] = {}
         for arrangement in self.space.arrangements(lineup):
             by_order.setdefault(arrangement.order, []).append(arrangement)
+        first = math.inf
         for near in self.space.rules(lineup):
             for own in by_order.values():
-                for arrangement, likely in zip(own, self._sketched(own, near), strict=True):
+                sketched = [first] * len(own) if far <= first < math.inf else self._sketched(own, near)
+                first = min(first, *sketched)
+                for arrangement, likely in zip(own, sketched, strict=True):
                     yield Look(arrangement, near, bound, self.bound, self._fits, likely)
 
     def bound(self, arrangement: Arrangement) -> float:

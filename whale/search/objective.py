@@ -14,7 +14,7 @@ from whale.estimate import Line, StepEstimate
 from whale.ir.cluster import Cluster, Device
 from whale.ir.plan import Plan
 from whale.search.arrangement import Arrangement
-from whale.search.bounds import Bounds
+from whale.search.bounds.bounds import Bounds
 from whale.units import format_bytes, format_seconds
 
 SECONDS_PER_HOUR = 3600.0

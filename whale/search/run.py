@@ -12,9 +12,9 @@ from whale.ir.cluster import Cluster
 from whale.planning.seating import Seater, Seating
 from whale.search.arrangement import Arrangement, Order
 from whale.search.found import NUM_RUNNERS_UP, Candidate
-from whale.search.freedom import Freedom
-from whale.search.naming import Seats, namings
 from whale.search.objective import Objective
+from whale.search.space.freedom import Freedom
+from whale.search.space.naming import Seats, namings
 
 SPLIT_EFFORT = 8
 """A plan with split stages takes about so many times as long to make."""

@@ -15,21 +15,24 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whale.config import Config
+from whale.estimate import Costs
+from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice
+from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
-from whale.search.bounds import Bounds
+from whale.search.bounds.bounds import Bounds
 from whale.search.failure import failure
 from whale.search.found import Found
-from whale.search.freedom import freedom_of
 from whale.search.front import Front
-from whale.search.links import Ties
 from whale.search.objective import objective_of
-from whale.search.pieces import Pieces
 from whale.search.run import Run
-from whale.search.sketch import Sketches
-from whale.search.space import Space
+from whale.search.sketch.links import Ties
+from whale.search.sketch.pieces import pieces_of
+from whale.search.sketch.sketch import Sketches
+from whale.search.space.freedom import freedom_of
+from whale.search.space.space import Space
 
 
 def search(
@@ -61,13 +64,13 @@ def search(
         WhaleError: the model can be divided in none of the ways.
     """
     num_rows = graph.num_rows if rows is None else rows
-    seater = Seater(graph, cluster, config, num_rows)
-    freedom = freedom_of(config, mixes_samples=seater.mixes_samples)
-    seater = replace(seater, config=freedom.config)
-    bounds = Bounds(seater.prices, seater.structure, seater.points, num_rows)
+    prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
+    freedom = freedom_of(config, mixes_samples=mixes_samples(prices))
+    seater = Seater(prices, freedom.config, num_rows)
+    bounds = Bounds(prices, seater.structure, seater.points, num_rows)
     space = Space(cluster, freedom, num_rows, seater.points.num_units)
     objective = objective_of(config.planning.objective, cluster, bounds)
-    sketches = Sketches(seater.prices, Pieces(bounds.columns, seater.points), Ties(seater.prices), num_rows, freedom.recomputes)
+    sketches = Sketches(prices, pieces_of(bounds.columns, seater.points), Ties(prices), num_rows, freedom.recomputes)
     front = Front(space, bounds, sketches, objective)
     promising = front.promising()
     run = Run(freedom, cluster, seater, objective, config.planning.effort if effort is None else effort, front.num_arrangements, tell)

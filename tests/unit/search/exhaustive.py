@@ -8,13 +8,15 @@ from itertools import permutations, product
 
 from whale.config import Config
 from whale.errors import WhaleError
+from whale.estimate import Costs
+from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.placement import Placed
 from whale.planning.plan import Draft
 from whale.planning.seating import Seater, Seating
-from whale.search.freedom import ORDERS
-from whale.search.space import powers_of_two
+from whale.search.space.freedom import ORDERS
+from whale.search.space.space import powers_of_two
 
 
 def least(
@@ -25,12 +27,16 @@ def least(
     Args:
         policies: of recomputation, each tried with every plan.
     """
-    seater = Seater(graph, cluster, config, num_rows)
+    seater = seater_of(graph, cluster, config, num_rows)
     found = list[float]()
     for seatings, policy in product(every_seating(cluster, num_rows), policies):
         with contextlib.suppress(WhaleError):
             found.append(judge(seater.draft(seatings, policy)))
     return min(found, default=None)
+
+
+def seater_of(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> Seater:
+    return Seater(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config, num_rows)
 
 
 def every_seating(cluster: Cluster, num_rows: int) -> Iterator[tuple[Seating, ...]]:

@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 
 from tests.examples import at_most
 from tests.unit.planning.graphs import Graph
+from tests.unit.search.exhaustive import seater_of
 from tests.unit.search.test_search import GIB, clusters, layers, made
 from whale.config import Config
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.planning.seating import Seater
 from whale.search import search
-from whale.search.bounds import Bounds
-from whale.search.chain import loose_runs
-from whale.search.columns import columns_of
-from whale.search.freedom import freedom_of
+from whale.search.bounds.bounds import Bounds
+from whale.search.bounds.chain import loose_runs
+from whale.search.bounds.columns import columns_of
 from whale.search.front import Front
-from whale.search.links import Ties
 from whale.search.objective import LeastTime
-from whale.search.pieces import Pieces
-from whale.search.sketch import Sketches
-from whale.search.space import Space
+from whale.search.sketch.links import Ties
+from whale.search.sketch.pieces import pieces_of
+from whale.search.sketch.sketch import Sketches
+from whale.search.space.freedom import freedom_of
+from whale.search.space.space import Space
 
 
 def towers(depths: list[int], width: int = 64) -> ModelGraph:
@@ -47,10 +47,10 @@ def towers(depths: list[int], width: int = 64) -> ModelGraph:
 
 
 def front_of(graph: ModelGraph, cluster: Cluster, rows: int) -> Front:
-    seater = Seater(graph, cluster, Config(), rows)
+    seater = seater_of(graph, cluster, Config(), rows)
     freedom = freedom_of(Config(), mixes_samples=False)
     bounds = Bounds(seater.prices, seater.structure, seater.points, rows)
-    sketches = Sketches(seater.prices, Pieces(bounds.columns, seater.points), Ties(seater.prices), rows, freedom.recomputes)
+    sketches = Sketches(seater.prices, pieces_of(bounds.columns, seater.points), Ties(seater.prices), rows, freedom.recomputes)
     return Front(Space(cluster, freedom, rows, seater.points.num_units), bounds, sketches, LeastTime())
 
 
@@ -74,6 +74,6 @@ def test_no_plan_is_below_its_bound(depths: list[int], cluster: Cluster, rows: i
 
 def test_ops_side_by_side_do_not_wait_for_one_another() -> None:
     for graph, runs in ((towers([2, 2]), [2]), (layers([64] * 4), [])):
-        seater = Seater(graph, made([[(1e9, GIB)]], network=1e9), Config(), 4)
+        seater = seater_of(graph, made([[(1e9, GIB)]], network=1e9), Config(), 4)
         found = loose_runs(graph, seater.points, columns_of(seater.prices, seater.structure))
         assert found.sum(axis=1).tolist() == runs

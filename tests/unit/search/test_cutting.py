@@ -7,7 +7,7 @@ from itertools import accumulate, combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale.search.cutting import Stage, cut
+from whale.search.sketch.cutting import Stage, cut
 
 units = st.lists(st.integers(1, 50).map(float), min_size=1, max_size=8)
 speeds = st.lists(st.sampled_from((1.0, 2.0, 5.0)), min_size=1, max_size=4)
@@ -30,10 +30,20 @@ def best(seconds: list[list[float]], held: list[float], room: float) -> float | 
 
 @given(units=units, speeds=speeds, room=st.integers(1, 300).map(float))
 def test_no_cut_is_faster(units: list[float], speeds: list[float], room: float) -> None:
-    seconds, held = [sums([each / speed for each in units]) for speed in speeds], sums(units)
-    found = cut([Stage(own, [0.0] * len(own), held, room) for own in seconds], len(units))
+    seconds, held, nothing = [sums([each / speed for each in units]) for speed in speeds], sums(units), sums([0.0] * len(units))
+    stages = [Stage(own, nothing, held, held, 1, 2 * room) for own in seconds]
+    least, loose = best(seconds, held, room), cut(stages, len(units), may_be_empty=True)
+    assert loose is not None or least is None
+    if loose is not None and least is not None:
+        assert loose.least <= least * (1 + 1e-12) and max(loose.seconds) <= least * 1.01 + 1e-9
+        assert loose.bounds[0] == 0 and loose.bounds[-1] == len(units)
+
+
+@given(units=units, speeds=speeds, room=st.integers(1, 300).map(float))
+def test_every_stage_has_a_unit_that_it_can_take(units: list[float], speeds: list[float], room: float) -> None:
+    seconds, held, nothing = [sums([each / speed for each in units]) for speed in speeds], sums(units), sums([0.0] * len(units))
+    found = cut([Stage(own, nothing, held, nothing, 1, room) for own in seconds], len(units))
     least = best(seconds, held, room)
-    assert found is not None or least is None
-    if found is not None and least is not None:
-        assert found.least <= least * (1 + 1e-12) and max(found.seconds) <= least * 1.01 + 1e-9
-        assert found.bounds[0] == 0 and found.bounds[-1] == len(units)
+    if found is not None:
+        assert least is not None and max(found.seconds) >= least
+        assert all(stop > start and held[stop] - held[start] <= room for start, stop in pairwise(found.bounds))

@@ -19,7 +19,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.plan import Draft
 from whale.search import Found, decide, search
-from whale.search.freedom import FOR_MEMORY, freedom_of
+from whale.search.space.freedom import FOR_MEMORY, freedom_of
 
 PRICES = (0.0, 0.5, 3.0, None)
 

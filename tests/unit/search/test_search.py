@@ -21,7 +21,7 @@ from whale.planning.pipeline.balance import shortage
 from whale.planning.plan import Draft
 from whale.planning.seating import Seater, Seating
 from whale.search import Found, decide, search
-from whale.search.freedom import freedom_of
+from whale.search.space.freedom import freedom_of
 
 SPEEDS = (1e9, 3e9, 1e10)
 GIB = 2**30

@@ -3,7 +3,8 @@
 Let t_s be the time of rank s for one micro-batch, over all its chunks. A step takes at least, for every rank s,
 
     pipeline    m t_s + f x (t_1 + ... + t_s-1)               f = 1: the ranks before it fill and drain; 0 where chunks take turns
-    end         m t_s - B_s + sync_s + update_s               B_s: the last backward pass, behind which the sums may hide
+    end         m t_s - B_s + sync_s + update_s               B_s: the last backward pass, behind which the sums may hide;
+                                                              0 where unlike pipelines sum when all is done
 
 so also any mean of these over the ranks, with weights of our choice. In a mean each op has a price per rank, and whatever
 the cut it pays at least the least of them: the bound is the sum of that over the ops. With weights that make equal shares of the
@@ -25,12 +26,26 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.structure.structure import Structure
-from whale.search.arrangement import Arrangement, Order, Team
-from whale.search.chain import loose_runs
-from whale.search.columns import Columns, columns_of
+from whale.search.arrangement import Arrangement, Order, Team, sums_in_backward
+from whale.search.bounds.chain import loose_runs
+from whale.search.bounds.columns import Columns, columns_of
 
 NO_ORDER = Order("", 2)
 """Of which nothing is known: ranks neither wait for those before them, nor sum gradients when all is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summing:
+    """How replicas sum gradients.
+
+    Attributes:
+        rate: seconds per byte that it takes at least.
+        is_last: whether that begins when all else is done.
+    """
+
+    rate: float
+    is_last: bool
+
 
 GRID = 64
 """Rows of a replica are looked at in about so many steps where teams divide them."""
@@ -51,7 +66,7 @@ class Bounds:
     structure: Structure
     points: CutPoints
     num_rows: int
-    _curves: dict[tuple[Team, Order, int, float], Floats] = field(default_factory=dict, init=False)
+    _curves: dict[tuple[Team, Order, int, Summing], Floats] = field(default_factory=dict, init=False)
 
     @cached_property
     def columns(self) -> Columns:
@@ -71,18 +86,21 @@ class Bounds:
 
     def of(self, arrangement: Arrangement) -> float:
         """Seconds that a step of any plan of this arrangement takes at least."""
-        rate = self._sync_rate(arrangement.num_replicas, self._num_hosts(arrangement.teams))
-        return self._together(arrangement.teams, arrangement.order, arrangement.num_micro_batch, rate)
+        return self._together(arrangement.teams, arrangement.order, arrangement.num_micro_batch, self._summing(arrangement.teams))
 
     def of_lineup(self, teams: Sequence[Team], num_micro_batch: int) -> float:
         """Seconds that a step of these replicas takes at least in any order, with so many micro-batches or more."""
-        return self._together(teams, NO_ORDER, num_micro_batch, 0.0)
+        return self._together(teams, NO_ORDER, num_micro_batch, self._summing(teams))
 
-    def _together(self, teams: Sequence[Team], order: Order, m: int, rate: float) -> float:
+    def _summing(self, teams: Sequence[Team]) -> Summing:
+        rate = self._sync_rate(sum(team.count for team in teams), self._num_hosts(teams))
+        return Summing(rate, is_last=not sums_in_backward(teams))
+
+    def _together(self, teams: Sequence[Team], order: Order, m: int, summing: Summing) -> float:
         counts = [team.count for team in teams]
         if len(teams) == 1:
-            return float(self._team_seconds(teams[0], order, m, (self.num_rows / counts[0],), rate)[0])
-        curves = [self._curve(team, order, m, rate) for team in teams]
+            return float(self._team_seconds(teams[0], order, m, (self.num_rows / counts[0],), summing)[0])
+        curves = [self._curve(team, order, m, summing) for team in teams]
         times = np.unique(np.concatenate(curves))
         taken = sum(count * self._rows_within(curve, times) for count, curve in zip(counts, curves, strict=True))
         floor = max(float(curve[np.searchsorted(self._grid, m)]) for curve in curves)
@@ -102,8 +120,8 @@ class Bounds:
 
     def alone(self, team: Team, order: Order, num_micro_batch: int) -> float:
         """`of` for one team of several, with the rows of its share."""
-        rate = self._sync_rate(team.count, self._num_hosts((team,)))
-        return float(self._team_seconds(team, order, num_micro_batch, (max(self.share_of(team), num_micro_batch),), rate)[0])
+        rows = (max(self.share_of(team), num_micro_batch),)
+        return float(self._team_seconds(team, order, num_micro_batch, rows, self._summing((team,)))[0])
 
     def _work(self, kind: Device, rows: float) -> Floats:
         forward, backward = self._ops(kind, 1, (float(rows),))
@@ -125,11 +143,11 @@ class Bounds:
             return np.concatenate(([0.0], self._grid))[index]
         return np.concatenate((self._grid, self._grid[-1:]))[index]
 
-    def _curve(self, team: Team, order: Order, num_micro_batch: int, sync_rate: float) -> Floats:
+    def _curve(self, team: Team, order: Order, num_micro_batch: int, summing: Summing) -> Floats:
         """`_team_seconds` over the grid, made to not fall."""
-        key = team.one, order, num_micro_batch, sync_rate
+        key = team.one, order, num_micro_batch, summing
         if key not in self._curves:
-            found = self._team_seconds(team, order, num_micro_batch, tuple(self._grid), sync_rate)
+            found = self._team_seconds(team, order, num_micro_batch, tuple(self._grid), summing)
             self._curves[key] = np.maximum.accumulate(found)
         return self._curves[key]
 
@@ -138,7 +156,7 @@ class Bounds:
         found = [self.columns.seconds(kind, number / num_micro_batch) for number in rows]
         return np.stack([times.forward for times in found]), np.stack([times.backward for times in found])
 
-    def _team_seconds(self, team: Team, order: Order, num_micro_batch: int, rows: tuple[float, ...], sync_rate: float) -> Floats:
+    def _team_seconds(self, team: Team, order: Order, num_micro_batch: int, rows: tuple[float, ...], summing: Summing) -> Floats:
         """The bound for replicas of a team with so many rows each, per number of rows."""
         ops = {kind: tuple(each / team.width for each in self._ops(kind, num_micro_batch, rows)) for kind in team.numbers}
         both = {kind: forward + backward for kind, (forward, backward) in ops.items()}
@@ -148,8 +166,12 @@ class Bounds:
             found = np.maximum(found, self._pipeline(team.runs, both, num_micro_batch, fill=1.0) - self._beside(team, both))
         if not self.prices.training:
             return found
-        hidden = {kind: backward if fills else 0.0 * backward for kind, (_, backward) in ops.items()}
-        return np.maximum(found, self._end(team, both, hidden, num_micro_batch, sync_rate if fills else 0.0))
+        if team.num_ranks == 1 and fills and not summing.is_last:
+            forward, backward = ops[team.kinds[0]]
+            return np.maximum(found, self._end_of_one(team, forward, backward, num_micro_batch, summing.rate))
+        hidden = {kind: backward * (fills and not summing.is_last) for kind, (_, backward) in ops.items()}
+        rate = summing.rate if fills or summing.is_last else 0.0
+        return np.maximum(found, self._end(team, both, hidden, num_micro_batch, rate))
 
     def _beside(self, team: Team, both: Mapping[Device, Floats]) -> Floats:
         """Seconds by which a rank waits less for those before it where some of these have only ops that nobody there waits for.
@@ -194,6 +216,15 @@ class Bounds:
         wanted = {kind: 1 / (seconds @ columns.counts) for kind, seconds in priced.items()}
         total = sum(wanted[kind] * number for kind, number in team.numbers.items())
         result: Floats = np.min([(wanted[kind] / total)[:, None] * seconds for kind, seconds in priced.items()], axis=0) @ columns.counts
+        return result
+
+    def _end_of_one(self, team: Team, forward: Floats, backward: Floats, num_micro_batch: int, sync_rate: float) -> Floats:
+        """The second bound of a rank that has the whole model: of gradients that are whole late in the pass less of the sum can hide."""
+        columns, kind = self.columns, team.kinds[0]
+        hiding, (num_bytes, left) = backward @ columns.counts, columns.last_sums(kind)
+        update = optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) * num_bytes[-1] / team.width
+        exposed = np.max(sync_rate / team.width * num_bytes - hiding[:, None] * left, axis=1)
+        result: Floats = num_micro_batch * (forward @ columns.counts + hiding) + exposed + update
         return result
 
     @cached_property

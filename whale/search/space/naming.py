@@ -9,7 +9,7 @@ from itertools import islice
 from whale.ir.cluster import Cluster, Device, Host
 from whale.planning.pipeline.placement import Placed
 from whale.search.arrangement import Arrangement, Team
-from whale.search.space import COMPLETE
+from whale.search.space.space import COMPLETE
 
 Seats = tuple[tuple[Team, Placed], ...]
 """The replicas of an arrangement on their devices, in the order of the cluster's."""

@@ -11,7 +11,7 @@ import numpy as np
 from whale.estimate.costs.op_table import Floats
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.cut_points import CutPoints
-from whale.search.columns import Columns
+from whale.search.bounds.columns import Columns
 
 
 def loose_runs(graph: ModelGraph, points: CutPoints, columns: Columns) -> Floats:

@@ -17,10 +17,10 @@ from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica
-from whale.search.changes import faster_between, faster_inside, one_more, with_plenty
+from whale.search.advice.changes import faster_between, faster_inside, one_more, with_plenty
 from whale.search.found import Found
-from whale.search.freedom import pin_of
 from whale.search.searching import search
+from whale.search.space.freedom import pin_of
 from whale.units import format_bytes, format_seconds
 
 EFFORT = 30.0

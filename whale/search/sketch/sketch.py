@@ -6,25 +6,32 @@ It says which arrangements are planned first, and which seem not to fit; a plan 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
 from whale.estimate import Line, optimizer_seconds, pipeline_seconds
 from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import Device
 from whale.schedules import BUILDERS, peak_in_flight, placement
-from whale.search.arrangement import Arrangement, Order, Team
-from whale.search.cutting import Cut, Stage, cut
-from whale.search.links import Ties
-from whale.search.pieces import Pieces
+from whale.search.arrangement import Arrangement, Order, Team, sums_in_backward
+from whale.search.sketch.cutting import Cut, Stage, cut
+from whale.search.sketch.links import Ties
+from whale.search.sketch.pieces import Pieces
 
 BACKWARD = 2 / 3
 """About this share of the time for a micro-batch is its backward pass."""
 
+GRAIN = 0.06
+"""Twice as many ranks make a pipeline about so much slower than equal stages would be: cuts have grain, and ranks wait for messages."""
+
 PLAIN = Order("1f1b")
 
-ROUNDS = 3
-"""How often rows are given out anew among unlike replicas."""
+ROUNDS = 2
+"""How often rows are given out among unlike replicas: by the speed of their devices first, then by what they took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,7 @@ class Sketches:
             near: whether replicas fill hosts; else those who hold the same stage are neighbours.
         """
         teams, m = arrangement.teams, arrangement.num_micro_batch
-        rows = [self.num_rows / arrangement.num_replicas] * len(teams)
+        rows = [max(float(m), own) for own in self._shares(teams)]
         for _ in range(ROUNDS if len(teams) > 1 else 1):
             lanes = [self._lane(team, arrangement.order, m, own, near=near) for team, own in zip(teams, rows, strict=True)]
             found = [lane for lane in lanes if lane is not None]
@@ -80,6 +87,16 @@ class Sketches:
             total = sum(speed * team.count for speed, team in zip(speeds, teams, strict=True))
             rows = [max(self.num_rows * speed / total, float(m)) for speed in speeds]
         return max(self._with_end(lane, team, arrangement, near=near) for lane, team in zip(found, teams, strict=True))
+
+    def _shares(self, teams: Sequence[Team]) -> list[float]:
+        """Rows of a replica of each team, if its devices took as many as they are fast."""
+        speeds = [team.width * sum(number / self._work(kind) for kind, number in team.numbers.items()) for team in teams]
+        total = sum(speed * team.count for speed, team in zip(speeds, teams, strict=True))
+        return [self.num_rows * speed / total for speed in speeds]
+
+    def _work(self, kind: Device) -> float:
+        """Seconds of a device for all rows."""
+        return self.pieces.seconds(kind, float(self.num_rows), 1, again=False)[0][-1]
 
     def least(self, team: Team, order: Order, num_micro_batch: int, rows: float) -> float:
         """Seconds per step that the slowest rank of a replica with so many rows computes at least, whatever the cut and its memory."""
@@ -111,11 +128,13 @@ class Sketches:
         found = next((each for each in cuts if each is not None), None)
         if found is None:
             return None
+        pieces = self._pieces_for(len(found.seconds))
         seconds, trained = [self._inside(team, rows / m)] * team.num_ranks, [0.0] * team.num_ranks
         for own, rank, (start, stop) in zip(found.seconds, _stage_ranks(team, order), pairwise(found.bounds), strict=True):
             seconds[rank] += own
-            trained[rank] += (self.pieces.trained[stop] - self.pieces.trained[start]) / team.width
-        return Lane(tuple(seconds), tuple(trained), float(pipeline_seconds(order.schedule, seconds, m, order.num_chunks)))
+            trained[rank] += (pieces.trained[stop] - pieces.trained[start]) / team.width
+        waiting = 1 + GRAIN * math.log2(team.num_ranks)
+        return Lane(tuple(seconds), tuple(trained), waiting * float(pipeline_seconds(order.schedule, seconds, m, order.num_chunks)))
 
     def _with_messages(self, team: Team, order: Order, m: int, lane: Lane, num_bytes: float, *, near: bool) -> float:
         """The first and last pass wait for all messages, the others where a link, or what may be in flight, is too little."""
@@ -129,15 +148,24 @@ class Sketches:
         if not self.prices.training:
             return lane.pipeline
         m, rate = arrangement.num_micro_batch, self.ties.sum_rate(arrangement.teams, near=near)
+        hides = BACKWARD if sums_in_backward(arrangement.teams) else 0.0
+        if team.num_ranks == 1:
+            return lane.pipeline + self._end_of_one(team, hides * lane.seconds[0], rate)
         slowest, before = lane.pipeline, 0.0
         updates = {kind: optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) for kind in team.numbers}
         for kind, own, trained in zip(team.kinds, lane.seconds, lane.trained, strict=True):
             update = trained * updates[kind]
-            exposed = max(0.0, trained * rate - BACKWARD * own)
+            exposed = max(0.0, trained * rate - hides * own)
             slowest = max(slowest, lane.pipeline - BACKWARD * before + exposed + update, m * own + exposed + update)
             before += own / arrangement.order.num_chunks
         tied = self.pieces.tied if team.num_ranks > 1 else 0.0
         return slowest + tied * max(rate, self.ties.sum_rate((Team(team.kinds[:1], 1, 1), Team(team.kinds[-1:], 1, 1)), near=near))
+
+    def _end_of_one(self, team: Team, hiding: float, rate: float) -> float:
+        """What one rank that has the whole model adds to its passes, if sums may hide behind so much of them."""
+        kind, (num_bytes, left) = team.kinds[0], self.pieces.columns.last_sums(team.kinds[0])
+        update = optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) * num_bytes[-1]
+        return float(np.max(rate * num_bytes / team.width - hiding * left)) + float(update) / team.width
 
     def _cut(self, team: Team, order: Order, m: int, rows: float, scale: float, *, again: bool) -> Cut | None:
         """The cut of a replica whose devices have so many times the memory that they have."""
@@ -147,8 +175,9 @@ class Sketches:
         return self._cuts[key]
 
     def _found(self, team: Team, order: Order, m: int, rows: float, scale: float, *, again: bool) -> Cut | None:
-        pieces, own = self.pieces, rows / m
-        ranks, received, stages = _stage_ranks(team, order), pieces.crossing.at(own) / 2, list[Stage]()
+        own, ranks, stages = rows / m, _stage_ranks(team, order), list[Stage]()
+        pieces = self._pieces_for(len(ranks)) if scale < math.inf else self.pieces
+        kept, received = pieces.kept(own), self.pieces.crossing.at(own) / 2
         peaks = (0,) * team.num_ranks if scale == math.inf else self._in_flight(order, team.num_ranks, m)
         seconds = {kind: pieces.seconds(kind, own, team.width, again=again) for kind in team.numbers}
         rooms = {kind: scale * self.prices.costs.capacity(kind) * team.width / order.num_chunks for kind in team.numbers}
@@ -156,9 +185,13 @@ class Sketches:
             kind, alive = team.kinds[rank], -(-peaks[rank] // order.num_chunks)
             room = rooms[kind] - alive * received * (stage > 0) + pieces.twice * (len(ranks) == 1)
             if again:
-                room -= 2 * math.sqrt(alive * received * pieces.kept(own) / len(ranks))
-            stages.append(Stage(*seconds[kind], pieces.held(own, 0 if again else alive), room))
-        return cut(stages, pieces.num_units)
+                room -= 2 * math.sqrt(alive * received * kept[-1] / len(ranks))
+            stages.append(Stage(*seconds[kind], pieces.parameters, kept, 0 if again else alive, room))
+        return cut(stages, pieces.num_units, may_be_empty=scale == math.inf)
+
+    def _pieces_for(self, num_stages: int) -> Pieces:
+        """Those that stages are made of: between light places, where there are enough."""
+        return self.pieces.light if self.pieces.light.num_units >= num_stages else self.pieces
 
     def _in_flight(self, order: Order, num_ranks: int, num_micro_batch: int) -> tuple[int, ...]:
         """Per rank, pieces of micro-batches that are alive at once."""

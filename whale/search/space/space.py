@@ -10,8 +10,8 @@ from itertools import islice, permutations, product
 
 from whale.ir.cluster import Cluster, Device
 from whale.search.arrangement import Arrangement, Order, Team
-from whale.search.bounds import Bounds
-from whale.search.freedom import Freedom
+from whale.search.bounds.bounds import Bounds
+from whale.search.space.freedom import Freedom
 
 COMPLETE = 4
 """On up to so many devices every line-up is looked at, in whatever order its devices stand."""

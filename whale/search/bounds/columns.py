@@ -14,6 +14,9 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.planning.structure.structure import Structure
 
+NUM_SUMS = 16
+"""Of so many parts of the gradients it is known when in a backward pass they are whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class Times:
@@ -50,6 +53,7 @@ class Columns:
     of: NDArray[np.int64]
     first_trained: Floats
     _known: dict[tuple[Device, float], Times] = field(default_factory=dict, init=False)
+    _last_sums: dict[Device, tuple[Floats, Floats]] = field(default_factory=dict, init=False)
 
     def seconds(self, kind: Device, rows: float) -> Times:
         """Times of every column for a micro-batch of so many rows; without training nothing runs backward."""
@@ -63,6 +67,20 @@ class Columns:
                 found.backward_host * training,
             )
         return self._known[key]
+
+    def last_sums(self, kind: Device) -> tuple[Floats, Floats]:
+        """Of some numbers of the gradients that are whole last: their bytes, and the share of a backward pass that is left then at most.
+
+        All of them are the last in a share of 1. A gradient is whole when the backward pass has come to the first op that reads it.
+        """
+        if kind not in self._last_sums:
+            backward = self.seconds(kind, 1.0).backward[self.of]  # by the same rows the estimate shares a pass out
+            before, num_bytes = np.cumsum(backward) - backward, np.cumsum(self.first_trained)
+            wanted = np.linspace(1 / NUM_SUMS, 1.0, NUM_SUMS) * num_bytes[-1]
+            places = np.minimum(np.searchsorted(num_bytes, wanted * (1 - 1e-9)), len(num_bytes) - 1)
+            share = before[places] / max(float(backward.sum()), 1e-30)
+            self._last_sums[kind] = num_bytes[places], np.minimum(1.0, share * (1 + 1e-6))
+        return self._last_sums[kind]
 
 
 def columns_of(prices: Prices, structure: Structure) -> Columns:

@@ -1,0 +1,118 @@
+"""On models that are no chains, and clusters whose links differ, the search finds the fastest plan and no plan is below its bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.planning.graphs import Graph
+from tests.unit.search.test_bounds import front_of
+from tests.unit.search.test_search import NETWORKS, clusters, is_exhaustive
+from whale.config import Config
+from whale.errors import WhaleError
+from whale.ir.cluster import Cluster, Link
+from whale.ir.graph import ModelGraph
+from whale.search import search
+
+WIDTH = 16
+
+
+def encoder_decoder(depth: int) -> ModelGraph:
+    """Layers over one input, and layers over another, each of which reads the last of the first."""
+    graph = Graph()
+    memory, value = graph.input("x", WIDTH), graph.input("y", WIDTH)
+    for index in range(depth):
+        memory = layer(graph, f"encoder{index}", memory)
+    for index in range(depth):
+        value = graph.call(f"crossed{index}", "aten.add.Tensor", layer(graph, f"decoder{index}", value), memory, width=WIDTH)
+    graph.sum_loss(value)
+    return graph.build()
+
+
+def skipping(depth: int) -> ModelGraph:
+    """Layers, of which the last ones read the first ones' results, as in a U-Net."""
+    graph = Graph()
+    values = [graph.input("x", WIDTH)]
+    for index in range(depth):
+        values.append(layer(graph, f"down{index}", values[-1]))
+    value = values[-1]
+    for index, skipped in enumerate(values[::-1]):
+        value = graph.call(f"added{index}", "aten.add.Tensor", layer(graph, f"up{index}", value), skipped, width=WIDTH)
+    graph.sum_loss(value)
+    return graph.build()
+
+
+def tied(depth: int) -> ModelGraph:
+    """Layers of which the first and the last share a weight."""
+    graph = Graph()
+    value = layer(graph, "first", graph.input("x", WIDTH), "shared")
+    for index in range(depth):
+        value = layer(graph, f"layer{index}", value)
+    graph.sum_loss(layer(graph, "last", value, "shared"))
+    return graph.build()
+
+
+def layer(graph: Graph, name: str, value: str, weight: str | None = None) -> str:
+    own = graph.parameter(f"{weight or name}.weight", WIDTH, WIDTH)
+    return graph.call(name, "aten.linear.default", value, own, width=WIDTH, flops=8 * WIDTH * WIDTH)
+
+
+models = st.tuples(st.sampled_from((encoder_decoder, skipping, tied)), st.integers(1, 2)).map(lambda drawn: drawn[0](drawn[1]))
+
+
+@st.composite
+def uneven_clusters(draw: st.DrawFn, num_devices: int) -> Cluster:
+    """Some hosts have a card that their devices share, or a bus, and some pairs of hosts a link of their own."""
+    cluster = draw(clusters(num_devices))
+    hosts = [
+        replace(host, card=draw(st.sampled_from((None, 1e7))), link=replace(host.link, shared=draw(st.booleans())))
+        for host in cluster.hosts
+    ]
+    names = sorted(host.name for host in hosts)
+    pairs = [(a, b) for number, a in enumerate(names) for b in names[number + 1 :]]
+    own = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=1)) if pairs else []
+    links = tuple((pair, Link(draw(st.sampled_from(NETWORKS)), 1e-5)) for pair in own)
+    return replace(cluster, hosts=tuple(hosts), pairs=links)
+
+
+@settings(max_examples=5)
+@given(graph=models, cluster=uneven_clusters(2), rows=st.integers(1, 6))
+def test_no_plan_is_below_its_bound(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
+    check_bounds(graph, cluster, rows)
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(graph=models, cluster=uneven_clusters(3), rows=st.integers(1, 6))
+def test_no_plan_on_three_devices_is_below_its_bound(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
+    check_bounds(graph, cluster, rows)
+
+
+def check_bounds(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
+    try:
+        found = search(graph, cluster, Config(), rows=rows, effort=1000)
+    except WhaleError:
+        return  # nothing fits
+    front = front_of(graph, cluster, rows)
+    for arrangement, seconds in (
+        (found.arrangement, found.plan.step_seconds),
+        *((each.arrangement, each.seconds) for each in found.others),
+    ):
+        assert front.bound(arrangement) <= seconds * (1 + 1e-9), str(arrangement)
+        assert front.bounds.of_lineup(arrangement.teams, arrangement.num_micro_batch) <= seconds * (1 + 1e-9), str(arrangement)
+
+
+@settings(max_examples=3)
+@given(graph=models, cluster=uneven_clusters(2), rows=st.integers(1, 4))
+def test_equals_the_best_of_all_plans_on_two_devices(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
+    is_exhaustive(graph, cluster, rows)
+
+
+@pytest.mark.slow
+@settings(max_examples=10)
+@given(graph=models, cluster=uneven_clusters(3), rows=st.integers(1, 4))
+def test_equals_the_best_of_all_plans_on_three_devices(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
+    is_exhaustive(graph, cluster, rows)

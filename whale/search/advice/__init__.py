@@ -1,0 +1,1 @@
+"""What each group of devices adds, and what more or faster ones would bring."""

@@ -1,0 +1,1 @@
+"""What no plan of an arrangement can beat."""

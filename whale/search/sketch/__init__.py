@@ -1,0 +1,1 @@
+"""What a step of an arrangement roughly takes, without a plan."""
