@@ -221,7 +221,7 @@ class Bounds:
     def _end_of_one(self, team: Team, forward: Floats, backward: Floats, num_micro_batch: int, sync_rate: float) -> Floats:
         """The second bound of a rank that has the whole model: of gradients that are whole late in the pass less of the sum can hide."""
         columns, kind = self.columns, team.kinds[0]
-        hiding, (num_bytes, left) = backward @ columns.counts, columns.last_sums(kind)
+        hiding, (num_bytes, left) = backward @ columns.counts, columns.last_sums(kind, self.num_rows)
         update = optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) * num_bytes[-1] / team.width
         exposed = np.max(sync_rate / team.width * num_bytes - hiding[:, None] * left, axis=1)
         result: Floats = num_micro_batch * (forward @ columns.counts + hiding) + exposed + update

@@ -18,6 +18,10 @@ NUM_SUMS = 16
 """Of so many parts of the gradients it is known when in a backward pass they are whole."""
 
 
+MARGIN = 1.01
+"""Between the numbers of rows for which shares are worked out they are larger by no more than this."""
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
     """Seconds per column for one micro-batch.
@@ -68,18 +72,23 @@ class Columns:
             )
         return self._known[key]
 
-    def last_sums(self, kind: Device) -> tuple[Floats, Floats]:
+    def last_sums(self, kind: Device, num_rows: int) -> tuple[Floats, Floats]:
         """Of some numbers of the gradients that are whole last: their bytes, and the share of a backward pass that is left then at most.
 
         All of them are the last in a share of 1. A gradient is whole when the backward pass has come to the first op that reads it.
+
+        Args:
+            num_rows: of a micro-batch at most: the shares are the largest of any number of rows.
         """
         if kind not in self._last_sums:
-            backward = self.seconds(kind, 1.0).backward[self.of]  # by the same rows the estimate shares a pass out
-            before, num_bytes = np.cumsum(backward) - backward, np.cumsum(self.first_trained)
+            num_bytes = np.cumsum(self.first_trained)
             wanted = np.linspace(1 / NUM_SUMS, 1.0, NUM_SUMS) * num_bytes[-1]
             places = np.minimum(np.searchsorted(num_bytes, wanted * (1 - 1e-9)), len(num_bytes) - 1)
-            share = before[places] / max(float(backward.sum()), 1e-30)
-            self._last_sums[kind] = num_bytes[places], np.minimum(1.0, share * (1 + 1e-6))
+            share = np.zeros(NUM_SUMS)
+            for rows in {float(num_rows), *(2.0**power for power in range(num_rows.bit_length()))}:
+                backward = self.seconds(kind, rows).backward[self.of]
+                share = np.maximum(share, (np.cumsum(backward) - backward)[places] / max(float(backward.sum()), 1e-30))
+            self._last_sums[kind] = num_bytes[places], np.minimum(1.0, MARGIN * share)
         return self._last_sums[kind]
 
 

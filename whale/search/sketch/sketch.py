@@ -163,7 +163,7 @@ class Sketches:
 
     def _end_of_one(self, team: Team, hiding: float, rate: float) -> float:
         """What one rank that has the whole model adds to its passes, if sums may hide behind so much of them."""
-        kind, (num_bytes, left) = team.kinds[0], self.pieces.columns.last_sums(team.kinds[0])
+        kind, (num_bytes, left) = team.kinds[0], self.pieces.columns.last_sums(team.kinds[0], self.num_rows)
         update = optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) * num_bytes[-1]
         return float(np.max(rate * num_bytes / team.width - hiding * left)) + float(update) / team.width
 
