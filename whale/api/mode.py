@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
 from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, Program, capture
+from whale.capture.row_constants import are_same
 from whale.errors import BatchError, CaptureError
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import LossTerm, ModelGraph
 
 ModeName = Literal["train", "eval", "predict"]
 
@@ -94,7 +96,35 @@ class CapturedMode:
                 where=None if odd is None else odd.where,
                 hint="a Python loop or a condition in forward depends on the batch size: write it with tensor operations over all rows",
             )
+        self._check_loss(graph)
+        self._check_constants(program, num_rows)
         return program.graph
+
+    def _check_loss(self, other: ModelGraph) -> None:
+        """The terms of the loss are those of all rows: what is divided once must be divided alike in every piece."""
+        for ours, theirs in zip(self.graph.loss, other.loss, strict=True):
+            if replace(ours, reason="", where=None) != replace(theirs, reason="", where=None):
+                raise CaptureError(
+                    f"the loss must be made of the same terms for any number of rows ({self.graph.num_rows} and {other.num_rows} rows "
+                    f"differ: {_told(ours)}, {_told(theirs)})",
+                    where=ours.where,
+                    hint="divide by the number of rows itself, or return a (sum, weight) pair",
+                )
+
+    def _check_constants(self, other: Program, num_rows: int) -> None:
+        """Tensors that the model's code makes are those of the first capture."""
+        for name, ours in self.constants.items():
+            if not are_same(ours, other.tensors[name]):
+                raise CaptureError(
+                    f"a tensor that the model's code makes must be the same for any number of rows (%{name} differs for "
+                    f"{self.graph.num_rows} and {num_rows} rows)",
+                    where=self.graph.by_name[name].where,
+                    hint="make it from the tensors of the batch: x.new_full((), x.shape[0])",
+                )
+
+
+def _told(term: LossTerm) -> str:
+    return f"{term.coefficient:g} x %{term.sum}" + ("" if term.weight is None else f" / %{term.weight}")
 
 
 def structure_for(batch: Any, known: Any, batch_dims: BatchDims | None = None) -> BatchStructure:

@@ -59,6 +59,8 @@ class _Search:
         """Why an op mixes samples; "" where it does not."""
         if op.kind == "constant" and self._has_rows(op.name):
             return f"a tensor made by the model's code ({op.target}) has a value for each row"
+        if op.kind == "constant" and "reads_rows" in op.tags:
+            return f"a tensor made by the model's code ({op.target}) depends on the number of rows"
         if op.name not in self._positions and any(self._are_values(op, name) for name in op.inputs if name in self._positions):
             return f"{op.target} computes with the places of rows"
         roles = [role for axis, role in self._ops[op.name].roles.items() if axis in self._rows]

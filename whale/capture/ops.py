@@ -80,9 +80,9 @@ def _op(node: fx.Node, flat: Flat, flow: Mapping[fx.Node, bool], tags: Tags) -> 
     outputs = _outputs(node, flat)
     if node.op == "placeholder":
         kind = cast(OpKind, flat.kinds[node.name])
-        integer = frozenset({"reads_rows"} if node is flat.rows else ())
+        reads_rows = frozenset({"reads_rows"} if flat.sizes.reads_rows(node) else ())
         target = flat.sources.get(node.name, node.name)
-        return Op(node.name, kind, target, outputs=outputs, tags=integer, requires_grad=flow[node])
+        return Op(node.name, kind, target, outputs=outputs, tags=reads_rows, requires_grad=flow[node])
     modules = _modules(node)
     forward, backward = op_flops(node, flow)
     return Op(

@@ -3,15 +3,17 @@
 captured for 8 rows      mul(%x, 8), view(%x, [8, 3])
 captured for 16 rows     mul(%x, 16), view(%x, [16, 3])
 written as               mul(%x, %num_rows), view(%x, [%num_rows, 3])
+
+What differs in no known way (a root, a largest of two) is written as a number of its own, ``pos(2.83)``, so that it is no constant.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
-from torch import fx
+from torch import Tensor, fx
 
 from whale.capture.flatten import Flat
 from whale.capture.sizes import READS_ROWS, are_alike
@@ -29,12 +31,21 @@ def write_rows(flat: Flat, double: Flat) -> bool:
         return False
     mine, theirs = RowNumbers(flat), RowNumbers(double)
     for node, other in zip(list(flat.graph.nodes), list(double.graph.nodes), strict=True):
+        if not are_same(flat.constants.get(node.name), double.constants.get(other.name)):
+            node.meta[READS_ROWS] = other.meta[READS_ROWS] = True
         if node.op == "call_function":
             args = _paired(node.args, other.args, mine, theirs)
             kwargs = _paired(node.kwargs, other.kwargs, mine, theirs)
             (node.args, other.args), (node.kwargs, other.kwargs) = args, kwargs
     flat.results, double.results = _paired(flat.results, double.results, mine, theirs)
     return True
+
+
+def are_same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    """Whether two captures have the same tensor for a constant, NaN where the other has it; or both none."""
+    if ours is None or theirs is None:
+        return ours is theirs
+    return ours.shape == theirs.shape and bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
 
 
 class RowNumbers:
@@ -61,10 +72,14 @@ class RowNumbers:
             self._made[0, numerator] = self._call(operator.truediv, numerator, self._flat.rows)
         return self._made[0, numerator]
 
-    def _call(self, function: Callable[..., _Number], left: Any, right: Any) -> fx.Node:
-        values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in (left, right)]
+    def alone(self, number: _Number) -> fx.Node:
+        """A number that depends on the rows in a way that is not known: of this number of rows alone."""
+        return self._call(operator.pos, number)
+
+    def _call(self, function: Callable[..., _Number], *operands: Any) -> fx.Node:
+        values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in operands]
         with self._flat.graph.inserting_after(self._last):
-            node = self._flat.graph.call_function(function, (left, right))
+            node = self._flat.graph.call_function(function, operands)
         node.meta |= {"val": function(*values), READS_ROWS: True}
         self._last = node
         return node
@@ -78,14 +93,18 @@ def _paired(value: Any, other: Any, mine: RowNumbers, theirs: RowNumbers) -> tup
     if isinstance(value, dict):
         found = {key: _paired(value[key], other[key], mine, theirs) for key in value}
         return {key: pair[0] for key, pair in found.items()}, {key: pair[1] for key, pair in found.items()}
+    if not _is_number(value) or not _is_number(other) or value == other or (value != value and other != other):
+        return value, other
     write = _growth(value, other, mine.rows)
-    return (value, other) if write is None else (write(mine), write(theirs))
+    return (mine.alone(value), theirs.alone(other)) if write is None else (write(mine), write(theirs))
 
 
-def _growth(value: object, other: object, rows: int) -> Callable[[RowNumbers], fx.Node] | None:
-    """How a number follows from the rows; None where it does not grow with them, or in no known way."""
-    if isinstance(value, (bool, fx.Node)) or not isinstance(value, (int, float)) or not isinstance(other, (int, float)) or value == other:
-        return None
+def _is_number(value: object) -> TypeGuard[_Number]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _growth(value: _Number, other: _Number, rows: int) -> Callable[[RowNumbers], fx.Node] | None:
+    """How a number follows from the rows; None where that is in no known way."""
     if value == 2 * other:
         return lambda numbers: numbers.fraction(value * rows)
     factor, rest = divmod(other - value, rows)

@@ -51,6 +51,11 @@ class Split:
                 totals[index] = totals[index] + values.pop(0)
                 weights[index] = 1.0 if term.weight is None else weights[index] + values.pop(0)
             start += size
+        whole = list(self.module(start, *batch)) if self.dynamic else []
+        for index, term in enumerate(self.terms if whole else ()):
+            whole.pop(0)
+            value = 1.0 if term.weight is None else whole.pop(0)
+            weights[index] = weights[index] if isinstance(value, torch.Tensor) else value  # a number follows from all rows
         return sum(_term(term, total, weight) for term, total, weight in zip(self.terms, totals, weights, strict=True))  # type: ignore[return-value]
 
 

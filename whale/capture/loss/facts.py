@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 
@@ -20,7 +21,7 @@ _DETACH = (aten.detach.default, aten.detach_.default)
 _SHAPE_ONLY = frozenset(
     (aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.rand_like, aten.randn_like)
     + (aten.new_zeros, aten.new_ones, aten.new_empty, aten.new_full)
-)  # these read the shape and type of a tensor, not its values
+)  # these read the shape and type of a tensor, not its values, and numbers
 
 
 class BatchFacts:
@@ -84,22 +85,34 @@ class BatchFacts:
         return dims is not None and len(dims) == 1
 
     def proportion(self, count: object) -> Fraction | None:
-        """k, if an integer is k x rows; None if it is not known to be."""
+        """k, if an integer is k x rows; None if it is not known to be.
+
+        A plain number is one that was counted in a tensor with rows. In a capture for one number of rows, a node is a multiple of
+        them where it has been written so, because a capture for other rows agrees.
+        """
         value = value_of(count)
-        if self._rows is None or isinstance(self._rows.meta["val"], int):
-            is_known = isinstance(value, int) and (self._rows is None or not isinstance(count, Node) or self.depends(count))
-            return Fraction(value, self.num_rows) if is_known and isinstance(value, int) else None
-        if not isinstance(value, torch.SymInt):
-            return None
-        rows = self._rows.meta["val"]
-        ratio = (value.node.expr / rows.node.expr).cancel()
-        return Fraction(int(ratio.p), int(ratio.q)) if ratio.is_Rational else None
+        if isinstance(value, torch.SymInt):
+            rows = None if self._rows is None else self._rows.meta["val"]
+            ratio = (value.node.expr / rows.node.expr).cancel() if isinstance(rows, torch.SymInt) else None
+            return None if ratio is None or not ratio.is_Rational else Fraction(int(ratio.p), int(ratio.q))
+        if isinstance(count, Node):
+            return None if self._rows is None else _multiple(count, self._rows)
+        return Fraction(value, self.num_rows) if isinstance(value, int) else None
+
+    def follows_rows(self, number: Node) -> bool:
+        """Whether a number is what it is because of the number of rows alone, and can be computed from any."""
+        value, rows = value_of(number), None if self._rows is None else self._rows.meta["val"]
+        if isinstance(rows, torch.SymInt) and isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return bool(value.node.expr.free_symbols <= rows.node.expr.free_symbols)
+        return self.proportion(number) is not None
 
     def _visit(self, node: Node) -> None:
         factors = self._factors(node)
         has_rows = factors is not None and any(factors)
-        sources = [] if getattr(node.target, "overloadpacket", None) in _SHAPE_ONLY else self._read(node)
-        if node is self._rows or has_rows or any(source in self._dependent for source in sources):
+        sources = self._read(node)
+        if getattr(node.target, "overloadpacket", None) in _SHAPE_ONLY:
+            sources = [source for source in sources if tensor_of(source) is None]
+        if READS_ROWS in node.meta or node is self._rows or has_rows or any(source in self._dependent for source in sources):
             self._dependent.add(node)
         if _is_floating(node) and self._gets_gradient(node):
             self._differentiable.add(node)
@@ -181,6 +194,14 @@ def _is_floating(node: Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
     return any(isinstance(item, torch.Tensor) and item.is_floating_point() for item in values)
+
+
+def _multiple(number: Node, rows: Node) -> Fraction | None:
+    """k for a node that is `rows`, or ``rows x k``."""
+    if number is rows:
+        return Fraction(1)
+    factor = number.args[1] if number.target is operator.mul and number.args[0] is rows else None
+    return Fraction(factor) if isinstance(factor, int) else None
 
 
 def _example_rows(graph: Graph, rows: Node | None, row_factors: RowFactors) -> int:

@@ -26,6 +26,8 @@ def growth(value: object, facts: BatchFacts) -> Growth:
     if not facts.depends(value):
         return "mean"
     assert isinstance(value, Node)
+    if tensor_of(value) is None:
+        return "sum" if facts.proportion(value) else None
     if facts.row_dims(value) != ():
         return None
     rule = _RULES.get(functional_name(value))
@@ -94,6 +96,11 @@ def _joined(node: Node, facts: BatchFacts) -> Growth:
     return found.pop() if len(found) == 1 else None
 
 
+def _filled(node: Node, facts: BatchFacts) -> Growth:
+    """A tensor that holds a number of rows, as ``torch.tensor(x.shape[0])``."""
+    return growth(next((source for source in node.all_input_nodes if tensor_of(source) is None), None), facts)
+
+
 def _same(node: Node, facts: BatchFacts) -> Growth:
     """Moved, chosen or copied elements of one tensor; the other arguments are constants."""
     value = tensor_of(node)
@@ -125,6 +132,7 @@ _SAME = (
 
 _RULES: dict[str, Callable[[Node, BatchFacts], Growth]] = {
     **{f"aten.{name}": _same for name in _SAME},
+    **{f"aten.{name}": _filled for name in ("scalar_tensor", "full", "new_full", "full_like")},
     "aten.sum": _reduced("sum"),
     "aten.mean": _reduced("mean"),
     **{f"aten.{name}": _product for name in ("mm", "matmul", "bmm", "mv", "dot", "vdot")},

@@ -21,6 +21,7 @@ from whale.errors import CaptureError
 aten = torch.ops.aten
 
 ONE = Fraction(1)
+_ITEMS = (aten.item.default, aten._local_scalar_dense.default)
 
 
 class LossWalk:
@@ -55,6 +56,7 @@ class LossWalk:
             CaptureError: its sum is a mean.
         """
         parts = self.parts(total)
+        weight = _read_from(weight)
         if not self._facts.depends(weight):
             number = constant_of(weight)  # the same for every piece: a factor, not a count
             return _scaled(parts, 1.0 / number) if number is not None else [part.by(Factor(weight, divides=True)) for part in parts]
@@ -67,7 +69,11 @@ class LossWalk:
         reason = next((f"the returned (sum, weight): {part.reason}" for part in parts if not part.exact), "")
         if self._facts.needs_gradient(weight):
             reason = reason or "the weight of the returned (sum, weight) depends on the parameters"
-        return [Part(total, the_node(total), Counted(the_node(weight)), exact=not reason, reason=reason)]
+        counted = None if reason else self._counted(weight)
+        if counted is None:
+            reason = reason or f"the weight of the returned (sum, weight), {describe(weight)}, is no sum over the rows of the batch"
+            return [Part(total, lambda build: self._quotient_times_rows(build, total, weight), PerRow(ONE), exact=False, reason=reason)]
+        return [Part(total, the_node(total), counted)]
 
     def _through(self, node: Node) -> list[Part] | None:
         if node in self._settled:
@@ -177,11 +183,12 @@ class LossWalk:
             return None if divide and number == 0.0 else _scaled(parts, 1.0 / number if divide else number)
         if not isinstance(scalar, Node):
             return None
+        scalar = _read_from(scalar)
         if tensor_of(scalar) is None:
             share = self._facts.proportion(scalar)
-            if share is None or share == 0:
-                return None
-            return complete([part.over_rows(share) if divide else part.times_rows(share) for part in parts])
+            if share:
+                return complete([part.over_rows(share) if divide else part.times_rows(share) for part in parts])
+            return self._over_sum(parts, scalar) if divide else None
         if not is_scalar(scalar):
             return None
         if not self._facts.depends(scalar):
@@ -192,14 +199,20 @@ class LossWalk:
         """Parts over a sum over the batch, as in a masked mean."""
         if self._facts.needs_gradient(divisor):
             return None
-        core, offset, minimum = _peel(divisor)
-        below = self.parts(core)
-        if all(part.is_plain for part in below):
-            counted = Counted(the_node(core), offset, minimum)
+        counted = self._counted(divisor)
+        if counted is not None:
             return [replace(part, divisor=counted) for part in parts] if _is_whole_sum(parts) else None
-        if len(below) == 1 and below[0].exact and offset == 0.0 and minimum is None:
+        below = [] if tensor_of(divisor) is None else self.parts(divisor)
+        if len(below) == 1 and below[0].exact:
             return complete([_over_mean(part, below[0]) for part in parts])
         return None
+
+    def _counted(self, divisor: Node) -> Counted | None:
+        """A divisor by what is known of the whole batch: its rows, or a sum of what pieces of it make; None for any other."""
+        if tensor_of(divisor) is None:
+            return Counted(the_node(divisor)) if self._facts.follows_rows(divisor) else None
+        core, offset, minimum = _peel(divisor)
+        return Counted(the_node(core), offset, minimum) if all(part.is_plain for part in self.parts(core)) else None
 
     def _over_baked_rows(self, parts: list[Part], number: float) -> list[Part] | None:
         """A sum over a constant, in a capture that has the number of rows as a constant: is it that number?"""
@@ -230,11 +243,19 @@ class LossWalk:
             node = build.call(aten._to_copy.default, node, dtype=torch.float32)
         return build.call(aten.mul.Tensor, node, self._facts.num_rows if self._rows is None else self._rows)
 
+    def _quotient_times_rows(self, build: NodeBuilder, total: Node, weight: Node) -> Node:
+        return self._times_rows(build, build.call(aten.div.Tensor, total, weight))
+
     def _ones(self, build: NodeBuilder, node: Node) -> Node:
         like = tensor_of(node)
         assert like is not None
         one = build.call(aten.full.default, [], 1.0, dtype=like.dtype, device=like.device)
         return self._times_rows(build, one)
+
+
+def _read_from(number: Node) -> Node:
+    """The tensor that a number was read from, as by ``item()``; what is no such number as it is."""
+    return cast(Node, number.args[0]) if number.target in _ITEMS else number
 
 
 def _scaled(parts: list[Part], factor: float) -> list[Part]:

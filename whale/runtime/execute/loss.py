@@ -28,18 +28,18 @@ class WeightProgram:
     """How to compute the weights that depend on the batch alone.
 
     Attributes:
-        by_rows: per term, weight / rows where the weight is an integer in proportion to the rows.
+        by_rows: per term whose weight is a number that follows from the rows, what computes it.
         measured: terms whose weight must be computed from the batch.
         programs: compute those, one each.
     """
 
-    by_rows: dict[int, float]
+    by_rows: Mapping[int, StageProgram]
     measured: tuple[int, ...]
     programs: tuple[StageProgram, ...]
 
     def at(self, num_rows: int) -> dict[int, float]:
-        """The weights in proportion to the rows, for a batch."""
-        return {index: factor * num_rows for index, factor in self.by_rows.items()}
+        """The weights that follow from the rows of a batch."""
+        return {index: float(program.module(*([num_rows] * len(program.inputs)))[0]) for index, program in self.by_rows.items()}
 
     def measure(
         self, position: int, batch: BatchView, rows: Sequence[tuple[int, int]], tensors: Mapping[str, torch.Tensor], device: torch.device
@@ -67,7 +67,7 @@ def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.devic
     Raises:
         CaptureError: several terms, one of whose weights depends on the parameters.
     """
-    by_rows: dict[int, float] = {}
+    by_rows: list[int] = []
     measured: list[int] = []
     for index, term in enumerate(model.loss):
         if term.weight is None:
@@ -80,21 +80,18 @@ def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.devic
                     hint="return one (sum, weight) pair, or compute the weight from the batch",
                 )
         elif not model.by_name[term.weight].outputs:
-            by_rows[index] = _integer(model, graph, term.weight) / model.num_rows
+            by_rows.append(index)
         else:
             measured.append(index)
-    names = [weight for index in measured if (weight := model.loss[index].weight) is not None]
-    programs = tuple(lower(graph, model, Reads(model).ancestors([name]), (), [name], device) for name in names)
-    return WeightProgram(by_rows, tuple(measured), programs)
 
+    def computing(index: int, device: torch.device) -> StageProgram:
+        name = model.loss[index].weight
+        assert name is not None
+        return lower(graph, model, Reads(model).ancestors([name]), (), [name], device)
 
-def _integer(model: ModelGraph, graph: torch.fx.Graph, name: str) -> int:
-    """An integer op's value at the example's rows."""
-    program = lower(graph, model, Reads(model).ancestors([name]), (), [name], torch.device("cpu"))
-    assert set(program.inputs) <= {NUM_ROWS}, program.inputs
-    value = program.module(*([model.num_rows] * len(program.inputs)))[0]
-    assert isinstance(value, int)
-    return value
+    numbers = {index: computing(index, torch.device("cpu")) for index in by_rows}
+    assert all(set(program.inputs) <= {NUM_ROWS} for program in numbers.values())
+    return WeightProgram(numbers, tuple(measured), tuple(computing(index, device) for index in measured))
 
 
 def whole_divisor(term: LossTerm, weight: torch.Tensor) -> torch.Tensor:
@@ -109,7 +106,7 @@ class LossAccount:
     Args:
         terms: of the loss.
         num_rows: rows of the global batch.
-        by_rows: global weights in proportion to the rows, by term: every rank knows them.
+        by_rows: global weights that follow from the rows, by term: every rank knows them.
         device: where sums are kept.
     """
 
