@@ -25,9 +25,6 @@ from whale.search.sketch.pieces import Pieces
 BACKWARD = 2 / 3
 """About this share of the time for a micro-batch is its backward pass."""
 
-GRAIN = 0.06
-"""Twice as many ranks make a pipeline about so much slower than equal stages would be: cuts have grain, and ranks wait for messages."""
-
 PLAIN = Order("1f1b")
 
 ROUNDS = 2
@@ -133,8 +130,7 @@ class Sketches:
         for own, rank, (start, stop) in zip(found.seconds, _stage_ranks(team, order), pairwise(found.bounds), strict=True):
             seconds[rank] += own
             trained[rank] += (pieces.trained[stop] - pieces.trained[start]) / team.width
-        waiting = 1 + GRAIN * math.log2(team.num_ranks)
-        return Lane(tuple(seconds), tuple(trained), waiting * float(pipeline_seconds(order.schedule, seconds, m, order.num_chunks)))
+        return Lane(tuple(seconds), tuple(trained), float(pipeline_seconds(order.schedule, seconds, m, order.num_chunks)))
 
     def _with_messages(self, team: Team, order: Order, m: int, lane: Lane, num_bytes: float, *, near: bool) -> float:
         """The first and last pass wait for all messages, the others where a link, or what may be in flight, is too little."""
