@@ -159,3 +159,28 @@ def train_alone() -> list[float]:
         optimizer.step()
         losses.append(float(value.detach()))
     return [*losses, float(loss(model(batch["input"]), batch).detach())]
+
+
+def refuse_with_statistics(rank: int, num_ranks: int) -> tuple[bool, int]:
+    torch.manual_seed(0)
+    engine = whale.parallelize(
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)),
+        loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        batch=make_batch(8),
+        cluster=make_cluster((1.0,) * num_ranks),
+    )
+    engine.step(make_batch(8))
+    before = {name: value.clone() for name, value in engine.tensors.items()}
+    bad = {name: value.flip(0) for name, value in make_batch(8).items()}
+    with pytest.raises(BatchError):
+        engine.step(bad if rank else make_batch(8))
+    is_same = all(torch.equal(value, before[name]) for name, value in engine.tensors.items())
+    engine.step(make_batch(8))
+    counted = int(engine.tensors["1.num_batches_tracked"])
+    engine.close()
+    return is_same, counted
+
+
+def test_a_refused_batch_moves_no_running_statistics(world: World) -> None:
+    assert world.run(refuse_with_statistics, num_ranks=2) == [(True, 2)] * 2

@@ -30,6 +30,7 @@ from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.runtime.state.kept_buffers import KeptBuffers
 from whale.runtime.state.updates import SharedBuffers
 from whale.schedules import alike_schedules
 from whale.sharding.buckets import Bucket, plan_buckets
@@ -75,6 +76,7 @@ class Runtime:
         self._sync = self._make_sync(buckets, state)
         self._buffers = SharedBuffers(holdings, roster.rank, state.tensors, self._connections.everyone.add, roster.world.device)
         self._workers: dict[str, Worker] = {}
+        self._kept: dict[str, KeptBuffers] = {}
         self._last_training: Worker | None = None
         self.prepare("train", captured, roster.plan, schedules)
         limit = config.gradient.clip_norm
@@ -107,16 +109,22 @@ class Runtime:
             connections=self._connections,
             sync=self._sync if trains else None,
         )
+        self._kept[mode] = KeptBuffers(self._tensors[name] for name in self._workers[mode].written if name in self._tensors)
 
     def forget(self, mode: str) -> None:
         """Lets go of what was prepared for a mode, if anything was."""
         if mode in self._workers:
             self._workers.pop(mode).close()
+            del self._kept[mode]
 
     def plan_of(self, mode: str) -> Plan | None:
         """The plan that a mode was prepared for; None where it was not."""
         worker = self._workers.get(mode)
         return None if worker is None else worker.plan
+
+    def kept_buffers(self, mode: str) -> KeptBuffers:
+        """The buffers that a mode writes on this rank, and what they were."""
+        return self._kept[mode]
 
     def train(self, batch: BatchView, step_number: int, mode: str = "train") -> StepState:
         """Runs the actions of a training step; the parameters' gradients are then sums over their owners.
@@ -213,6 +221,7 @@ class Runtime:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
+        self._kept.clear()
         self._last_training = None
         if self._sync is not None:
             self._sync.close()

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from whale.errors import warn
+from whale.errors import WhaleError, warn
 from whale.ir.schedule import Action, Kind
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.loss import LossAccount
@@ -20,8 +20,7 @@ def train_step(runtime: Runtime, state: EngineState, batch: BatchView, mode: str
 
     Args:
         runtime: a plan at work.
-        state: is changed in place; where an error is raised before the optimizer's step, only its gradients have, and
-            statistics that the model writes.
+        state: is changed in place; where an error is raised before the optimizer's step, only its gradients have.
         batch: the rows in hand.
         mode: name of the training that was prepared for the sizes of the batch.
 
@@ -33,6 +32,24 @@ def train_step(runtime: Runtime, state: EngineState, batch: BatchView, mode: str
         RuntimeFault: a peer died or a wait outlasted its limit; or the loss is no finite number.
     """
     state.forget_gradients()
+    kept = runtime.kept_buffers(mode)
+    kept.keep()
+    try:
+        loss, applies = _gradients(runtime, state, batch, mode)
+    except WhaleError:
+        kept.put_back()
+        raise
+    if not applies:
+        kept.put_back()
+    runtime.status.set("STEP")
+    runtime.watch.begin(Action(Kind.STEP))
+    state.advance(loss, applies=applies)
+    runtime.watch.end()
+    return loss
+
+
+def _gradients(runtime: Runtime, state: EngineState, batch: BatchView, mode: str) -> tuple[torch.Tensor, bool]:
+    """Gives the parameters the gradients of a batch; its loss, and whether they are to be applied."""
     step = runtime.train(batch, state.step_number, mode)
     if step.account.needs_correction:
         scale(step.account.correction(runtime.totals(step)), state.parameters.values())
@@ -42,12 +59,7 @@ def train_step(runtime: Runtime, state: EngineState, batch: BatchView, mode: str
             norm = runtime.clipping.clip()
     loss = step.account.loss(runtime.totals(step))
     with runtime.status.reporting():
-        applies = _is_fit(runtime, state.step_number, step.account, loss, norm)
-    runtime.status.set("STEP")
-    runtime.watch.begin(Action(Kind.STEP))
-    state.advance(loss, applies=applies)
-    runtime.watch.end()
-    return loss
+        return loss, _is_fit(runtime, state.step_number, step.account, loss, norm)
 
 
 def _is_fit(runtime: Runtime, step_number: int, account: LossAccount, loss: torch.Tensor, norm: torch.Tensor | None) -> bool:

@@ -525,3 +525,31 @@ def test_a_checkpoint_of_another_optimizer_changes_nothing(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="must have been with the saved one"):
         other.load(tmp_path / "c")
     assert same(weights(other), before) and other.step_number == 0
+
+
+class Counted(nn.Module):
+    """Running statistics, a counter, and a mean that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * input.detach().mean(0))
+        return self.last(self.norm(input))
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_step_that_does_not_count_leaves_buffers_as_they_were(skips: bool) -> None:
+    engine = parallelize(Counted(), config={"gradient.skip_nonfinite": True} if skips else {})
+    engine.step(BATCH)
+    before = weights(engine)
+    assert before["norm.num_batches_tracked"] == 1
+    infinite = {**BATCH, "input": BATCH["input"].clone().fill_(float("inf"))}
+    with pytest.warns(UserWarning, match="is left out") if skips else pytest.raises(RuntimeFault, match="finite number"):
+        engine.step(infinite)
+    assert same(before, weights(engine))
+    engine.step(BATCH)
+    assert weights(engine)["norm.num_batches_tracked"] == 2 and weights(engine)["norm.running_mean"].isfinite().all()

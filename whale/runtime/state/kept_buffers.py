@@ -1,0 +1,32 @@
+"""What the buffers that a training writes held before a step: put back where the step does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class KeptBuffers:
+    """A copy of some buffers, made anew before each step: running statistics move while its batch may still be refused.
+
+    Args:
+        buffers: that the steps write, on this rank.
+    """
+
+    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+        self._buffers = [buffer.detach() for buffer in buffers]
+        self._before = [torch.empty_like(buffer) for buffer in self._buffers]
+
+    def keep(self) -> None:
+        """Takes down what the buffers hold."""
+        _copy(self._before, self._buffers)
+
+    def put_back(self) -> None:
+        """Gives them what was taken down last."""
+        _copy(self._buffers, self._before)
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
