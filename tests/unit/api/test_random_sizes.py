@@ -1,0 +1,153 @@
+"""Batches of any sizes, one after another, by models that read sizes as numbers: each step is that of the plain loop, or is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import whale
+from tests.examples import at_most
+from whale.errors import WhaleError
+
+torch.set_num_threads(1)
+
+Batch = dict[str, Tensor]
+Step = Callable[["Sized", Tensor], Tensor]
+WIDTH, LONGEST = 4, 6
+
+
+class Sized(nn.Module):
+    """Steps over ``[rows, length, width]``, each of which may read the rows, the length, or neither."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(len(names))
+        self.names = names
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in names)
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.places = nn.Embedding(LONGEST, WIDTH)
+        self.double()
+        for parameter in self.parameters():
+            parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for name, layer in zip(self.names, self.layers, strict=True):
+            h = STEPS[name](self, layer(h).tanh())
+        return h.sum((1, 2))
+
+
+def over_rows_as_a_number(net: Sized, h: Tensor) -> Tensor:
+    return h * (1.0 + 1.0 / len(h))
+
+
+def reshaped_by_rows(net: Sized, h: Tensor) -> Tensor:
+    return h.reshape(len(h), -1).flip(1).reshape(h.shape)
+
+
+def placed(net: Sized, h: Tensor) -> Tensor:
+    return h + net.places(torch.arange(h.shape[1]))
+
+
+def recurrent(net: Sized, h: Tensor) -> Tensor:
+    return net.gru(h)[0] + h
+
+
+def started(net: Sized, h: Tensor) -> Tensor:
+    return net.gru(h, torch.zeros(1, len(h), WIDTH, dtype=h.dtype))[0]
+
+
+def causal(net: Sized, h: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(h, h, h, is_causal=True)
+
+
+def looped(net: Sized, h: Tensor) -> Tensor:
+    state = torch.zeros_like(h[:, 0])
+    for place in range(h.shape[1]):
+        state = 0.5 * state + h[:, place]
+    return h + state[:, None]
+
+
+def longer_ways(net: Sized, h: Tensor) -> Tensor:
+    return h.cumsum(1) if h.shape[1] > 3 else h.flip(1)
+
+
+def odd_rows(net: Sized, h: Tensor) -> Tensor:
+    return h * 2 if len(h) % 2 else h - 1
+
+
+def averaged_length(net: Sized, h: Tensor) -> Tensor:
+    return h - h.sum(1, keepdim=True) / h.shape[1]
+
+
+STEPS: dict[str, Step] = {
+    step.__name__: step
+    for step in (over_rows_as_a_number, reshaped_by_rows, placed, recurrent, started, causal)
+    + (looped, longer_ways, odd_rows, averaged_length)
+}
+Sizes = list[tuple[int, int]]
+
+
+def mean(output: Tensor, batch: Batch) -> Tensor:
+    return F.mse_loss(output, batch["target"])
+
+
+def by_length(output: Tensor, batch: Batch) -> Tensor:
+    return (output - batch["target"]).abs().sum() / batch["x"].shape[0] / batch["x"].shape[1]
+
+
+def make_batch(rows: int, length: int, seed: int) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+    x, target = torch.randn(rows, length, WIDTH, generator=random), torch.randn(rows, generator=random)
+    return {"x": x.double(), "target": target.double()}
+
+
+@pytest.mark.slow
+@given(
+    names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=3).map(tuple),
+    criterion=st.sampled_from([mean, by_length]),
+    sizes=st.lists(st.tuples(st.integers(2, 7), st.integers(1, LONGEST)), min_size=2, max_size=3),
+    num_micro_batch=st.integers(1, 2),
+)
+@at_most(10)
+def test_silent_is_exact(names: tuple[str, ...], criterion: Callable[..., Tensor], sizes: Sizes, num_micro_batch: int) -> None:
+    batches = [make_batch(rows, length, seed) for seed, (rows, length) in enumerate(sizes)]
+    model = Sized(names)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            engine = whale.parallelize(
+                Sized(names),
+                loss=criterion,
+                optimizer=partial(torch.optim.SGD, lr=0.1),
+                batch=batches[0],
+                config={"pipeline.num_micro_batch": num_micro_batch},
+            )
+        except WhaleError:
+            return
+        for batch in batches:
+            try:
+                found = float(engine.step(batch))
+            except WhaleError:
+                break
+            optimizer.zero_grad()
+            expected = criterion(model(batch["x"]), batch)
+            expected.backward()
+            optimizer.step()
+            if any("the batch is needed whole here" in str(each.message) for each in told):
+                break
+            assert found == pytest.approx(float(expected), rel=1e-9, abs=1e-12)
+        else:
+            weights = model.state_dict()
+            for name, value in (engine.state_dict() or {}).items():
+                torch.testing.assert_close(value, weights[name], rtol=1e-9, atol=1e-11)
+    engine.close()
