@@ -257,6 +257,6 @@ def explain_schedule(pipeline: PipelineShape) -> Choice:
         "schedule",
         f"{pipeline.schedule}, {pipeline.num_micro_batch} micro-batch(es)",
         cost=f"micro-batches in flight per stage: {held}",
-        bound=f"the configuration{shared}",
+        bound=f"pipeline.schedule and num_micro_batch, set, searched or by default{shared}",
         runner_up=runner_up,
     )
