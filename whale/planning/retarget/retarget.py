@@ -37,7 +37,8 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
         raise PlanError(f"captures of one model have the same parameters (only in {other.mode}: {', '.join(unknown)})")
     structure = _structure(other, plan)
     axes = discover(other) if plan.is_sharded else None
-    names = same_axes(discover(train_graph), axes) if axes else {}
+    ours = discover(train_graph) if axes else None
+    names = same_axes(ours, axes) if ours and axes else {}
     assignments: dict[tuple[tuple[str, ...], ...], Assignment] = {}
     replicas = []
     for replica in plan.replicas:
@@ -45,7 +46,7 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
         if held not in assignments:
             assignments[held] = _assign_by_holders(other, structure, held)
         rows = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
-        carried_replica = _carry_replica(replica, other, assignments[held], rows[1] - rows[0], axes, names)
+        carried_replica = _carry_replica(replica, other, assignments[held], rows[1] - rows[0], ours, axes, names)
         replicas.append(_with_rows_cut(carried_replica, replica, other, axes) if axes else carried_replica)
     batch_axes = find_batch_axes(other, replicas)
     raise_faults([*crossing_faults(other, replicas, dict(batch_axes)), *update_faults(other, replicas)])
@@ -117,7 +118,13 @@ def _fault(graph: ModelGraph, late: Late) -> PlanError:
 
 
 def _carry_replica(
-    replica: Replica, graph: ModelGraph, assignment: Assignment, num_rows: int, axes: Axes | None, names: dict[str, str]
+    replica: Replica,
+    graph: ModelGraph,
+    assignment: Assignment,
+    num_rows: int,
+    ours: Axes | None,
+    axes: Axes | None,
+    names: dict[str, str],
 ) -> Replica:
     stages = tuple(
         dataclasses.replace(
@@ -125,7 +132,7 @@ def _carry_replica(
             ops=part.ops,
             estimates=(),
             program=program_of(part.ops),
-            shards=retarget_shards(stage.shards, names, graph, axes, part.ops) if axes else (),
+            shards=retarget_shards(stage.shards, ours, names, graph, axes, part.ops) if ours and axes else (),
         )
         for stage, part in zip(replica.stages, assignment.parts, strict=True)
     )

@@ -43,12 +43,13 @@ def _pairs(own: Dimension, other: Dimension) -> Iterator[tuple[str, str]]:
 
 
 def retarget_shards(
-    shards: tuple[Shard, ...], names: Mapping[str, str], graph: ModelGraph, axes: Axes, ops: Sequence[str]
+    shards: tuple[Shard, ...], ours: Axes, names: Mapping[str, str], graph: ModelGraph, axes: Axes, ops: Sequence[str]
 ) -> tuple[Shard, ...]:
     """Cuts for the ops of another capture: sizes and the parts in which parameters are held stay, ops are labelled anew.
 
     Args:
         shards: of a stage in the first capture.
+        ours: the axes of that.
         names: per axis there, its name here.
         graph: the other capture.
         axes: its axes.
@@ -65,7 +66,7 @@ def retarget_shards(
         like = axes.by_name.get(names.get(shard.axis, ""))
         if like is not None and like.size == sum(shard.sizes):
             found[like.name] = Shard(like.name, shard.sizes, whole_parameters=shard.whole_parameters)
-        elif _holds(shard, names, axes):
+        elif _holds(shard, ours):
             lost.append(shard.axis)
     if lost:
         raise PlanError(
@@ -76,10 +77,9 @@ def retarget_shards(
     return tuple(_restated(shard, work, axes, ops) for shard in found.values())
 
 
-def _holds(shard: Shard, names: Mapping[str, str], axes: Axes) -> bool:
-    """Whether parameters are held in parts along an axis; one without a counterpart here may be in any."""
-    holders = axes.held_by.get(names.get(shard.axis, ""))
-    return holders is None or any(holder.rpartition(":")[0] not in shard.whole_parameters for holder in holders)
+def _holds(shard: Shard, ours: Axes) -> bool:
+    """Whether parameters are held in parts along an axis; along one that only the batch has, as of labels, none are."""
+    return any(holder.rpartition(":")[0] not in shard.whole_parameters for holder in ours.held_by[shard.axis])
 
 
 def _restated(shard: Shard, work: Mapping[str, str], axes: Axes, ops: Sequence[str]) -> Shard:
