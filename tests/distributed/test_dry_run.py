@@ -26,6 +26,8 @@ def of(*segments: Segment, copies: int | None = None) -> Description:
 PIPELINE, PARALLEL, SPLIT = of(Segment(0), Segment(3)), of(Segment(0, 1)), of(Segment(0, 2, is_split=True))
 NESTED = of(Segment(0, 2, is_split=True), Segment(3, 1))
 SHORT = (("pipeline.num_micro_batch", 4),)
+NUM_LOOKS = 8
+"""Gloo's thread lets go of a message a moment after the wait for it, now and then too late: the least of some steps is what one needs."""
 CASES = {
     "pipeline": (PIPELINE, (1.0, 1.0), SHORT),
     "zero_bubble": (PIPELINE, (1.0, 1.0), (*SHORT, ("pipeline.schedule", "zb_h1"))),
@@ -39,7 +41,7 @@ CASES = {
 
 
 def memory_of_a_step(rank: int, num_ranks: int, case: Case, plan: Plan) -> tuple[str, int, int, int]:
-    """The device that a rank is, what it holds before its second step, how much may be unseen of that, and what it holds beside it."""
+    """The device that a rank is, what it holds before its second step, how much may be unseen of that, and what a step needs beside it."""
     first, second = case.batches
     with LiveBytes(BLOCK_BYTES) as live:
         engine = make_engine(case, plan)
@@ -47,10 +49,14 @@ def memory_of_a_step(rank: int, num_ranks: int, case: Case, plan: Plan) -> tuple
             assert engine.rank is not None and engine.state.optimizer is not None
             engine.step(first)
             engine.state.forget_gradients()
-            held = live.start_anew()
-            engine.step(second)
+            held, beside = live.start_anew(), []
+            for _ in range(NUM_LOOKS):
+                engine.state.forget_gradients()
+                before = live.start_anew()
+                engine.step(second)
+                beside.append(live.peak - before)
             counts = BLOCK_BYTES * len(engine.state.optimizer.state)  # of Adam's steps: a real `torch.tensor` is not seen being made
-            return plan.devices[engine.rank], held, counts, live.peak - held
+            return plan.devices[engine.rank], held, counts, min(beside)
         finally:
             engine.close()
 

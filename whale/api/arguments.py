@@ -14,11 +14,7 @@ _HINTS = {
     "loss": "loss(output, batch) returns a scalar or (sum, weight)",
 }
 
-
-_RETURNED = {
-    "optimizer": (("step", "param_groups", "state_dict"), "an optimizer", "a function that makes one has to return it"),
-    "scheduler": (("step",), "a scheduler", "a function that makes one has to return it"),
-}
+_RETURNED = {"optimizer": ("an optimizer", ("step", "param_groups", "state_dict")), "scheduler": ("a scheduler", ("step",))}
 
 
 def check_arguments(model: object, **functions: object) -> None:
@@ -52,6 +48,7 @@ def check_returned(name: str, value: object) -> None:
     Raises:
         ConfigError: nothing that can be stepped.
     """
-    wanted, kind, hint = _RETURNED[name]
+    kind, wanted = _RETURNED[name]
     if not all(hasattr(value, each) for each in wanted):
-        raise ConfigError(f"{name}= must return {kind} (it returned {'None' if value is None else type(value).__name__})", hint=hint)
+        returned = "None" if value is None else type(value).__name__
+        raise ConfigError(f"{name}= must return {kind} (it returned {returned})", hint="a function that makes one has to return it")

@@ -113,8 +113,8 @@ def connect(timeout_seconds: float) -> World:
         ConfigError: the group that is there carries no messages of host memory.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = _device(os.environ.get("LOCAL_RANK"))
+    launched = os.environ.get("LOCAL_RANK")
+    local_rank, device = int(launched or 0), _device(launched)
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _join(device, timeout)
         atexit.register(_leave)

@@ -183,5 +183,7 @@ def _step(runtime: Runtime, state: EngineState, batch: BatchView) -> None:
     step = runtime.train(batch, state.step_number)
     if runtime.clipping is not None:
         runtime.clipping.clip()
+    loss = step.account.loss(runtime.totals(step))
+    runtime.settle("train", batch.num_rows)
     runtime.watch.begin(Action(Kind.STEP))
-    state.advance(step.account.loss(runtime.totals(step)))
+    state.advance(loss)

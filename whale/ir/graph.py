@@ -294,6 +294,10 @@ class ModelGraph:
             if op.kind in ("parameter", "buffer"):
                 yield self.parameter_by_name[op.target]
 
+    def parameters_read(self, ops: Iterable[str]) -> set[str]:
+        """The names of the parameters and buffers that some ops read."""
+        return {each.name for each in self.parameters_among({source for name in ops for source in self.by_name[name].inputs})}
+
     @cached_property
     def first_reads(self) -> dict[str, int]:
         """Per parameter, by its own name, the position of the first op that reads it: come back to it, its gradient is whole."""

@@ -109,13 +109,15 @@ class Runtime:
             connections=self._connections,
             sync=self._sync if trains else None,
         )
-        self._kept[mode] = KeptBuffers(self._tensors[name] for name in self._workers[mode].written if name in self._tensors)
+        if trains:
+            moving = (name for name, kind in self._workers[mode].written.items() if kind == "statistics" and name in self._tensors)
+            self._kept[mode] = KeptBuffers(self._tensors[name] for name in moving)
 
     def forget(self, mode: str) -> None:
         """Lets go of what was prepared for a mode, if anything was."""
         if mode in self._workers:
             self._workers.pop(mode).close()
-            del self._kept[mode]
+            self._kept.pop(mode, None)
 
     def plan_of(self, mode: str) -> Plan | None:
         """The plan that a mode was prepared for; None where it was not."""
@@ -123,7 +125,7 @@ class Runtime:
         return None if worker is None else worker.plan
 
     def kept_buffers(self, mode: str) -> KeptBuffers:
-        """The buffers that a mode writes on this rank, and what they were."""
+        """The running statistics that a training moves on this rank, and what they were."""
         return self._kept[mode]
 
     def train(self, batch: BatchView, step_number: int, mode: str = "train") -> StepState:
@@ -147,8 +149,17 @@ class Runtime:
             if sync is not None:
                 with self.watch.waiting("gradients"):
                     sync.wait()
-            self._buffers.settle(worker.model, worker.written, worker.made, batch.num_rows)
             return step
+
+    def settle(self, mode: str, num_rows: int) -> None:
+        """Puts what the last run of a mode has written into the buffers; all ranks of the world call it.
+
+        Args:
+            num_rows: of the global batch.
+        """
+        worker = self._workers[mode]
+        with self.status.reporting():
+            self._buffers.settle(worker.model, worker.written, worker.made, num_rows)
 
     def forward(self, mode: str, batch: BatchView, step_number: int) -> StepState:
         """Runs a mode without backward.
@@ -157,10 +168,9 @@ class Runtime:
             BatchError, RuntimeFault: as `train`.
         """
         with self.status.reporting():
-            worker = self._workers[mode]
-            step = worker.run(batch, (self.config.runtime.seed, step_number), with_gradients=False)
-            self._buffers.settle(worker.model, worker.written, worker.made, batch.num_rows)
-            return step
+            step = self._workers[mode].run(batch, (self.config.runtime.seed, step_number), with_gradients=False)
+        self.settle(mode, batch.num_rows)
+        return step
 
     def call_together(self, call: Call, argument: int | None = None) -> None:
         """Waits until all ranks of the world make this call, with this argument. When this is closed they are no longer compared.

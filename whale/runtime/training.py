@@ -36,6 +36,8 @@ def train_step(runtime: Runtime, state: EngineState, batch: BatchView, mode: str
     kept.keep()
     try:
         loss, applies = _gradients(runtime, state, batch, mode)
+        if applies:
+            runtime.settle(mode, batch.num_rows)
     except WhaleError:
         kept.put_back()
         raise

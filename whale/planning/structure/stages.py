@@ -135,7 +135,7 @@ def parts_of(graph: ModelGraph, stage_of: Mapping[str, int], ordered: Sequence[t
         stage_of: the stage of every op that is not repeated.
         ordered: per stage its ops in graph order, with those that it repeats.
     """
-    held = [_parameters(graph, ops) for ops in ordered]
+    held = [graph.parameters_read(ops) for ops in ordered]
     held[-1] |= {parameter.name for parameter in graph.parameters}.difference(*held)  # nobody reads these, somebody keeps them
     received = [_received(graph, stage_of, ops, stage) for stage, ops in enumerate(ordered)]
     handed_on: list[dict[str, None]] = [{} for _ in ordered]
@@ -161,10 +161,6 @@ def _add_repeats(own: set[str], structure: Structure) -> None:
             if source in structure.repeatable and source not in own:
                 own.add(source)
                 waiting.append(source)
-
-
-def _parameters(graph: ModelGraph, ops: tuple[str, ...]) -> set[str]:
-    return {each.name for each in graph.parameters_among({source for name in ops for source in graph.by_name[name].inputs})}
 
 
 def _received(graph: ModelGraph, stage_of: Mapping[str, int], ops: tuple[str, ...], stage: int) -> tuple[tuple[int, tuple[str, ...]], ...]:

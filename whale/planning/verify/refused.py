@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from whale.errors import PlanError
 from whale.estimate import StepEstimate
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Device
 from whale.planning.pipeline.balance import MemoryShortage
-from whale.planning.verify.verify import memory_faults, overfull
+from whale.planning.verify.verify import memory_fault, overfull
 
 T = TypeVar("T")
 
@@ -32,12 +33,12 @@ class Refused(MemoryShortage):
 
 def refuse_overfull(step: StepEstimate, cluster: Cluster) -> None:
     """Raises `Refused` where a step does not fit in memory."""
-    lacking: dict[Device, int] = {}
+    lacking, faults = dict[Device, int](), list[PlanError]()
     for each, short in overfull(step, cluster):
         kind = cluster.by_name[each.devices[0]].kind
         lacking[kind] = max(lacking.get(kind, 0), short)
-    if lacking:
-        faults = [*memory_faults(step, cluster)]
+        faults.append(memory_fault(each, short))
+    if faults:
         refused = Refused("\n".join(fault.message for fault in faults), hint=faults[0].hint)
         refused.num_bytes, refused.lacking = max(lacking.values()), lacking
         raise refused

@@ -162,8 +162,7 @@ def _computed(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[Whale
 def _held(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
     """Every parameter is held where it is read, and somewhere."""
     for stage in replica.stages:
-        wanted = {each.name for each in graph.parameters_among({source for name in stage.ops for source in graph.by_name[name].inputs})}
-        missing = sorted(wanted.difference(stage.parameters))
+        missing = sorted(graph.parameters_read(stage.ops).difference(stage.parameters))
         if missing:
             yield PlanError(f"a stage holds the parameters it reads ({_name(replica, stage)}: not {', '.join(missing)})")
     held = {name for stage in replica.stages for name in stage.parameters}
@@ -190,11 +189,16 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
 def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
     """Devices on which a step does not fit in memory."""
     for each, short in overfull(step, cluster):
-        yield PlanError(
-            f"a plan fits in memory ({each.name} needs {format_bytes(each.capacity + short)} and may use {format_bytes(each.capacity)}: "
-            f"{format_bytes(short)} short; {each.peak})",
-            hint="more micro-batches (pipeline.num_micro_batch), fewer rows, or other devices",
-        )
+        yield memory_fault(each, short)
+
+
+def memory_fault(each: DeviceEstimate, short: int) -> PlanError:
+    """What is said of a device that is so many bytes short."""
+    return PlanError(
+        f"a plan fits in memory ({each.name} needs {format_bytes(each.capacity + short)} and may use {format_bytes(each.capacity)}: "
+        f"{format_bytes(short)} short; {each.peak})",
+        hint="more micro-batches (pipeline.num_micro_batch), fewer rows, or other devices",
+    )
 
 
 def overfull(step: StepEstimate, cluster: Cluster) -> Iterator[tuple[DeviceEstimate, int]]:

@@ -39,8 +39,9 @@ class InputsAhead:
         """The batch with what this rank reads of it where it is read; what lies there already is as it was."""
         if self._stream is None:
             return batch
-        rows = self._rows.setdefault(batch.num_rows, rank_rows(self._plan, self._rank, batch.num_rows))
-        mine = batch.picked(self._names, rows, self._send)
+        if batch.num_rows not in self._rows:
+            self._rows[batch.num_rows] = rank_rows(self._plan, self._rank, batch.num_rows)
+        mine = batch.picked(self._names, self._rows[batch.num_rows], self._send)
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
         for leaf in mine.leaves.values():

@@ -1,4 +1,7 @@
-"""What the buffers that a training writes held before a step: put back where the step does not count."""
+"""What running statistics were before a step: put back where the step does not count.
+
+Other buffers are written once a step counts (`whale.runtime.state.updates`); these move with each micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ import torch
 
 
 class KeptBuffers:
-    """A copy of some buffers, made anew before each step: running statistics move while its batch may still be refused.
+    """A copy of some buffers, made anew before each step: they move while its batch may still be refused.
 
     Args:
-        buffers: that the steps write, on this rank.
+        buffers: that move, on this rank.
     """
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
