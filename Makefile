@@ -9,10 +9,10 @@ SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 # What is compiled, the tests too, is kept for the next process.
 export PYTHONDONTWRITEBYTECODE :=
 # One thread for each of those that run side by side, as `.ci/run` has it.
-test quick: export OMP_NUM_THREADS := 1
+test quick laws: export OMP_NUM_THREADS := 1
 DEMO_RECIPE ?= strategies/recipes/pipeline_data_parallel.yaml
 
-.PHONY: demo test quick lint types bench clean
+.PHONY: demo test quick laws lint types bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/whale run --ranks 4 --recipe $(DEMO_RECIPE) examples/train_gpt.py --steps 60 --evaluate-every 30 --checkpoint checkpoints/demo
@@ -22,6 +22,10 @@ test: $(VENV)/installed_tests
 
 quick: $(VENV)/installed_tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" tests/unit
+
+# As many examples of each law as `.ci/run` tries, others each time.
+laws: $(VENV)/installed_tests
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile thorough tests
 
 lint: $(VENV)/installed_tests
 	$(BIN)/python -m ruff check
