@@ -28,7 +28,7 @@ LINES = (
     ("comm",),
     ("config",),
     ("ir",),
-    ("errors", "units"),
+    ("errors", "telling", "units"),
 )
 HEIGHT = {part: len(LINES) - number for number, line in enumerate(LINES) for part in line}
 # Inside the largest parts, highest first: the rooms of one line never import one another; the files beside them stand on top.
@@ -60,7 +60,10 @@ ROOMS = {
         ("program",),
     ),
 }
-WITHOUT_TORCH = ("errors", "units", "ir", "config", "axes", "hardware", "sharding", "schedules", "estimate", "planning", "report", "search")
+WITHOUT_TORCH = (
+    *("errors", "telling", "units", "ir", "config", "axes", "hardware"),
+    *("sharding", "schedules", "estimate", "planning", "report", "search"),
+)
 WITH_DISTRIBUTED = ("comm", "runtime", "measure", "cli", "api")
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -18,7 +18,6 @@ from whale.api.mode import CapturedMode, ModeName
 from whale.api.modes import Modes
 from whale.api.owned import OwnedParameters
 from whale.api.preparing import prepare_forward, prepare_training
-from whale.api.progress import told_if_long
 from whale.api.since_capture import SinceCapture
 from whale.api.step_loss import step_loss
 from whale.api.tracebacks import in_short
@@ -36,6 +35,7 @@ from whale.runtime.state.engine_state import EngineState
 from whale.runtime.training import train_step
 from whale.runtime.weights.filling import fill_tensors
 from whale.runtime.weights.gathering import gather_outputs, gather_tensors
+from whale.telling import told_if_long
 
 
 class Engine:
@@ -87,7 +87,7 @@ class Engine:
             self._warns_of_no_optimizer = False
             warn("step computes gradients and applies none: parallelize was given no optimizer=")
         if self.state.step_number == self._first_step:
-            with told_if_long("taking the first step", self.runtime.roster.world):
+            with told_if_long("taking the first step", on_first=self.runtime.roster.world.rank == 0):
                 return self._train(batch)
         return self._train(batch)
 
@@ -211,7 +211,7 @@ class Engine:
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         state = replace(self.state, position=self._data.now)
-        with told_if_long(f"saving {path}", self.runtime.roster.world):
+        with told_if_long(f"saving {path}", on_first=self.runtime.roster.world.rank == 0):
             save_state(Path(path), state, self.runtime.roster, self.runtime.holdings, self.model_graph)
 
     @in_short

@@ -19,7 +19,6 @@ from whale.api.joining import join
 from whale.api.losses import as_loss
 from whale.api.modes import Modes
 from whale.api.profiled import warn_of_profile
-from whale.api.progress import told_if_long
 from whale.api.session import resolve_config
 from whale.api.since_capture import check_types
 from whale.api.tracebacks import in_short
@@ -36,7 +35,7 @@ from whale.runtime.runtime import Runtime
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.schedules import schedules_of
 from whale.search import decide
-from whale.search.telling import told_if_long as told_if_searching
+from whale.telling import told_if_long
 
 
 @in_short
@@ -96,12 +95,12 @@ def parallelize(
             warn_of_hooks(model)
         on_first_rank(world, lambda: warn_of_profile(settings.cluster.profile))
         attachment = attach(cluster if cluster is not None else settings.cluster.file, world, settings.cluster.devices)
-        with told_if_long("capturing the model", world):
+        with told_if_long("capturing the model", on_first=world.rank == 0):
             loss_of = together(world, lambda: as_loss(loss, model, batch))
             modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims)
         graph = modes.train.graph
-        with told_if_long("planning", world):
-            decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings, tell=told_if_searching())[0])
+        with told_if_long("planning", on_first=world.rank == 0) as tell:
+            decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings, tell=tell)[0])
         warn_where_apart(decided, graph, world)
         if world.rank == 0 and modes.train.program.handed_on:
             warn(warning_of(modes.train.program.handed_on))
@@ -111,7 +110,7 @@ def parallelize(
         together(world, lambda: modes.train.prepare({stop - start for start, stop in pieces}))
         axes = discover_if_sharded(decided, graph)
         holdings = Holdings.of(decided, graph, axes)
-        with told_if_long("making weights and process groups", world):
+        with told_if_long("making weights and process groups", on_first=world.rank == 0):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
             tracing = Tracing.of(settings, graph, attachment.cluster, roster) if optimizer is not None else None
             watch = NOBODY if tracing is None else tracing.recorder

@@ -17,7 +17,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.search import decide
 from whale.search.objective import LeastCost
-from whale.search.telling import told_if_long
+from whale.telling import told_if_long
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def planned(arguments: argparse.Namespace, runner_up: int | None = None, graph: 
     check_report(arguments.report)
     config, cluster = read_settings(arguments)
     graph = graph or read_graph(arguments.source, arguments.arg, arguments.blocks)
-    plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows, runner_up=runner_up, tell=told_if_long())
+    with told_if_long("planning") as tell:
+        plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows, runner_up=runner_up, tell=tell)
     _warn_of_stages(config, plan)
     write_report(arguments.report, plan, graph, cluster, step)
     return Planned(graph, config, cluster, plan, step)

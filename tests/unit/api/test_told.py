@@ -1,19 +1,14 @@
-"""What is told around the work: short tracebacks, long work, a bar, a warning at the user's own line."""
+"""What is told around the work: short tracebacks, a bar, a warning at the user's own line."""
 
 from __future__ import annotations
 
-import threading
 import traceback
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-import whale.api.progress
 from tests.unit.api.test_habits import BATCH, parallelize
-from whale.api.progress import told_if_long
-from whale.comm import World, connect
+from whale.comm import connect
 from whale.errors import BatchError, ConfigError
 
 
@@ -33,34 +28,6 @@ def test_an_error_shows_the_users_frames(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(BatchError) as whole:
         engine.step({"input": BATCH["input"]})
     assert "batch.py" in files_of(whole.value)
-
-
-class Lines:
-    """A standard error that says when something has been written."""
-
-    def __init__(self) -> None:
-        self.text, self.has_text = "", threading.Event()
-
-    def write(self, text: str) -> None:
-        self.text += text
-        self.has_text.set()
-
-    def flush(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_long_work_is_told_on_one_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    lines = Lines()
-    monkeypatch.setattr("sys.stderr", lines)
-    world: Any = World(rank, 2, rank, 2, torch.device("cpu"), timeout=None)  # type: ignore[arg-type]
-    with told_if_long("planning", world):
-        pass
-    assert lines.text == "", "what is quick is not told"
-    monkeypatch.setattr(whale.api.progress, "FIRST_SECONDS", 1e-3)
-    with told_if_long("planning", world):
-        assert rank or lines.has_text.wait(60)
-    assert lines.text.startswith("whale: still planning, for 0 s\n") if rank == 0 else lines.text == ""
 
 
 def test_a_loader_shows_a_bar(capsys: pytest.CaptureFixture[str]) -> None:

@@ -266,7 +266,7 @@ def test_ctrl_c_keeps_the_best_plan_so_far(
     assert main(["plan", *searched]) == 0
     assert "the search was interrupted: the best of 1 plans so far" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", *searched]) == 130
-    assert capsys.readouterr().err == "whale: interrupted\n"
+    assert capsys.readouterr().err.endswith("whale: interrupted\n")
 
 
 @pytest.mark.parametrize(
