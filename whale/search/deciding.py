@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from whale.config import Config, read_plan
@@ -11,7 +12,7 @@ from whale.errors import BatchError, ConfigError, PlanError, WhaleError
 from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan
+from whale.ir.plan import Choice, Plan
 from whale.ir.serialization import from_json
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
@@ -84,15 +85,32 @@ def _searched(
     if len(cluster.devices) == 1 and _asked(config, runner_up) is None:
         with contextlib.suppress(MemoryShortage):  # there is something to look for only where it does not fit as it is
             return plan_and_estimate(graph, cluster, config, rows=rows)
-    found = search(graph, cluster, config, rows=rows, tell=tell)
+    rule = _rule(graph, cluster, config, rows)
+    try:
+        found = search(graph, cluster, config, rows=rows, tell=tell)
+    except KeyboardInterrupt:
+        if rule is None or runner_up is not None:
+            raise
+        return _as_ruled(*rule, "the search was interrupted before it had a plan")
     if runner_up is not None:
         return found.runner_up(runner_up)
-    if config.pipeline.num_stages is not None:  # copies of the model, the rule without it, are among what a search looks at
-        with contextlib.suppress(WhaleError):
-            plan, step = plan_and_estimate(graph, cluster, config, rows=rows)
-            if found.objective.of(plan, step) < found.value:
-                return plan, step
+    if rule is not None and found.objective.of(*rule) < found.value:
+        return _as_ruled(*rule, f"the best that was found is {found}")
     return found.plan, found.step
+
+
+def _rule(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate] | None:
+    """The plan without a search, where none that the search looks at is sure to be it: before the search, which may be interrupted."""
+    if config.pipeline.num_stages is None:  # copies of the model are in any space
+        return None
+    with contextlib.suppress(WhaleError):
+        return plan_and_estimate(graph, cluster, config, rows=rows)
+    return None
+
+
+def _as_ruled(plan: Plan, step: StepEstimate, why: str) -> tuple[Plan, StepEstimate]:
+    """The plan without a search, which says why it is taken."""
+    return replace(plan, choices=(Choice("search", "arrangement", "the plan without a search", bound=why), *plan.choices)), step
 
 
 def _asked(config: Config, runner_up: int | None) -> str | None:

@@ -63,11 +63,16 @@ class Front:
         found = self._in_turn(found)
         return sorted(found, key=lambda look: (look is not found[0], not look.is_must))
 
+    def closed(self, value: float) -> list[float]:
+        """The bounds below a value of the arrangements whose line-ups are closed: those of the line-ups."""
+        return [bound for bound, lineup in self._closed if bound < value for _ in self.space.arrangements(lineup)]
+
     def below(self, value: float) -> list[Look]:
         """The arrangements of the other line-ups whose bound is below a value."""
-        found = list[Look]()
-        while self._closed and self._closed[-1][0] < value:
-            found += self._opened(*self._closed.pop(), FAR * value)
+        found, left = list[Look](), list(self._closed)
+        while left and left[-1][0] < value:
+            found += self._opened(*left.pop(), FAR * value)
+        del self._closed[len(left) :]  # at once: what interrupts it leaves them closed
         return self._in_turn(found)
 
     def _plain(self) -> Iterator[Look]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from whale.config.keys import Shares
 from whale.errors import WhaleError
@@ -15,6 +17,8 @@ from whale.search.found import NUM_RUNNERS_UP, Candidate
 from whale.search.objective import Objective
 from whale.search.space.freedom import Freedom
 from whale.search.space.naming import Seats, namings
+
+T = TypeVar("T")
 
 SPLIT_EFFORT = 8
 """A plan with split stages takes about so many times as long to make."""
@@ -110,14 +114,29 @@ class Run:
     def look_at(self, looks: Sequence[Look]) -> None:
         """Plans what may be better than the best plan by its bound, one after another, as far as the effort goes."""
         for look in looks:
-            try:
+            is_done = False
+            with self.kept():
                 is_done = not self.was_interrupted and self._is_worth(look) and self._plan(look)
-            except KeyboardInterrupt:
-                if self.best is None:
-                    raise
-                self.was_interrupted, is_done = True, False
             if not is_done:
                 self.unproven.append(look)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Ctrl-C inside ends the search, with the best plan so far; where there is none, all."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self.was_interrupted = True
+
+    def done(self, last: Callable[[], T]) -> T:
+        """Does what has to be done whatever happens: Ctrl-C makes it begin anew, a second one ends all."""
+        try:
+            return last()
+        except KeyboardInterrupt:
+            self.was_interrupted = True
+            return last()
 
     def _is_worth(self, look: Look) -> bool:
         """Whether to plan what may be better, and a few that are not, to have something beside the best plan.

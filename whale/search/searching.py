@@ -75,19 +75,24 @@ def search(
     promising = front.promising()
     run = Run(freedom, cluster, seater, objective, config.planning.effort if effort is None else effort, front.num_arrangements, tell)
     run.look_at(promising)
-    run.look_at(front.below(math.inf if run.best is None else run.best.value))
+    with run.kept():
+        if not run.was_interrupted:
+            run.look_at(front.below(math.inf if run.best is None else run.best.value))
     if run.best is None:
         raise failure(run.faults, space, front.lineups, bounds, sketches)
-    return _found(run)
+    return _found(run, front)
 
 
-def _found(run: Run) -> Found:
-    """The outcome, once there is a plan."""
+def _found(run: Run, front: Front) -> Found:
+    """The outcome, once there is a plan; of an interrupted search bounds are left as rough as they are."""
     best = run.best
     assert best is not None
     ranked = sorted((each for each in run.drafts.values() if each.arrangement != best.arrangement), key=lambda each: each.rank)
-    plan, step = best.draft.finished()
-    unproven = run.open_bounds()
+    unproven = [look.bound for look in run.unproven if look.bound < best.value]
+    with run.kept():
+        unproven = unproven if run.was_interrupted else run.open_bounds()
+    unproven += run.done(lambda: front.closed(best.value))
+    plan, step = run.done(best.draft.finished)
     found = Found(
         plan=plan,
         step=step,

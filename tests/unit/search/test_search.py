@@ -236,21 +236,6 @@ def test_more_stages_than_places_to_cut_leave_nothing() -> None:
         search(layers([4]), made([[(1e9, GIB)] * 6], network=1e9), config, rows=8)
 
 
-def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafted, seen = Seater.draft, list[Sequence[Seating]]()
-
-    def interrupted(self: Seater, seatings: Sequence[Seating], policy: str) -> Draft:
-        seen.append(seatings)
-        if len(seen) > 1:
-            raise KeyboardInterrupt
-        return drafted(self, seatings, policy)
-
-    monkeypatch.setattr(Seater, "draft", interrupted)
-    found = search_of(layers([64] * 4), made([[(1e9, GIB)] * 2], network=1e9), 8)
-    assert found.was_interrupted and found.num_planned == 1 and "interrupted" in found.reasons[0]
-    assert found.plan.choices[0].bound.startswith("the search was interrupted: the best of 1 plans so far; within ")
-
-
 def test_samples_that_depend_on_one_another_stay_together() -> None:
     graph = Graph()
     value = graph.linear("layer", graph.input("x"))

@@ -1,0 +1,107 @@
+"""Ctrl-C ends a search with the best plan so far, wherever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.unit.search.test_search import GIB, layers, made
+from whale.config import Config
+from whale.planning.plan import Draft
+from whale.planning.seating import Seater, Seating
+from whale.search import decide, search
+from whale.search.found import Found
+from whale.search.front import Front
+from whale.search.run import Look, Run
+
+GRAPH = layers([64] * 4)
+TWO = made([[(1e9, GIB)] * 2], network=1e9)
+
+
+def found_on_two(**settings: object) -> Found:
+    return search(GRAPH, TWO, Config(settings), rows=8)
+
+
+def once(place: Callable[..., Any]) -> Callable[..., Any]:
+    """What is interrupted when it is called the first time."""
+    calls = list[object]()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return place(*args, **kwargs)
+
+    return interrupted
+
+
+def test_among_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted, seen = Seater.draft, list[Sequence[Seating]]()
+
+    def interrupted(self: Seater, seatings: Sequence[Seating], policy: str) -> Draft:
+        seen.append(seatings)
+        if len(seen) > 1:
+            raise KeyboardInterrupt
+        return drafted(self, seatings, policy)
+
+    monkeypatch.setattr(Seater, "draft", interrupted)
+    found = found_on_two()
+    assert found.was_interrupted and found.num_planned == 1 and "interrupted" in found.reasons[0]
+    assert found.plan.choices[0].bound.startswith("the search was interrupted: the best of 1 plans so far; within ")
+
+
+PLACES = [(Front, "below"), (Front, "closed"), (Look, "may_be_below"), (Run, "open_bounds"), (Draft, "finished")]
+
+
+@pytest.mark.parametrize(("home", "place"), [pytest.param(*each, id=each[1]) for each in PLACES])
+def test_where_the_search_has_a_plan(monkeypatch: pytest.MonkeyPatch, home: type, place: str) -> None:
+    whole = found_on_two()
+    monkeypatch.setattr(home, place, once(getattr(home, place)))
+    found = found_on_two()
+    assert found.was_interrupted and "interrupted" in found.plan.choices[0].bound
+    assert found.bound <= whole.value <= found.value
+
+
+def test_line_ups_that_were_not_opened_may_hold_a_better_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Front, "promising", lambda self: list(self._plain()))
+    whole = found_on_two()
+    opened = Front._opened
+    calls = list[object]()
+
+    def interrupted(self: Front, bound: float, lineup: Any, far: float) -> Any:
+        calls.append(lineup)
+        if len(calls) == 3:  # the plain line-up, one of those below, and then
+            raise KeyboardInterrupt
+        return opened(self, bound, lineup, far)
+
+    monkeypatch.setattr(Front, "_opened", interrupted)
+    found = found_on_two()
+    assert found.was_interrupted and found.num_unproven > whole.num_unproven and found.bound <= whole.value
+
+
+def test_before_there_is_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Front, "promising", once(Front.promising))
+    with pytest.raises(KeyboardInterrupt):
+        found_on_two()
+
+
+def test_the_plan_without_a_search_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config({"pipeline.num_stages": 2, "planning.search": "pinned"})
+    monkeypatch.setattr(Front, "promising", once(Front.promising))
+    plan, step = decide(None, GRAPH, TWO, config, rows=8)
+    assert plan.step_seconds == step.step_seconds
+    assert (plan.choices[0].decision, plan.choices[0].bound) == (
+        "the plan without a search",
+        "the search was interrupted before it had a plan",
+    )
+
+
+def test_a_second_one_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Draft) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Draft, "finished", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        found_on_two()
