@@ -6,14 +6,17 @@ benchmarks at once cannot take each other's.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from miniature import Links, slow_links, slowed
 
 HOST = "127.0.0.1"
+PR_SET_PDEATHSIG = 1
 Result = dict[str, float]
 
 
@@ -43,17 +47,57 @@ def on_ranks(
     """
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     results = mp.get_context("spawn").SimpleQueue()
-    with slow_links(num_ranks, megabits) if megabits is not None else nullcontext() as links:
-        ranks = mp.spawn(_run, (num_ranks, store.port, links, function, arguments, results), nprocs=num_ranks, join=False)
-        with slowed(ranks.pids(), shares) if shares else nullcontext():
+    with _terminable(), slow_links(num_ranks, megabits) if megabits is not None else nullcontext() as links:
+        ranks = mp.spawn(_run, (os.getpid(), num_ranks, store.port, links, function, arguments, results), nprocs=num_ranks, join=False)
+        with _ended(ranks.processes), slowed(ranks.pids(), shares) if shares else nullcontext():
             while not ranks.join():
                 pass
     return results.get()
 
 
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Lets SIGTERM be an exception, so that ranks, groups and links end with this process."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _ended(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Ends processes that still run when it closes."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _end_with(starter: int) -> None:
+    """Lets this process end when the one that started it does, however that ends, and also where this one is stopped."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != starter:
+        raise SystemExit("what started this rank is no more")
+
+
 def _run(
-    rank: int, num_ranks: int, port: int, links: Links | None, function: Callable[..., Any], arguments: tuple[Any, ...], results: Any
+    rank: int,
+    starter: int,
+    num_ranks: int,
+    port: int,
+    links: Links | None,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    results: Any,
 ) -> None:
+    _end_with(starter)
     torch.set_num_threads(1)
     if links is not None:
         links.enter(rank)

@@ -4,7 +4,7 @@
                                              |  bridge
     rank 1 [whale-N-1] ---- token bucket ----+
 
-Needs root, and Debian's iproute2. All of it goes at the end.
+Needs root, and Debian's iproute2. All of it goes at the end; what a killed process has left goes when the next begins.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from miniature.owners import is_left_over, name_of
 
 NETWORK = "10.213.{0}"
 CLONE_NEWNET = 0x40000000
+NAMESPACES, INTERFACES = Path("/run/netns"), Path("/sys/class/net")
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Links:
 
     def enter(self, rank: int) -> None:
         """Moves this process into its namespace; before it opens sockets or starts threads that do."""
-        descriptor = os.open(f"/run/netns/{self.names[rank]}", os.O_RDONLY)
+        descriptor = os.open(NAMESPACES / self.names[rank], os.O_RDONLY)
         try:
             if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"the namespace {self.names[rank]} cannot be entered")
@@ -61,11 +65,12 @@ def slow_links(num_ranks: int, megabits: float) -> Iterator[Links]:
     Raises:
         subprocess.CalledProcessError: the kernel or the rights do not allow it.
     """
+    _sweep()
     own, network = os.getpid(), NETWORK.format(os.getpid() % 250)
     numbers = range(num_ranks)
-    links = Links(tuple(f"whale-{own}-{rank}" for rank in numbers), tuple(f"{network}.{rank + 1}" for rank in numbers), f"{network}.254")
+    links = Links(tuple(map(name_of, numbers)), tuple(f"{network}.{rank + 1}" for rank in numbers), f"{network}.254")
     with contextlib.ExitStack() as stack:
-        bridge = f"wb{own}"
+        bridge = name_of("b")
         _ip("link", "add", bridge, "type", "bridge")
         stack.callback(_ip, "link", "del", bridge)
         _ip("addr", "add", f"{links.outside}/24", "dev", bridge)
@@ -75,6 +80,15 @@ def slow_links(num_ranks: int, megabits: float) -> Iterator[Links]:
             stack.callback(_ip, "netns", "del", name)
             _join(name, address, bridge, f"wv{own}-{rank}", megabits)
         yield links
+
+
+def _sweep() -> None:
+    """Removes what processes that are no more have left; a namespace takes its links with it."""
+    for folder, command in ((NAMESPACES, ("netns", "del")), (INTERFACES, ("link", "del"))):
+        for path in folder.glob("*"):
+            if is_left_over(path.name):
+                with contextlib.suppress(subprocess.CalledProcessError):  # somebody else sweeps too
+                    _ip(*command, path.name)
 
 
 def _join(namespace: str, address: str, bridge: str, outside: str, megabits: float) -> None:

@@ -2,8 +2,8 @@
 
     share 0.33    |###......|###......|###......|      periods of 20 ms
 
-A share of 1 is left alone. Each process is pinned to one core, the ranks in turn. What was changed is undone at the end, whatever
-happens in between.
+A share of 1 is left alone. Each process is pinned to one core, on which the shares add up to at most 1. What was changed is undone at
+the end, whatever happens in between; what a killed process could not undo is undone by the next.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+
+from miniature.owners import NAME, is_left_over, name_of
 
 PERIOD_SECONDS = 0.02
 CGROUPS = Path("/sys/fs/cgroup")
+ROUNDING = 1e-9
+"""By which shares that are written with a few digits may add up to more than a core."""
 
 
 @contextlib.contextmanager
@@ -33,16 +37,14 @@ def slowed(pids: Sequence[int], shares: Sequence[float], memory_bytes: int | Non
         How it is done: "quota" or "signals".
 
     Raises:
-        ValueError: a share is out of range.
+        ValueError: a share is out of range, or there are too few cores for all of them.
         OSError: memory cannot be limited here.
     """
-    if any(not 0 < share <= 1 for share in shares):
-        raise ValueError(f"a share of a core is above 0 and at most 1 ({list(shares)})")
+    places = cores_of(shares, sorted(os.sched_getaffinity(0)))
     with contextlib.ExitStack() as stack:
-        cores = sorted(os.sched_getaffinity(0))
-        for number, pid in enumerate(pids):
+        for pid, core in zip(pids, places, strict=True):
             stack.callback(_pin, pid, os.sched_getaffinity(pid))
-            _pin(pid, {cores[number % len(cores)]})
+            _pin(pid, {core})
         if memory_bytes is not None:
             for pid in pids:
                 stack.enter_context(_group("memory", pid, {"memory.limit_in_bytes": memory_bytes}, {"memory.max": memory_bytes}))
@@ -61,7 +63,29 @@ def slowed(pids: Sequence[int], shares: Sequence[float], memory_bytes: int | Non
         yield "quota"
 
 
-def _pin(pid: int, cores: set[int]) -> None:
+def cores_of(shares: Sequence[float], cores: Sequence[int]) -> tuple[int, ...]:
+    """Which core each process has: the largest shares first, each where most is left.
+
+    Args:
+        shares: of a core, one per process.
+        cores: their numbers.
+
+    Raises:
+        ValueError: a share is out of range, or there are too few cores.
+    """
+    if any(not 0 < share <= 1 for share in shares):
+        raise ValueError(f"a share of a core is above 0 and at most 1 ({list(shares)})")
+    left, found = dict.fromkeys(cores, 1.0), {}
+    for number in sorted(range(len(shares)), key=lambda number: -shares[number]):
+        core = max(left, key=left.__getitem__)
+        left[core] -= shares[number]
+        found[number] = core
+    if min(left.values()) < -ROUNDING:
+        raise ValueError(f"the shares of the processes on one core add up to at most 1 ({list(shares)} on {len(cores)} core(s))")
+    return tuple(found[number] for number in range(len(shares)))
+
+
+def _pin(pid: int, cores: Collection[int]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.sched_setaffinity(pid, cores)
 
@@ -77,7 +101,10 @@ def _group(controller: str, pid: int, first: dict[str, int], second: dict[str, i
     """A control group of one process; the settings of version 1, which has a tree per controller, and of version 2."""
     of_controller = CGROUPS / controller
     root, settings = (of_controller, first) if of_controller.is_dir() else (CGROUPS, second)
-    group = root / f"whale-{pid}"
+    for left in root.glob(f"{NAME}-*"):
+        if is_left_over(left.name):
+            _dissolve(left)
+    group = root / name_of(pid)
     group.mkdir(exist_ok=root is CGROUPS)
     try:
         for name, value in settings.items():
@@ -85,11 +112,16 @@ def _group(controller: str, pid: int, first: dict[str, int], second: dict[str, i
         (group / "cgroup.procs").write_text(str(pid))
         yield
     finally:
+        _dissolve(group)
+
+
+def _dissolve(group: Path) -> None:
+    """Lets a group's processes go, and removes it."""
+    with contextlib.suppress(FileNotFoundError):  # somebody else has swept
         for line in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):  # it has just ended
-                (root / "cgroup.procs").write_text(line)
-        with contextlib.suppress(FileNotFoundError):
-            _remove(group)
+                (group.parent / "cgroup.procs").write_text(line)
+        _remove(group)
 
 
 def _remove(group: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from miniature import links, shares
+from miniature.owners import is_left_over, name_of
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def quota_of(pid: int) -> list[str]:
     """What the kernel says of the group of a process, in either version of control groups."""
-    for path in (shares.CGROUPS / "cpu" / f"whale-{pid}" / "cpu.cfs_quota_us", shares.CGROUPS / f"whale-{pid}" / "cpu.max"):
+    for path in (shares.CGROUPS / "cpu" / name_of(pid) / "cpu.cfs_quota_us", shares.CGROUPS / name_of(pid) / "cpu.max"):
         if path.exists():
             return path.read_text().split()[:1]
     return []
@@ -58,6 +59,54 @@ def test_a_process_that_ends_meanwhile_leaves_nothing(process: subprocess.Popen[
         process.kill()
         process.wait()
     assert quota_of(process.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "found"),
+    [
+        ([1.0, 0.33], [0, 1], (0, 1)),
+        ([0.33, 1.0], [4, 7], (7, 4)),
+        ([0.6, 0.6, 0.3, 0.3], [0, 1], (0, 1, 0, 1)),
+        ([0.25] * 4, [3], (3, 3, 3, 3)),
+        ([0.7, 0.1, 0.2], [0], (0, 0, 0)),
+    ],
+)
+def test_cores_are_filled_by_the_largest_shares_first(given: list[float], cores: list[int], found: tuple[int, ...]) -> None:
+    assert shares.cores_of(given, cores) == found
+
+
+def test_shares_need_room_on_the_cores() -> None:
+    with pytest.raises(ValueError, match=r"on one core add up to at most 1 \(\[1.0, 0.33\] on 1 core"):
+        shares.cores_of([1.0, 0.33], [0])
+
+
+def test_what_a_dead_process_made_is_left_over(process: subprocess.Popen[bytes]) -> None:
+    assert not is_left_over(name_of(0))
+    assert not is_left_over(f"whale-{process.pid}-0")
+    assert not is_left_over("whale-shop")
+    process.kill()
+    process.wait()
+    assert is_left_over(f"whale-{process.pid}-0")
+
+
+def test_a_left_over_group_goes_when_the_next_begins(
+    process: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "cpu" / f"whale-{ended_process()}-7"
+    group.mkdir(parents=True)
+    monkeypatch.setattr(shares, "CGROUPS", tmp_path)
+    dissolved: list[Path] = []
+    monkeypatch.setattr(shares, "_dissolve", dissolved.append)
+    with shares.slowed([process.pid], [0.5]):
+        pass
+    assert group in dissolved
+
+
+def ended_process() -> int:
+    """The number of a process that is no more."""
+    with subprocess.Popen(["true"]) as started:
+        started.wait()
+    return started.pid
 
 
 @pytest.mark.skipif(not links.can_make_links(), reason="network namespaces need root and iproute2")
