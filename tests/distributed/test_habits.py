@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 import whale
 from tests.distributed.training import make_cluster
 from tests.distributed.world import World
-from whale.errors import BatchError
+from whale.errors import BatchError, ConfigError
 
 Batch = dict[str, Tensor]
+Named = list[tuple[str, nn.Parameter]]
 SGD = partial(torch.optim.SGD, lr=0.1)
 SETTINGS: dict[str, dict[str, object]] = {
     "uneven": {"planning.search": "off"},
@@ -61,10 +63,12 @@ def balanced(output: Tensor, batch: Batch) -> Tensor:
     return (nn.functional.cross_entropy(output, batch["labels"], reduction="none") / count[batch["labels"]]).mean()
 
 
-def made(name: str, loss: Callable[[Tensor, Batch], Tensor]) -> tuple[Net, whale.Engine]:
+def made(
+    name: str, loss: Callable[[Tensor, Batch], Tensor], optimizer: Callable[[Named], torch.optim.Optimizer] = SGD
+) -> tuple[Net, whale.Engine]:
     model = Net()
     cluster = make_cluster((1.0, 3.0) if name == "uneven" else (1e-4, 1e-4))
-    return model, whale.parallelize(model, loss=loss, optimizer=SGD, batch=batch(0), config=SETTINGS[name], cluster=cluster)
+    return model, whale.parallelize(model, loss=loss, optimizer=optimizer, batch=batch(0), config=SETTINGS[name], cluster=cluster)
 
 
 def changing(rank: int, num_ranks: int, name: str) -> tuple[list[float], dict[str, Tensor], list[str]]:
@@ -129,3 +133,68 @@ def test_sizes_that_only_values_tell(world: World, loss: Callable[[Tensor, Batch
     for found, state in world.run(one_step, loss, num_ranks=2):
         assert found == pytest.approx(float(value.detach()), rel=1e-12)
         torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-10, atol=1e-12)
+
+
+class Clipped(torch.optim.SGD):
+    """Clips by the norm of the gradients that it sees."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.01)
+        return super().step(closure)
+
+
+def hooked(named: Named) -> torch.optim.Optimizer:
+    optimizer = SGD(named)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def of_the_first_layer(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.SGD([value for name, value in named if name.startswith("first")], lr=0.1)
+
+
+OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
+    "torch's": SGD,
+    "clipped": partial(Clipped, lr=0.1),
+    "hooked": hooked,
+    "of a layer": of_the_first_layer,
+}
+
+
+def said_of_an_optimizer(rank: int, num_ranks: int, name: str, optimizer: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            made(name, mean, OPTIMIZERS[optimizer])
+        except ConfigError as error:
+            return [error.message]
+    return [str(each.message) for each in said if "optimizer" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "expected"),
+    [
+        ("uneven", "clipped", ""),
+        ("pipeline", "torch's", ""),
+        (
+            "pipeline",
+            "clipped",
+            "the optimizer of a rank has the parameters of that rank alone (Clipped is none of torch's; rank(s) 0, 1 have",
+        ),
+        (
+            "pipeline",
+            "hooked",
+            "the optimizer of a rank has the parameters of that rank alone (SGD has hooks on its step; rank(s) 0, 1 have",
+        ),
+        ("split", "hooked", "the optimizer of a rank has the parameters of that rank alone (SGD has hooks on its step; rank(s) 0, 1 have"),
+    ],
+)
+def test_an_optimizer_that_may_look_at_all_parameters_is_told(world: World, name: str, optimizer: str, expected: str) -> None:
+    told, silent = world.run(said_of_an_optimizer, name, optimizer, num_ranks=2)
+    assert not silent and len(told) == bool(expected) and (not told or told[0].startswith(expected))
+
+
+def test_an_optimizer_function_that_fails_on_some_of_the_parameters(world: World) -> None:
+    first, last = world.run(said_of_an_optimizer, "pipeline", "of a layer", num_ranks=2)
+    said = "optimizer= makes an optimizer of the parameters that a rank has, which are not all (last.weight, last.bias: ValueError: "
+    assert last[0].startswith(said) and first[0].startswith(f"rank 1: {said}")

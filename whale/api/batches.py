@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
+from whale.api.inference import usable
 from whale.capture import BatchStructure
 from whale.runtime.execute.batch_view import BatchView
 from whale.runtime.execute.rank_batch import RankBatch
@@ -21,8 +24,12 @@ def view_of(structure: BatchStructure, batch: Any) -> BatchView:
     """
     with_rows = frozenset(part.name for part in structure.inputs if part.has_rows and part.name is not None)
     if isinstance(batch, RankBatch):
-        leaves = {} if batch.data is None else structure.leaves(batch.data)
+        leaves = {} if batch.data is None else _leaves(structure, batch.data)
         return BatchView(leaves, with_rows, batch.num_rows, batch.rows, is_own=True)
-    leaves = structure.leaves(batch)
+    leaves = _leaves(structure, batch)
     num_rows = leaves[next(iter(with_rows))].shape[0]
     return BatchView(leaves, with_rows, num_rows, ((0, num_rows),))
+
+
+def _leaves(structure: BatchStructure, batch: Any) -> dict[str, Tensor]:
+    return {name: usable(leaf) for name, leaf in structure.leaves(batch).items()}

@@ -13,6 +13,7 @@ from whale.api.batches import view_of
 from whale.api.data_position import DataPosition
 from whale.api.elsewhere import answer, call_answer
 from whale.api.in_company import in_company
+from whale.api.inference import out_of_inference_mode
 from whale.api.loader import Loader, make_loader
 from whale.api.mode import CapturedMode, ModeName
 from whale.api.modes import Modes
@@ -65,6 +66,7 @@ class Engine:
     # ---- work ------------------------------------------------------------------------------------------------
 
     @in_short
+    @out_of_inference_mode
     @in_company
     def step(self, batch: Any) -> torch.Tensor:
         """Trains on one global batch.
@@ -103,6 +105,7 @@ class Engine:
         return step_loss(loss)
 
     @in_short
+    @out_of_inference_mode
     @in_company
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of a global batch in evaluation mode, equal on all ranks; nothing is trained."""
@@ -112,6 +115,7 @@ class Engine:
         return step_loss(loss)
 
     @in_short
+    @out_of_inference_mode
     @in_company
     def predict(self, batch: Any) -> Any:
         """The model's output for the whole global batch, in evaluation mode, on every rank."""
@@ -184,6 +188,7 @@ class Engine:
         return {key: found[graph.parameter_by_name[key].name] for key in self.modes.model.state_dict()}
 
     @in_short
+    @out_of_inference_mode
     @in_company
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes the weights of a ``model.state_dict()``, whatever trained them; all ranks call it with the same one.
@@ -215,6 +220,7 @@ class Engine:
             save_state(Path(path), state, self.runtime.roster, self.runtime.holdings, self.model_graph)
 
     @in_short
+    @out_of_inference_mode
     @in_company
     def load(self, path: str | Path) -> None:
         """Reads a checkpoint that any plan of the same model wrote.

@@ -14,6 +14,7 @@ from whale.api.arguments import check_arguments, check_kind
 from whale.api.attach import attach
 from whale.api.engine import Engine
 from whale.api.hooks import warn_of_hooks
+from whale.api.inference import out_of_inference_mode
 from whale.api.initial_state import initial_state
 from whale.api.joining import join
 from whale.api.losses import as_loss
@@ -39,6 +40,7 @@ from whale.telling import told_if_long
 
 
 @in_short
+@out_of_inference_mode
 def parallelize(
     model: nn.Module,
     *,

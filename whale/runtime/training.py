@@ -31,6 +31,8 @@ def train_step(runtime: Runtime, state: EngineState, batch: BatchView, mode: str
         BatchError: the batch cannot be divided as the plan says, or differs between ranks.
         RuntimeFault: a peer died or a wait outlasted its limit; or the loss is no finite number.
     """
+    if runtime.roster.world.rank == 0:
+        state.look_at_schedule()
     state.forget_gradients()
     kept = runtime.kept_buffers(mode)
     kept.keep()

@@ -234,6 +234,68 @@ def test_an_optimizer_with_a_closure_is_refused() -> None:
         parallelize(optimizer=lambda named: torch.optim.LBFGS([value for _, value in named]))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda named: torch.optim.SGD(make_model().parameters(), lr=0.1),
+        lambda named: torch.optim.SGD([*(value for _, value in named), nn.Parameter(torch.ones(2))], lr=0.1),
+    ],
+)
+def test_an_optimizer_of_other_parameters_is_refused(make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer= makes an optimizer of the parameters that it is given \(\d of SGD's are others"):
+        parallelize(optimizer=make)
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another, as they are found on the web: no constructor of torch's is called."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_an_optimizer_around_another_steps_it() -> None:
+    plain, around = parallelize(), parallelize(optimizer=lambda named: Around(SGD(named)))
+    for engine in (plain, around):
+        engine.step(BATCH)
+    assert same(weights(plain), weights(around))
+
+
+def test_a_scheduler_that_the_script_steps_too_is_told_once(tmp_path: Path) -> None:
+    engine = parallelize(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    engine.step(BATCH)
+    engine.save(tmp_path / "one")
+    engine.step(BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.load(tmp_path / "one")
+        engine.step(BATCH)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            engine.scheduler.step()
+            engine.step(BATCH)
+    (only,) = said
+    assert str(only.message).startswith("engine.step steps the scheduler itself (after the last step it stood at 2, now at 3)")
+
+
+def test_inference_mode_around_it_all_changes_nothing() -> None:
+    plain = parallelize()
+    with torch.inference_mode():
+        inside = parallelize()
+        batch = {name: value.clone() for name, value in BATCH.items()}
+        assert all(value.is_inference() for value in batch.values())
+        for _ in range(3):
+            assert float(plain.step(BATCH)) == float(inside.step(batch))
+        assert float(plain.evaluate(BATCH)) == float(inside.evaluate(batch))
+        assert torch.equal(plain.predict(BATCH), inside.predict(batch))
+        inside.load_state_dict(inside.state_dict() or {})
+        inside.step(batch)
+    assert float(plain.step(BATCH)) > float(inside.step(BATCH)) and not inside.parameters["0.weight"].is_inference()
+
+
 def test_a_scheduler_that_goes_by_a_metric_gets_the_loss() -> None:
     def plateau(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9, threshold_mode="abs")

@@ -73,6 +73,7 @@ def load_state(
     write_optimizer(state.optimizer, state.parameters, kept)
     if state.scheduler is not None and "scheduler" in extras.shared:
         state.scheduler.load_state_dict(extras.shared["scheduler"])
+        state.note_schedule()
     state.step_number = int(extras.shared["step"])
     state.position = extras.shared.get("position")
     if "random" in extras.own:

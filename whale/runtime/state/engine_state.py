@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whale.errors import ConfigError
+from whale.errors import ConfigError, warn
 
 
 @dataclass
@@ -38,6 +38,8 @@ class EngineState:
     position: Mapping[str, int] | None = None
     has_moved_statistics: bool = False
     _is_advancing: bool = False
+    _scheduled: int | None = None
+    _has_told_of_schedule: bool = False
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -69,7 +71,8 @@ class EngineState:
                     hint="leave out optimizer.step() and GradScaler.step(optimizer): engine.step(batch) is the whole step",
                 )
 
-        if isinstance(self.optimizer, torch.optim.Optimizer):
+        if getattr(self.optimizer, "_optimizer_step_pre_hooks", None) is not None:  # some, around another, are no whole Optimizer
+            assert self.optimizer is not None
             self.optimizer.register_step_pre_hook(check)
 
     def advance(self, loss: torch.Tensor, *, applies: bool = True) -> None:
@@ -87,5 +90,21 @@ class EngineState:
                 self._is_advancing = False
         if self.scheduler is not None and applies:
             self.scheduler.step(*([loss] if self._scheduler_reads_loss else []))
+            self.note_schedule()
         self.step_number += 1
         self.has_moved_statistics = True
+
+    def note_schedule(self) -> None:
+        """Takes down where the scheduler stands, which has come there rightly."""
+        self._scheduled = getattr(self.scheduler, "last_epoch", None)
+
+    def look_at_schedule(self) -> None:
+        """Warns, once, of a scheduler that somebody else has stepped since the last step."""
+        now = getattr(self.scheduler, "last_epoch", None)
+        if self._scheduled in (None, now) or self._has_told_of_schedule:
+            return
+        self._has_told_of_schedule = True
+        warn(
+            f"engine.step steps the scheduler itself (after the last step it stood at {self._scheduled}, now at {now}): leave out "
+            "scheduler.step(); one that goes by epochs is made over engine.optimizer, and not given to parallelize"
+        )
