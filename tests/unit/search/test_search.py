@@ -14,11 +14,14 @@ from tests.unit.planning.graphs import Graph, device
 from tests.unit.search.exhaustive import least
 from whale.config import Config
 from whale.errors import ConfigError, PlanError, WhaleError
+from whale.estimate import Costs
+from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph
 from whale.planning import MemoryShortage, make_plan
 from whale.planning.pipeline.balance import shortage
 from whale.planning.plan import Draft
+from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater, Seating
 from whale.search import Found, decide, search
 from whale.search.space.freedom import freedom_of
@@ -68,6 +71,7 @@ def clusters(num_devices: int) -> st.SearchStrategy[Cluster]:
 
 def is_exhaustive(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     found = looked_at_all(graph, cluster, rows)
+    assert not mixes_samples(Prices(graph, cluster, Costs.for_model(Config(), graph, cluster)))  # else less is free
     best = least(graph, cluster, freedom_of(Config(), mixes_samples=False).config, rows, lambda draft: draft.plan.step_seconds)
     assert (found is None) == (best is None)
     if found is not None and best is not None:

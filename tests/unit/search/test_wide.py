@@ -27,7 +27,9 @@ def encoder_decoder(depth: int) -> ModelGraph:
     for index in range(depth):
         memory = layer(graph, f"encoder{index}", memory)
     for index in range(depth):
-        value = graph.call(f"crossed{index}", "aten.add.Tensor", layer(graph, f"decoder{index}", value), memory, width=WIDTH)
+        value = graph.call(
+            f"crossed{index}", "aten.add.Tensor", layer(graph, f"decoder{index}", value), memory, width=WIDTH, tags=["pointwise"]
+        )
     graph.sum_loss(value)
     return graph.build()
 
@@ -40,7 +42,7 @@ def skipping(depth: int) -> ModelGraph:
         values.append(layer(graph, f"down{index}", values[-1]))
     value = values[-1]
     for index, skipped in enumerate(values[::-1]):
-        value = graph.call(f"added{index}", "aten.add.Tensor", layer(graph, f"up{index}", value), skipped, width=WIDTH)
+        value = graph.call(f"added{index}", "aten.add.Tensor", layer(graph, f"up{index}", value), skipped, width=WIDTH, tags=["pointwise"])
     graph.sum_loss(value)
     return graph.build()
 
