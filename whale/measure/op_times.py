@@ -96,8 +96,8 @@ def time_passes(clock: Clock, inputs: Inputs, num_rows: int) -> PassRounds:
         return PassRounds()
     watched = _Watched(both, own_time(clock.world.device))
     return PassRounds(
-        clock.rounds(partial(module, *arguments), num_repeats=1),
-        clock.rounds(watched, num_repeats=1),
+        clock.rounds(partial(module, *arguments)),
+        clock.rounds(watched),
         watched.wall / max(watched.own, 1e-9),
     )
 

@@ -77,11 +77,12 @@ class Clock:
 
         Args:
             call: what to time; None on a rank that stays idle meanwhile.
-            num_repeats: calls of a round; None for as many as take about `round_seconds`, after as many as use up what a device has
+            num_repeats: calls of a round; None for as many as take about `round_seconds`, or as long as one does on the slowest
+                rank: none is idle while another measures what they share. Before them come as many as use up what a device has
                 saved while it waited: a cool GPU's clocks, or the rest of a share of a core.
             num_rounds: None for the clock's own.
         """
-        repeats = num_repeats or (max(1, math.ceil(self.round_seconds / self._time(call, 1))) if call is not None else 1)
+        repeats = num_repeats or self._repeats(call)
         settles = num_repeats is None and repeats > 1
         found = []
         for _ in range(num_rounds or self.num_rounds):
@@ -92,6 +93,13 @@ class Clock:
                 found.append(self._time(call, repeats))
         self.world.barrier()
         return tuple(found)
+
+    def _repeats(self, call: Callable[[], object] | None) -> int:
+        begin = time.perf_counter()
+        own = self._time(call, 1) if call is not None else 0.0
+        wall = max(time.perf_counter() - begin, 1e-9)
+        longest = max(float(each) for each in self.world.gather_objects(wall))  # type: ignore[arg-type]
+        return max(math.ceil(self.round_seconds / own), math.ceil(longest / wall)) if call is not None else 1
 
     def _settle(self, call: Callable[[], object]) -> None:
         until = time.perf_counter() + self.round_seconds
