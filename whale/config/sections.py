@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from whale.config.keys import above, at_least, between, key
 
 SCHEDULES = (
-    "gpipe", "1f1b", "interleaved", "aiao", "aiao_early_loss", "zb_h1", "zb_h2", "zb_v",
+    "gpipe", "1f1b", "eager_1f1b", "interleaved", "aiao", "aiao_early_loss", "zb_h1", "zb_h2", "zb_v",
     "recompute_early", "last_no_recompute", "shifted_critical_path",
 )  # fmt: skip
 

@@ -18,8 +18,21 @@ def idle(name: str, costs: ActionTimes, p: int, m: int, v: int = 1, g: int | Non
 @given(ranks, micro_batches, times, times)
 def test_one_stage_a_rank(p: int, m: int, forward: int, backward: int) -> None:
     costs = ActionTimes(forward, backward)
-    for name in ("gpipe", "1f1b"):
+    for name in ("gpipe", "1f1b", "eager_1f1b"):
         assert idle(name, costs, p, m) == (p - 1) * (forward + backward)
+
+
+@given(ranks, micro_batches, times, times, st.integers(0, 9))
+def test_eager_forwards_wait_for_the_way_of_a_message_only_while_the_pipeline_fills_and_drains(
+    p: int, m: int, forward: int, backward: int, hop: int
+) -> None:
+    def makespan(name: str) -> float:
+        return simulate(build(name, num_ranks=p, num_micro_batch=m), ActionTimes(forward, backward, transfer=hop)).makespan
+
+    eager = makespan("eager_1f1b")
+    assert eager <= makespan("1f1b")
+    if 2 * hop <= forward + backward:
+        assert eager == (m + p - 1) * (forward + backward) + 2 * (p - 1) * hop
 
 
 @given(ranks, chunks, st.integers(1, 4), st.integers(0, 6), times, times)

@@ -65,6 +65,7 @@ def test_promised_peaks_are_the_stated_ones(num_ranks: int, num_micro_batch: int
 
     assert peaks("gpipe") == (m,) * p
     assert peaks("1f1b") == tuple(min(p - s, m) for s in range(p))
+    assert peaks("eager_1f1b") == tuple(min(2 * (p - s) - 1, m) for s in range(p))
     assert peaks("aiao", num_chunks=3) == (3 * m,) * p
     assert peaks("aiao_early_loss", num_chunks=3) == (3 * m,) * (p - 1) + (2 * m + 1,)
     assert peaks("zb_h1") == (min(p, m),) * p
@@ -132,6 +133,7 @@ def test_forward_only_on_any_placement(stage_rank: list[int], num_micro_batch: i
 GOLDEN_SHAPES = {
     "gpipe": {},
     "1f1b": {},
+    "eager_1f1b": {},
     "interleaved": {"num_chunks": 2},
     "aiao": {"num_chunks": 2},
     "aiao_early_loss": {"num_chunks": 2},

@@ -22,7 +22,11 @@ def num_warm_up(shape: Shape, rank: int) -> int:
 
 def order(shape: Shape, rank: int) -> Iterator[Action]:
     """Computations of one rank; its only stage has the rank's number."""
-    num_ahead = num_warm_up(shape, rank)
+    return in_turn(shape, rank, num_warm_up(shape, rank))
+
+
+def in_turn(shape: Shape, rank: int, num_ahead: int) -> Iterator[Action]:
+    """So many forwards, then forward and backward in turn."""
     for micro_batch in range(num_ahead):
         yield Action(Kind.FORWARD, rank, micro_batch)
     for micro_batch in range(shape.num_micro_batch):

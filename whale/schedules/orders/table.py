@@ -8,6 +8,7 @@ from whale.errors import ConfigError, raise_faults
 from whale.ir.schedule import Schedule
 from whale.schedules.orders.aiao import AIAO, AIAO_EARLY_LOSS
 from whale.schedules.orders.builder import Builder, with_sync_and_step
+from whale.schedules.orders.eager_one_f_one_b import EAGER_ONE_F_ONE_B
 from whale.schedules.orders.gpipe import GPIPE
 from whale.schedules.orders.interleaved import INTERLEAVED
 from whale.schedules.orders.last_no_recompute import LAST_NO_RECOMPUTE
@@ -22,6 +23,7 @@ from whale.schedules.orders.zb_v import ZB_V
 _ALL = (
     GPIPE,
     ONE_F_ONE_B,
+    EAGER_ONE_F_ONE_B,
     INTERLEAVED,
     AIAO,
     AIAO_EARLY_LOSS,
