@@ -13,6 +13,7 @@ from functools import cached_property
 
 from whale.axes.added import added_operand
 from whale.axes.labels import may_scatter
+from whale.estimate.memory.kept import keeps_parameter
 from whale.ir.graph import Op, Ref
 from whale.ir.plan import BATCH
 from whale.ir.writes import MemoryWrites
@@ -206,7 +207,9 @@ class Classes:
         node = self.node_of[reader]
         op = self.scene.graph.by_name[reader]
         uses = tuple(self.use(reader, tensor, label) for label in self.nodes[node].labels)
-        keeps = self.scene.graph.storage[tensor] in self._kept.get(reader, ())
+        graph = self.scene.graph
+        is_value = graph.by_name[tensor].kind == "call"
+        keeps = graph.storage[tensor] in self._kept.get(reader, ()) if is_value else keeps_parameter(graph, op, tensor)
         return User(node, uses, op.requires_grad, keeps, self._writes.need_same(tensor, reader))
 
     def _heads(self) -> dict[str, str]:

@@ -47,7 +47,7 @@ class Load:
     """What a device of a stage holds.
 
     Attributes:
-        num_bytes: if nothing is cut.
+        num_bytes: if nothing is cut, but for what ops work on.
         in_flight: micro-batches whose activations are held.
         taken: bytes of the device's memory that are for its other stages.
         share: of the rest, how much is for this stage: other split stages of the device have theirs.
@@ -210,7 +210,8 @@ class Figures:
         found = self._programs[key]
         if load is None:
             return found
-        return replace(found, num_bytes=load.num_bytes, in_flight=load.in_flight, capacity=tuple(map(load.capacity, self.capacity)))
+        capacity = tuple(map(load.capacity, self.capacity))
+        return replace(found, num_bytes=load.num_bytes, in_flight=load.in_flight, capacity=capacity, working_share=load.share)
 
     def _program(self, sizes: Sizes, insisted: Collection[int]) -> Program:
         shares = np.array([np.array(own) / self.size(kind) for kind, own in enumerate(sizes)]).reshape(len(sizes), self.site.width)
@@ -276,6 +277,7 @@ class Figures:
                 kinds=known.kinds,
                 divides=known.divides,
                 kept=kept,
+                working=self._working_bytes(number, label, shares) if is_call else (),
             )
 
     @cached_property
@@ -332,6 +334,14 @@ class Figures:
 
         return saved(divisible.held), saved(divisible.kept) if divisible.kept else ()
 
+    def _working_bytes(self, number: int, label: Label, shares: NDArray[np.float64]) -> tuple[float, ...]:
+        """Per position, what the largest member works on: its result and the gradient of that (`working_line`)."""
+        found = np.zeros(self.site.width)
+        for member in self.classes.members[self.classes.nodes[number].first.name]:
+            kind = self.classes.form(member, label)
+            found = np.maximum(found, 2 * self._activation_bytes(member) * (shares[kind] if kind != WHOLE else 1.0))
+        return tuple(found)
+
     def _divisible(self, number: int, label: Label) -> Divisible:
         """What lies in parts at a label."""
         node = self.classes.nodes[number]
@@ -353,13 +363,18 @@ class Figures:
     def _kept(self) -> frozenset[str]:
         return frozenset(name for op in self.classes.scene.ops for name in self.prices.kept.get(op, ()))
 
-    def divided_bytes(self, labels: Sequence[int], in_flight: int) -> float:
-        """Bytes that lie in parts if the nodes have these labels (indices)."""
-        found = 0.0
-        for number, index in enumerate(labels):
-            divisible = self._at_labels[number][index].divisible
-            found += sum(num_bytes for _, num_bytes in divisible.held) + in_flight * sum(num_bytes for _, num_bytes in divisible.kept)
-        return found
+    def held_at(self, labels: Sequence[int], insisted: tuple[int, ...], load: Load) -> tuple[float, float]:
+        """Bytes that a device of the stage holds at some labels (indices) with no unit of any axis, and with all of them."""
+        ends = (
+            tuple((units,) * self.site.width for units in own) for own in zip(*((0, self.size(kind)) for kind in self.kinds), strict=True)
+        )
+        none, every = (float(self.program(sizes, insisted, load).held(labels).max()) for sizes in ends)
+        return none, every
+
+    @property
+    def kinds(self) -> range:
+        """The kinds of axes that may be cut."""
+        return range(len(self.classes.space.kinds))
 
     @cached_property
     def _crossed(self) -> tuple[TensorFigures, ...]:
@@ -380,7 +395,7 @@ class Figures:
         """What a bridge costs."""
         op = tensors.first
         forward, backward = (line.at(self.site.num_rows) * tensors.count for line in self.tolls.both_ways(bridge))
-        num_bytes = tensors.count * self._activation_bytes(op.name) if bridge.forward and op.kind == "call" else 0.0
+        num_bytes = tensors.count * self._activation_bytes(op.name) if bridge.forward else 0.0
         return Pair(forward, backward, (num_bytes,) * self.site.width, bool(bridge.forward))
 
     def _tensor(self, figures: TensorFigures, shares: NDArray[np.float64]) -> TensorFigures:

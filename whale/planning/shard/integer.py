@@ -87,6 +87,7 @@ class Rows:
         ran_out_of_nodes: whether a search did.
         gap: how far what was found may be from the optimum.
         factors: of all rows, one after another.
+        floors: per position, bytes that some op works on whatever is chosen.
     """
 
     program: Program
@@ -94,6 +95,7 @@ class Rows:
     ran_out_of_nodes: bool = False
     gap: float = 0.0
     factors: list[float] = field(default_factory=list)
+    floors: list[float] = field(default_factory=list)
     _upper: list[float] = field(default_factory=list)
     _integral: list[int] = field(default_factory=list)
     _variables: list[int] = field(default_factory=list)  # of all rows, one after another
@@ -108,11 +110,13 @@ class Rows:
         self.overflow = self._new(np.inf)
         self._add_nodes()
         self._add_lanes()
+        self._add_working()
         for tensor in self.program.tensors:
             self._add_tensor(tensor)
         for position, capacity in enumerate(self.program.capacity):
             entries = {variable: factor * self.scale for variable, factor in self._held[position].items()}
-            self._add(entries | {self.overflow: -1.0}, -np.inf, self.scale * (capacity - self.program.num_bytes))
+            room = capacity - self.program.num_bytes - self.floors[position]
+            self._add(entries | {self.overflow: -1.0}, -np.inf, self.scale * room)
 
     def _new(self, upper: float, integral: bool = False) -> int:
         self._upper.append(upper)
@@ -155,6 +159,21 @@ class Rows:
             for seconds in dict.fromkeys(zip(*(own for _, own in entries), strict=True)):
                 row = {variable: own / unit for (variable, _), own in zip(entries, seconds, strict=True) if own}
                 self._add(row | {total: -1.0}, -np.inf, 0.0)
+
+    def _add_working(self) -> None:
+        """What the op works on that works on most: at least the least of any op, and a variable beyond that."""
+        columns: dict[tuple[tuple[float, ...], ...], int] = {}
+        for position, entries in enumerate(self._held):
+            column = tuple(tuple(each.working[position] if each.working else 0.0 for each in node) for node in self.program.nodes)
+            floor = max((min(own) for own in column), default=0.0)
+            self.floors.append(self.program.working_share * floor)
+            if column not in columns:
+                columns[column] = more = self._new(np.inf)
+                for variables, own in zip(self.labels, column, strict=True):
+                    if max(own) > floor:
+                        row = {variable: (each - floor) * self.scale for variable, each in zip(variables, own, strict=True) if each > floor}
+                        self._add(row | {more: -1.0}, -np.inf, 0.0)
+            entries[columns[column]] = self.program.working_share / self.scale
 
     def _charge(self, variable: int, seconds: float) -> None:
         if seconds:

@@ -1,7 +1,8 @@
 """Which label each class of ops gets, as abstract figures: what a choice of labels costs.
 
 seconds of a choice     per kind, of the work along it on its slowest device, + sums + bridges
-bytes of a choice       per position, what its labels hold more or less than if everything were whole, + copies by bridges
+bytes of a choice       per position, what its labels hold more or less than if everything were whole, + copies by bridges, + what
+                        the op works on that works on most
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class LabelFigures:
         kinds: the kinds that it makes use of.
         divides: whether it divides arithmetic or parameters.
         kept: the same as `num_bytes`, for each micro-batch in flight; empty for nothing.
+        working: per position, bytes that one member works on; empty for nothing.
     """
 
     seconds: tuple[float, ...]
@@ -37,6 +39,7 @@ class LabelFigures:
     kinds: frozenset[int]
     divides: bool
     kept: tuple[float, ...] = ()
+    working: tuple[float, ...] = ()
 
     def held(self, in_flight: int) -> tuple[float, ...]:
         """Per position, what it holds more with so many micro-batches in flight."""
@@ -117,10 +120,11 @@ class Program:
         nodes: per node its labels; the first is to be whole.
         tensors: between them.
         num_kinds: how many kinds of axes there are.
-        num_bytes: that a device holds if everything is whole.
+        num_bytes: that a device holds if everything is whole, but for what ops work on.
         capacity: bytes, per position.
         insisted: nodes and kinds: the node works along the kind.
         in_flight: micro-batches whose activations are held.
+        working_share: of what ops work on, how much falls to these nodes: others share it, of which one works at a time.
     """
 
     nodes: tuple[tuple[LabelFigures, ...], ...]
@@ -130,6 +134,7 @@ class Program:
     capacity: tuple[int, ...]
     insisted: tuple[tuple[int, int], ...] = ()
     in_flight: int = 1
+    working_share: float = 1.0
 
     def evaluate(self, labels: Sequence[int]) -> Selection | None:
         """The value of some labels; None where they are not allowed."""
@@ -139,16 +144,21 @@ class Program:
         seconds = sum(each.fixed for each in chosen)
         for lane in {each.lane for each in chosen}:
             seconds += float(np.sum([each.seconds for each in chosen if each.lane == lane], axis=0).max())
-        held: Floats = self.num_bytes + np.sum([each.held(self.in_flight) for each in chosen], axis=0)
-        for tensor in self.tensors:
-            form, uses = tensor.forms[labels[tensor.node]], [user.uses[labels[user.node] if user.node >= 0 else 0] for user in tensor.users]
-            seconds += bridge_seconds(tensor, form, uses)
-            for copy in _copies(tensor, form, uses):
-                held = held + self.in_flight * np.array(copy)
+        seconds += sum(bridge_seconds(tensor, *_met(tensor, labels)) for tensor in self.tensors)
         if seconds == inf:
             return None
         kinds = frozenset(kind for each in chosen for kind in each.kinds)
-        return Selection(tuple(labels), kinds, seconds, max(0.0, float((held - np.array(self.capacity)).max())))
+        return Selection(tuple(labels), kinds, seconds, max(0.0, float((self.held(labels) - np.array(self.capacity)).max())))
+
+    def held(self, labels: Sequence[int]) -> Floats:
+        """Per position, the bytes that a device holds at some labels."""
+        chosen = [node[index] for node, index in zip(self.nodes, labels, strict=True)]
+        found: Floats = self.num_bytes + np.sum([each.held(self.in_flight) for each in chosen], axis=0)
+        found = found + self.working_share * np.max([np.zeros_like(found), *(each.working for each in chosen if each.working)], axis=0)
+        for tensor in self.tensors:
+            for copy in _copies(tensor, *_met(tensor, labels)):
+                found = found + self.in_flight * np.array(copy)
+        return found
 
 
 def bridge_seconds(tensor: TensorFigures, form: int, uses: Sequence[Use]) -> float:
@@ -171,6 +181,11 @@ def bridge_seconds(tensor: TensorFigures, form: int, uses: Sequence[Use]) -> flo
         if not is_partial and any(user.has_gradient for user in users):
             seconds += pair.backward
     return seconds
+
+
+def _met(tensor: TensorFigures, labels: Sequence[int]) -> tuple[int, list[Use]]:
+    """The form in which a tensor lies at some labels, and the use of each of its users."""
+    return tensor.forms[labels[tensor.node]], [user.uses[labels[user.node] if user.node >= 0 else 0] for user in tensor.users]
 
 
 def _copies(tensor: TensorFigures, form: int, uses: Sequence[Use]) -> Iterator[tuple[float, ...]]:

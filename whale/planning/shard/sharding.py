@@ -3,7 +3,7 @@
 Sizes come from each device's own speed, kind by kind: between two bridges the devices wait for one another, so the work along
 each kind is balanced by itself, first that of all ops that might, then that of those that do. The labels of the ops are the
 optimum over these sizes (`whale.planning.shard.solve`). Where the choice overflows a device, sizes are divided again within
-the memory that it leaves, and the choice is made once more.
+the memory that it leaves, and the choice is made again, a few times in turn.
 
 The optimum is exact (a search that runs out of nodes says its gap) for given sizes, for alike ops that are labelled alike, and
 for prices by the cost model. Sizes and labels are settled in turn: that is a heuristic where devices are unlike or memory is
@@ -41,6 +41,9 @@ Products of other widths take a sixth longer on a CPU (1,175 columns as long as 
 
 GRAINS_PER_DEVICE = 8
 """An axis with fewer grains is divided to the unit: what balance loses by whole grains must be less than they bring."""
+
+MAX_ROUNDS = 3
+"""Where memory is short, labels and sizes are settled in turn at most so often."""
 
 
 @dataclass(frozen=True)
@@ -224,9 +227,8 @@ class Sharder:
 
 def _settle(figures: Figures, insisted: tuple[int, ...], classes: Classes, scopes: Sequence[Scope]) -> _Choice | None:
     """The best labels as if memory were boundless, at sizes of the ops that work; None where nothing can be cut."""
-    kinds = range(len(figures.classes.space.kinds))
     choice: _Choice | None = None
-    sizes = tuple(_by_speed(figures, kind) for kind in kinds)
+    sizes = tuple(_by_speed(figures, kind) for kind in figures.kinds)
     for _ in range(2):
         program = figures.program(sizes, insisted)
         if not any(label.divides for node in program.nodes for label in node):
@@ -235,7 +237,7 @@ def _settle(figures: Figures, insisted: tuple[int, ...], classes: Classes, scope
         if found is None:
             raise _clash(classes, insisted, scopes)
         choice = _Choice(sizes, found) if choice is None or found.seconds < choice.selection.seconds else choice
-        again = tuple(_by_speed(figures, kind, _working(figures, choice.selection, kind)) for kind in kinds)
+        again = tuple(_by_speed(figures, kind, _working(figures, choice.selection, kind)) for kind in figures.kinds)
         if again == sizes:
             break
         sizes = again
@@ -246,16 +248,18 @@ def _within_memory(figures: Figures, first: _Choice, insisted: tuple[int, ...], 
     """The best choice that fits; where none does, the one that overflows least."""
     if first.selection.excess <= 0:
         return first
-    best = first
-    found = figures.best(first.sizes, insisted, load)
-    if found is not None:
-        best = min(best, _Choice(first.sizes, found), key=lambda choice: choice.rank)
-    room = Room(load, figures.divided_bytes(best.selection.labels, load.in_flight))
-    sizes = tuple(_within(room, figures, kind, _working(figures, best.selection, kind)) for kind in range(len(figures.classes.space.kinds)))
-    if best.selection.excess > 0 or sizes != first.sizes:
+    best, sizes = first, first.sizes
+    for _ in range(MAX_ROUNDS):
         found = figures.best(sizes, insisted, load)
         if found is not None:
             best = min(best, _Choice(sizes, found), key=lambda choice: choice.rank)
+        if sizes != first.sizes and best.selection.excess <= 0:
+            break
+        room = Room(load, *figures.held_at(best.selection.labels, insisted, load))
+        again = tuple(_within(room, figures, kind, _working(figures, best.selection, kind)) for kind in figures.kinds)
+        if again == sizes:
+            break
+        sizes = again
     return best
 
 
@@ -275,12 +279,13 @@ class Room:
     """Memory that sizes must keep to.
 
     Attributes:
-        load: what the devices hold if nothing is cut.
-        divided: bytes of it that are cut, in one proportion.
+        load: of the devices.
+        none, every: bytes that a device holds with no unit of any axis, and with all of them; in proportion between.
     """
 
     load: Load
-    divided: float
+    none: float
+    every: float
 
 
 def _by_speed(figures: Figures, kind: int, nodes: frozenset[int] | None = None) -> tuple[int, ...]:
@@ -295,10 +300,10 @@ def _by_speed(figures: Figures, kind: int, nodes: frozenset[int] | None = None) 
 def _within(room: Room, figures: Figures, kind: int, nodes: frozenset[int] | None) -> tuple[int, ...]:
     """Units of every position within the memory that is left, to the unit."""
     size = figures.size(kind)
-    divided = room.divided * (1 - np.arange(size + 1) / size)
+    held = room.none + (room.every - room.none) * np.arange(size + 1) / size
     curves = []
     for position, seconds in enumerate(figures.curves(kind, nodes)):
-        excess = np.maximum(room.load.num_bytes - divided - room.load.capacity(figures.capacity[position]), 0.0)
+        excess = np.maximum(held - room.load.capacity(figures.capacity[position]), 0.0)
         curves.append(Curve(seconds, excess, 1))
     try:
         return divide_units(size, curves)

@@ -123,16 +123,17 @@ class StagePricing:
 
     def _load(self, pipeline: PipelineShape, assignment: Assignment, stage: int, num_rows: float, recomputes: Sequence[Recompute]) -> Load:
         """What a device of a split stage holds; split stages of one device share its memory by what they hold if nothing is cut."""
-        kept, working, taken = dict[int, float](), 0.0, 0.0
+        kept, beside, taken = dict[int, float](), 0.0, 0.0
         for own in pipeline.stages_of(pipeline.stage_rank[stage]):
             part, rows = self.prices.part(assignment.parts[own], recomputes[own]), max(1.0, num_rows / pipeline.num_groups(own))
             held = (Line(float(part.parameter_bytes)) + part.activation * pipeline.in_flight[own]).at(rows)
             if pipeline.width(own) == 1:
                 taken += held
             else:
-                kept[own], working = held, max(working, part.working.at(rows))
+                at_work = 2 * max(self.prices.outputs[name].at(rows) for name in assignment.parts[own].ops)  # that is cut with the ops
+                kept[own], beside = held, max(beside, part.working.at(rows) - at_work)
         share = kept[stage] / sum(kept.values())
-        return Load(kept[stage] + working * share, pipeline.in_flight[stage], taken, share)
+        return Load(kept[stage] + beside * share, pipeline.in_flight[stage], taken, share)
 
     def _of_parts(
         self,

@@ -25,11 +25,14 @@ def nodes(draw: st.DrawFn) -> tuple[LabelFigures, ...]:
     """Up to three labels, the first of which is to be whole."""
     seconds = st.integers(0, 20)
     whole = draw(seconds)
-    found = [LabelFigures((float(whole),) * 2, WHOLE, 0.0, (0.0, 0.0), frozenset(), False)]
+    working = float(draw(st.integers(0, 6)))
+    found = [LabelFigures((float(whole),) * 2, WHOLE, 0.0, (0.0, 0.0), frozenset(), False, working=(working,) * 2)]
     for lane in draw(st.lists(st.sampled_from([0, 1]), unique=True, max_size=2)):
         own = tuple(float(draw(st.integers(0, max(whole, 1)))) for _ in range(2))
         num_bytes = float(-draw(st.integers(0, 8)))
-        found.append(LabelFigures(own, lane, float(draw(seconds)), (num_bytes, num_bytes / 2), frozenset({lane}), draw(st.booleans())))
+        parts = tuple(float(draw(st.integers(0, 6))) for _ in range(2))
+        divides = draw(st.booleans())
+        found.append(LabelFigures(own, lane, float(draw(seconds)), (num_bytes, num_bytes / 2), frozenset({lane}), divides, working=parts))
     return tuple(found)
 
 
@@ -58,7 +61,8 @@ def programs(draw: st.DrawFn) -> Program:
     between = tuple(draw(st.lists(tensors(made), max_size=5)))
     insisted = [(number, figures.lane) for number, node in enumerate(made) for figures in node[1:]]
     chosen = draw(st.lists(st.sampled_from(insisted), max_size=1)) if insisted else []
-    return Program(made, between, 2, 20.0, (draw(st.sampled_from([8, 14, 100])),) * 2, tuple(chosen))
+    share = draw(st.sampled_from([0.5, 1.0]))
+    return Program(made, between, 2, 20.0, (draw(st.sampled_from([8, 14, 100])),) * 2, tuple(chosen), working_share=share)
 
 
 def by_trying(program: Program) -> list[Selection]:

@@ -93,7 +93,7 @@ def test_memory_moves_units_to_the_larger_device() -> None:
     free = make_plan(graph, UNLIKE_PAIR, Config())
     need = [estimate.parameter_bytes + estimate.activation_bytes for estimate in free.replicas[0].stages[0].estimates]
     assert need[0] > need[1]
-    tight = cluster((3e9, 1e9), memory=int(sum(need) / 2 * 1.2 / 0.9))  # what is gathered needs room too
+    tight = cluster((3e9, 1e9), memory=int(sum(need) / 2 * 1.06 / 0.9))
     plan = make_plan(graph, tight, Config())
     assert cuts_of(plan)["transformer.h.0.mlp.c_fc.weight:1"][0] < 96
     assert all(e.parameter_bytes + e.activation_bytes <= e.capacity for e in plan.replicas[0].stages[0].estimates)
