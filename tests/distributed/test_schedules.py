@@ -118,6 +118,10 @@ CASES = {
     "blocks, interleaved": pipeline("interleaved", 2, 4, (1.0, 1.0), recompute__policy={0: 1, 3: 1}),
     "blocks, zero bubble": pipeline("zb_h1", 2, 4, (1.0, 1.0), recompute__policy={0: 0.5, 1: 1}),
     "attention": pipeline("1f1b", 2, 2, (1.0, 1.0), recompute__policy="selective"),
+    "kinds": pipeline("1f1b", 2, 4, (1.0, 2.0), recompute__policy={0: "full", 1: "blocks"}),
+    "kinds, three ranks": pipeline("gpipe", 3, 3, (1.0, 1.0, 1.0), recompute__policy={0: "blocks", 1: "selective", 2: "full"}),
+    "kinds, interleaved": pipeline("interleaved", 2, 4, (1.0, 1.0), recompute__policy={0: "full", 1: "blocks", 3: "full"}),
+    "kinds, zero bubble": pipeline("zb_h1", 2, 4, (1.0, 1.0), recompute__policy={0: "blocks", 1: "full"}),
     "stages, gpipe": pipeline("gpipe", 2, 3, (1.0, 1.0), recompute__policy="full"),
     "stages, aiao": pipeline("aiao", 2, 3, (1.0, 1.0), recompute__policy="full"),
     "stages, zero bubble": pipeline("zb_h1", 2, 4, (1.0, 1.0), recompute__policy="full"),
@@ -125,11 +129,16 @@ CASES = {
 }
 
 
+KINDS = {"kinds": (0,), "kinds, three ranks": (2,), "kinds, interleaved": (0, 3), "kinds, zero bubble": (1,)}
+"""Cases by kinds, with the stages that are computed again as a whole."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_law(world: World, name: str) -> None:
     plan = check(world, CASES[name])[0].plan
     policy = dict(CASES[name].config).get("recompute.policy")
-    assert plan.pipelines[0].recomputes_stages == (policy == "full")
+    full = range(len(plan.replicas[0].stages)) if policy == "full" else KINDS.get(name, ())
+    assert plan.pipelines[0].recomputed_stages == tuple(full)
     assert any(stage.recomputed for replica in plan.replicas for stage in replica.stages) == (policy not in (None, "full"))
 
 
@@ -139,7 +148,9 @@ def cases(draw: st.DrawFn) -> Case:
     description = draw(descriptions(max_devices=1))
     schedule = draw(st.sampled_from(SCHEDULES))
     num_ranks = draw(st.integers(1, 2 if len(description.blocks) >= 4 else 1))
-    policies = ["full", "none"] if schedule in RECOMPUTING else ["full", "none", "selective", "auto", {0: 1}, {0: 0.5}]
+    policies: list[object] = ["full", "none"]
+    if schedule not in RECOMPUTING:
+        policies += ["selective", "auto", {0: 1}, {0: 0.5}, {0: "full"}, {0: "selective"}]
     m = draw(st.integers(1, 3))
     config = {
         "pipeline.schedule": schedule,
@@ -180,7 +191,7 @@ def test_running_statistics_move_once(world: World, policy: object) -> None:
     expected = reference.train_in_pieces(model, loss, case.batches, pieces, OPTIMIZERS[case.optimizer])
     error, where = largest_of([outcome.run for outcome in outcomes], expected)
     assert error < TOLERANCE, where
-    assert plan.pipelines[0].recomputes_stages or all(stage.recomputed for stage in plan.replicas[0].stages)
+    assert plan.pipelines[0].recomputed_stages or all(stage.recomputed for stage in plan.replicas[0].stages)
 
 
 class Dropping(nn.Module):

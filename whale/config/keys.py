@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 KeyType = Literal["bool", "int", "float", "str"]
-Shares = tuple[tuple[int, float], ...]
-"""Stage numbers, ascending, with a share from 0 to 1 each."""
+Shares = tuple[tuple[int, float | str], ...]
+"""Stage numbers, ascending, with a share from 0 to 1 each, or a word."""
 
 TYPE_WORDS: dict[KeyType, str] = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 
@@ -49,7 +49,8 @@ class Key:
         doc: one line.
         rule: what must hold of a value.
         choices: the only values, if listed.
-        by_stage: whether a mapping of stage numbers to shares from 0 to 1 is a value as well; it is kept as pairs, sorted.
+        by_stage: the choices that a stage may have by itself, if a mapping of stage numbers to these, and to shares from 0 to 1, is a
+            value as well; it is kept as pairs, sorted.
         unit: unit of a quantity that may be written as text (``B``: ``25 MiB``).
     """
 
@@ -60,14 +61,15 @@ class Key:
     doc: str
     rule: Rule | None
     choices: tuple[str, ...]
-    by_stage: bool
+    by_stage: tuple[str, ...]
     unit: str | None
 
     @property
     def takes(self) -> str:
         """What it accepts, in words."""
         if self.choices:
-            return f"one of {', '.join(self.choices)}" + (", or a mapping of stages to shares from 0 to 1" if self.by_stage else "")
+            by_stage = f", or a mapping of stages to shares from 0 to 1, {', '.join(self.by_stage)}" if self.by_stage else ""
+            return f"one of {', '.join(self.choices)}{by_stage}"
         words = TYPE_WORDS[self.type] + (f" {self.rule.words}" if self.rule else "")
         return words + (" or null" if self.optional else "")
 
@@ -78,7 +80,7 @@ def key(
     *,
     rule: Rule | None = None,
     choices: tuple[str, ...] = (),
-    by_stage: bool = False,
+    by_stage: tuple[str, ...] = (),
     unit: str | None = None,
 ) -> Any:
     """Declares a field of a section; the arguments are those of `Key`."""

@@ -102,12 +102,12 @@ class Trace:
 class Recompute:
     """Which activations are computed again in the backward pass instead of kept."""
 
-    policy: str | tuple[tuple[int, float], ...] = key(
+    policy: str | tuple[tuple[int, float | str], ...] = key(
         "none",
         "which activations are computed again: none; full: all, each stage as a whole; blocks: all, block by block; selective: those of "
-        "attention; auto: as many as memory demands; or, by stage, the share of its blocks",
+        "attention; auto: as many as memory demands; or, by stage, the share of its blocks or one of these words",
         choices=("none", "auto", "full", "blocks", "selective"),
-        by_stage=True,
+        by_stage=("none", "full", "blocks", "selective"),
     )
 
 

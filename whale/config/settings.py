@@ -89,7 +89,7 @@ def expand(setting: Setting) -> list[Setting]:
 
 def _is_by_stage(name: str, content: object) -> bool:
     """Whether the content of a section is itself a mapping by stage."""
-    return KEYS[name].by_stage and isinstance(content, Mapping) and any(str(key).lstrip("-").isdigit() for key in content)
+    return bool(KEYS[name].by_stage) and isinstance(content, Mapping) and any(str(key).lstrip("-").isdigit() for key in content)
 
 
 def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleError]]:
@@ -199,17 +199,22 @@ def _is_pairs(value: object) -> bool:
 
 
 def _shares(key: Key, setting: Setting) -> Shares:
-    """A mapping of stages to shares (or what this made of one before), sorted."""
+    """A mapping of stages to shares or words (or what this made of one before), sorted."""
     value = setting.value
     pairs: Iterable[tuple[object, object]] = value.items() if isinstance(value, Mapping) else value  # type: ignore[assignment]
-    found: dict[int, float] = {}
+    found: dict[int, float | str] = {}
     for stage, share in pairs:
         number = int(stage) if isinstance(stage, str) and stage.isdecimal() else stage
         if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
             raise ConfigError(f"{key.name} takes shares by stage, a whole number from 0 ({stage!r} is not)", where=setting.where)
-        if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= float(share) <= 1:
-            raise ConfigError(f"{key.name}: a share is from 0 to 1 (stage {stage}: {share!r} is not)", where=setting.where)
-        found[int(number)] = float(share)
+        if isinstance(share, str) and share in key.by_stage:
+            found[int(number)] = share
+        elif isinstance(share, bool) or not isinstance(share, Real) or not 0 <= float(share) <= 1:
+            words = f"a stage recomputes a share from 0 to 1, or {', '.join(key.by_stage)}"
+            hint = did_you_mean(share, key.by_stage) if isinstance(share, str) else ""
+            raise ConfigError(f"{key.name}: {words} (stage {stage}: {share!r} is not)", where=setting.where, hint=hint)
+        else:
+            found[int(number)] = float(share)
     return tuple(sorted(found.items()))
 
 

@@ -6,7 +6,7 @@ stages:
     split: 2                           devices of each split group; 1 if it is left out
     rows: [3]                          weight of each split group in the rows of a micro-batch; equal if it is left out
     cut: {heads: [2, 2], hidden: {sizes: [24, 8], whole_in: [gelu]}}
-    recompute: [layer_norm .. add_1]   runs of its ops that are computed again
+    recompute: [layer_norm .. add_1]   runs of its ops that are computed again, or `full`: all of it, by R actions
     halves: false                      whether its rows are computed in two halves that take turns
 """
 
@@ -25,6 +25,9 @@ STAGES = "stages"
 Run = tuple[str, str]
 """The first and the last of consecutive ops."""
 
+FULL = "full"
+"""In place of runs of ops: the whole stage."""
+
 BETWEEN = " .. "
 """What stands between the ends of a run."""
 
@@ -40,6 +43,7 @@ class StageBlock:
         rows: per split group, its weight in the rows of a micro-batch; empty for equal ones.
         cut: what is divided over the devices of each group.
         recompute: runs of its ops that are computed again.
+        recomputes_whole: whether all of it is, by R actions.
         halves: whether its rows are computed in two halves that take turns.
     """
 
@@ -50,6 +54,7 @@ class StageBlock:
     cut: tuple[Shard, ...] = ()
     recompute: tuple[Run, ...] = ()
     halves: bool = False
+    recomputes_whole: bool = False
 
     def as_data(self) -> dict[str, Any]:
         """In the form of a written plan."""
@@ -59,7 +64,7 @@ class StageBlock:
             "split": self.split if self.split > 1 else None,
             "rows": list(self.rows),
             "cut": {shard.axis: _shard_data(shard) for shard in self.cut},
-            "recompute": [show_run(run) for run in self.recompute],
+            "recompute": FULL if self.recomputes_whole else [show_run(run) for run in self.recompute],
             "halves": self.halves or None,
         }
         return {name: value for name, value in own.items() if value}
@@ -101,6 +106,8 @@ def read_stages(value: object, place: Callable[..., object]) -> tuple[tuple[Stag
                     wrong.append(ConfigError(f"{STAGES}.{name} takes {error} ({content!r} is not)", where=place(number, name)))
         faults += wrong
         if not wrong:
+            if known.get("recompute") == FULL:
+                known |= {"recompute": (), "recomputes_whole": True}
             stages.append(StageBlock(**known))
     return tuple(stages), faults
 
@@ -133,6 +140,13 @@ def _runs(value: object) -> tuple[Run, ...]:
     if any(len(run) not in (1, 2) for run in runs):
         raise ValueError(f"a list of ops, and of runs as 'first{BETWEEN}last'")
     return tuple((run[0], run[-1]) for run in runs)
+
+
+def _again(value: object) -> tuple[Run, ...] | str:
+    try:
+        return FULL if value == FULL else _runs(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or {FULL}") from None
 
 
 def _sizes(value: object, least: int = 1) -> tuple[int, ...]:
@@ -177,7 +191,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "split": _width,
     "rows": _sizes,
     "cut": _cut,
-    "recompute": _runs,
+    "recompute": _again,
     "halves": _flag,
 }
 """How the value of each key is read; a `ValueError` says what it takes."""

@@ -62,8 +62,8 @@ def _block(replica: Replica, config: Config) -> ReplicaBlock:
     pipeline, policy = replica.pipeline, config.recompute.policy
     said = ((name, getattr(pipeline, name)) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size"))
     first = [replica.stages[pipeline.stage_rank.index(rank)] for rank in range(pipeline.num_ranks)]
-    if pipeline.recomputes_stages:
-        policy = "full"
+    if pipeline.recomputed_stages:
+        policy = tuple((stage.index, _recomputed(replica, stage)) for stage in replica.stages)
     elif policy == "none" and any(stage.recomputed for stage in replica.stages):
         policy = "auto"
     said_axes = any(block.axes is not None for block in config.replicas)
@@ -77,6 +77,13 @@ def _block(replica: Replica, config: Config) -> ReplicaBlock:
         blocks="even",
         recompute=policy,
     )
+
+
+def _recomputed(replica: Replica, stage: Stage) -> str:
+    """What a stage computes again, in a word."""
+    if stage.index in replica.pipeline.recomputed_stages:
+        return "full"
+    return "blocks" if stage.recomputed else "none"
 
 
 def _with_equal_rows(replica: Replica) -> Replica:

@@ -55,8 +55,8 @@ def training_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
     if order.stage_rank != stage_rank:  # colocated stages share a place
         _check_places(pipeline, order)
         order = expand(order, stage_rank)
-    if pipeline.recomputes_stages:
-        order = insert_recompute(order)
+    if pipeline.recomputed_stages:
+        order = insert_recompute(order, pipeline.recomputed_stages)
     schedule = insert_communication(order, pairs)
     verify(schedule, pairs)
     return schedule

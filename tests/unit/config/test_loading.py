@@ -217,15 +217,25 @@ def test_recompute_from_the_environment() -> None:
     assert load_config(None, environment={"WHALE_RECOMPUTE_POLICY": "auto"}).recompute.policy == "auto"
     assert load_config(None, environment={"WHALE_RECOMPUTE_POLICY": "{0: 0.5}"}).recompute.policy == ((0, 0.5),)
     with pytest.raises(
-        ConfigError, match=r"a share is from 0 to 1 \(stage 0: 2 is not\)\n  at environment variable WHALE_RECOMPUTE_POLICY"
+        ConfigError,
+        match=r"a stage recomputes a share from 0 to 1, or .* \(stage 0: 2 is not\)\n  at environment variable WHALE_RECOMPUTE_POLICY",
     ):
         load_config(None, environment={"WHALE_RECOMPUTE_POLICY": "{0: 2}"})
+
+
+def test_recompute_by_stage_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("recompute: {0: full, 1: 0.5, 2: selective, 3: blocks, 4: none}\n")
+    assert load_config(path, environment={}).recompute.policy == ((0, "full"), (1, 0.5), (2, "selective"), (3, "blocks"), (4, "none"))
+    path.write_text("recompute: {0: fulll}\n")
+    with pytest.raises(ConfigError, match=r"a stage recomputes a share from 0 to 1, or none, full, blocks, selective \(stage 0: 'fulll'"):
+        load_config(path, environment={})
 
 
 def test_recompute_with_a_share_out_of_range_or_a_slip(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("recompute:\n  0: 1.5\n")
-    with pytest.raises(ConfigError, match=rf"a share is from 0 to 1 \(stage 0: 1\.5 is not\)\n  at {path}:1"):
+    with pytest.raises(ConfigError, match=rf"a stage recomputes a share from 0 to 1, or .* \(stage 0: 1\.5 is not\)\n  at {path}:1"):
         load_config(path, environment={})
     path.write_text("recompute:\n  policz: full\n")
     with pytest.raises(ConfigError, match=r"did you mean 'recompute\.policy'\?"):

@@ -89,7 +89,7 @@ stages = st.builds(
     program=tuples(st.builds(Segment, names, names, st.booleans(), st.booleans())),
 )  # fmt: skip
 forms = st.builds(Form, names, names, names)
-pipelines = st.builds(Pipeline, names, counts, tuples(counts), counts, optional(counts), st.booleans())
+pipelines = st.builds(Pipeline, names, counts, tuples(counts), counts, optional(counts), tuples(counts))
 replicas = st.builds(Replica, counts, counts, pipelines, tuples(stages), tuples(st.builds(Edge, counts, counts, tuples(names), counts)))
 plans = st.builds(
     Plan, names, names, tuples(names), tuples(names), tuples(st.builds(TaskGraph, counts, names, names, tuples(names))),

@@ -18,7 +18,7 @@ class Pipeline:
         stage_rank: per stage, its position among the virtual devices of the replica.
         num_chunks: stages per virtual device that an interleaved schedule runs in turn.
         group_size: of an interleaved schedule; None for others.
-        recomputes_stages: whether R actions go before the backward passes of a schedule that has none of its own.
+        recomputed_stages: those whose backward passes get R actions that the schedule has not of its own.
     """
 
     schedule: str
@@ -26,7 +26,7 @@ class Pipeline:
     stage_rank: tuple[int, ...]
     num_chunks: int = 1
     group_size: int | None = None
-    recomputes_stages: bool = False
+    recomputed_stages: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -44,7 +44,9 @@ class Pipeline:
     @property
     def order(self) -> str:
         """The schedule and its micro-batches in words: ``1f1b, 4 micro-batch(es)``."""
-        return f"{self.schedule}{' with recomputation' if self.recomputes_stages else ''}, {self.num_micro_batch} micro-batch(es)"
+        again, every = self.recomputed_stages, range(self.num_stages)
+        of_some = f" of stage {', '.join(map(str, again))}" if again != tuple(every) else ""
+        return f"{self.schedule}{f' with recomputation{of_some}' if again else ''}, {self.num_micro_batch} micro-batch(es)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from math import ceil, floor
 
 import numpy as np
 
+from whale.config.keys import Shares
 from whale.errors import ConfigError, raise_faults
 from whale.estimate import Line
 from whale.estimate.costs.op_table import Floats
@@ -31,10 +32,12 @@ class Policy:
         kind: ``none`` (but what the model itself asks to compute again), ``selective`` (the cores of attention), ``shares`` (of
             each stage's blocks) or ``auto`` (as many blocks as each device's memory demands).
         shares: by stage; of those that are not named, 0.
+        selective: stages of which the cores of attention recompute, where others do something else.
     """
 
     kind: str = "none"
     shares: Mapping[int, float] | None = None
+    selective: frozenset[int] = frozenset()
 
     def share(self, stage: int) -> float:
         """The share of a stage's blocks that recompute; under ``auto``, where stages are still to be cut, the most."""
@@ -44,7 +47,7 @@ class Policy:
 KEEP_ALL = Policy()
 
 
-def read_policy(policy: str | tuple[tuple[int, float], ...], pipeline: PipelineShape) -> Policy:
+def read_policy(policy: str | Shares, pipeline: PipelineShape) -> Policy:
     """The policy that ``recompute.policy`` asks for in a pipeline.
 
     Raises:
@@ -52,7 +55,7 @@ def read_policy(policy: str | tuple[tuple[int, float], ...], pipeline: PipelineS
     """
     if isinstance(policy, str) and policy in ("none", "full"):
         return KEEP_ALL
-    if any(pipeline.recomputed):
+    if any(pipeline.recomputed) and not pipeline.recomputed_stages:
         if policy == "auto":
             return KEEP_ALL
         asked = policy if isinstance(policy, str) else dict(policy)
@@ -72,7 +75,8 @@ def read_policy(policy: str | tuple[tuple[int, float], ...], pipeline: PipelineS
             if stage > last
         ]
     )
-    return Policy("shares", dict(policy))
+    shares = {stage: share if isinstance(share, float) else float(share == "blocks") for stage, share in policy}
+    return Policy("shares", shares, frozenset(stage for stage, share in policy if share == "selective"))
 
 
 def kept_under(prices: Prices, policy: Policy) -> Mapping[str, tuple[str, ...]]:
@@ -112,13 +116,15 @@ class Chooser:
             num_rows: of a micro-batch.
             margin: share of the devices' memory that may be planned for; 0 recomputes all that can be.
         """
-        stages = range(self.pipeline.num_stages)
-        if any(self.pipeline.recomputed):
-            return tuple(Recompute(num_alive=alive) for alive in self.pipeline.recomputed)
+        stages, whole = range(self.pipeline.num_stages), self.pipeline.recomputed
+        if any(whole) and self.policy.kind != "shares":
+            return tuple(Recompute(num_alive=alive) for alive in whole)
         if self.policy.kind == "selective":
             return tuple(Recompute(self._cores(assignment, stage)) for stage in stages)
         if self.policy.kind == "shares":
-            return tuple(self._share(placed, assignment, stage, num_rows) for stage in stages)
+            return tuple(
+                Recompute(num_alive=whole[stage]) if whole[stage] else self._share(placed, assignment, stage, num_rows) for stage in stages
+            )
         if self.policy.kind == "auto":
             needed: dict[int, Recompute] = {}
             for rank in range(self.pipeline.num_ranks):
@@ -127,6 +133,8 @@ class Chooser:
         return tuple(Recompute(self._regions(assignment, stage)) for stage in stages)
 
     def _share(self, placed: Placed, assignment: Assignment, stage: int, num_rows: int) -> Recompute:
+        if stage in self.policy.selective:
+            return Recompute(self._cores(assignment, stage))
         blocks = self._by_worth(placed, assignment, {stage: self._blocks(placed, assignment, stage, num_rows)}, num_rows)
         return self._first(assignment, blocks, ceil(self.policy.share(stage) * len(blocks) - 1e-9), (stage,))[stage]
 

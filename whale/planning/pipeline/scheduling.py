@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from whale.config import Config
+from whale.config.keys import Shares
 from whale.errors import AnnotationError, ConfigError
 from whale.ir.plan import Choice, Pipeline
-from whale.ir.schedule import Kind
+from whale.ir.schedule import Kind, Schedule
 from whale.ir.scope import Scope
 from whale.planning.annotations.scope_tree import Copies
 from whale.planning.annotations.taskgraphs import Annotations, num_chunks
@@ -144,16 +145,14 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         group_size=group_size,
     )
     in_flight = tuple(-(-peaks[rank] // chunks) for rank in stage_rank)
-    recomputed, inserts = recomputed_stages(config, num_ranks)
-    if chunks == 1:
-        recomputed = tuple(recomputed[rank] for rank in stage_rank)
+    recomputed, inserted = recomputed_stages(config, stage_rank)
     return PipelineShape(
         wanted.schedule,
         wanted.num_micro_batch,
         stage_rank,
         chunks,
         group_size,
-        inserts,
+        inserted,
         devices=devices,
         in_flight=in_flight,
         copies=copies,
@@ -176,17 +175,39 @@ def smallest_group(config: Config, num_ranks: int) -> int | None:
     return min(num_ranks, config.pipeline.num_micro_batch)
 
 
-def recomputed_stages(config: Config, num_ranks: int) -> tuple[tuple[int, ...], bool]:
-    """What recomputes as a whole: what the schedule says, or every stage where the policy is ``full``."""
-    wanted = config.pipeline
+def recomputed_stages(config: Config, stage_rank: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What recomputes as a whole: what the schedule says, or the stages whose policy is ``full``.
+
+    Args:
+        stage_rank: per stage, its position among the virtual devices.
+
+    Returns:
+        per stage, how many recomputed micro-batches it holds at once, 0 for those that do not recompute so; and the stages before whose
+        backward passes R actions are to go.
+    """
+    wanted, num_ranks = config.pipeline, max(stage_rank) + 1
     small = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=1, num_chunks=wanted.num_chunks)
-    alive = count_recomputed(small)
-    if any(alive) or config.recompute.policy != "full":
-        return alive, False
-    if all(action.kind is not Kind.BACKWARD_WEIGHT for actions in small.ranks for action in actions):
-        return (1,) * small.num_stages, True  # B follows R at once
-    order = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=wanted.num_micro_batch, num_chunks=wanted.num_chunks)
-    return count_recomputed(insert_recompute(order)), True
+
+    def by_stage(order: Schedule) -> tuple[int, ...]:
+        found = count_recomputed(order)
+        return found if order.num_stages == len(stage_rank) else tuple(found[rank] for rank in stage_rank)  # some share a place
+
+    alive, full = by_stage(small), _full_stages(config.recompute.policy, len(stage_rank))
+    if any(alive) or not full:
+        return alive, ()
+    if any(action.kind is Kind.BACKWARD_WEIGHT for actions in small.ranks for action in actions):
+        order = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=wanted.num_micro_batch, num_chunks=wanted.num_chunks)
+        alive = by_stage(insert_recompute(order))
+    else:
+        alive = (1,) * len(stage_rank)  # B follows R at once
+    return tuple(count if stage in full else 0 for stage, count in enumerate(alive)), full
+
+
+def _full_stages(policy: str | Shares, num_stages: int) -> tuple[int, ...]:
+    """The stages that are to be computed again as a whole."""
+    if isinstance(policy, str):
+        return tuple(range(num_stages)) if policy == "full" else ()
+    return tuple(stage for stage, share in policy if share == "full" and stage < num_stages)
 
 
 def _ranks_of_cuts(config: Config, num_devices: int, chunks: int) -> int:

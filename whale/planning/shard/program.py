@@ -154,7 +154,8 @@ class Program:
         """Per position, the bytes that a device holds at some labels."""
         chosen = [node[index] for node, index in zip(self.nodes, labels, strict=True)]
         found: Floats = self.num_bytes + np.sum([each.held(self.in_flight) for each in chosen], axis=0)
-        found = found + self.working_share * np.max([np.zeros_like(found), *(each.working for each in chosen if each.working)], axis=0)
+        works = [(0.0,) * len(self.capacity), *(each.working for each in chosen if each.working)]
+        found = found + self.working_share * np.max(works, axis=0)
         for tensor in self.tensors:
             for copy in _copies(tensor, *_met(tensor, labels)):
                 found = found + self.in_flight * np.array(copy)

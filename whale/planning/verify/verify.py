@@ -182,7 +182,7 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
                 f"segments cover the ops of a stage, in order and each once ({_name(replica, stage)}, {len(stage.ops)} ops: "
                 f"{', '.join(f'{own.first} .. {own.last}' for own in stage.program) or 'no segment'})"
             )
-        elif stage.recomputed and replica.pipeline.recomputes_stages:
+        elif stage.recomputed and stage.index in replica.pipeline.recomputed_stages:
             yield PlanError(f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)})")
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from whale.config import Config, ReplicaBlock, StageBlock, did_you_mean
-from whale.config.stages import Run, show_run
+from whale.config.keys import Shares
+from whale.config.stages import FULL, Run, show_run
 from whale.errors import ConfigError, PlanError, WhaleError, raise_faults
 from whale.estimate import Costs, StepEstimate
 from whale.estimate.prices.part import Part
@@ -98,10 +99,17 @@ class _Written:
             yield ConfigError(
                 f"stages that are written down say what they compute again (recompute: {policy})",
                 where=block.at("recompute"),
-                hint="recompute: full goes with them, for whole stages by R actions",
+                hint="recompute: full goes with them, for whole stages by R actions; or each stage says its own",
             )
+        recomputes = any(recomputed_stages(self._config(block, "none"), _places(block))[0])
         for number, stage in enumerate(block.stages):
             yield from self._stage_faults(block, number, stage)
+            if stage.recomputes_whole and recomputes:
+                yield ConfigError(
+                    f"the schedule says which stages it recomputes as a whole (stage {number}, recompute: {FULL})",
+                    where=block.at("stages", number, "recompute"),
+                    hint="stages say it under schedules that recompute nothing by themselves",
+                )
         scopes = self.scopes(block)
         if scopes is not None and scopes.num_stages != len(block.stages):
             yield ConfigError(
@@ -193,18 +201,24 @@ class _Written:
         edges = sorted(((source, target), tensors) for target, part in enumerate(parts) for source, tensors in part.received)
         return Replica(index, block.rows or 1, pipeline, tuple(stages), tuple(Edge(*ends, tensors, 0) for ends, tensors in edges))
 
+    def _config(self, block: ReplicaBlock, policy: str | Shares) -> Config:
+        return self.config.with_values({f"pipeline.{key}": value for key, value in block.pipeline} | {"recompute.policy": policy})
+
     def _pipeline(self, block: ReplicaBlock) -> Pipeline:
-        own = self.config.with_values(
-            {f"pipeline.{key}": value for key, value in block.pipeline} | {"recompute.policy": block.recompute or "none"}
-        )
-        places: dict[tuple[str, ...], int] = {}
-        stage_rank = tuple(places.setdefault(stage.devices, len(places)) for stage in block.stages)
+        full = tuple((number, FULL) for number, stage in enumerate(block.stages) if stage.recomputes_whole)
+        own, stage_rank = self._config(block, FULL if block.recompute == FULL else full or "none"), _places(block)
         wanted = own.pipeline
         return Pipeline(
             wanted.schedule,
             wanted.num_micro_batch,
             stage_rank,
             len(placement(wanted.schedule, num_ranks=1, num_chunks=wanted.num_chunks)),
-            smallest_group(own, len(places)),
-            recomputed_stages(own, len(places))[1],
+            smallest_group(own, max(stage_rank) + 1),
+            recomputed_stages(own, stage_rank)[1],
         )
+
+
+def _places(block: ReplicaBlock) -> tuple[int, ...]:
+    """Per stage, its position among the virtual devices."""
+    places: dict[tuple[str, ...], int] = {}
+    return tuple(places.setdefault(stage.devices, len(places)) for stage in block.stages)

@@ -34,15 +34,17 @@ def written_replicas(plan: Plan, graph: ModelGraph) -> tuple[ReplicaBlock, ...]:
 def _block(replica: Replica, calls: Sequence[str], position: Mapping[str, int]) -> ReplicaBlock:
     pipeline = replica.pipeline
     said = ((name, getattr(pipeline, name)) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size"))
+    again = pipeline.recomputed_stages
+    is_whole = len(again) == len(replica.stages)
     return ReplicaBlock(
         rows=replica.share,
         pipeline=tuple((name, value) for name, value in said if value is not None),
-        recompute="full" if pipeline.recomputes_stages else None,
-        stages=tuple(_stage(stage, calls, position) for stage in replica.stages),
+        recompute="full" if is_whole else None,
+        stages=tuple(_stage(stage, calls, position, not is_whole and stage.index in again) for stage in replica.stages),
     )
 
 
-def _stage(stage: Stage, calls: Sequence[str], position: Mapping[str, int]) -> StageBlock:
+def _stage(stage: Stage, calls: Sequence[str], position: Mapping[str, int], recomputes_whole: bool) -> StageBlock:
     return StageBlock(
         devices=stage.virtual_device.devices,
         ops=_runs(stage.ops, calls, position),
@@ -51,6 +53,7 @@ def _stage(stage: Stage, calls: Sequence[str], position: Mapping[str, int]) -> S
         cut=stage.shards,
         recompute=tuple((segment.first, segment.last) for segment in stage.program if segment.recompute),
         halves=stage.overlap,
+        recomputes_whole=recomputes_whole,
     )
 
 

@@ -94,6 +94,20 @@ def test_what_is_left_out_is_plain(tmp_path: Path) -> None:
     assert made.step_seconds > 0 and all(stage.estimates for stage in replica.stages)
 
 
+def test_stages_recompute_as_a_whole_or_in_parts(tmp_path: Path) -> None:
+    made = written(tmp_path, [FIRST | {"recompute": "full"}, LAST | {"recompute": ["layer_norm_4 .. add_6"]}], num_micro_batch=3)
+    replica = made.replicas[0]
+    assert replica.pipeline.recomputed_stages == (0,) and [len(stage.recomputed) for stage in replica.stages] == [0, 1]
+    assert replica.pipeline.order == "1f1b with recomputation of stage 0, 3 micro-batch(es)"
+    kept = written(tmp_path, [FIRST, LAST], num_micro_batch=3)
+    assert made.step_seconds > kept.step_seconds
+    assert same(made, read_back(made, model(), tmp_path))
+    both = written(tmp_path, [FIRST | {"recompute": "full"}, LAST | {"recompute": "full"}], num_micro_batch=3)
+    assert both.replicas == written(tmp_path, [FIRST, LAST], num_micro_batch=3, recompute="full").replicas
+    with pytest.raises(ConfigError, match=r"the schedule says which stages it recomputes as a whole \(stage 0, recompute: full\)"):
+        written(tmp_path, [FIRST | {"recompute": "full"}, LAST], schedule="last_no_recompute", num_micro_batch=3)
+
+
 @pytest.mark.parametrize("asked", [12, 30])
 def test_rows_are_those_of_the_batch_that_is_planned(asked: int, tmp_path: Path) -> None:
     """Left out they are equal; stated for another batch they are weights: edges and shares are of what each replica takes."""
