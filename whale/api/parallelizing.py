@@ -24,7 +24,7 @@ from whale.api.session import resolve_config
 from whale.api.since_capture import check_types
 from whale.api.tracebacks import in_short
 from whale.api.tracing import Tracing
-from whale.capture import BatchDims, warning_of
+from whale.capture import BatchDims
 from whale.comm import on_first_rank, together
 from whale.config import Config
 from whale.errors import warn
@@ -104,8 +104,8 @@ def parallelize(
         with told_if_long("planning", on_first=world.rank == 0) as tell:
             decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings, tell=tell)[0])
         warn_where_apart(decided, graph, world)
-        if world.rank == 0 and modes.train.program.handed_on:
-            warn(warning_of(modes.train.program.handed_on))
+        for text in modes.train.program.warnings if world.rank == 0 else ():
+            warn(text)
         schedules = schedules_of(decided)
         roster = attachment.roster(decided, world)
         pieces = rank_pieces(decided, roster.rank, decided.planned_rows)

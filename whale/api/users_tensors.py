@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from whale.errors import first_few, warn
 
-_State = dict[str, tuple[Tensor, int]]
+_Place = tuple[dict[str, Tensor | None], str]
+_State = dict[str, tuple[_Place, Tensor, int]]
 
 
 class UsersTensors:
-    """Parameters and buffers of the user's model, with the writes to each that have been seen.
+    """Parameters and buffers of the user's model: where each is kept, and the writes to it that have been seen.
 
     Args:
         model: the user's.
@@ -38,7 +39,9 @@ class UsersTensors:
         if self._has_weights:
             self._known, self._has_weights = _state(self._model), False
             return
-        written = [name for name, (tensor, count) in self._known.items() if _writes(tensor) != count]
+        written = [
+            name for name, ((held, key), tensor, count) in self._known.items() if held.get(key) is not tensor or _writes(tensor) != count
+        ]
         if written:
             self._tells = False
             warn(
@@ -48,7 +51,13 @@ class UsersTensors:
 
 
 def _state(model: nn.Module) -> _State:
-    return {name: (tensor, _writes(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        f"{path}.{key}".removeprefix("."): ((held, key), tensor, _writes(tensor))
+        for path, module in model.named_modules()
+        for held in (module._parameters, module._buffers)
+        for key, tensor in held.items()
+        if tensor is not None
+    }
 
 
 def _writes(tensor: Tensor) -> int:

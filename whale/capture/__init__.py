@@ -1,6 +1,5 @@
 """Scopes as the user writes them, and the capture of model and loss as one graph."""
 
-from whale.capture.attributes import warning_of
 from whale.capture.batch import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, Leaf, check_batch_dims
 from whale.capture.capture import capture
 from whale.capture.program import OutputStructure, Program
@@ -20,5 +19,4 @@ __all__ = [
     "set_default_strategy",
     "split",
     "tag",
-    "warning_of",
 ]

@@ -23,6 +23,7 @@ from whale.capture.errors import check_model
 from whale.capture.flatten import Flat, flatten
 from whale.capture.liveness import drop_needless_detaches, remove_dead_code
 from whale.capture.loss.terms import TermNodes, split_loss
+from whale.capture.once import done_once
 from whale.capture.ops import describe
 from whale.capture.parameters import Holdings, holdings
 from whale.capture.program import Program
@@ -73,7 +74,9 @@ def capture(
     check_model(model)
     check_loss(loss)
     default = default_scope()
-    first, double = trace(model, loss, structure, mode, static)
+    with done_once(model, loss) as once:
+        first, double = trace(model, loss, structure, mode, static)
+    first = replace(first, once=once.warnings)
     return _build(model, structure, first, double, mode, default)
 
 
@@ -203,9 +206,12 @@ def _warnings(traced: Traced, terms: list[TermNodes]) -> tuple[str, ...]:
     for term in terms:
         if not term.exact:
             found.append(f"{term.reason}; it is computed per micro-batch and weighted by rows (at {_line(term.where)})")
-    if traced.found.handed_on:
-        found.append(warning_of(traced.found.handed_on))
-    return tuple(found)
+    return (*found, *_of_state(traced))
+
+
+def _of_state(traced: Traced) -> tuple[str, ...]:
+    """Warnings of what goes on from call to call, and does not from step to step."""
+    return (*([warning_of(traced.found.handed_on)] if traced.found.handed_on else []), *traced.once)
 
 
 def _check_trains(graph: ModelGraph) -> None:
@@ -221,7 +227,7 @@ def _program(flat: Flat, structure: BatchStructure, held: Holdings, traced: Trac
     names = {node.name for node in flat.graph.find_nodes(op="placeholder")}
     sources = {name: key for name, key in flat.sources.items() if name in names}
     constants = {name: tensor for name, tensor in flat.constants.items() if name in names}
-    return Program(flat.graph, {**held.tensors, **constants}, structure, sources, traced.found.outputs, traced.found.handed_on)
+    return Program(flat.graph, {**held.tensors, **constants}, structure, sources, traced.found.outputs, _of_state(traced))
 
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:

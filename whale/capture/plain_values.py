@@ -19,7 +19,8 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from random import Random
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ Values = tuple[object, ...]
 """What was read at one moment, one per place; comparable."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 _MOST_ITEMS = 64
 """Of a list or dict whose items are looked at."""
 _CALLED = frozenset({"forward", "__call__"})
@@ -48,20 +50,20 @@ class _Unknown:
 _UNKNOWN = _Unknown()
 
 
-class _TheTensor:
-    """A tensor, compared by whether it is the same one."""
+class _TheObject:
+    """A tensor or a function, compared by whether it is the same one."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, value: Tensor | Callable[..., Any]) -> None:
+        self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TheTensor) and self._tensor is other._tensor
+        return isinstance(other, _TheObject) and self._value is other._value
 
     def __hash__(self) -> int:
-        return id(self._tensor)
+        return id(self._value)
 
     def __repr__(self) -> str:
-        return "a tensor"
+        return "a tensor" if isinstance(self._value, Tensor) else getattr(self._value, "__qualname__", "a function")
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,25 @@ class _Place:
 
     def value(self) -> object:
         """What it holds now, in a form that can be compared."""
+        return _comparable(self.held())
+
+    def held(self) -> object:
+        """The object itself; nothing that can be put back where there is none."""
         if not isinstance(self.holder, CellType):
-            return _comparable(self.holder.get(self.key, _UNKNOWN))
-        return _comparable(self.holder.cell_contents) if self.is_set else _UNKNOWN
+            return self.holder.get(self.key, _UNKNOWN)
+        return self.holder.cell_contents if self.is_set else _UNKNOWN
+
+    def put(self, value: object) -> None:
+        """Puts back what `held` gave."""
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        elif isinstance(self.own, dict):
+            self.own[self.key] = value
+
+    @property
+    def own(self) -> object:
+        """The namespace itself, without the defaults of a class behind it."""
+        return self.holder.maps[0] if isinstance(self.holder, ChainMap) else self.holder
 
     @property
     def is_set(self) -> bool:
@@ -99,15 +117,18 @@ class PlainValues:
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
-        finder = _Finder()
+        modules = list(model.modules())
+        finder = _Finder(frozenset(map(id, modules)))
         finder.find(model, type(model).__name__, frozenset())
         finder.find(loss, type(loss).__name__, frozenset())
-        self._places = list(finder.places.values())
+        self.generators, self.functions = finder.generators, finder.functions
+        self._places = [*finder.places.values(), *_forwards(modules)]
+        self._flags = len(self._places)
         self._places += [
             _Place(f"{name or type(model).__name__}.training", vars(module), "training") for name, module in model.named_modules()
         ]
         self._model = model
-        self._flags = len(finder.places)
+        self._namespaces = frozenset(id(vars(module)) for module in modules)
 
     def now(self, known: Values = (), *, trains: bool) -> Values:
         """The values at this moment.
@@ -120,22 +141,66 @@ class PlainValues:
             return tuple([place.value() for place in self._places])
         return (*[place.value() for place in self._places[: self._flags]], *known[self._flags :])
 
+    def outside(self) -> Kept:
+        """What places that are not of the model's modules hold at this moment."""
+        return Kept([place for place in self._places if id(place.own) not in self._namespaces])
+
     def differing(self, then: Values, now: Values) -> str:
         """What has changed, in words."""
-        return first_few(
-            [
-                f"{place.label}: {before!r}, now {after!r}"
-                for place, before, after in zip(self._places, then, now, strict=False)
-                if before != after
-            ]
-        )
+        return _differing(self._places, then, now)
+
+
+def _differing(places: Sequence[_Place], then: Values, now: Values) -> str:
+    found = [f"{place.label}: {a!r}, now {b!r}" for place, a, b in zip(places, then, now, strict=False) if a != b]
+    return first_few(found)
+
+
+class Kept:
+    """What places hold, to be put back.
+
+    Args:
+        places: to look at.
+    """
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self._places = places
+        self._held = [place.held() for place in places]
+        self._values = self._now()
+
+    def put_back(self) -> str:
+        """Puts back what has been replaced since; says what has been written."""
+        now = self._now()
+        for place, held in zip(self._places, self._held, strict=True):
+            if held is not _UNKNOWN and place.held() is not held:
+                place.put(held)
+        return _differing(self._places, self._values, now)
+
+    def _now(self) -> Values:
+        return tuple(place.value() for place in self._places)
+
+
+def _forwards(modules: Sequence[nn.Module]) -> list[_Place]:
+    """Where modules and their classes have `forward`, which a script may replace."""
+    classes = {type(module): f"{type(module).__name__}.forward" for module in modules}
+    found = [_Place(f"{type(module).__name__}.forward", vars(module), "forward") for module in modules]
+    return found + [_Place(label, vars(kind), "forward") for kind, label in classes.items()]
 
 
 @dataclass
 class _Finder:
-    """Walks from objects to the places that their code reads, by the names in it."""
+    """Walks from objects to the places that their code reads, by the names in it.
 
+    Attributes:
+        modules: ids of the model's modules, whose buffers are looked at elsewhere.
+        places: found so far.
+        generators: of random numbers, by what the code calls them.
+        functions: whose code was read.
+    """
+
+    modules: frozenset[int] = frozenset()
     places: dict[tuple[int, str], _Place] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+    functions: list[FunctionType] = field(default_factory=list)
     _seen: dict[tuple[int, frozenset[str]], object] = field(default_factory=dict)
 
     def find(self, value: object, label: str, names: frozenset[str]) -> None:
@@ -151,6 +216,8 @@ class _Finder:
         self._seen[id(value), names] = value  # kept, so that its id stays its own
         if isinstance(value, FunctionType):
             self._function(value)
+        elif isinstance(value, Random) or type(value).__module__.startswith("numpy.random"):
+            self.generators[label] = value
         elif isinstance(value, MethodType):
             self.find(value.__func__, label, frozenset())
             self._object(value.__self__, type(value.__self__).__name__, _names(value.__func__.__code__))
@@ -167,6 +234,8 @@ class _Finder:
         kind: Any = type(value)
         names, functions = _reached(kind, names)
         self._namespace(vars(value), f"{label}.", names)
+        if isinstance(value, nn.Module) and id(value) not in self.modules:
+            self._namespace(value._buffers, f"{label}.", names)
         defaults = _defaults(kind)
         for name in sorted(names & defaults.keys() - vars(value).keys()):
             self._place(ChainMap(vars(value), defaults), name, f"{label}.{name}", names)  # may be overlaid later
@@ -179,6 +248,7 @@ class _Finder:
         inner = inspect.unwrap(function)
         if inner is not function:
             self.find(inner, function.__name__, frozenset())
+        self.functions.append(function)
         names = _names(function.__code__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._place(cell, name, name, names)
@@ -193,6 +263,8 @@ class _Finder:
         place = _Place(label, holder, key)
         if place.value() is not _UNKNOWN:
             self.places.setdefault((id(holder), key), place)
+            if isinstance(place.held(), _FUNCTIONS):
+                self.find(place.held(), label, names)
         elif not isinstance(holder, CellType):
             self.find(holder[key], label, names)
         elif place.is_set:
@@ -202,8 +274,8 @@ class _Finder:
 def _comparable(value: object) -> object:
     if isinstance(value, _PLAIN):
         return value
-    if isinstance(value, Tensor):
-        return _TheTensor(value)
+    if isinstance(value, (Tensor, *_FUNCTIONS)):
+        return _TheObject(value)
     if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
         return _all_comparable(value)
     if isinstance(value, dict) and len(value) <= _MOST_ITEMS:

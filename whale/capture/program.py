@@ -45,7 +45,7 @@ class Program:
         batch: how a batch is taken apart.
         sources: per parameter, buffer or constant placeholder, the key of its tensor in `tensors`.
         outputs: how the output is put together; None where the graph returns a loss.
-        handed_on: plain attributes that the model's `forward` leaves to its next call, with their lines: lost in the graph.
+        warnings: of what goes on from call to call in a plain loop, and is lost in the graph.
     """
 
     graph: fx.Graph
@@ -53,7 +53,7 @@ class Program:
     batch: BatchStructure
     sources: Mapping[str, str]
     outputs: OutputStructure | None = None
-    handed_on: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def module(self) -> fx.GraphModule:
         """The graph as a module without state: it takes its placeholders' values in order."""

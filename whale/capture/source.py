@@ -10,7 +10,7 @@ import sys
 import traceback
 from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 
 import torch
 
@@ -49,6 +49,11 @@ def line_inside(function: object, number: int) -> SourceLine | None:
     """A line of a function's source, counted from 1; None of what has no code of its own."""
     first = line_of_function(function)
     return None if first is None else SourceLine(first.file, first.line + number - 1)
+
+
+def line_in(code: CodeType, number: int) -> SourceLine:
+    """A line of the file that code stands in."""
+    return SourceLine(_shorten(code.co_filename), number)
 
 
 @cache

@@ -47,6 +47,7 @@ class Traced:
         calls: of custom autograd functions, in order.
         ways: what each read of a tensor was told, in order.
         counters: per momentum of a batch normalisation that stands for one over a counter, the counter.
+        once: warnings of what is done while it is captured and never again.
     """
 
     exported: ExportedProgram
@@ -57,6 +58,7 @@ class Traced:
     calls: tuple[FunctionCall, ...]
     ways: tuple[Way, ...] = ()
     counters: Mapping[float, str] = field(default_factory=dict)
+    once: tuple[str, ...] = ()
 
 
 def trace(model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool) -> tuple[Traced, Traced | None]:

@@ -42,9 +42,10 @@ class Scaled(nn.Module):
         self.drop = nn.Dropout(0.0)
         self.scale, self.parts, self.aside, self.seen = 1.0, [1.0, 1.0], False, 0
         self.mask = torch.ones(3, dtype=torch.float64)
+        self.bend: Callable[[Tensor], Tensor] = torch.tanh
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.drop(torch.tanh(self.first(x)) * self._own_scale()) * self.mask
+        h = self.drop(self.bend(self.first(x)) * self._own_scale()) * self.mask
         return self.last(h + h.cos() if self.aside else h)
 
     def _own_scale(self) -> float:
@@ -141,7 +142,31 @@ def method() -> tuple[Loss, Change]:
     return partial(trainer.compute), lambda _, value: setattr(trainer, "weight", value)
 
 
-CASES = (own_loss, item_of_a_list, other_tensor, other_ops, of_a_layer, closure, of_a_global, of_an_object, of_a_class, method)
+def other_function() -> tuple[Loss, Change]:
+    return plain, lambda model, value: setattr(model, "bend", torch.sin if value > 1 else torch.tanh)
+
+
+def other_forward() -> tuple[Loss, Change]:
+    def change(model: Any, value: float) -> None:
+        model.first.forward = lambda x: value * nn.functional.linear(x, model.first.weight, model.first.bias)
+
+    return plain, change
+
+
+CASES = (
+    other_function,
+    other_forward,
+    own_loss,
+    item_of_a_list,
+    other_tensor,
+    other_ops,
+    of_a_layer,
+    closure,
+    of_a_global,
+    of_an_object,
+    of_a_class,
+    method,
+)
 
 
 def run(case: Callable[[], tuple[Loss, Change]], values: tuple[float, ...], step: Callable[..., Any]) -> list[float]:
@@ -265,6 +290,14 @@ def test_what_is_written_to_the_users_model_is_told_to_be_lost_once() -> None:
         engine.step(BATCH)
         engine.step(BATCH)
     assert len(said) == 1 and said[0].filename == __file__
+
+
+def test_a_buffer_that_is_replaced_is_told_to_be_lost() -> None:
+    model = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1)).double()
+    engine = whale.parallelize(model, loss=lambda output, batch: output.square().mean(), optimizer=SGD, batch=BATCH["x"])
+    model[1].running_mean = torch.ones(1, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"does not reach the engine, .* \(written since: 1.running_mean\)"):
+        engine.step(BATCH["x"])
 
 
 def test_the_engines_weights_may_be_written_to_the_users_model() -> None:

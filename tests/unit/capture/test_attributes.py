@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
-from whale.capture import capture
+from whale.capture import attributes, capture
 
 BATCH = torch.randn(8, 4)
 
@@ -104,7 +104,7 @@ def test_state_is_found(name: str) -> None:
     model = make()
     before = dict(vars(model))
     graph, program = capture(model, BATCH, lambda output, batch: output.mean())
-    assert program.handed_on == (said,)
+    assert program.warnings == (attributes.warning_of((said,)),)
     assert any(f"starts from what was there before ({said})" in warning for warning in graph.warnings)
     assert vars(model) == before, "the model is left as it was"
 
@@ -134,7 +134,7 @@ class Harmless(Base):
 def test_what_no_call_reads_of_another_is_not() -> None:
     model = Harmless()
     _, program = capture(model, BATCH, lambda output, batch: output.mean())
-    assert program.handed_on == ()
+    assert program.warnings == ()
     assert not hasattr(model, "last") and not hasattr(model, "mask") and model.table is None
     copy.deepcopy(model)
 
@@ -155,7 +155,7 @@ class Hooked(Base):
 def test_a_note_of_hooks_that_forward_registers_is_no_state_and_each_trace_registers_them_once() -> None:
     model = Hooked()
     captured = [capture(model, BATCH, lambda output, batch: output.mean()) for _ in range(2)]
-    assert all(program.handed_on == () for _, program in captured)
+    assert all(program.warnings == () for _, program in captured)
     assert captured[0][0].ops == captured[1][0].ops
     assert not model.layer._forward_hooks
 
