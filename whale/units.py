@@ -1,4 +1,4 @@
-"""Quantities as people write them: parsing ``32 GiB`` and ``25 Gbit/s``, printing bytes and seconds."""
+"""Quantities as people write them: parsing ``32 GiB`` and ``25 Gbit/s``, printing bytes, seconds and shares."""
 
 from __future__ import annotations
 
@@ -76,6 +76,11 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= scale or name == "us":
             return f"{seconds / scale:.3g} {name}" if abs(seconds) < 1000 else f"{seconds:.0f} s"
     raise AssertionError("unreachable")
+
+
+def format_share(share: float) -> str:
+    """``0.423`` as ``42%``; what is there, but next to nothing, as ``<1%``."""
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
 def format_count(count: float) -> str:

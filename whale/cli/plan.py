@@ -19,7 +19,7 @@ from whale.planning import write_plan
 from whale.search.objective import format_cost
 from whale.sharding.communicators import communicators_of
 from whale.sharding.parameters import parameter_shardings
-from whale.units import format_bytes, format_seconds
+from whale.units import format_bytes, format_seconds, format_share
 
 _WRITTEN = (".yaml", ".yml")
 """Files of plans that are written down."""
@@ -122,7 +122,7 @@ def _stage_rows(plan: Plan, replica: Replica, stage: Stage) -> Iterable[tuple[st
         if stage.estimates:
             e = stage.estimates[position]
             held = e.parameter_bytes + e.activation_bytes
-            times = (format_seconds(e.forward), format_seconds(e.backward), f"{format_bytes(held)} ({held / e.capacity:.0%})")
+            times = (format_seconds(e.forward), format_seconds(e.backward), f"{format_bytes(held)} ({format_share(held / e.capacity)})")
         names = ", ".join(stage.task_graphs)
         rows = str(sum(piece[position] for piece in pieces))
         yield (str(plan.rank_of[device]), device, str(replica.index), str(stage.index), names, rows, *times)

@@ -14,7 +14,7 @@ from whale.estimate import DeviceEstimate
 from whale.ir.plan import describe_order, describe_shape
 from whale.planning import EvenShares, Simulation, even_shares
 from whale.search.objective import format_cost
-from whale.units import format_bytes, format_seconds
+from whale.units import format_bytes, format_seconds, format_share
 
 _BOUNDS = {
     "evenly": "all that is computed, divided evenly",
@@ -88,11 +88,11 @@ def _row(each: DeviceEstimate, step_seconds: float) -> tuple[str, ...]:
     return (
         each.name,
         ", ".join(map(str, each.stages)),
-        f"{each.busy / step_seconds:.0%}",
+        format_share(each.busy / step_seconds),
         format_seconds(each.busy),
         format_seconds(each.communicating),
         format_seconds(each.exposed),
-        f"{format_bytes(round(each.peak.total))} ({each.peak.total / each.capacity:.0%})",
+        f"{format_bytes(round(each.peak.total))} ({format_share(each.peak.total / each.capacity)})",
         ", ".join(_filling(each)),
     )
 
@@ -100,4 +100,4 @@ def _row(each: DeviceEstimate, step_seconds: float) -> tuple[str, ...]:
 def _filling(each: DeviceEstimate) -> Iterator[str]:
     """What most of its memory is filled with."""
     for name, num_bytes in sorted(each.peak.parts, key=lambda part: -part[1])[:2]:
-        yield f"{name} {num_bytes / each.peak.total:.0%}"
+        yield f"{name} {format_share(num_bytes / each.peak.total)}"

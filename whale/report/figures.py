@@ -10,7 +10,7 @@ from whale.ir.plan import Plan
 from whale.ir.timeline import StepRecording
 from whale.report.elements import table, tile
 from whale.report.tracks import Track
-from whale.units import format_bytes, format_seconds
+from whale.units import format_bytes, format_seconds, format_share
 
 
 def tiles(plan: Plan, step: StepEstimate, recording: StepRecording | None) -> Iterator[str]:
@@ -23,15 +23,12 @@ def tiles(plan: Plan, step: StepEstimate, recording: StepRecording | None) -> It
         yield tile("Step, measured", format_seconds(seconds), _rate(rows, seconds) + times)
     yield tile("Bubble rate", f"{step.bubble_rate:.1%}", "predicted, of the rank that takes longest")
     yield tile("Exposed communication", format_seconds(slow.exposed), f"predicted, of {slow.devices[0]}")
-    yield tile("Fullest memory", f"{full.peak.total / full.capacity:.0%}", f"{_memory(full.peak.total, full.capacity)}, {full.devices[0]}")
+    share = format_share(full.peak.total / full.capacity)
+    yield tile("Fullest memory", format_bytes(round(full.peak.total)), f"{share} of {format_bytes(full.capacity)}, {full.devices[0]}")
 
 
 def _rate(rows: int, seconds: float) -> str:
     return f"{rows} rows, {rows / seconds:,.0f} per second" if seconds else f"{rows} rows"
-
-
-def _memory(held: float, capacity: int) -> str:
-    return f"{format_bytes(round(held))} of {format_bytes(capacity)}"
 
 
 def device_table(cluster: Cluster, step: StepEstimate, tracks: Sequence[Track]) -> str:
@@ -40,7 +37,8 @@ def device_table(cluster: Cluster, step: StepEstimate, tracks: Sequence[Track]) 
     times = ("computes", *(("measured",) if is_measured else ()), "exposed", "idle")
     columns = ("device", "model", "stage", *times, "peak memory", "of limit", "filled by")
     rows = [_row(track, cluster, step.step_seconds, with_measured=is_measured) for track in tracks]
-    return table("Devices; those that do the same share a row", columns, rows, ("stage", *times, "peak memory", "of limit"))
+    beside = "; all but what is called measured is predicted" if is_measured else ""
+    return table(f"Devices; those that do the same share a row{beside}", columns, rows, ("stage", *times, "peak memory", "of limit"))
 
 
 def _row(track: Track, cluster: Cluster, step_seconds: float, *, with_measured: bool) -> tuple[str, ...]:
@@ -56,7 +54,7 @@ def _row(track: Track, cluster: Cluster, step_seconds: float, *, with_measured: 
         format_seconds(each.exposed),
         format_seconds(each.idle(step_seconds)),
         format_bytes(round(each.peak.total)),
-        f"{each.peak.total / each.capacity:.0%}",
+        format_share(each.peak.total / each.capacity),
         str(each.peak),
     )
 
@@ -67,7 +65,7 @@ def link_table(step: StepEstimate) -> str:
         (
             link.name + (f" and {link.num_alike - 1} like it" if link.num_alike > 1 else ""),
             format_bytes(round(link.num_bytes)),
-            f"{link.share:.1%}",
+            format_share(link.share),
         )
         for link in step.links
         if link.num_bytes

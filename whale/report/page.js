@@ -11,7 +11,8 @@
   const WORKS = new Set(["F", "B", "I", "W", "R", "STEP"]), RUNS = ["predicted", "measured"];
   const HUES = [255, 55, 150, 345, 205, 100, 300, 25];  // of micro-batches, in turn; neighbours lie far apart
   const AXIS = 24, BAR = 22, SYNC = 7, GAP = 12, LABEL = 17, STRIP = 54;
-  const view = { from: 0, to: data.ticks }, options = { messages: true, stretch: false };
+  const MUCH = 2;  // a run so many times as long as the other is not drawn on the other's scale
+  const view = { from: 0, to: data.ticks };
   const isMeasured = data.tracks.some((track) => track.runs.length > 1);
   let rows = [], chosen = null, hovered = null, gutter = 0, pageWidth = 1, isWide = true, drag = null;
 
@@ -29,6 +30,11 @@
     return `${at ? count.toFixed(count >= 100 ? 0 : 1) : count} ${units[at]}`;
   }
   const nameOf = (bar) => (bar[1] < 0 ? "" : bar[1]) + data.kinds[bar[0]] + (bar[2] < 0 ? "" : bar[2]);
+  function namesOf(track, bar) {  // what may stand in it, the longest first
+    if (bar[1] < 0) return [data.kinds[bar[0]]];
+    const name = nameOf(bar), short = name.slice(String(bar[1]).length);
+    return track.hasStages ? [name, short] : [short];
+  }
   function describe(item) {
     const { row, bar } = item, run = row.track.runs[row.run];
     const place = `${run.device}${row.track.alike && row.run === 0 ? ` and ${row.track.alike} like it` : ""}, ${RUNS[row.run]}`;
@@ -46,8 +52,12 @@
     ({ run, source, target, microBatch: Number(/\d+$/.exec(name)[0]), start, end }));
   const ends = [0, 1].map((run) => Math.max(1, ...data.tracks.flatMap((track) => !track.runs[run] ? [] :
     ["bars", "syncs", "waits"].map((what) => track.runs[run][what].reduce((most, bar) => Math.max(most, bar.at(-1)), 0)))));
+  const options = { messages: true, stretch: isMeasured && Math.max(...ends) > MUCH * Math.min(...ends) };
   const scaleOf = (run) => (options.stretch ? data.ticks / ends[run] : 1);
   const x = (tick, run) => gutter + ((tick * scaleOf(run) - view.from) / (view.to - view.from)) * (pageWidth - gutter);
+  for (const track of data.tracks) {
+    track.hasStages = new Set(track.runs.flatMap((run) => run.bars.map((bar) => bar[1]).filter((stage) => stage >= 0))).size > 1;
+  }
   function place() {
     rows = [];
     pageWidth = timeline.clientWidth;
@@ -102,13 +112,14 @@
   }
   function axis(context, width, height) {
     const span = view.to - view.from, room = Math.max(2, Math.floor((width - gutter) / 90));
-    const second = data.ticks / data.seconds, rough = span / room / second, power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].find((each) => each * power >= rough) * power * second;
+    const unit = data.ticks / (options.stretch ? 100 : data.seconds);  // where each run has a scale of its own, shares of it
+    const rough = span / room / unit, power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].find((each) => each * power >= rough) * power * unit;
     context.fillStyle = colour("soft"); context.strokeStyle = colour("line"); context.lineWidth = 1; context.textAlign = "center";
     for (let tick = Math.ceil(view.from / step) * step; tick <= view.to; tick += step) {
       const at = Math.round(gutter + ((tick - view.from) / span) * (width - gutter)) + 0.5;
       context.beginPath(); context.moveTo(at, AXIS - 4); context.lineTo(at, height); context.stroke();
-      const text = tick === 0 ? "0" : time(tick), half = context.measureText(text).width / 2;
+      const text = tick === 0 ? "0" : options.stretch ? `${digits(tick / unit)}%` : time(tick), half = context.measureText(text).width / 2;
       context.fillText(text, Math.min(Math.max(at, gutter + half), width - half), AXIS / 2);
     }
   }
@@ -138,9 +149,10 @@
     const top = works ? row.y : row.y + row.height / 2 - 2, height = works ? row.height : 4;
     context.fillRect(left, top, width > 4 ? width - 1 : width, height);
     if (works && (kind === "W" || kind === "R") && width > 3) hatch(context, left, top, width - 1, height);
-    const text = nameOf(bar).slice(String(bar[1]).length), shown = bar[1] < 0 ? kind : text;
     const from = Math.max(left, gutter), to = Math.min(left + width, pageWidth);
-    if (works && to - from > 12 && to - from > context.measureText(shown).width + 6) {
+    const fits = (text) => to - from > Math.max(12, context.measureText(text).width + 6);
+    const shown = works ? namesOf(row.track, bar).find(fits) : undefined;
+    if (shown) {
       if (kind === "W" || kind === "R") {
         const half = context.measureText(shown).width / 2 + 3;
         context.fillStyle = fill(kind, microBatch); context.fillRect((from + to) / 2 - half, top + 3, 2 * half, height - 6);
@@ -163,20 +175,20 @@
       if (width > 2) context.fillRect(left + 0.5, row.y + row.height - 3, width - 1, 2);
     }
   }
-  function drawMessages(context) {
+  function drawMessages(context, isBright) {  // those of the chosen micro-batch above the bars, all others below
     if (!options.messages) return;
     const focus = hovered ?? chosen, wanted = focus && focus.row.what === "bars" ? focus.bar[2] : -1;
     const dense = data.messages.length > 400 ? 0.3 : 0.75;
-    const bright = new Path2D(), faint = new Path2D();
+    const path = new Path2D();
     for (const { run, source, target, microBatch, start, end } of messages) {
       const [from, to] = [data.tracks[source].runs[run]?.row, data.tracks[target].runs[run]?.row];
-      if (!from || !to || from === to) continue;
-      const path = wanted === microBatch ? bright : faint, down = to.y > from.y;
+      if (!from || !to || from === to || (wanted === microBatch) !== isBright) continue;
+      const down = to.y > from.y;
       path.moveTo(x(start, run), down ? from.y + BAR : from.y); path.lineTo(x(end, run), down ? to.y : to.y + BAR);
     }
     context.strokeStyle = colour("soft");
-    context.globalAlpha = wanted < 0 ? dense : 0.1; context.lineWidth = 1; context.stroke(faint);
-    context.globalAlpha = 1; context.lineWidth = 2; context.stroke(bright);
+    context.globalAlpha = isBright ? 1 : wanted < 0 ? dense : 0.1; context.lineWidth = isBright ? 2 : 1; context.stroke(path);
+    context.globalAlpha = 1;
   }
   function drawTimeline() {
     const height = place(), width = pageWidth, context = prepare(timeline, height);
@@ -186,12 +198,13 @@
     axis(context, width, height);
     context.save();
     context.beginPath(); context.rect(gutter, AXIS, width - gutter, height - AXIS); context.clip();
+    drawMessages(context, false);
     let count = 0;
     for (const row of rows) {
       for (const bar of row.list) row.what === "bars" ? (count += drawBar(context, row, bar)) : drawSmall(context, row, bar);
       if (row.what === "bars") drawSegments(context, row);
     }
-    drawMessages(context);
+    drawMessages(context, true);
     for (const item of [hovered, chosen].filter(Boolean)) outline(context, item);
     context.restore();
     for (const track of data.tracks) label(context, track, track.y);
@@ -225,7 +238,6 @@
     context.fillStyle = colour("track"); context.fillRect(gutter, top, width - gutter, STRIP);
     context.save();
     context.beginPath(); context.rect(gutter, top, width - gutter, STRIP); context.clip();
-    context.fillStyle = colour("held"); context.fillRect(gutter, y(track.held), width - gutter, STRIP);
     track.runs.forEach((run, number) => run.memory.length && curve(context, run.memory, number, y, y(track.held)));
     const line = near ? Math.round(y(track.capacity)) + 0.5 : top + 5.5;
     context.strokeStyle = colour("limit"); context.lineWidth = 1.5; context.setLineDash(near ? [] : [7, 5]);
@@ -236,25 +248,29 @@
     if (isWide) { context.fillStyle = colour("limit"); context.fillText(cut(context, `limit ${bytes(track.capacity)}`, gutter - 12), 0, top + 40); }
   }
   function curve(context, points, run, y, held) {
-    context.beginPath();
+    const path = new Path2D();
     let last = x(0, run), height = y(points[0][1]), top = height;  // of changes within half a pixel the highest is seen
-    context.moveTo(last, height);
+    path.moveTo(last, height);
     for (const [tick, count] of points) {
       const at = x(tick, run);
       if (at - last >= 0.5) {
-        context.lineTo(last, top); context.lineTo(last, height); context.lineTo(at, height);
+        path.lineTo(last, top); path.lineTo(last, height); path.lineTo(at, height);
         last = at; top = height;
       }
       height = y(count); top = Math.min(top, height);
     }
-    context.lineTo(last, top); context.lineTo(last, height);
+    path.lineTo(last, top); path.lineTo(last, height);
     last = x(ends[run], run);
-    context.lineTo(last, height);
-    context.strokeStyle = colour(run ? "measured" : "accent"); context.lineWidth = 1.5; context.stroke();
+    path.lineTo(last, height);
+    const line = new Path2D(path);
     if (!run) {
-      context.lineTo(last, held); context.lineTo(x(0, run), held); context.closePath();
-      context.globalAlpha = 0.22; context.fillStyle = colour("accent"); context.fill(); context.globalAlpha = 1;
+      path.lineTo(last, y(0)); path.lineTo(x(0, run), y(0)); path.closePath();
+      context.save(); context.clip(path);
+      context.globalAlpha = 0.22; context.fillStyle = colour("accent"); context.fillRect(gutter, 0, pageWidth, held); context.globalAlpha = 1;
+      context.fillStyle = colour("held"); context.fillRect(gutter, held, pageWidth, y(0) - held);
+      context.restore();
     }
+    context.strokeStyle = colour(run ? "measured" : "accent"); context.lineWidth = 1.5; context.stroke(line);
   }
 
   // ---- what a reader does ---------------------------------------------------------------------------------------
@@ -347,8 +363,10 @@
   }, { passive: false });
   for (const tool of document.querySelectorAll("[data-do]")) {
     const what = tool.dataset.do;
-    if (tool.type === "checkbox") tool.addEventListener("change", () => { options[what] = tool.checked; redraw(); });
-    else tool.addEventListener("click", () => (what === "all" ? look(0, data.ticks) : zoom(what === "in" ? 0.6 : 1 / 0.6)));
+    if (tool.type === "checkbox") {
+      tool.checked = options[what];
+      tool.addEventListener("change", () => { options[what] = tool.checked; redraw(); });
+    } else tool.addEventListener("click", () => (what === "all" ? look(0, data.ticks) : zoom(what === "in" ? 0.6 : 1 / 0.6)));
   }
 
   // ---- legend ---------------------------------------------------------------------------------------------------

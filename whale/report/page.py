@@ -34,13 +34,14 @@ def report_html(
         graph: the model that it is for.
         cluster: the devices that it names.
         step: what is predicted.
-        recordings: of a real run; the one of middle length is shown.
+        recordings: of a real run; of those with as many rows as the plan is for, else of all, the one of middle length is shown.
         title: of the page, beside the plan's own words.
 
     Returns:
         A page that needs no network and no other file.
     """
-    recording = sorted(recordings, key=lambda each: each.step_seconds)[len(recordings) // 2] if recordings else None
+    alike = [each for each in recordings if each.num_rows == plan.planned_rows] or recordings
+    recording = sorted(alike, key=lambda each: each.step_seconds)[len(alike) // 2] if alike else None
     tracks = make_tracks(plan, step, recording)
     drawn = drawn_tracks(tracks, step.straggler.devices[0])
     heading = title or f"One step on {plan.cluster}"
@@ -49,13 +50,18 @@ def report_html(
     parts = (
         f"<header><h1>{escape(heading)}</h1>\n{paragraph(_subtitle(plan))}{figures}</header>\n",
         section("straggler", "Who holds up the step", "".join(map(paragraph, words))),
-        section("time", "Time", _time(tracks, drawn, recordings, recording)),
+        section("time", "Time", _time(tracks, drawn, _of_recording(recordings, alike, recording), is_measured=recording is not None)),
         section("memory", "Memory", _memory(recording)),
         section("structure", "What runs where", structure(plan, graph)),
-        section("devices", "Devices and links", device_table(cluster, step, tracks) + link_table(step)),
+        section("devices", "Devices and links", _noise(cluster) + device_table(cluster, step, tracks) + link_table(step)),
         section("why", "Why the plan is as it is", _choices(plan)),
     )
     return _page(heading, "".join(parts), json.dumps(drawing(drawn), separators=(",", ":")))
+
+
+def _noise(cluster: Cluster) -> str:
+    """What who believes the figures should know of those that they are predicted from."""
+    return "".join(paragraph(f"Warning: {warning}.") for warning in cluster.warnings)
 
 
 def _page(title: str, body: str, data: str) -> str:
@@ -88,9 +94,9 @@ _TIMELINE = (
 )
 
 
-def _time(tracks: Sequence[Track], drawn: Sequence[Track], recordings: Sequence[StepRecording], recording: StepRecording | None) -> str:
-    tools = _TOOLS + ("" if recording is None else _STRETCH)
-    notes = [_left_out(tracks, drawn), _of_recording(recordings, recording)]
+def _time(tracks: Sequence[Track], drawn: Sequence[Track], told: str, *, is_measured: bool) -> str:
+    tools = _TOOLS + (_STRETCH if is_measured else "")
+    notes = [_left_out(tracks, drawn), told]
     return (
         f'<div class="tools">{tools}</div>\n<div class="legend" id="legend"></div>\n{_TIMELINE}\n<p id="told" aria-live="polite"></p>\n'
         + "".join(paragraph(note) for note in notes if note)
@@ -103,10 +109,12 @@ def _left_out(tracks: Sequence[Track], drawn: Sequence[Track]) -> str:
     return f"{missing} more rows of devices, which do otherwise, are in the table below and not drawn." if missing else ""
 
 
-def _of_recording(recordings: Sequence[StepRecording], recording: StepRecording | None) -> str:
+def _of_recording(recordings: Sequence[StepRecording], alike: Sequence[StepRecording], recording: StepRecording | None) -> str:
     if recording is None:
         return ""
-    chosen = f"step {recording.step_number}" + (f", of middle length among the {len(recordings)} recorded" if len(recordings) > 1 else "")
+    rows = " with the planned number of rows" if len(alike) < len(recordings) else ""
+    others = f", of middle length among the {len(alike)} recorded{rows}" if len(recordings) > 1 else ""
+    chosen = f"step {recording.step_number}{others}"
     error = f"clocks agree within {format_seconds(recording.clock_error)}" if recording.clock_error else "all devices have one clock"
     return (
         f"Measured: {chosen}, {recording.num_rows} rows; {error}. Of devices that share a row, one of the replica that computed "

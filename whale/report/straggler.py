@@ -8,13 +8,16 @@ from collections.abc import Iterator, Sequence
 from whale.estimate import DeviceEstimate, StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan
-from whale.ir.schedule import Kind
+from whale.ir.plan import Plan, Stage
+from whale.ir.schedule import RECEIVES, Kind
+from whale.ir.timeline import DeviceTimeline
 from whale.report.tracks import Track
-from whale.units import format_seconds
+from whale.units import format_seconds, format_share
 
 _NEARLY = 0.05
 """Shares closer than this are called equal."""
+MOST_WAITS = 3
+"""Waits that a measured device is said to have: the longest."""
 _WORDS = {
     Kind.FORWARD: "forward passes",
     Kind.RECOMPUTE: "computing again",
@@ -26,18 +29,20 @@ _WORDS = {
 
 
 def straggler_words(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate, tracks: Sequence[Track]) -> Iterator[str]:
-    """Sentences about the device that computes longest."""
+    """Sentences about the device that computes longest: what was measured before what is predicted."""
     slow = step.straggler
+    found = tuple(_measured(step, tracks))
+    yield from found
     share = slow.busy / step.step_seconds if step.step_seconds else 0.0
     who = f"{slow.name} ({cluster.by_name[slow.devices[0]].model}, stage {', '.join(map(str, slow.stages))})"
     waits = f"{format_seconds(slow.exposed)} for what is on its way and {format_seconds(slow.idle(step.step_seconds))} for others"
-    yield f"{who} computes longest: {format_seconds(slow.busy)}, {share:.0%} of the step. It waits {waits}."
+    beside = "Predicted: " if found else ""
+    yield f"{beside}{who} computes longest: {format_seconds(slow.busy)}, {format_share(share)} of the step. It waits {waits}."
     yield f"Its time goes to {_where_it_goes(slow)}."
     yield from _why(plan, graph, cluster, step)
     for choice in plan.choices:
         if choice.pass_name == "balance" and choice.bound and len(plan.replicas) > 1:
             yield f"The {choice.subject} are {choice.decision}, bound by {choice.bound}."
-    yield from _measured(step, tracks)
 
 
 def _where_it_goes(slow: DeviceEstimate) -> str:
@@ -56,7 +61,7 @@ def _why(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) ->
         if slow.exposed_sync > _NEARLY * step.step_seconds:
             yield f"Of the waiting {format_seconds(slow.exposed_sync)} go to sums of gradients that no computation hides."
         return
-    work = _work(plan, graph)
+    work = _work(plan, graph, step)
     if not sum(work.values()):
         return
     ratio = slow.busy / mean
@@ -69,24 +74,39 @@ def _why(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) ->
         others = [model for model in models if model != own]
         yield f"It is the slower kind, {own} beside {', '.join(others)}." if others else "What it does runs slower than what others do."
     if more > 1 + _NEARLY:
-        yield "It has the larger part of the work: another cut, or other rows, would take some of it."
+        is_written = any(choice.pass_name == "plan" for choice in plan.choices)
+        told = "as the plan is written: another cut, or other rows, would take some of it" if is_written else "for the reasons at the end"
+        yield f"It has the larger part of the work, {told}."
 
 
-def _work(plan: Plan, graph: ModelGraph) -> dict[str, float]:
-    """FLOPs of each device in a step, recomputation aside; a split stage's are divided as its first shard is."""
+def _work(plan: Plan, graph: ModelGraph, step: StepEstimate) -> dict[str, float]:
+    """FLOPs of each device in a step, with what it computes again; a split stage's are divided as its first shard is."""
     found = dict.fromkeys(plan.devices, 0.0)
-    known: dict[tuple[str, ...], float] = {}
+    known: dict[tuple[object, ...], float] = {}
     for replica in plan.replicas:
         pieces = Counter(stop - start for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows))
         for stage in replica.stages:
-            if stage.ops not in known:
-                ops = [graph.by_name[name] for name in stage.ops]
-                known[stage.ops] = sum(op.forward_flops + op.backward_flops for op in ops) / graph.num_rows
+            repeated = _repeated(step.of(stage.virtual_device.devices[0]), stage.index) / replica.pipeline.num_micro_batch
+            key = stage.ops, stage.program, repeated
+            if key not in known:
+                known[key] = _flops(graph, stage, repeated)
             sizes = stage.shards[0].sizes if stage.shards else (1,) * stage.split
             for num_rows, count in pieces.items():
                 for position, (device, own) in enumerate(zip(stage.virtual_device.devices, stage.rows(num_rows), strict=True)):
-                    found[device] += known[stage.ops] * count * own * sizes[position % stage.split] / sum(sizes)
+                    found[device] += known[key] * count * own * sizes[position % stage.split] / sum(sizes)
     return found
+
+
+def _repeated(device: DeviceEstimate, stage: int) -> int:
+    """For how many micro-batches a device runs the forward pass of a whole stage again."""
+    return sum(span.action.kind is Kind.RECOMPUTE and span.action.stage == stage for span in device.compute)
+
+
+def _flops(graph: ModelGraph, stage: Stage, repeated: float) -> float:
+    """Of one row of a stage: its passes, the segments that are computed again, and the `repeated` share of its forward pass."""
+    ops = [graph.by_name[name] for name in stage.ops]
+    again = sum(graph.by_name[name].forward_flops for segment in stage.recomputed for name in segment)
+    return (sum(op.backward_flops + (1 + repeated) * op.forward_flops for op in ops) + again) / graph.num_rows
 
 
 def _measured(step: StepEstimate, tracks: Sequence[Track]) -> Iterator[str]:
@@ -96,9 +116,24 @@ def _measured(step: StepEstimate, tracks: Sequence[Track]) -> Iterator[str]:
     slow = max(tracks, key=lambda track: track.slowest)
     assert slow.measured is not None
     predicted = slow.estimate.busy
-    times = f", {slow.slowest / predicted:.2f} times the {format_seconds(predicted)} that were predicted" if predicted else ""
-    same = "too" if slow.estimate is step.straggler else f"and not {step.straggler.devices[0]}"
-    yield f"Measured, it is {slow.measured.device} {same}: it computed {format_seconds(slow.slowest)}{times}."
+    times = f", {slow.slowest / predicted:.2f} times the {format_seconds(predicted)} that were predicted of it" if predicted else ""
+    same = "as predicted" if slow.estimate is step.straggler else f"and not {step.straggler.devices[0]} as predicted"
+    yield f"Measured: {slow.measured.device} computes longest, {same}: {format_seconds(slow.slowest)}{times}."
+    yield _measured_waits(slow.measured)
     ratios = [each / track.estimate.busy for track in tracks for each in track.measured_busy if track.estimate.busy]
     if len(ratios) > 1 and predicted:
         yield f"The mean device computed {sum(ratios) / len(ratios):.2f} times as long as was predicted of it."
+
+
+def _measured_waits(timeline: DeviceTimeline) -> str:
+    """What a device waited for, the longest first."""
+    seconds: dict[str, float] = {}
+    for name, start, end in (
+        *(("messages", span.start, span.end) for span in timeline.actions if span.action.kind in RECEIVES),
+        *((wait.name, wait.start, wait.end) for wait in timeline.waits),
+    ):
+        seconds[name] = seconds.get(name, 0.0) + end - start
+    longest = sorted((name for name in seconds if seconds[name] > 0), key=lambda name: -seconds[name])[:MOST_WAITS]
+    if not longest:
+        return "It waited for nothing."
+    return f"It waited {', '.join(f'{format_seconds(seconds[name])} for {name}' for name in longest)}."

@@ -46,9 +46,9 @@ def trace_json(plan: Plan, step: StepEstimate | None, recordings: Sequence[StepR
 
 
 def _named(process: int, name: str) -> Iterator[Event]:
-    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-    yield {"ph": "M", "name": "thread_name", "pid": process, "tid": 0, "args": {"name": "actions"}}
+    told = {"process_name": {"name": name}, "process_sort_index": {"sort_index": process}, "thread_name": {"name": "actions"}}
+    for what, words in told.items():
+        yield {"ph": "M", "name": what, "pid": process, "tid": 0, "ts": 0, "args": words}
 
 
 def _device(timeline: DeviceTimeline, process: int, offset: float, prefix: str) -> Iterator[Event]:
@@ -68,7 +68,7 @@ def _device(timeline: DeviceTimeline, process: int, offset: float, prefix: str) 
     for wait in timeline.waits:
         yield from _overlapping(f"wait for {wait.name}", prefix, process, offset + wait.start, offset + wait.end, {})
     for time, num_bytes in timeline.memory:
-        yield {"ph": "C", "name": "memory", "pid": process, "ts": _ts(offset + time), "args": {"bytes": round(num_bytes)}}
+        yield {"ph": "C", "name": "memory", "pid": process, "tid": 0, "ts": _ts(offset + time), "args": {"bytes": round(num_bytes)}}
 
 
 def _slice(name: str, category: str, process: int, start: float, end: float) -> Event:

@@ -28,7 +28,7 @@ def test_the_script_draws_every_bar(width: int, schedule: str, tmp_path: Path) -
     file.write_text(html)
     words = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--enable-logging=stderr", "--v=0"]
     words += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", "--dump-dom", file.as_uri()]
-    browser = subprocess.run([CHROMIUM, *words], capture_output=True, text=True, timeout=120, check=True)
+    browser = subprocess.run([CHROMIUM, *words], capture_output=True, text=True, timeout=300, check=True)
     drawn, strips = (re.search(rf'data-{name}="(\d+)"', browser.stdout) for name in ("bars", "strips"))
     assert not re.findall(r"CONSOLE.*(?:Error|Refused)", browser.stderr)
     data = Page(html).data

@@ -12,6 +12,7 @@ from tests.unit.report.pages import Page
 from whale.config import Config
 from whale.estimate import StepEstimate, estimate
 from whale.ir.cluster import Cluster
+from whale.ir.figure import Figure
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.timeline import DeviceTimeline, Span, StepRecording, Stretch
@@ -98,7 +99,9 @@ def test_measured_stands_beside_predicted(pipeline: Made) -> None:
     assert bars(page, 0, 1) == bars(page, 0, 0)
     assert page.data["seconds"] == pytest.approx(2 * step.step_seconds)
     assert "Step, measured" in page.text and "2.00 times the prediction" in page.text
-    assert f"Measured, it is {step.straggler.devices[0]} too" in page.text
+    assert f"Measured: {step.straggler.devices[0]} computes longest, as predicted" in page.text
+    assert "2.00 times the" in page.text and "It waited 1 us for gradients." in page.text
+    assert page.text.index("Measured:") < page.text.index(f"Predicted: {step.straggler.name}")
     assert "clocks agree within 2 us" in page.text and "step 7" in page.text
 
 
@@ -107,6 +110,33 @@ def test_of_several_recordings_the_middle_one_is_shown(pipeline: Made) -> None:
     recorded = [slowed(step, factor) for factor in (9.0, 2.0, 3.0)]
     page = Page(report_html(*pipeline, recordings=recorded))
     assert "3.00 times the prediction" in page.text and "of middle length among the 3 recorded" in page.text
+
+
+def test_a_recording_of_the_planned_rows_is_shown_before_others(pipeline: Made) -> None:
+    *_, step = pipeline
+    recorded = [replace(slowed(step, factor), num_rows=rows) for factor, rows in ((1.0, 16), (1.5, 16), (2.0, 64), (1.25, 16))]
+    page = Page(report_html(*pipeline, recordings=recorded))
+    assert "2.00 times the prediction" in page.text and "among the 1 recorded with the planned number of rows, 64 rows" in page.text
+    page = Page(report_html(*pipeline, recordings=recorded[:2]))
+    assert "16 rows" in page.text and "times the prediction" not in page.text, "another batch is not compared"
+
+
+def test_figures_that_scatter_are_warned_of(pipeline: Made) -> None:
+    plan, graph, there, step = pipeline
+    noisy = replace(there, measured=(Figure("h0: memory", "B/s", 1e9, 0.5e9, 1.5e9, 11),))
+    assert "Warning: measured figures scatter by more than 25% (h0: memory 100%)" in Page(report_html(plan, graph, noisy, step)).text
+
+
+@pytest.mark.parametrize("policy", ["full", "blocks"])
+def test_what_is_computed_again_counts_as_work(policy: str) -> None:
+    """A replica that recomputes has more to do than its twin; it is not told to be slow."""
+    graph, there = chain(8, width=64), cluster((1e9, 1e9))
+    blocks = [{"devices": 1, "rows": 1, "recompute": policy}, {"devices": 1, "rows": 1}]
+    plan = make_plan(graph, there, Config({"replicas": blocks}), rows=64)
+    step = estimate(plan, graph, there)
+    text = Page(report_html(plan, graph, there, step)).text
+    assert step.straggler.devices == ("h0/0",) and "It has the larger part of the work" in text
+    assert "runs slower than what others do" not in text
 
 
 def test_texts_are_escaped(pipeline: Made) -> None:

@@ -17,6 +17,8 @@ def test_every_action_is_a_slice_and_what_overlaps_is_matched() -> None:
     plan = make_plan(graph, there, Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4}), rows=64)
     step = estimate(plan, graph, there)
     events = json.loads(trace_json(plan, step, [slowed(step), slowed(step, 3.0)]))["traceEvents"]
+    assert all({"ph", "name", "pid", "tid", "ts"} <= set(event) and event["ts"] >= 0 for event in events), "what every reader asks for"
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {1: "predicted h0/0", 2: "predicted h0/1", 3: "measured h0/0", 4: "measured h0/1"}
     for process, each in ((1, step.devices[0]), (2, step.devices[1])):

@@ -137,7 +137,7 @@ class LinkUse:
     """How much passes a link in a step.
 
     Attributes:
-        name: ``h0/1 out``: the device's (or the host card's) side that it is.
+        name: ``h0/1 out``: the device's (or the host card's) side that it is; ``h0/1 out, network``: the same of its link to other hosts.
         num_alike: links with equal use.
         num_bytes: that pass it.
         share: of what could pass it in the time of the step.

@@ -18,6 +18,8 @@ from whale.ir.plan import TRAINED, Plan, Stage
 from whale.sharding.buckets import Bucket
 
 _SENDS_AND_RECEIVES: tuple[Role, ...] = ((0,), (1,))
+_BEYOND = ", network"
+"""What a device's link to other hosts is called behind its name, beside that to its neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class Links:
         hosts = by_name[source].host, by_name[target].host
         if hosts[0] == hosts[1] and link.shared:
             return ((self._side(hosts[0], "bus", link, link.bandwidth), 1.0),)
-        passed = [self._side(source, "out", link, link.bandwidth), self._side(target, "in", link, link.bandwidth)]
+        where = "" if hosts[0] == hosts[1] else _BEYOND
+        passed = [self._side(source, "out", link, link.bandwidth, where), self._side(target, "in", link, link.bandwidth, where)]
         if hosts[0] != hosts[1]:
             passed += [*self._card(hosts[0], "out"), *self._card(hosts[1], "in")]
         return tuple((number, 1.0) for number in passed)
@@ -96,7 +99,7 @@ class Links:
                 continue
             for side, other in (("out", firsts[(position + 1) % len(firsts)]), ("in", firsts[position - 1])):
                 link = self._prices.link(names[0], other)
-                passed |= {self._side(name, side, link, link.bandwidth): way.between / len(names) for name in names}
+                passed |= {self._side(name, side, link, link.bandwidth, _BEYOND): way.between / len(names) for name in names}
                 passed |= dict.fromkeys(self._card(host, side), way.between)
         return tuple((number, load) for number, load in passed.items() if load > 0)
 
@@ -104,11 +107,11 @@ class Links:
         card = self._prices.cluster.card(host)
         return () if card is None else (self._side(f"{host} card", side, None, card),)
 
-    def _side(self, owner: str, way: str, link: Link | None, bandwidth: float) -> int:
+    def _side(self, owner: str, way: str, link: Link | None, bandwidth: float, where: str = "") -> int:
         key = owner, way, link
         if key not in self._number:
             self._number[key] = len(self.found)
-            self.found.append((f"{owner} {way}", bandwidth))
+            self.found.append((f"{owner} {way}{where}", bandwidth))
         return self._number[key]
 
 
