@@ -243,6 +243,19 @@ class Prices:
         index = np.array([self.table.position[name] for segment in recompute.segments for name in segment], dtype=np.int64)
         return seconds.forward(index)
 
+    def starts(self, part: Part, device: Device, num_rows: float) -> tuple[float, float]:
+        """Seconds that the host needs to start the kernels of a part, forward and backward."""
+        seconds = self.seconds(device, num_rows)
+        index = np.array([self.table.position[name] for name in part.ops], dtype=np.int64)
+        return float(seconds.forward_host[index].sum()), float(seconds.backward_host[index].sum())
+
+    def starts_again(self, part: Part, recompute: Recompute, device: Device, num_rows: float) -> float:
+        """Seconds that the host needs to start what a part computes a second time."""
+        if recompute.num_alive:
+            return self.starts(part, device, num_rows)[0]
+        index = np.array([self.table.position[name] for segment in recompute.segments for name in segment], dtype=np.int64)
+        return float(self.seconds(device, num_rows).forward_host[index].sum())
+
     def compute(self, part: Part, device: Device, num_rows: float) -> tuple[Line, Line]:
         """Seconds of a part on a device, forward and backward, by rows about a number of them."""
         key = (part, device.kind, num_rows)

@@ -5,10 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from whale.estimate import Line, edge_line
+from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.part import NOTHING, Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
 from whale.planning.structure.stages import Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A pass over some ops, which takes no less than the host needs to start their kernels.
+
+    Attributes:
+        device: seconds of the kernels.
+        host: seconds of starting them, however many rows they work on.
+    """
+
+    device: Line
+    host: float
+
+    def waiting(self, rows: Floats) -> Floats:
+        """Seconds for which the device waits for its host, by rows."""
+        found: Floats = np.maximum(self.host - self.device.fixed - self.device.per_row * rows, 0.0)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +41,7 @@ class DeviceCost:
         receive: seconds of waiting for what arrives, both ways.
         part: bytes.
         capacity: bytes that a plan may use on the device.
+        started: the passes that may have to wait for the host.
     """
 
     forward: Line
@@ -27,10 +49,17 @@ class DeviceCost:
     receive: Line
     part: PartCost
     capacity: int
+    started: tuple[Started, ...] = ()
 
     @property
     def seconds(self) -> Line:
+        """Without waiting for the host."""
         return self.forward + self.backward + self.receive
+
+    def waiting(self, rows: Floats) -> Floats:
+        """Seconds of waiting for the host, by rows."""
+        found: Floats = sum((each.waiting(rows) for each in self.started), np.zeros_like(rows))
+        return found
 
     def memory(self, in_flight: int) -> Line:
         """Bytes kept, without the op at work."""
@@ -68,8 +97,10 @@ def cost_alone(prices: Prices, part: Part, name: str, num_rows: float, recompute
     """What a part costs a device, without what it waits for."""
     device = prices.cluster.by_name[name]
     forward, backward = prices.compute(part, device, num_rows)
-    backward = backward + prices.again(part, recompute, device, num_rows)
-    return DeviceCost(forward, backward, Line(), prices.part(part, recompute), prices.capacity(name))
+    again = prices.again(part, recompute, device, num_rows)
+    hosts = (*prices.starts(part, device, num_rows), prices.starts_again(part, recompute, device, num_rows))
+    started = tuple(Started(line, host) for line, host in zip((forward, backward, again), hosts, strict=True) if host > line.fixed)
+    return DeviceCost(forward, backward + again, Line(), prices.part(part, recompute), prices.capacity(name), started)
 
 
 def received_line(prices: Prices, part: PartCost, devices: Sequence[Sequence[str]], stage: int, index: int) -> Line:

@@ -113,7 +113,9 @@ def _device_curve(
     seconds = Line.sum(cost.seconds for cost in own)
     kept = Line.sum(cost.memory(pipeline.in_flight[stage]) for stage, cost in zip(stages, own, strict=True))
     working = Line(max(cost.part.working.fixed for cost in own), max(cost.part.working.per_row for cost in own))
-    return device_curve(most, seconds, kept + working + Line(elsewhere), own[0].capacity, f"{name} (stage {stages[0]})")
+    curve = device_curve(most, seconds, kept + working + Line(elsewhere), own[0].capacity, f"{name} (stage {stages[0]})")
+    units = np.arange(most + 1, dtype=np.float64)
+    return replace(curve, seconds=curve.seconds + np.sum([cost.waiting(units) for cost in own], axis=0))
 
 
 def _group_curve(curves: Sequence[Curve]) -> Curve:
