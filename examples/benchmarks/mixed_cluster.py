@@ -3,7 +3,7 @@
     python examples/benchmarks/mixed_cluster.py --speeds 1.0 0.33 --json mixed.json
 
 data_parallel  rows by speed, against DistributedDataParallel with equal batches
-pipeline       a cut by speed, against an even cut of the same layers
+pipeline       a cut by speed, against an even cut of the same layers, both eager 1F1B
 split          heads and features by speed, against equal sizes
 searched       what the planner finds for the model without any scope, against the fastest of those above
 
@@ -125,7 +125,7 @@ def data_parallel(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, 
 
 
 def pipeline(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, Plan, Step]:
-    config: dict[str, object] = {"pipeline.num_micro_batch": options.micro_batches, "pipeline.schedule": "1f1b"}
+    config: dict[str, object] = {"pipeline.num_micro_batch": options.micro_batches, "pipeline.schedule": "eager_1f1b"}
     size = dist.get_world_size()
     other, _ = whale_side(options, cluster, config, stages=size)
     return *by_speed(options, cluster, config | {"pipeline.num_stages": size}), other
