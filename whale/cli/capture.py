@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from whale.cli.inputs import add_graph_arguments, check_folder, read_graph, write_text
+from whale.cli.inputs import add_graph_arguments, check_output, read_graph, write_text
 from whale.cli.tables import print_table
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.scope import ScopePath
@@ -26,7 +26,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Captures, and prints or writes what was asked for."""
-    check_folder(arguments.output)
+    check_output(arguments.output)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     if arguments.output is not None:
         write_text(arguments.output, to_json(graph))

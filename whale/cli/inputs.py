@@ -236,14 +236,21 @@ def _kind(value: object) -> str:
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
-def check_folder(path: str | None) -> None:
-    """Finds an output file without a folder before the work that is to be written there.
+def check_output(path: str | None) -> None:
+    """Finds an output file that cannot be written before the work that is to be written there.
 
     Raises:
-        WhaleError: there is no such folder.
+        WhaleError: there is no such folder, the file is one, or one may not write there.
     """
-    if path is not None and not Path(path).parent.is_dir():
-        raise WhaleError(f"{path} cannot be written: there is no folder {Path(path).parent}")
+    if path is None:
+        return
+    file, folder = Path(path), Path(path).parent
+    if not folder.is_dir():
+        raise WhaleError(f"{path} cannot be written: there is no folder {folder}")
+    if file.is_dir():
+        raise WhaleError(f"{path} cannot be written: it is a folder")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise WhaleError(f"{path} cannot be written: permission denied")
 
 
 def write_text(path: str, text: str) -> None:

@@ -57,17 +57,28 @@ def run(words: Sequence[str]) -> int:
     arguments, rest = parser.parse_known_args(list(words))
     refuse_unknown(parser, rest)
     _check(arguments)
-    variables = _variables(arguments)
+    variables, begun = _variables(arguments), time.time()
     with _run_directory() as directory, _environment({**variables, RUN_DIRECTORY: directory}):
         try:
             run_torchrun(arguments)  # type: ignore[no-untyped-call]
         except ChildFailedError as error:
             print(describe_failure(error, read_all(directory), time.time()), file=sys.stderr)
+            _tell_recorded(variables.get(TRACE), begun)
             return 1
         except SignalException as error:
             print(f"whale run: stopped by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
+    _tell_recorded(variables.get(TRACE), begun)
     return 0
+
+
+def _tell_recorded(directory: str | None, begun: float) -> None:
+    """Says where the picture of this run is, on the host that has it."""
+    from whale.api import tracing
+
+    report = None if directory is None else Path(directory) / tracing.REPORT
+    if report is not None and report.is_file() and report.stat().st_mtime >= begun:
+        print(f"whale run: recorded {report} for a browser, {tracing.TRACE} beside it for Perfetto (ui.perfetto.dev)", file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from whale.axes import discover
-from whale.cli.inputs import check_folder, write_text
+from whale.cli.inputs import check_output, write_text
 from whale.cli.module_tree import print_tree
 from whale.cli.planned import Planned, add_planning_verb, planned
 from whale.cli.tables import paragraph, print_table
@@ -34,7 +34,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints or writes what was asked for."""
-    check_folder(arguments.output)
+    check_output(arguments.output)
     if arguments.output is not None and Path(arguments.output).suffix not in (*_WRITTEN, ".json"):
         raise ConfigError(f"--output writes FILE.yaml or FILE.json, not {arguments.output}")
     found = planned(arguments)

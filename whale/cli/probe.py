@@ -7,7 +7,7 @@ import datetime
 from importlib.metadata import version
 from typing import Any
 
-from whale.cli.inputs import write_text
+from whale.cli.inputs import check_output, write_text
 from whale.cli.ranks import add_rank_arguments, num_devices, on_ranks, teller
 from whale.config import Config
 from whale.hardware import cluster_text
@@ -36,10 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace) -> int:
     """On one rank."""
-    from whale.comm import connect
+    from whale.comm import connect, on_first_rank
     from whale.measure.probing import probe
 
     world = connect(Config().communication.timeout_seconds)
+    on_first_rank(world, lambda: check_output(arguments.output))
     cluster, notes = probe(world, arguments.rounds, teller(world, "probe"))
     if world.rank == 0:
         _write(cluster, (_heading(world.size), *notes), arguments.output)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whale.cli.inputs import add_source_arguments, build_model, is_function, write_text
+from whale.cli.inputs import add_source_arguments, build_model, check_output, is_function, write_text
 from whale.cli.ranks import add_rank_arguments, num_devices, on_ranks, teller
 from whale.cli.tables import print_table
 from whale.config import Config
-from whale.errors import ConfigError
+from whale.errors import ConfigError, first_few
 from whale.hardware import load_cluster
 from whale.ir.profile import KindProfile, read_profile
 from whale.ir.serialization import to_json
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 ROUNDS = 7
 SHOWN = 12
 """Ops that the table shows: those that take longest."""
-SIGNATURE_WIDTH = 60
+MOST_LETTERS = 160
+"""Of an op in the table."""
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -72,6 +73,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     from whale.measure.profiling import Known, profile_model
 
     world = connect(Config().communication.timeout_seconds)
+    on_first_rank(world, lambda: check_output(arguments.output))
     model, batch, loss, batch_dims = together(world, lambda: build_model(arguments.source, arguments.arg))
     graph, program = together(world, lambda: capture(model, batch, loss, batch_dims=batch_dims))
     inputs = Inputs(graph, program.graph, program.values(batch), world.device)
@@ -82,7 +84,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     if world.rank == 0:
         write_text(arguments.output, to_json(profile, indent=1))
         for kind in profile.kinds:
-            print("\n".join(_lines(kind)))
+            names = [device.name for device in cluster.devices if device.kind == kind.device]
+            print("\n".join(_lines(kind, names)))
             _print_ops(kind)
         for warning in profile.warnings:
             print(f"warning: {warning}")
@@ -96,8 +99,10 @@ def _cluster(arguments: argparse.Namespace, world: World) -> Cluster:
     return load_cluster(arguments.cluster) if arguments.cluster is not None else devices_at_hand(world.local_size)
 
 
-def _lines(kind: KindProfile) -> Iterator[str]:
-    yield f"{kind.device.model}, {kind.machine}, torch {kind.torch}; rows {', '.join(map(str, kind.rows))}"
+def _lines(kind: KindProfile, names: Sequence[str]) -> Iterator[str]:
+    """What was measured of a kind of device, of which the cluster has those of these names."""
+    here = f" ({first_few(names)})" if names else ""
+    yield f"{kind.device.model}{here}, {kind.machine}, torch {kind.torch}; rows {', '.join(map(str, kind.rows))}"
     yield from (str(figure) for figure in (*kind.forward, *kind.backward))
     for op in kind.ops:
         if op.reason:
@@ -106,9 +111,15 @@ def _lines(kind: KindProfile) -> Iterator[str]:
 
 def _print_ops(kind: KindProfile) -> None:
     measured = sorted((op for op in kind.ops if op.forward), key=lambda op: -sum((*op.forward[-1:], *op.backward[-1:])))
-    rows = [(op.signature[:SIGNATURE_WIDTH], _last(op.forward), _last(op.backward), f"{op.spread:.0%}") for op in measured[:SHOWN]]
+    rows = [(_short(op.signature), _last(op.forward), _last(op.backward), f"{op.spread:.0%}") for op in measured[:SHOWN]]
     title = f"the longest of {len(measured)} distinct ops, at {kind.rows[-1]} rows"
     print_table(title, ("op", "forward", "backward", "spread"), rows, ("forward", "backward", "spread"))
+
+
+def _short(signature: str) -> str:
+    """An op by its operator and its shapes; that nearly all of it is float32 with a gradient goes without saying."""
+    text = signature.removeprefix("aten.").replace(" with gradient", "").replace("float32[", "[")
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"
 
 
 def _last(times: tuple[float, ...]) -> str:

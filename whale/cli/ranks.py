@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from whale.cli.inputs import check_output
 from whale.cli.launch import run as launch
 from whale.errors import ConfigError
 
@@ -24,11 +25,14 @@ def add_rank_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
 def on_ranks(arguments: argparse.Namespace, verb: str, action: Callable[[argparse.Namespace], int], usual: Callable[[], int]) -> int:
     """Does a verb's work on every rank: in this process if it is one, else in ranks that are started with the same words.
 
+    Whether ``--output`` can be written is found out before anything is measured.
+
     Args:
         usual: how many ranks there are if ``--ranks`` does not say.
 
     Raises:
         ConfigError: fewer than one rank is asked for, or a number where torchrun has started the ranks.
+        WhaleError: the output cannot be written.
     """
     if "RANK" in os.environ:
         if arguments.ranks is not None:
@@ -36,6 +40,7 @@ def on_ranks(arguments: argparse.Namespace, verb: str, action: Callable[[argpars
         return action(arguments)
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, not {arguments.ranks}")
+    check_output(arguments.output)
     count = arguments.ranks or usual()
     if count == 1:
         return action(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from whale.cli.inputs import check_folder, write_text
+from whale.cli.inputs import check_output, write_text
 from whale.errors import ConfigError
 from whale.estimate import StepEstimate
 from whale.ir.cluster import Cluster
@@ -34,7 +34,7 @@ def check_report(path: str | None) -> None:
     """
     if path is not None and Path(path).suffix not in _SUFFIXES:
         raise ConfigError(f"--report writes FILE.html or FILE.json, not {path}")
-    check_folder(path)
+    check_output(path)
 
 
 def write_report(path: str | None, plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) -> None:

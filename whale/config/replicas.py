@@ -191,7 +191,8 @@ class Reader:
             where: each value's place.
         """
         if not isinstance(data, Mapping):
-            return (), [ConfigError(f"a plan is made of 'key: value' lines ({data!r} is not)", where=where())]
+            said = "there are none" if data is None else f"{data!r} is not"
+            return (), [ConfigError(f"a plan is made of 'key: value' lines ({said})", where=where())]
         common = {name: value for name, value in data.items() if name != REPLICAS}
         asked = data.get(REPLICAS, ALL)
         if not isinstance(asked, list):
@@ -284,7 +285,11 @@ def _contradictions(block: ReplicaBlock, number: int, where: Place) -> Iterator[
         )
     if block.names and block.count != 1:
         count = ALL if block.count is None else block.count
-        yield ConfigError(f"devices by name make one replica (replica {number}, count: {count})", where=where(number, "devices"))
+        yield ConfigError(
+            f"devices by name make one replica (replica {number}, count: {count})",
+            where=where(number, "devices"),
+            hint="a number of devices in the place of names, or one replica: replicas: 1 where keys are said once for all, else count: 1",
+        )
     if block.micro_batch_rows is not None and "num_micro_batch" in dict(block.pipeline):
         yield ConfigError(
             f"micro-batches are stated by their number or by their rows (replica {number} says num_micro_batch and micro_batch_rows)",

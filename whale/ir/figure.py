@@ -45,7 +45,8 @@ class Figure:
         return (self.high - self.low) / self.value
 
     def __str__(self) -> str:
-        return f"{self.name}: {format_quantity(self.value, self.unit)}, spread {self.spread:.0%} of {self.num_samples}"
+        scatter = "one sample, its spread is unknown" if self.num_samples == 1 else f"spread {self.spread:.0%} of {self.num_samples}"
+        return f"{self.name}: {format_quantity(self.value, self.unit)}, {scatter}"
 
 
 NAMED = 3

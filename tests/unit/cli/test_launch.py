@@ -122,6 +122,18 @@ def test_bad_flags_start_nothing(words: list[str], said: str, tmp_path: Path, mo
         launch.run(words)
 
 
+def test_what_was_recorded_is_told_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launch._tell_recorded(None, 0.0)
+    launch._tell_recorded(str(tmp_path), 0.0)
+    assert capsys.readouterr().err == "", "no folder, or nothing in it: another host's, or a run that ended before"
+    report = tmp_path / "report.html"
+    report.touch()
+    launch._tell_recorded(str(tmp_path), report.stat().st_mtime + 1)
+    assert capsys.readouterr().err == "", "of an earlier run"
+    launch._tell_recorded(str(tmp_path), report.stat().st_mtime - 1)
+    assert f"recorded {report} for a browser" in capsys.readouterr().err
+
+
 def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHALE_RECIPE", "before")
     monkeypatch.delenv("WHALE_RUN_DIR", raising=False)

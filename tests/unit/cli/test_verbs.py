@@ -296,6 +296,9 @@ def test_ctrl_c_keeps_the_best_plan_so_far(
         ),
         (["plan", "nowhere.py:build", "--report", "no/such/folder.html"], "no/such/folder.html cannot be written"),
         (["capture", "nowhere.py:build", "--output", "no/such/folder.json"], "no/such/folder.json cannot be written"),
+        (["capture", "nowhere.py:build", "--output", "."], ". cannot be written: it is a folder"),
+        (["probe", "--ranks", "2", "--output", "no/such/folder.yaml"], "no/such/folder.yaml cannot be written"),
+        (["profile", "nowhere.py:build", "--ranks", "2", "--output", "no/such/folder.json"], "no/such/folder.json cannot be written"),
     ],
 )
 def test_faults_are_told_plainly_and_end_with_1(model: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

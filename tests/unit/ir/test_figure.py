@@ -14,7 +14,8 @@ def test_a_figure_is_the_median_with_its_quartiles() -> None:
 
 
 def test_one_measurement_has_no_spread() -> None:
-    assert Figure.of("x", "s", [2.0]).spread == 0.0
+    figure = Figure.of("x", "s", [2.0])
+    assert figure.spread == 0.0 and str(figure) == "x: 2 s, one sample, its spread is unknown"
 
 
 def test_a_measurement_that_takes_no_time_cannot_be() -> None:

@@ -63,8 +63,9 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
     plan = bare if shape_faults(bare) else _with_rows(bare, prices)
     try:
         step = verify(plan, graph, cluster, prices.axes if needs_axes(plan) else None, costs=prices.costs)
-    except PlanError as fault:  # a fault of several says its lines itself
-        raise PlanError(fault.message, where=fault.where or first.at(), hint=fault.hint) from None
+    except PlanError as fault:  # it may have a line of the model; where that plan is written comes behind it
+        where = first.at() if fault.where is None else f"{fault.where}, in the plan at {first.at()}"
+        raise PlanError(fault.message, where=where, hint=fault.hint) from None
     written = Choice("plan", "everything", "as it is written", bound=f"the written plan at {first.at()}")
     return replace(with_figures(plan, step), choices=(written, *explain_step(step))), step
 

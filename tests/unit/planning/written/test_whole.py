@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 from tests.examples import at_most, slow
 from tests.unit.planning.decoders import decoder
 from tests.unit.planning.graphs import chain, cluster, scope
-from whale.config import Config, read_plan
+from whale.config import SCHEDULES, Config, read_plan
 from whale.errors import ConfigError, PlanError, WhaleError
+from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import make_plan, write_plan
@@ -27,10 +30,12 @@ def model() -> ModelGraph:
     return decoder(4)
 
 
-def read_back(made: Plan, graph: ModelGraph, folder: Path) -> Plan:
+def read_back(
+    made: Plan, graph: ModelGraph, folder: Path, there: Cluster = MIXED, settings: Mapping[str, Any] = MappingProxyType({})
+) -> Plan:
     path = folder / "plan.yaml"
     path.write_text(write_plan(made, graph))
-    found = make_plan(graph, MIXED, Config(read_plan(path)))
+    found = make_plan(graph, there, Config({**settings, **read_plan(path)}))
     assert found.choices[0].bound == f"the written plan at {path}:2"
     return found
 
@@ -74,6 +79,34 @@ def test_scopes_and_schedules_are_read_back(tmp_path_factory: Any, graph: ModelG
     except WhaleError:  # this shape is none
         return
     assert same(made, read_back(made, graph, tmp_path_factory.mktemp("plans")))
+
+
+SHAPES = st.fixed_dictionaries(
+    {"schedule": st.sampled_from(SCHEDULES), "num_micro_batch": st.integers(1, 4)},
+    optional={
+        "split": st.integers(1, 3),
+        "num_stages": st.integers(1, 3),
+        "num_chunks": st.just(2),
+        "recompute": st.sampled_from(["full", "blocks", "selective", "auto", {0: 0.5}, {0: "full", 1: "selective"}]),
+        "replicas": st.integers(1, 2),
+    },
+)
+CLUSTERS = [MIXED, cluster((1e12, 1e12), (5e11, 5e11)), cluster((1e12,) * 4), cluster((1e12, 2e11, 7e11))]
+
+
+@pytest.mark.slow
+@at_most(40)
+@given(st.sampled_from(CLUSTERS), st.sampled_from([decoder(2), chain(7, width=16)]), SHAPES, st.integers(0, 3), st.integers(4, 60))
+def test_whatever_is_planned_is_read_back(
+    tmp_path_factory: Any, there: Cluster, graph: ModelGraph, shape: dict[str, Any], num_tensors: int, rows: int
+) -> None:
+    """Splits, unlike and uneven devices, chunks, recomputation of each kind, and what the optimizer keeps."""
+    kept = {"memory.optimizer_states": num_tensors}
+    try:
+        made = make_plan(graph, there, Config(kept | {"plan": shape}), rows=rows)
+    except WhaleError:  # this shape is none
+        return
+    assert same(made, read_back(made, graph, tmp_path_factory.mktemp("plans"), there, kept))
 
 
 def written(folder: Path, stages: list[dict[str, Any]], **block: Any) -> Plan:
@@ -154,6 +187,9 @@ def test_what_does_not_fit_is_said_with_its_line(
 def test_what_is_missing_is_said_by_the_check_of_plans(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"layer_norm_4 lacks add_4|some stage computes every result"):
         written(tmp_path, [FIRST | {"ops": ["embedding .. add_3"]}, LAST])
+    with pytest.raises(PlanError, match="some stage computes every result") as caught:
+        written(tmp_path, [FIRST])
+    assert str(caught.value.where).endswith(f"plan.yaml:{1 + 1}"), "where the plan is written, behind the line of the model"
     with pytest.raises(PlanError, match="a device belongs to one virtual device"):
         written(tmp_path, [FIRST | {"devices": ["h0/0", "h0/1"]}, LAST])
 
