@@ -75,6 +75,13 @@ class Device:
     price_per_hour: float | None = None
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.host, self.model, self.flops, self.memory, self.bandwidth, self.efficiency, self.kernel_start))
+
+    def __hash__(self) -> int:  # kinds are keys of most of what is worked out about a plan, and long
+        return self._hash
+
+    @cached_property
     def kind(self) -> Device:
         """The device without its name, host and price: devices of equal kind are equally fast and large."""
         return replace(self, name="", host="", price_per_hour=None)

@@ -14,6 +14,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Replica, devices_of
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
+from whale.planning.collecting import without_collecting
 from whale.planning.explain.choices import explain_choices
 from whale.planning.explain.joining import explain_apart, explain_joining
 from whale.planning.explain.mixing import explain_mixing, keeps_apart, mixed_apart
@@ -47,6 +48,7 @@ def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int 
     return plan_and_estimate(graph, cluster, config, rows=rows)[0]
 
 
+@without_collecting()
 def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None) -> tuple[Plan, StepEstimate]:
     """Decides which devices run which ops on how many rows, and estimates a step of that plan.
 

@@ -1,4 +1,4 @@
-"""The line-ups of a space, each opened into its arrangements where its bound asks for it: those that promise most come first."""
+"""The arrangements of a space as far as they are worth a look: those that roughly promise most are sketched, and come first."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heappop
 
 from whale.search.arrangement import Arrangement, Order
 from whale.search.bounds.bounds import Bounds
 from whale.search.objective import Objective
 from whale.search.run import Look, effort_of
+from whale.search.sketch.rough import Rough
 from whale.search.sketch.sketch import Sketches
 from whale.search.space.space import Lineup, Space
 
@@ -18,10 +20,24 @@ EASE = 5e-4
 """What takes as much effort as a small plan is looked at as if it were slower by this share: many are about equally fast."""
 
 SLACK = 1.1
-"""Line-ups whose bound is above the best sketch by so much stay closed until a plan says how good it is."""
+"""What is roughly above the best sketch by so much is not sketched until a plan says how good that is."""
 
-FAR = 1.5
-"""A line-up that in its first order comes to so many times the best sketch is not sketched in others: these are taken to be as good."""
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Arrangements that differ in their micro-batches alone.
+
+    Attributes:
+        own: the arrangements, by their micro-batches.
+        near: the rule by which their devices get names; None for every way.
+        bound: what none of their plans is below.
+        rough: what each roughly comes to.
+    """
+
+    own: tuple[Arrangement, ...]
+    near: bool | None
+    bound: float
+    rough: tuple[float, ...]
 
 
 @dataclass(eq=False)
@@ -50,65 +66,77 @@ class Front:
         return tuple(self.space.lineups(self.bounds))
 
     def promising(self) -> list[Look]:
-        """The arrangements of the line-ups that may hold the best plan, as far as sketches tell; those that promise most first.
+        """The arrangements that may be the best plan, as far as sketches tell; those that promise most first.
 
         Copies of the model come second at the latest: the plan without a search is always looked at, where it can be better.
         """
         found = list(self._plain())
         best = min((look.likely for look in found), default=math.inf)
-        while self._closed and self._closed[-1][0] < SLACK * best:
-            opened = list(self._opened(*self._closed.pop(), FAR * best))
-            best = min(best, min(look.likely for look in opened))
-            found += opened
+        while self._left and self._left[0][0] < SLACK * best:
+            looks = list(self._sketched(self._next()))
+            best = min(best, *(look.likely for look in looks))
+            found += looks
         found = self._in_turn(found)
         return sorted(found, key=lambda look: (look is not found[0], not look.is_must))
 
     def closed(self, value: float) -> list[float]:
-        """The bounds below a value of the arrangements whose line-ups are closed: those of the line-ups."""
-        return [bound for bound, lineup in self._closed if bound < value for _ in self.space.arrangements(lineup)]
+        """The bounds below a value of the arrangements that were not looked at."""
+        return [group.bound for _, _, group in self._left if group.bound < value for _ in group.own]
 
     def below(self, value: float) -> list[Look]:
-        """The arrangements of the other line-ups whose bound is below a value."""
-        found, left = list[Look](), list(self._closed)
-        while left and left[-1][0] < value:
-            found += self._opened(*left.pop(), FAR * value)
-        del self._closed[len(left) :]  # at once: what interrupts it leaves them closed
+        """The other arrangements whose bound is below a value; those that roughly come to more are not sketched."""
+        found = list[Look]()
+        for rough, _, group in sorted(self._left):
+            if group.bound < value:
+                found += self._sketched(group) if rough < value else self._looks(group, group.rough)
+        self._left.clear()  # at once: what interrupts it leaves them where they are
         return self._in_turn(found)
 
     def _plain(self) -> Iterator[Look]:
         """Copies of the model on as many devices as can be."""
-        plain = [each for each in self._closed if all(team.num_ranks * team.width == 1 for team in each[1])]
+        plain = [each for each in self._left if each[2].own[0].is_plain]
         if plain:
-            most = max(plain, key=lambda each: sum(team.count for team in each[1]))
-            self._closed.remove(most)
-            for number, look in enumerate(self._opened(*most, math.inf)):
+            most = max(plain, key=lambda each: each[2].own[0].num_devices)
+            self._left.remove(most)
+            heapify(self._left)
+            for number, look in enumerate(self._sketched(most[2])):
                 look.is_must = number == 0
                 yield look
 
     @cached_property
-    def _closed(self) -> list[tuple[float, Lineup]]:
-        """Line-ups that may fit, with bounds; the least last."""
-        found = list[tuple[float, Lineup]]()
-        for lineup in self.lineups:
-            own = () if any(map(self.bounds.shortage, lineup)) else tuple(self.space.arrangements(lineup))
-            if own:
-                self.num_arrangements += len(own)
-                seconds = self.bounds.of_lineup(lineup, own[0].num_micro_batch)
-                found.append((self.objective.at_least(own[0], seconds), lineup))
-        return sorted(found, key=lambda each: -each[0])
+    def _left(self) -> list[tuple[float, int, Group]]:
+        """A heap of what was not looked at: the least that one of a group roughly comes to, and its number."""
+        found = [group for lineup in self.lineups if not any(map(self.bounds.shortage, lineup)) for group in self._groups(lineup)]
+        heap = [(min(group.rough), -number, group) for number, group in enumerate(found)]  # of equal ones the deepest first
+        heapify(heap)
+        return heap
 
-    def _opened(self, bound: float, lineup: Lineup, far: float) -> Iterator[Look]:
-        """Its arrangements; `far` is from where on no more than the first sketches are made."""
+    def _next(self) -> Group:
+        return heappop(self._left)[2]
+
+    def _groups(self, lineup: Lineup) -> Iterator[Group]:
+        """The arrangements of a line-up."""
         by_order: dict[Order, list[Arrangement]] = {}
         for arrangement in self.space.arrangements(lineup):
+            self.num_arrangements += 1
             by_order.setdefault(arrangement.order, []).append(arrangement)
-        first = math.inf
-        for near in self.space.rules(lineup):
-            for own in by_order.values():
-                sketched = [first] * len(own) if far <= first < math.inf else self._sketched(own, near)
-                first = min(first, *sketched)
-                for arrangement, likely in zip(own, sketched, strict=True):
-                    yield Look(arrangement, near, bound, self.bound, self._fits, likely)
+        if by_order:
+            first = next(iter(by_order.values()))[0]
+            bound = self.objective.at_least(first, self.bounds.of_lineup(lineup, first.num_micro_batch))
+            for near in self.space.rules(lineup):
+                yield from (Group(tuple(own), near, bound, self._rough(own, near)) for own in by_order.values())
+
+    @cached_property
+    def _roughly(self) -> Rough:
+        return Rough(self.sketches)
+
+    def _rough(self, own: Sequence[Arrangement], near: bool | None) -> tuple[float, ...]:
+        seconds = self._roughly.seconds(own, near=near is not False)
+        return tuple(self.objective.likely(each, float(rough)) for each, rough in zip(own, seconds, strict=True))
+
+    def _looks(self, group: Group, likely: Sequence[float]) -> Iterator[Look]:
+        for arrangement, own in zip(group.own, likely, strict=True):
+            yield Look(arrangement, group.near, group.bound, self.bound, self._fits, own)
 
     def bound(self, arrangement: Arrangement) -> float:
         """What none of its plans is below: alike replicas have the mean of the rows, and the slowest stage of some cut."""
@@ -124,23 +152,23 @@ class Front:
         order, m = arrangement.order, arrangement.num_micro_batch
         return all(self.sketches.fits(team, rows, share, m, order) for team in arrangement.teams)
 
-    def _sketched(self, own: Sequence[Arrangement], near: bool | None) -> list[float]:
-        """What arrangements that differ in their micro-batches come to: sketched towards the best of them, the others by their nearest."""
-        known: dict[int, float] = {}
+    def _sketched(self, group: Group) -> Iterator[Look]:
+        """A group, sketched from what is roughly its best towards the best; the others by their nearest."""
+        own, known = group.own, dict[int, float]()
 
         def at(index: int) -> float:
             if index not in known:
-                known[index] = self._likely(own[index], near) if 0 <= index < len(own) else math.inf
+                known[index] = self._likely(own[index], group.near) if 0 <= index < len(own) else math.inf
             return known[index]
 
-        place = len(own) // 2
+        place = min(range(len(own)), key=group.rough.__getitem__)
         while at(place) == math.inf and place + 1 < len(own):
             place += 1  # smaller ones take less memory
         while (beside := min((place - 1, place + 1), key=at)) in range(len(own)) and at(beside) < at(place):
             place = beside
         seen = [index for index in known if index in range(len(own))]
         nearest = [min(seen, key=lambda other: abs(other - index)) for index in range(len(own))]
-        return [known[other] * (1 + abs(other - index)) for index, other in enumerate(nearest)]
+        return self._looks(group, [known[other] * (1 + abs(other - index)) for index, other in enumerate(nearest)])
 
     def _likely(self, arrangement: Arrangement, near: bool | None) -> float:
         rules = (True, False) if near is None else (near,)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from typing import TypeVar
 
 from whale.config.keys import Shares
@@ -189,11 +190,14 @@ class Run:
     def open_bounds(self) -> list[float]:
         """Bounds below the best plan of what was not looked at, least first; the least of them is an arrangement's own."""
         assert self.best is not None
-        found = sorted({look.arrangement: look for look in self.unproven}.values(), key=lambda look: look.bound)
-        while found and not found[0].is_refined:
-            found[0].may_be_below(math.inf)
-            found.sort(key=lambda look: look.bound)
-        return [look.bound for look in found if look.bound < self.best.value]
+        looks = list({look.arrangement: look for look in self.unproven}.values())
+        heap = [(look.bound, number) for number, look in enumerate(looks)]
+        heapify(heap)
+        while heap and not looks[heap[0][1]].is_refined:
+            number = heap[0][1]
+            looks[number].may_be_below(math.inf)
+            heapreplace(heap, (looks[number].bound, number))
+        return sorted(bound for bound, _ in heap if bound < self.best.value)
 
     def _ways(self, look: Look) -> Iterator[tuple[Seats, str | Shares]]:
         for seats in namings(look.arrangement, self.cluster, near=look.near):

@@ -2,6 +2,7 @@
 
 space       line-ups of replicas over kinds of devices, orders, numbers of micro-batches
    | bounds      what no plan can beat: of a line-up, then of each of its arrangements; what surely does not fit falls out
+   | rough       what a step would take if the model could be cut anywhere
    | sketch      what a step roughly takes: the stages cut, messages and sums in closed form
    | naming      devices for the ranks, in every way that may differ
    | planning    cuts, rows, recomputation, split axes; the event simulation judges
@@ -20,6 +21,7 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice
+from whale.planning.collecting import without_collecting
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
 from whale.search.bounds.bounds import Bounds
@@ -35,6 +37,7 @@ from whale.search.space.freedom import freedom_of
 from whale.search.space.space import Space
 
 
+@without_collecting()
 def search(
     graph: ModelGraph,
     cluster: Cluster,

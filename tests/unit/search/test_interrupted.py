@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from whale.planning.plan import Draft
 from whale.planning.seating import Seater, Seating
 from whale.search import decide, search
 from whale.search.found import Found
-from whale.search.front import Front
+from whale.search.front import Front, Group
 from whale.search.run import Look, Run
 
 GRAPH = layers([64] * 4)
@@ -67,16 +67,16 @@ def test_where_the_search_has_a_plan(monkeypatch: pytest.MonkeyPatch, home: type
 def test_line_ups_that_were_not_opened_may_hold_a_better_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Front, "promising", lambda self: list(self._plain()))
     whole = found_on_two()
-    opened = Front._opened
-    calls = list[object]()
+    looks = Front._looks
+    calls = list[Group]()
 
-    def interrupted(self: Front, bound: float, lineup: Any, far: float) -> Any:
-        calls.append(lineup)
-        if len(calls) == 3:  # the plain line-up, one of those below, and then
+    def interrupted(self: Front, group: Group, likely: Sequence[float]) -> Iterator[Look]:
+        calls.append(group)
+        if len(calls) == 3:  # the copies of the model, one of those below, and then
             raise KeyboardInterrupt
-        return opened(self, bound, lineup, far)
+        return looks(self, group, likely)
 
-    monkeypatch.setattr(Front, "_opened", interrupted)
+    monkeypatch.setattr(Front, "_looks", interrupted)
     found = found_on_two()
     assert found.was_interrupted and found.num_unproven > whole.num_unproven and found.bound <= whole.value
 

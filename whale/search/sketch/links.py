@@ -49,7 +49,7 @@ class Ties:
 
     prices: Prices
     _borders: dict[tuple[Team, bool], Way] = field(default_factory=dict, init=False)
-    _insides: dict[Team, Way] = field(default_factory=dict, init=False)
+    _insides: dict[tuple[Device, int], Way] = field(default_factory=dict, init=False)
     _rates: dict[tuple[tuple[Team, ...], bool], float] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -73,15 +73,16 @@ class Ties:
 
     def inside(self, team: Team) -> Way:
         """The link between the devices of a split group, of the kind where it is slowest."""
-        if team not in self._insides:
-            ways = []
-            for kind in team.numbers:
-                a, b = self._beside(kind, team.width)
-                link = self.prices.link(a, b)
-                per_byte = self._sharing(a, link) / link.bandwidth
-                ways.append(Way(link.latency, per_byte, per_byte))
-            self._insides[team] = max(ways, key=lambda way: way.per_byte)
-        return self._insides[team]
+        return max((self._inside(kind, team.width) for kind in team.numbers), key=lambda way: way.per_byte)
+
+    def _inside(self, kind: Device, width: int) -> Way:
+        key = kind, width
+        if key not in self._insides:
+            a, b = self._beside(kind, width)
+            link = self.prices.link(a, b)
+            per_byte = self._sharing(a, link) / link.bandwidth
+            self._insides[key] = Way(link.latency, per_byte, per_byte)
+        return self._insides[key]
 
     def sum_rate(self, teams: Sequence[Team], *, near: bool) -> float:
         """Seconds per byte of a gradient that all replicas of these teams add up."""

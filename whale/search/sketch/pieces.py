@@ -68,6 +68,11 @@ class Pieces:
             self._timed[key] = sums[:, 0].tolist(), sums[:, 1].tolist()
         return self._timed[key]
 
+    def total(self, kind: Device, rows: float, width: int) -> tuple[float, float]:
+        """The last of both sums of `seconds`, if nothing is computed again."""
+        found, counts = self.columns.seconds(kind, rows), self.columns.counts
+        return float((found.forward + found.backward) @ counts) / width, float((found.started_forward + found.started_backward) @ counts)
+
     @cached_property
     def parameters(self) -> Sums:
         """Bytes of parameters, with what training keeps beside them; what several units read counts in each."""

@@ -74,7 +74,7 @@ class Sketches:
             near: whether replicas fill hosts; else those who hold the same stage are neighbours.
         """
         teams, m = arrangement.teams, arrangement.num_micro_batch
-        rows = [max(float(m), own) for own in self._shares(teams)]
+        rows = [max(float(m), own) for own in self.shares(teams)]
         for _ in range(ROUNDS if len(teams) > 1 else 1):
             lanes = [self._lane(team, arrangement.order, m, own, near=near) for team, own in zip(teams, rows, strict=True)]
             found = [lane for lane in lanes if lane is not None]
@@ -85,7 +85,7 @@ class Sketches:
             rows = [max(self.num_rows * speed / total, float(m)) for speed in speeds]
         return max(self._with_end(lane, team, arrangement, near=near) for lane, team in zip(found, teams, strict=True))
 
-    def _shares(self, teams: Sequence[Team]) -> list[float]:
+    def shares(self, teams: Sequence[Team]) -> list[float]:
         """Rows of a replica of each team, if its devices took as many as they are fast."""
         speeds = [team.width * sum(number / self._work(kind) for kind, number in team.numbers.items()) for team in teams]
         total = sum(speed * team.count for speed, team in zip(speeds, teams, strict=True))
@@ -126,7 +126,7 @@ class Sketches:
         if found is None:
             return None
         pieces = self._pieces_for(len(found.seconds))
-        seconds, trained = [self._inside(team, rows / m)] * team.num_ranks, [0.0] * team.num_ranks
+        seconds, trained = [self.inside(team, rows / m)] * team.num_ranks, [0.0] * team.num_ranks
         for own, rank, (start, stop) in zip(found.seconds, _stage_ranks(team, order), pairwise(found.bounds), strict=True):
             seconds[rank] += own
             trained[rank] += (pieces.trained[stop] - pieces.trained[start]) / team.width
@@ -201,7 +201,7 @@ class Sketches:
             )
         return self._peaks[key]
 
-    def _inside(self, team: Team, rows: float) -> float:
+    def inside(self, team: Team, rows: float) -> float:
         """What split groups exchange for one micro-batch: about one sum, both ways, for every two products with parameters."""
         if team.width == 1:
             return 0.0
