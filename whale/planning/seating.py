@@ -20,7 +20,7 @@ from whale.planning.pipeline.recompute import KEEP_ALL, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipeline
 from whale.planning.plan import Draft, draft_plan
 from whale.planning.replicas.group_size import Outcome
-from whale.planning.replicas.solve import Solver, solve_together
+from whale.planning.replicas.solve import Solver, check_room, solve_together
 from whale.planning.shard.stage_price import StagePricing
 from whale.planning.structure.structure import Structure, analyse
 
@@ -96,8 +96,10 @@ class Seater:
 
     def _outcome(self, placement: Placement, seatings: Sequence[Seating], policy: str | Shares) -> Outcome:
         """Without recomputation where ``auto`` leaves the choice and that fits."""
-        if policy == "auto":
+        keeping = [self._solver(seating, "none") for seating in seatings] if policy == "auto" else []
+        if keeping and not any(any(solver.pipeline.recomputed) for solver in keeping):
             with contextlib.suppress(MemoryShortage):
+                check_room(placement, keeping, self.num_rows)
                 return self._solved(placement, seatings, "none")
         return self._solved(placement, seatings, policy)
 

@@ -134,10 +134,7 @@ class Solver:
         Raises:
             MemoryShortage: as `solve`; told by a bound alone where that is enough.
         """
-        assert self.policy is KEEP_ALL, "the bound holds where nothing is recomputed"
-        most = sum(most_rows(self.prices, self.pipeline, placed) for placed in placement.replicas)
-        if most < self.num_rows:
-            raise shortage(f"a plan fits in memory (rows without recomputation: {most} at most, the batch has {self.num_rows})", 0, ())
+        check_room(placement, [self] * len(placement.replicas), self.num_rows)
         return self.solve(placement)
 
     def model(self, placed: Placed, share: int, margin: float, keeping: float) -> tuple[ReplicaModel, Partition | None]:
@@ -179,6 +176,28 @@ class Solver:
         if placed not in self._looks:
             self._looks[placed] = likeness_of(placed, self.prices.cluster)
         return self._looks[placed]
+
+
+def check_room(placement: Placement, solvers: Sequence[Solver], num_rows: int) -> None:
+    """Refuses a placement on which the rows surely do not fit if nothing is recomputed, by a bound alone.
+
+    Args:
+        solvers: of each replica.
+        num_rows: of the batch.
+
+    Raises:
+        MemoryShortage: they do not.
+    """
+    known: dict[tuple[Solver, tuple[int, ...]], int] = {}
+    most = 0
+    for solver, placed in zip(solvers, placement.replicas, strict=True):
+        assert solver.policy is KEEP_ALL, "the bound holds where nothing is recomputed"
+        key = solver, tuple(sum(map(solver.prices.capacity, names)) for names in placed)
+        if key not in known:
+            known[key] = most_rows(solver.prices, solver.pipeline, placed)
+        most += known[key]
+    if most < num_rows:
+        raise shortage(f"a plan fits in memory (rows without recomputation: {most} at most, the batch has {num_rows})", 0, ())
 
 
 def solve_together(placement: Placement, solvers: Sequence[Solver], num_rows: int, weights: Sequence[int] | None = None) -> Solution:
