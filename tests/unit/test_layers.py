@@ -43,7 +43,7 @@ ROOMS = {
         ("shard",),
         ("pipeline",),
         ("pricing", "annotations"),
-        ("structure",),
+        ("structure", "collecting"),
     ),
     "estimate": (
         ("step",),
