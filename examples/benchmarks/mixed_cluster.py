@@ -120,12 +120,15 @@ def even(cluster: Cluster) -> Cluster:
     return replace(cluster, hosts=tuple(like_first(host) for host in cluster.hosts))
 
 
+AS_SET: dict[str, object] = {"planning.search": "off"}
+
+
 def data_parallel(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, Plan, Step]:
-    return *by_speed(options, cluster, {"planning.search": "off"}), distributed_data_parallel(options)
+    return *by_speed(options, cluster, AS_SET), distributed_data_parallel(options)
 
 
 def pipeline(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, Plan, Step]:
-    config: dict[str, object] = {"pipeline.num_micro_batch": options.micro_batches, "pipeline.schedule": "eager_1f1b"}
+    config: dict[str, object] = {**AS_SET, "pipeline.num_micro_batch": options.micro_batches, "pipeline.schedule": "eager_1f1b"}
     size = dist.get_world_size()
     other, _ = whale_side(options, cluster, config, stages=size)
     return *by_speed(options, cluster, config | {"pipeline.num_stages": size}), other
@@ -133,8 +136,8 @@ def pipeline(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, Plan,
 
 def split(options: argparse.Namespace, cluster: Cluster) -> tuple[Step, Plan, Step]:
     size = dist.get_world_size()
-    other, _ = whale_side(options, even(cluster), {}, split=size)
-    return *by_speed(options, cluster, {}, split=size), other
+    other, _ = whale_side(options, even(cluster), AS_SET, split=size)
+    return *by_speed(options, cluster, AS_SET, split=size), other
 
 
 CASES: dict[str, Callable[[argparse.Namespace, Cluster], tuple[Step, Plan, Step]]] = {

@@ -220,7 +220,8 @@ def seeded(make: Callable[[], nn.Module]) -> Any:
 
 
 def whale_side(model: nn.Module, batch: Batch, loss: Callable[[Tensor, Batch], Tensor]) -> Side:
-    engine = whale.parallelize(model, loss=loss, optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True), batch=batch)
+    optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    engine = whale.parallelize(model, loss=loss, optimizer=optimizer, batch=batch, config={"planning.search": "off"})
     stages = engine.plan.replicas[0].stages
     shards = ", ".join(f"{shard.axis} {':'.join(map(str, shard.sizes))}" for stage in stages for shard in stage.shards)
     return Side(partial(engine.step, batch), engine.gradients, lambda: engine.state_dict() or {}, shards, engine.close)

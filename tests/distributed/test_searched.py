@@ -12,7 +12,7 @@ import pytest
 from tests import reference
 from tests.distributed.training import Case, largest_of, run_case, train_rank_and_plan, train_reference
 from tests.distributed.world import World
-from tests.models import Block, Description
+from tests.models import Block, Description, Segment
 from whale.ir.plan import Plan
 
 MODEL = Description(tokens=True, blocks=(Block("feed_forward"), Block("attention"), Block("linear", skip_from=1), Block("gelu")))
@@ -41,6 +41,19 @@ def test_law(world: World, speeds: tuple[float, ...], num_used: int) -> None:
     runs = run_case(world, searched, case)
     assert runs[0][1].choices[0].pass_name == "search"
     assert len(runs[0][1].devices) == num_used
+    check(runs, case)
+
+
+SCOPED = replace(MODEL, segments=(Segment(0), Segment(2)), placement="construction")
+
+
+@pytest.mark.parametrize(("speeds", "num_used"), [((0.002, 0.001), 2), ((0.002, 1e-7, 0.002), 2)], ids=["two", "one far too slow"])
+def test_law_around_scopes(world: World, speeds: tuple[float, ...], num_used: int) -> None:
+    case = Case(SCOPED, (12, 12), speeds, EFFORT)
+    runs = run_case(world, searched, case)
+    plan = runs[0][1]
+    assert plan.choices[0].decision.startswith("as it is divided")
+    assert len(plan.devices) == num_used and plan.pipelines[0].num_ranks == 2 and plan.pipelines[0].num_micro_batch > 1
     check(runs, case)
 
 

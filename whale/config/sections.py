@@ -117,9 +117,9 @@ class Planning:
 
     search: str = key(
         "auto",
-        "auto: search for the best plan where no scope, no replicas and no number of stages say how the model is divided; pinned: also "
-        "where pipeline.num_stages is set, which then binds; off: never",
-        choices=("auto", "pinned", "off"),
+        "auto: search for the best plan; what scopes, replicas and settings fix stays as it is; off: take what the settings and their "
+        "defaults say",
+        choices=("auto", "off"),
     )
     objective: str = key(
         "step_time",

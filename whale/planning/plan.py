@@ -21,7 +21,7 @@ from whale.planning.explain.mixing import explain_mixing, keeps_apart, mixed_apa
 from whale.planning.explain.step import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import find_cut_points
-from whale.planning.pipeline.placement import Placement, placements
+from whale.planning.pipeline.placement import Placement, Seats
 from whale.planning.pipeline.recompute import KEEP_ALL, Policy, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing.estimating import with_estimate
@@ -68,27 +68,40 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
         return state_plan(graph, cluster, config, rows)
     num_rows = graph.num_rows if rows is None else rows
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
-    return decided_within(prices, lambda prices: _draft(prices, config, num_rows)).finished()
+    return draft_as_set(prices, config, num_rows).finished()
 
 
-def _draft(prices: Prices, config: Config, num_rows: int) -> Draft:
+def draft_as_set(prices: Prices, config: Config, num_rows: int, seats: Seats | None = None) -> Draft:
+    """The plan of what the scopes and settings say, estimated but not yet explained; the errors are those of `plan_and_estimate`.
+
+    Args:
+        prices: of the graph on the cluster.
+        config: settings.
+        num_rows: of the global batch.
+        seats: where scopes place it; None for all devices, by the rules. Replicas that are written down have devices of their own.
+    """
+    own = Seats(prices.cluster, prices.cluster) if seats is None else seats
+    return decided_within(prices, lambda prices: _draft(prices, config, num_rows, own))
+
+
+def _draft(prices: Prices, config: Config, num_rows: int, seats: Seats) -> Draft:
     """The plan that the passes come to."""
-    graph, cluster = prices.graph, prices.cluster
+    graph, cluster, num_devices = prices.graph, prices.cluster, len(seats.taken.devices)
     pricing, gather_rows = StagePricing.of(prices, config.communication.overlap), config.communication.gather_rows
     if config.replicas:
         return draft_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows), gather_rows=gather_rows)
-    annotations = read_scopes(graph, config, len(cluster.devices))
-    pipeline = shape_pipeline(config, annotations, len(cluster.devices))
+    annotations = read_scopes(graph, config, num_devices)
+    pipeline = shape_pipeline(config, annotations, num_devices)
     if annotations is not None:
-        check_enough_devices(annotations, pipeline.num_devices, len(cluster.devices))
+        check_enough_devices(annotations, pipeline.num_devices, num_devices)
     solver = _solver(pricing, config, pipeline, annotations, num_rows)
     prefers_intra_node = config.cluster.device_place_prefer_intra_node
     found = choose_group(
         pipeline,
         config,
         lambda size: _choose_as_needed(
-            dataclasses.replace(solver, pipeline=shape_pipeline(config, annotations, len(cluster.devices), size)),
-            cluster,
+            dataclasses.replace(solver, pipeline=shape_pipeline(config, annotations, num_devices, size)),
+            seats,
             prefers_intra_node=prefers_intra_node,
         ),
     )
@@ -183,24 +196,24 @@ def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[
     return memory, work
 
 
-def _choose_as_needed(solver: Solver, cluster: Cluster, *, prefers_intra_node: bool) -> Outcome:
+def _choose_as_needed(solver: Solver, seats: Seats, *, prefers_intra_node: bool) -> Outcome:
     """The best placement; under ``recompute.policy: auto`` one without recomputation where that fits in memory."""
     if solver.policy.kind == "auto":
         keeping = dataclasses.replace(solver, policy=KEEP_ALL)
         with contextlib.suppress(MemoryShortage):
-            best, others = _choose(keeping, keeping.solve_if_it_may_fit, cluster, prefers_intra_node=prefers_intra_node)
+            best, others = _choose(keeping, keeping.solve_if_it_may_fit, seats, prefers_intra_node=prefers_intra_node)
             return Outcome(solver, best, others)
-    best, others = _choose(solver, solver.solve, cluster, prefers_intra_node=prefers_intra_node)
+    best, others = _choose(solver, solver.solve, seats, prefers_intra_node=prefers_intra_node)
     return Outcome(solver, best, others)
 
 
 def _choose(
-    solver: Solver, solve: Callable[[Placement], Solution], cluster: Cluster, *, prefers_intra_node: bool
+    solver: Solver, solve: Callable[[Placement], Solution], seats: Seats, *, prefers_intra_node: bool
 ) -> tuple[Solution, dict[str, str]]:
     """The fastest placement of replicas grouped as preferred; grouped the other way where only that fits in memory."""
     memory, work = _demand(solver.pipeline, solver)
-    preferred = placements(cluster, solver.pipeline, memory, work, prefer_intra_node=prefers_intra_node)
-    other = placements(cluster, solver.pipeline, memory, work, prefer_intra_node=not prefers_intra_node)
+    preferred = seats.placements(solver.pipeline, memory, work, prefer_intra_node=prefers_intra_node)
+    other = seats.placements(solver.pipeline, memory, work, prefer_intra_node=not prefers_intra_node)
     try:
         best, remarks = _best(solve, preferred)
     except MemoryShortage as error:

@@ -17,6 +17,7 @@ from whale.ir.serialization import from_json
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
 from whale.planning.verify.verify import verify
+from whale.search.divided import is_divided
 from whale.search.pins import with_blame
 from whale.search.searching import search
 from whale.search.space.freedom import pin_of
@@ -51,7 +52,7 @@ def decide(
     is_written = isinstance(plan, (str, Path)) and Path(plan).suffix in (".yaml", ".yml")
     if plan is None or is_written:
         settings = config if plan is None else config.with_values(read_plan(str(plan)))
-        pin = pin_of(graph, settings)
+        pin = pin_of(settings)
         if pin is not None:
             _check_asked(pin, settings, runner_up)
 
@@ -63,7 +64,7 @@ def decide(
         try:
             return planned(settings, pin)
         except (PlanError, ConfigError, BatchError) as fault:
-            raise with_blame(fault, settings, lambda other: planned(other, pin_of(graph, other))) from None
+            raise with_blame(fault, settings, lambda other: planned(other, pin_of(other))) from None
     _check_asked("a plan that was made before", config, runner_up)
     given = plan if isinstance(plan, Plan) else _read_plan(Path(plan))
     if rows not in (None, given.planned_rows):
@@ -101,7 +102,7 @@ def _searched(
 
 def _rule(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate] | None:
     """The plan without a search, where none that the search looks at is sure to be it: before the search, which may be interrupted."""
-    if config.pipeline.num_stages is None:  # copies of the model are in any space
+    if config.pipeline.num_stages is None or is_divided(graph, config):  # it is in the space
         return None
     with contextlib.suppress(WhaleError):
         return plan_and_estimate(graph, cluster, config, rows=rows)

@@ -12,6 +12,7 @@ from whale.ir.plan import Choice, Plan
 from whale.planning.plan import Draft
 from whale.search.arrangement import Arrangement
 from whale.search.objective import Objective
+from whale.search.space.ways import Way
 
 NUM_RUNNERS_UP = 5
 """So many are told."""
@@ -27,7 +28,7 @@ class Candidate:
         objective: that it is judged by.
     """
 
-    arrangement: Arrangement
+    arrangement: Arrangement | Way
     draft: Draft
     objective: Objective
 
@@ -69,7 +70,7 @@ class Found:
 
     plan: Plan
     step: StepEstimate
-    arrangement: Arrangement
+    arrangement: Arrangement | Way
     objective: Objective
     bound: float
     others: tuple[Candidate, ...]
@@ -121,7 +122,9 @@ class Found:
         if self.was_interrupted:
             yield f"the search was interrupted: the best of {self.num_planned} plans so far"
         yield f"chosen among {self.num_arrangements} arrangements, {self.num_planned} plans estimated: {self.arrangement}"
-        if self.num_unproven:
+        if self.num_unproven and not self.bound:
+            yield f"the best on a climb from the plan without a search ({self.num_unproven} arrangements were not looked at)"
+        elif self.num_unproven:
             yield (
                 f"within {self.gap:.1%} of the lower bound of this space, {self.objective.text(self.bound)} "
                 f"({self.num_unproven} arrangements might be {self.objective.better} by their bounds; planning.effort looks at more)"

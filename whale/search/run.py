@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
-from typing import TypeVar
 
 from whale.config.keys import Shares
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
 from whale.planning.seating import Seater, Seating
 from whale.search.arrangement import Arrangement, Order
-from whale.search.found import NUM_RUNNERS_UP, Candidate
-from whale.search.objective import Objective
+from whale.search.found import NUM_RUNNERS_UP
+from whale.search.progress import Progress
 from whale.search.space.freedom import Freedom
 from whale.search.space.naming import Seats, namings
-
-T = TypeVar("T")
 
 SPLIT_EFFORT = 8
 """A plan with split stages takes about so many times as long to make."""
@@ -75,41 +71,23 @@ class Look:
         return self.bound < value
 
 
-@dataclass(eq=False)
-class Run:
-    """One search: what it has seen so far.
+@dataclass(eq=False, kw_only=True)
+class Run(Progress):
+    """A search over arrangements.
 
     Args:
         freedom: what may be chosen.
         cluster: the devices.
         seater: makes plans.
-        objective: judges them.
-        effort: that is left.
-        num_arrangements: in the space.
-        tell: is told what was seen so far.
 
     Attributes:
-        best: the best plan so far.
-        drafts: the best plan of each arrangement.
-        faults: why others have none.
         unproven: bounds of what was not looked at, or not to its end.
-        num_planned: plans that were made and estimated.
-        was_interrupted: whether the user ended it.
     """
 
     freedom: Freedom
     cluster: Cluster
     seater: Seater
-    objective: Objective
-    effort: float
-    num_arrangements: int
-    tell: Callable[[str], None] | None
-    best: Candidate | None = field(default=None, init=False)
-    drafts: dict[Arrangement, Candidate] = field(default_factory=dict, init=False)
-    faults: list[WhaleError] = field(default_factory=list, init=False)
     unproven: list[Look] = field(default_factory=list, init=False)
-    num_planned: int = field(default=0, init=False)
-    was_interrupted: bool = field(default=False, init=False)
     _num_tries: int = field(default=0, init=False)
 
     def look_at(self, looks: Sequence[Look]) -> None:
@@ -120,24 +98,6 @@ class Run:
                 is_done = not self.was_interrupted and self._is_worth(look) and self._plan(look)
             if not is_done:
                 self.unproven.append(look)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Ctrl-C inside ends the search, with the best plan so far; where there is none, all."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            if self.best is None:
-                raise
-            self.was_interrupted = True
-
-    def done(self, last: Callable[[], T]) -> T:
-        """Does what has to be done whatever happens: Ctrl-C makes it begin anew, a second one ends all."""
-        try:
-            return last()
-        except KeyboardInterrupt:
-            self.was_interrupted = True
-            return last()
 
     def _is_worth(self, look: Look) -> bool:
         """Whether to plan what may be better, and a few that are not, to have something beside the best plan.
@@ -177,14 +137,8 @@ class Run:
             except WhaleError as fault:
                 self.faults.append(fault)
                 continue
-            self.num_planned += 1
-            own = Candidate(look.arrangement, draft, self.objective)
-            known = self.drafts.setdefault(look.arrangement, own)
-            self.drafts[look.arrangement] = own if own.rank < known.rank else known
-            self.best = own if self.best is None or own.rank < self.best.rank else self.best
-        if self.tell is not None:
-            so_far = "nothing fits so far" if self.best is None else f"the best so far: {self.best}"
-            self.tell(f"{self.num_planned} plans of {self.num_arrangements} arrangements estimated, {so_far}")
+            self.add(look.arrangement, draft)
+        self.tell_all()
         return True
 
     def open_bounds(self) -> list[float]:
@@ -217,5 +171,10 @@ class Run:
 
 def effort_of(arrangement: Arrangement) -> float:
     """How many small plans take as long to make as one of this arrangement."""
-    plan = 1 + arrangement.num_devices / DEVICES_PER_PLAN + arrangement.num_tasks / TASKS_PER_PLAN
-    return plan * (SPLIT_EFFORT if arrangement.is_split else 1)
+    return effort(arrangement.num_devices, arrangement.num_tasks, is_split=arrangement.is_split)
+
+
+def effort(num_devices: int, num_tasks: int, *, is_split: bool) -> float:
+    """How many small plans take as long to make as one of so many devices and tasks of the simulation."""
+    plan = 1 + num_devices / DEVICES_PER_PLAN + num_tasks / TASKS_PER_PLAN
+    return plan * (SPLIT_EFFORT if is_split else 1)

@@ -12,8 +12,9 @@ Found
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from whale.config import Config
 from whale.estimate import Costs
@@ -21,20 +22,25 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice
+from whale.planning.annotations.taskgraphs import place_sizes
 from whale.planning.collecting import without_collecting
+from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
 from whale.search.bounds.bounds import Bounds
+from whale.search.divided import DividedRun, is_divided
 from whale.search.failure import failure
 from whale.search.found import Found
 from whale.search.front import Front
 from whale.search.objective import objective_of
+from whale.search.progress import Progress
 from whale.search.run import Run
 from whale.search.sketch.links import Ties
 from whale.search.sketch.pieces import pieces_of
 from whale.search.sketch.sketch import Sketches
 from whale.search.space.freedom import freedom_of
 from whale.search.space.space import Space
+from whale.search.space.ways import Ways
 
 
 @without_collecting()
@@ -47,9 +53,10 @@ def search(
     effort: float | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Found:
-    """Finds the best plan of a model without scopes, where the configuration leaves a choice: by ``planning.objective``.
+    """Finds the best plan, where scopes and the configuration leave a choice: by ``planning.objective``.
 
-    What was set stays: micro-batches, order, stages, recomputation. Ctrl-C ends the search with the best plan so far, if there is one.
+    What was set stays: scopes, replicas that are written down, micro-batches, order, stages, recomputation. Ctrl-C ends the search with the
+    best plan so far, if there is one.
 
     Args:
         graph: the captured model.
@@ -63,6 +70,7 @@ def search(
     Raises:
         PlanError: nothing fits; it says how much memory is missing, and with how much more, or how many devices, something would fit.
         ConfigError: what is set leaves no arrangement.
+        AnnotationError: scopes that cannot be honoured.
         ClusterError: what a sample costs is asked for, and a device has no price.
         WhaleError: the model can be divided in none of the ways.
     """
@@ -73,28 +81,50 @@ def search(
     bounds = Bounds(prices, seater.structure, seater.points, num_rows)
     space = Space(cluster, freedom, num_rows, seater.points.num_units)
     objective = objective_of(config.planning.objective, cluster, bounds)
+    left = config.planning.effort if effort is None else effort
+    if is_divided(graph, config):
+        ways = Ways(cluster, freedom, num_rows, None if config.replicas else partial(place_sizes, graph, config))
+        return _found_divided(
+            DividedRun(objective=objective, effort=left, num_arrangements=ways.count, tell=tell, prices=prices, config=config, ways=ways)
+        )
     sketches = Sketches(prices, pieces_of(bounds.columns, seater.points), Ties(prices), num_rows, freedom.recomputes)
     front = Front(space, bounds, sketches, objective)
     promising = front.promising()
-    run = Run(freedom, cluster, seater, objective, config.planning.effort if effort is None else effort, front.num_arrangements, tell)
+    num_arrangements = front.num_arrangements
+    run = Run(
+        freedom=freedom, cluster=cluster, seater=seater, objective=objective, effort=left, num_arrangements=num_arrangements, tell=tell
+    )
     run.look_at(promising)
     with run.kept():
         if not run.was_interrupted:
             run.look_at(front.below(math.inf if run.best is None else run.best.value))
     if run.best is None:
         raise failure(run.faults, space, front.lineups, bounds, sketches)
-    return _found(run, front)
+    value = run.best.value
+    unproven = [look.bound for look in run.unproven if look.bound < value]
+    with run.kept():  # of an interrupted search bounds are left as rough as they are
+        unproven = unproven if run.was_interrupted else run.open_bounds()
+    unproven += run.done(lambda: front.closed(value))
+    return _found(run, unproven)
 
 
-def _found(run: Run, front: Front) -> Found:
-    """The outcome, once there is a plan; of an interrupted search bounds are left as rough as they are."""
+def _found_divided(run: DividedRun) -> Found:
+    run.look()
+    if run.best is None:
+        shortages = [fault for fault in run.faults if isinstance(fault, MemoryShortage)]
+        raise min(shortages, key=lambda fault: fault.num_bytes, default=run.faults[0])
+    return _found(run, [0.0] * run.num_open)
+
+
+def _found(run: Progress, unproven: Sequence[float]) -> Found:
+    """The outcome, once there is a plan.
+
+    Args:
+        unproven: what arrangements that might be better surely come to; 0 where nothing is known.
+    """
     best = run.best
     assert best is not None
     ranked = sorted((each for each in run.drafts.values() if each.arrangement != best.arrangement), key=lambda each: each.rank)
-    unproven = [look.bound for look in run.unproven if look.bound < best.value]
-    with run.kept():
-        unproven = unproven if run.was_interrupted else run.open_bounds()
-    unproven += run.done(lambda: front.closed(best.value))
     plan, step = run.done(best.draft.finished)
     found = Found(
         plan=plan,

@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("model.json").write_text(to_json(layers([64] * 4)))
     for name, model in (("fast", "V100-32GB"), ("slow", "T4")):
         Path(f"{name}.yaml").write_text(CLUSTER.replace("MODEL", model))
-    Path("staged.yaml").write_text("pipeline: {num_stages: 2, num_micro_batch: 4}\n")
+    Path("staged.yaml").write_text("pipeline: {num_stages: 2, num_micro_batch: 4, schedule: 1f1b}\n")
     Path("off.yaml").write_text("planning: {search: 'off'}\n")
     return tmp_path
 

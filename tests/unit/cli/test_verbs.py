@@ -47,6 +47,8 @@ def only_model():
     return torch.nn.Linear(2, 2)
 """
 
+OFF = ("--set", "planning.search=off")
+
 CLUSTER = """
 name: pair
 hosts:
@@ -102,7 +104,7 @@ def test_doctor_is_told_which_tensors_have_rows(model: str) -> None:
 
 
 def test_a_plan_is_the_same_from_the_function_and_from_the_captured_model(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--ranks", "4", "--set", "pipeline.num_micro_batch=2", "--rows", "16"]
+    words = ["--ranks", "4", "--set", "pipeline.num_micro_batch=2", *OFF, "--rows", "16"]
     main(["capture", model, "--output", "model.json"])
     capsys.readouterr()
     assert main(["plan", model, *words, "--output", "plan.json"]) == 0
@@ -152,12 +154,12 @@ def test_what_a_sample_costs_is_told_where_devices_have_prices(captured: str, ca
     assert main(["simulate", *words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["cost_per_sample"] == pytest.approx(6 / 3600 / told["samples_per_second"])
-    assert main(["plan", *words, "--set", "planning.objective=cost"]) == 1
-    assert "the model's scopes, replicate(1, name='part0')" in capsys.readouterr().err
+    assert main(["plan", *words, "--set", "planning.objective=cost", *OFF]) == 1
+    assert "planning.objective cost needs a search, and what is set leaves none: planning.search off" in capsys.readouterr().err
 
 
 def test_simulate_runs_ranks_dry(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [model, "--ranks", "4", "--dry-run", "--set", "pipeline.num_micro_batch=2"]
+    words = [model, "--ranks", "4", "--dry-run", "--set", "pipeline.num_micro_batch=2", *OFF]
     assert main(["simulate", *words]) == 0
     printed = capsys.readouterr().out
     assert "dry run: 2 of 4 rank(s) were run, the others are like them" in printed and "1 like it" in printed
@@ -179,7 +181,7 @@ def test_a_published_model_is_run_dry(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_written_plan_is_planned_and_simulated(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("written.yaml").write_text("num_micro_batch: 4\nreplicas: 1\n")
-    words = [captured, "--ranks", "4", "--rows", "16", "--plan", "written.yaml"]
+    words = [captured, "--ranks", "4", "--rows", "16", "--plan", "written.yaml", *OFF]
     for verb in ("plan", "explain", "simulate"):
         assert main([verb, *words]) == 0
         assert "1 replica(s) x 2 stage(s) on 2 device(s)" in (printed := capsys.readouterr().out)
@@ -236,8 +238,8 @@ def test_a_runner_up_is_shown_whole(searched: list[str], capsys: pytest.CaptureF
     assert "predicted:" in printed and "search: runner-up 1" in printed
     assert main(["explain", *searched, "--runner-up", "50"]) == 1
     assert "50 is none of them" in capsys.readouterr().err
-    assert main(["explain", "verb_model.py:build", "--ranks", "2", "--runner-up", "1"]) == 1
-    assert "a runner-up needs a search, and what is set leaves none: the model's scopes" in capsys.readouterr().err
+    assert main(["explain", "verb_model.py:build", "--ranks", "2", "--runner-up", "1", *OFF]) == 1
+    assert "a runner-up needs a search, and what is set leaves none: planning.search off" in capsys.readouterr().err
 
 
 def test_advice_is_told_in_words_and_numbers(searched: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_before_there_is_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_plan_without_a_search_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config({"pipeline.num_stages": 2, "planning.search": "pinned"})
+    config = Config({"pipeline.num_stages": 2})
     monkeypatch.setattr(Front, "promising", once(Front.promising))
     plan, step = decide(None, GRAPH, TWO, config, rows=8)
     assert plan.step_seconds == step.step_seconds

@@ -136,12 +136,23 @@ def test_missing_prices_are_named() -> None:
     assert "price_per_hour" in (caught.value.hint or "")
 
 
+STAGE = {"rows": 1, "schedule": "1f1b", "num_micro_batch": 1, "stages": [{"devices": ["h0/0"], "ops": ["layer0 .. loss"]}]}
+
+
 @pytest.mark.parametrize(
-    ("pinned", "said"), [({"pipeline.num_stages": 2}, "pipeline.num_stages"), ({"planning.search": "off"}, "planning.search off")]
+    ("pinned", "said"), [({"planning.search": "off"}, "planning.search off"), ({"replicas": [STAGE]}, "the plan that is written down")]
 )
 def test_an_objective_without_a_search_names_what_is_in_the_way(pinned: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=f"objective memory needs a search, and what is set leaves none: {said}"):
         decide(None, layers([4]), made([[(1e9, GIB)] * 2], network=1e9), Config({"planning.objective": "memory"} | pinned), rows=4)
+
+
+def test_stages_that_are_set_are_searched_for_the_least_memory() -> None:
+    settings = {"planning.objective": "memory", "pipeline.num_stages": 2}
+    plan, step = decide(None, layers([16] * 4), made([[(1e9, GIB)] * 2], network=1e9), Config(settings), rows=4)
+    fast, fast_step = decide(None, layers([16] * 4), made([[(1e9, GIB)] * 2], network=1e9), Config({"pipeline.num_stages": 2}), rows=4)
+    assert plan.pipelines[0].num_ranks == fast.pipelines[0].num_ranks == 2
+    assert max(each.peak.total for each in step.devices) <= max(each.peak.total for each in fast_step.devices)
 
 
 @pytest.mark.parametrize("objective", ["cost", "memory"])

@@ -35,7 +35,7 @@ def test_settings_that_are_not_to_blame_are_not_named() -> None:
 
 
 def test_what_names_the_setting_itself_is_not_said_twice() -> None:
-    hint = hint_of(8, {"pipeline.num_stages": 2, "planning.objective": "memory"})
+    hint = hint_of(8, {"planning.search": "off", "planning.objective": "memory"})
     assert hint == "take it out, or what needs the search"
 
 

@@ -131,11 +131,11 @@ def test_what_is_set_stays() -> None:
     assert {(own.num_ranks, own.num_micro_batch, own.schedule) for own in found.plan.pipelines} == {(2, 4, "gpipe")}
 
 
-def test_a_number_of_stages_may_bind_a_search_or_end_it() -> None:
+def test_a_number_of_stages_binds_a_search() -> None:
     graph, cluster = layers([64] * 4), made([[(1e9, GIB)] * 2, [(3e9, GIB)] * 2], network=1e8)
     settings = {"pipeline.num_stages": 4, "pipeline.num_micro_batch": 4, "recompute.policy": "none"}
-    rule, step = decide(None, graph, cluster, Config(settings), rows=8)
-    found, searched = decide(None, graph, cluster, Config(settings | {"planning.search": "pinned"}), rows=8)
+    rule, step = decide(None, graph, cluster, Config(settings | {"planning.search": "off"}), rows=8)
+    found, searched = decide(None, graph, cluster, Config(settings), rows=8)
     assert found.choices[0].pass_name == "search" and rule.choices[0].pass_name != "search"
     assert [own.num_ranks for own in found.pipelines] == [own.num_ranks for own in rule.pipelines] == [4]
     assert searched.step_seconds <= step.step_seconds
@@ -145,8 +145,8 @@ def test_a_number_of_stages_may_bind_a_search_or_end_it() -> None:
 def test_a_number_of_stages_is_divided_over_the_kinds(num_stages: int) -> None:
     graph, cluster = layers([64] * 8), made([[(1e9, GIB)] * 4, [(3e9, GIB)] * 4], network=1e9)
     settings = {"pipeline.num_stages": num_stages, "planning.effort": 20}
-    _, step = decide(None, graph, cluster, Config(settings), rows=8)
-    found, searched = decide(None, graph, cluster, Config(settings | {"planning.search": "pinned"}), rows=8)
+    _, step = decide(None, graph, cluster, Config(settings | {"planning.search": "off"}), rows=8)
+    found, searched = decide(None, graph, cluster, Config(settings), rows=8)
     assert {own.num_ranks for own in found.pipelines} == {num_stages}
     assert searched.step_seconds <= step.step_seconds
 
@@ -202,7 +202,7 @@ def hint_of(num_devices: int, settings: dict[str, object]) -> str:
 
 def test_as_many_devices_as_the_hint_asks_for_hold_the_model() -> None:
     assert "about 6 x 1e+09" in hint_of(5, {})
-    assert "x 1e+09" not in hint_of(5, {"pipeline.num_stages": 5, "planning.search": "pinned"}), "whatever number of devices there is"
+    assert "x 1e+09" not in hint_of(5, {"pipeline.num_stages": 5}), "whatever number of devices there is"
     for num_devices in (6, 7):
         found = search(layers([64] * 6), made([[(1e9, 100_000)] * num_devices], network=1e9), Config(), rows=8, effort=20)
         assert len(found.plan.devices) >= 6
@@ -235,7 +235,7 @@ def test_more_micro_batches_than_rows_leave_nothing() -> None:
 
 
 def test_more_stages_than_places_to_cut_leave_nothing() -> None:
-    config = Config({"pipeline.num_stages": 6, "planning.search": "pinned"})
+    config = Config({"pipeline.num_stages": 6})
     with pytest.raises(ConfigError, match=r"into the stages of a replica \(2 at most, asked for: 6; devices: 6\)"):
         search(layers([4]), made([[(1e9, GIB)] * 6], network=1e9), config, rows=8)
 

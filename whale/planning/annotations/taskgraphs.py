@@ -92,6 +92,16 @@ def read_scopes(graph: ModelGraph, config: Config, num_devices: int) -> Annotati
     )
 
 
+def place_sizes(graph: ModelGraph, config: Config, num_devices: int) -> tuple[int, ...]:
+    """Devices of each virtual device of a replica that the scopes of a model make of so many devices; empty without scopes.
+
+    Raises:
+        AnnotationError: scopes that cannot be honoured.
+    """
+    annotations = read_scopes(graph, config, num_devices)
+    return () if annotations is None else tuple(dict(zip(annotations.places, annotations.devices, strict=True)).values())
+
+
 def num_chunks(config: Config) -> int:
     """Stages on each virtual device, by the schedule."""
     return len(placement(config.pipeline.schedule, num_ranks=1, num_chunks=config.pipeline.num_chunks))

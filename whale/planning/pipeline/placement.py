@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, permutations
 
 from whale.ir.cluster import Cluster, Device
 from whale.planning.pipeline.scheduling import PipelineShape
+
+FEW = 4
+"""On up to so many devices every order is tried, and of so many kinds."""
 
 Placed = tuple[tuple[str, ...], ...]
 """The device names of every rank of one replica."""
@@ -25,6 +29,32 @@ class Placement:
     rule: str
     replicas: tuple[Placed, ...]
     idle: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Seats:
+    """The devices that a model divided by scopes may take.
+
+    Attributes:
+        cluster: what they are of; its other devices stay idle.
+        taken: a cluster of them.
+        in_any_order: whether the rules are not all that is worth pricing.
+    """
+
+    cluster: Cluster
+    taken: Cluster
+    in_any_order: bool = False
+
+    def placements(
+        self, pipeline: PipelineShape, memory: Sequence[float], work: Sequence[float] | None, *, prefer_intra_node: bool
+    ) -> tuple[Placement, ...]:
+        """The placements worth pricing, the one by memory first; the arguments are those of `placements`."""
+        found = placements(self.taken, pipeline, memory, work, prefer_intra_node=prefer_intra_node)
+        if self.in_any_order:
+            every = every_placement(self.taken, pipeline, prefer_intra_node=prefer_intra_node)
+            found = tuple({each.replicas: each for each in (*every, *found)}.values())
+        outside = tuple(device.name for device in self.cluster.devices if device.name not in self.taken.by_name)
+        return tuple(replace(each, idle=each.idle + outside) for each in found)
 
 
 def placements(
@@ -53,6 +83,41 @@ def placements(
         replicas = tuple(_assign_by_hosts(group, pipeline.devices, widths) for group in groups)
         found.setdefault(replicas, Placement("split groups inside hosts", replicas, idle_names))
     return tuple(found.values())
+
+
+def every_placement(cluster: Cluster, pipeline: PipelineShape, *, prefer_intra_node: bool) -> Iterator[Placement]:
+    """On few devices every way to place the replicas, alike devices of a host once; on more, kinds along the pipeline in every order."""
+    kinds = list(dict.fromkeys(device.kind for device in cluster.devices))
+    if len(cluster.devices) <= FEW:
+        seen = set[object]()
+        for devices in permutations(cluster.devices, len(cluster.devices) // pipeline.num_devices * pipeline.num_devices):
+            replicas = tuple(_in_turn(group, pipeline.devices) for group in _groups(devices, pipeline.num_devices))
+            look = sorted(tuple(tuple(sorted((kinds.index(own.kind), own.host) for own in rank)) for rank in each) for each in replicas)
+            if str(look) not in seen:
+                seen.add(str(look))
+                yield _placed("the devices in another order", cluster, replicas)
+        return
+    groups, _ = device_groups(cluster, pipeline.num_devices, prefer_intra_node=prefer_intra_node)
+    for order in permutations(kinds) if 1 < len(kinds) <= FEW else ():
+        place = {kind: number for number, kind in enumerate(order)}
+        own = (sorted(group, key=lambda device: place[device.kind]) for group in groups)
+        yield _placed("kinds in another order", cluster, tuple(_in_turn(group, pipeline.devices) for group in own))
+
+
+def _groups(devices: Sequence[Device], size: int) -> Iterator[Sequence[Device]]:
+    return (devices[start : start + size] for start in range(0, len(devices), size))
+
+
+def _in_turn(devices: Sequence[Device], sizes: Sequence[int]) -> tuple[tuple[Device, ...], ...]:
+    """Devices for the ranks, one rank after another."""
+    stops = list(accumulate(sizes))
+    return tuple(tuple(devices[stop - size : stop]) for size, stop in zip(sizes, stops, strict=True))
+
+
+def _placed(rule: str, cluster: Cluster, replicas: Sequence[Sequence[Sequence[Device]]]) -> Placement:
+    names = tuple(tuple(tuple(device.name for device in rank) for rank in replica) for replica in replicas)
+    used = {name for replica in names for rank in replica for name in rank}
+    return Placement(rule, names, tuple(device.name for device in cluster.devices if device.name not in used))
 
 
 def device_groups(cluster: Cluster, size: int, *, prefer_intra_node: bool) -> tuple[list[list[Device]], list[Device]]:

@@ -75,16 +75,16 @@ def advise(
     """Searches on a cluster and on changed ones, and says what the differences mean.
 
     Args:
-        graph: a model whose division is left to the search.
+        graph: the captured model.
         cluster: the devices there are.
         config: settings; the objective is theirs, and so is the effort of each search where it is set.
         rows: of the global batch; None for the example's.
         tell: is called with what is searched for next.
 
     Raises:
-        ConfigError: something decides already how the model is divided.
+        ConfigError: nothing is left to search for.
     """
-    pin = pin_of(graph, config)
+    pin = pin_of(config)
     if pin is not None:
         raise ConfigError(f"advice is made of searches, and what is set leaves none: {pin}", hint="take it out")
     own = _Adviser(graph, cluster, config, rows, tell)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whale.config import Config
+from whale.config import Config, ReplicaBlock
 from whale.config.keys import Shares
-from whale.ir.graph import ModelGraph
 from whale.search.arrangement import Order
 
 ORDERS = (Order("1f1b"), Order("interleaved", 2))
@@ -47,16 +46,18 @@ class Freedom:
         return (False, True) if "auto" in self.policies else tuple(sorted(found))
 
 
-def pin_of(graph: ModelGraph, config: Config) -> str | None:
-    """What decides how the model is divided, so that nothing is searched for; None where nothing does."""
+def pin_of(config: Config) -> str | None:
+    """What decides the whole plan, so that nothing is searched for; None where nothing does."""
     pins = {
         "planning.search off": config.planning.search == "off",
-        "the replicas that are written down": bool(config.replicas),
-        "pipeline.num_stages": config.pipeline.num_stages is not None and config.planning.search != "pinned",
+        "the plan that is written down": any(block.stages for block in config.replicas),
     }
-    found = next((name for name, is_set in pins.items() if is_set), None)
-    scope = next((op.scope[0] for op in graph.ops if op.scope), None)
-    return f"the model's scopes, {scope} the first of them" if found is None and scope is not None else found
+    return next((name for name, is_set in pins.items() if is_set), None)
+
+
+def _counts(block: ReplicaBlock) -> bool:
+    """Whether a block says how many micro-batches its replica has."""
+    return block.micro_batch_rows is not None or "num_micro_batch" in dict(block.pipeline)
 
 
 def freedom_of(config: Config, *, mixes_samples: bool) -> Freedom:
@@ -67,7 +68,8 @@ def freedom_of(config: Config, *, mixes_samples: bool) -> Freedom:
     """
     pipeline = config.pipeline
     is_order_set = not config.explicit.isdisjoint(("pipeline.schedule", "pipeline.num_chunks", "pipeline.group_size"))
-    num_micro_batch = pipeline.num_micro_batch if "pipeline.num_micro_batch" in config.explicit else 1 if mixes_samples else None
+    is_counted = "pipeline.num_micro_batch" in config.explicit or (bool(config.replicas) and all(map(_counts, config.replicas)))
+    num_micro_batch = pipeline.num_micro_batch if is_counted else 1 if mixes_samples else None
     is_policy_set = "recompute.policy" in config.explicit
     if not is_policy_set:
         config = config.with_values({"recompute.policy": "auto"})

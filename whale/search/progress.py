@@ -1,0 +1,79 @@
+"""What a search has seen so far: plans, the best of them, why others are none, and whether the user has ended it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from whale.errors import WhaleError
+from whale.planning.plan import Draft
+from whale.search.arrangement import Arrangement
+from whale.search.found import Candidate
+from whale.search.objective import Objective
+from whale.search.space.ways import Way
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, kw_only=True)
+class Progress:
+    """One search under way.
+
+    Args:
+        objective: judges plans.
+        effort: that is left.
+        num_arrangements: in the space.
+        tell: is told what was seen so far.
+
+    Attributes:
+        best: the best plan so far.
+        drafts: the best plan of each arrangement.
+        faults: why others have none.
+        num_planned: plans that were made and estimated.
+        was_interrupted: whether the user ended it.
+    """
+
+    objective: Objective
+    effort: float
+    num_arrangements: int
+    tell: Callable[[str], None] | None
+    best: Candidate | None = field(default=None, init=False)
+    drafts: dict[Arrangement | Way, Candidate] = field(default_factory=dict, init=False)
+    faults: list[WhaleError] = field(default_factory=list, init=False)
+    num_planned: int = field(default=0, init=False)
+    was_interrupted: bool = field(default=False, init=False)
+
+    def add(self, arrangement: Arrangement | Way, draft: Draft) -> Candidate:
+        """Keeps a plan if it is the best of its arrangement."""
+        self.num_planned += 1
+        own = Candidate(arrangement, draft, self.objective)
+        known = self.drafts.setdefault(arrangement, own)
+        self.drafts[arrangement] = own if own.rank < known.rank else known
+        self.best = own if self.best is None or own.rank < self.best.rank else self.best
+        return own
+
+    def tell_all(self) -> None:
+        """Tells what was seen so far."""
+        if self.tell is not None:
+            so_far = "nothing fits so far" if self.best is None else f"the best so far: {self.best}"
+            self.tell(f"{self.num_planned} plans of {self.num_arrangements} arrangements estimated, {so_far}")
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Ctrl-C inside ends the search, with the best plan so far; where there is none, all."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self.was_interrupted = True
+
+    def done(self, last: Callable[[], T]) -> T:
+        """Does what has to be done whatever happens: Ctrl-C makes it begin anew, a second one ends all."""
+        try:
+            return last()
+        except KeyboardInterrupt:
+            self.was_interrupted = True
+            return last()
