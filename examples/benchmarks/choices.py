@@ -183,7 +183,9 @@ def run_plans(name: str, options: argparse.Namespace) -> dict[str, Result]:
 
 def make_engine(model: Model, cluster: Cluster, profile: Path, written: Written | None) -> whale.Engine[Any]:
     torch.manual_seed(0)
-    config: dict[str, object] = {"cluster.profile": str(profile)} | ({"plan": written, "planning.search": "off"} if written is not None else {})
+    config: dict[str, object] = {"cluster.profile": str(profile)}
+    if written is not None:
+        config |= {"plan": written, "planning.search": "off"}
     return whale.parallelize(model.make(), loss=model.loss, optimizer=OPTIMIZER, batch=model.batch(ROWS), config=config, cluster=cluster)
 
 

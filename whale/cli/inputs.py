@@ -56,6 +56,8 @@ def add_planning_arguments(parser: argparse.ArgumentParser, *, plans: bool = Tru
         parser.add_argument("--plan", metavar="P.yaml", help="a written plan, which leaves open what it does not say; or a plan.json")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one configuration value; repeatable")
     parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch; those of the example by default")
+    if plans:
+        parser.add_argument("--batch-rows", metavar="LOW..HIGH", help="choose them from a range, by samples per second")
 
 
 def is_function(source: str) -> bool:
@@ -194,6 +196,7 @@ def read_config(arguments: argparse.Namespace) -> Config:
     config = load_config(arguments.recipe, environment=os.environ)
     config = config.with_values(parse_pairs(arguments.set, "--set"))
     named = {"cluster.profile": arguments.profile, "cluster.devices": arguments.devices}
+    named["planning.batch_rows"] = getattr(arguments, "batch_rows", None)
     config = config.with_values({key: value for key, value in named.items() if value is not None})
     if config.cluster.profile is not None:
         for warning in read_profile(config.cluster.profile).warnings:

@@ -37,6 +37,20 @@ def between(low: float, high: float) -> Rule:
     return Rule(f"above {low:g} and at most {high:g}", lambda value: bool(low < value <= high))
 
 
+def range_of(text: str) -> tuple[int, int] | None:
+    """The ends of a range that is written ``64..256``; None where it is none of whole numbers from 1 on, the smaller first."""
+    low, dots, high = text.partition("..")
+    if not dots or not (low.strip().isdecimal() and high.strip().isdecimal()):
+        return None
+    ends = int(low), int(high)
+    return ends if 1 <= ends[0] <= ends[1] else None
+
+
+def a_range() -> Rule:
+    """The value is the text of a range."""
+    return Rule("like 64..256, whole numbers from 1 on, the smaller first", lambda value: range_of(value) is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """One configuration key.

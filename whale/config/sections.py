@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whale.config.keys import above, at_least, between, key
+from whale.config.keys import a_range, above, at_least, between, key
 
 SCHEDULES = (
     "gpipe", "1f1b", "eager_1f1b", "interleaved", "aiao", "aiao_early_loss", "zb_h1", "zb_h2", "zb_v",
@@ -125,6 +125,12 @@ class Planning:
         "step_time",
         "what the search makes least: step_time; cost: of a sample, by the prices of the cluster file; memory: of the fullest device",
         choices=("step_time", "cost", "memory"),
+    )
+    batch_rows: str | None = key(
+        None,
+        "rows of the global batch that the search may choose, such as 64..256: the most samples per second, or the best by the objective; "
+        "null: as many as the batch has",
+        rule=a_range(),
     )
     effort: int = key(
         100,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from whale.config import Config, read_plan
+from whale.config.keys import range_of
 from whale.errors import BatchError, ConfigError, PlanError, WhaleError
 from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster
@@ -17,7 +18,9 @@ from whale.ir.serialization import from_json
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
 from whale.planning.verify.verify import verify
+from whale.search.batches import best_batch
 from whale.search.divided import is_divided
+from whale.search.found import Found
 from whale.search.pins import with_blame
 from whale.search.searching import search
 from whale.search.space.freedom import pin_of
@@ -86,6 +89,9 @@ def _searched(
     if len(cluster.devices) == 1 and _asked(config, runner_up) is None:
         with contextlib.suppress(MemoryShortage):  # there is something to look for only where it does not fit as it is
             return plan_and_estimate(graph, cluster, config, rows=rows)
+    if config.planning.batch_rows is not None:
+        best = _best_batch(graph, cluster, config, rows, tell)
+        return (best.plan, best.step) if runner_up is None else best.runner_up(runner_up)
     rule = _rule(graph, cluster, config, rows)
     try:
         found = search(graph, cluster, config, rows=rows, tell=tell)
@@ -98,6 +104,15 @@ def _searched(
     if rule is not None and found.objective.of(*rule) < found.value:
         return _as_ruled(*rule, f"the best that was found is {found}")
     return found.plan, found.step
+
+
+def _best_batch(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None, tell: Callable[[str], None] | None) -> Found:
+    """The outcome for the best number of rows of the range that is set."""
+    ends = range_of(str(config.planning.batch_rows))
+    assert ends is not None, "checked where it was read"
+    if rows is not None:
+        raise ConfigError(f"rows are given, or a range to choose them from (rows: {rows}, planning.batch_rows: {ends[0]}..{ends[1]})")
+    return best_batch(*ends, lambda number: search(graph, cluster, config, rows=number, tell=tell))
 
 
 def _rule(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate] | None:
@@ -118,6 +133,8 @@ def _asked(config: Config, runner_up: int | None) -> str | None:
     """What only a search can give, where that is asked for."""
     if config.planning.objective != "step_time":
         return f"planning.objective {config.planning.objective}"
+    if config.planning.batch_rows is not None:
+        return f"planning.batch_rows {config.planning.batch_rows}"
     return None if runner_up is None else "a runner-up"
 
 

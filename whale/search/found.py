@@ -94,6 +94,11 @@ class Found:
         """What the objective says of the plan."""
         return self.objective.of(self.plan, self.step)
 
+    @property
+    def of_sample(self) -> float:
+        """What compares it with plans for other batches."""
+        return self.objective.of_sample(self.value, self.plan.planned_rows)
+
     def runner_up(self, number: int) -> tuple[Plan, StepEstimate]:
         """The plan of a runner-up with what led to it, verified, and the estimate of its step.
 

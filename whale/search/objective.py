@@ -39,6 +39,10 @@ class Objective(Protocol):
         """What plans of an arrangement come to, roughly, if their steps take about so long: it says which are looked at first."""
         ...
 
+    def of_sample(self, value: float, num_rows: int) -> float:
+        """What compares plans for unlike batches, of a plan's value and its rows."""
+        ...
+
     def text(self, value: float) -> str:
         """A value, as people read it."""
         ...
@@ -58,6 +62,9 @@ class LeastTime:
 
     def likely(self, arrangement: Arrangement, seconds: float) -> float:
         return seconds
+
+    def of_sample(self, value: float, num_rows: int) -> float:
+        return value / num_rows
 
     def text(self, value: float) -> str:
         return format_seconds(value)
@@ -90,6 +97,9 @@ class LeastCost:
 
     def likely(self, arrangement: Arrangement, seconds: float) -> float:
         return self.at_least(arrangement, seconds)
+
+    def of_sample(self, value: float, num_rows: int) -> float:
+        return value
 
     def text(self, value: float) -> str:
         return format_cost(value)
@@ -130,6 +140,9 @@ class LeastMemory:
         rows = self.bounds.num_rows / arrangement.num_replicas / arrangement.num_micro_batch
         alive = max(min(team.num_ranks, arrangement.num_micro_batch) / team.num_ranks for team in arrangement.teams)
         return self.at_least(arrangement, seconds) + self._activations.at(rows) * alive
+
+    def of_sample(self, value: float, num_rows: int) -> float:
+        return value
 
     def text(self, value: float) -> str:
         return f"{format_bytes(round(value))} on the fullest device"

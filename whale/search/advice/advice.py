@@ -87,6 +87,11 @@ def advise(
     pin = pin_of(config)
     if pin is not None:
         raise ConfigError(f"advice is made of searches, and what is set leaves none: {pin}", hint="take it out")
+    if config.planning.batch_rows is not None:
+        raise ConfigError(
+            f"advice is for one number of rows (planning.batch_rows: {config.planning.batch_rows})",
+            hint="`whale plan` finds it; --rows says it",
+        )
     own = _Adviser(graph, cluster, config, rows, tell)
     try:
         found = own.searched("the cluster as it is", cluster)
