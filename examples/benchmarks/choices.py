@@ -2,12 +2,14 @@
 
     python examples/benchmarks/choices.py --ranks 2 --json choices.json
     python examples/benchmarks/choices.py --speeds 1.0 0.33 --only resnet
+    python examples/benchmarks/choices.py --speeds 0.6 0.6 0.3 0.3 --only gpt
 
 Three models: a GPT (every layer alike), a ResNet (early layers have much to keep, late ones many weights), an encoder with a
 decoder (the encoder's output is read by every layer of the decoder). The space: one device alone, copies on all, pipelines of
 either schedule with 2, 4 and 8 micro-batches, split layers, and on 4 ranks what nests. Ranks and model are measured first, as
-`whale probe` and `whale profile` do; nothing tells the planner the shares of --speeds. The plans take turns, step by step, so that
-a slow moment of the machine hits all of them. Where the search picks a plan of the space, that one's time is its own.
+`whale probe` and `whale profile` do; nothing tells the planner the shares of --speeds, by which four ranks fit on two cores. The
+plans take turns, step by step, so that a slow moment of the machine hits all of them. Where the search picks a plan of the space,
+that one's time is its own.
 """
 
 from __future__ import annotations

@@ -47,16 +47,16 @@ def on_ranks(
     """
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     results = mp.get_context("spawn").SimpleQueue()
-    with _terminable(), slow_links(num_ranks, megabits) if megabits is not None else nullcontext() as links:
+    with terminable(), slow_links(num_ranks, megabits) if megabits is not None else nullcontext() as links:
         ranks = mp.spawn(_run, (os.getpid(), num_ranks, store.port, links, function, arguments, results), nprocs=num_ranks, join=False)
-        with _ended(ranks.processes), slowed(ranks.pids(), shares) if shares else nullcontext():
+        with ended(ranks.processes), slowed(ranks.pids(), shares) if shares else nullcontext():
             while not ranks.join():
                 pass
     return results.get()
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """Lets SIGTERM be an exception, so that ranks, groups and links end with this process."""
 
     def leave(number: int, _: object) -> NoReturn:
@@ -70,7 +70,7 @@ def _terminable() -> Iterator[None]:
 
 
 @contextmanager
-def _ended(processes: Sequence[BaseProcess]) -> Iterator[None]:
+def ended(processes: Sequence[BaseProcess]) -> Iterator[None]:
     """Ends processes that still run when it closes."""
     try:
         yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +13,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 from miniature import links, shares
 from miniature.owners import is_left_over, name_of
+from ranks import ended, terminable
 
 
 @pytest.fixture
@@ -100,6 +104,23 @@ def test_a_left_over_group_goes_when_the_next_begins(
     with shares.slowed([process.pid], [0.5]):
         pass
     assert group in dissolved
+
+
+def test_ranks_end_with_an_exception_where_they_were_started() -> None:
+    rank = multiprocessing.get_context("fork").Process(target=signal.pause)
+    rank.start()
+    with pytest.raises(KeyError), ended([rank]):
+        assert rank.is_alive()
+        raise KeyError
+    assert rank.exitcode == -signal.SIGKILL
+
+
+def test_a_request_to_terminate_is_an_exception() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught, terminable():
+        signal.raise_signal(signal.SIGTERM)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def ended_process() -> int:
