@@ -16,7 +16,7 @@ from tests.distributed.training import Case, make_engine, run_case
 from tests.distributed.world import RankFailure, World
 from tests.models import Block, Description, Segment
 from tests.unit.report.pages import Page
-from whale.errors import ConfigError
+from whale.errors import BatchError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Kind, Schedule
 
@@ -102,6 +102,30 @@ def test_what_a_split_group_exchanges_is_waited_for_inside_passes(world: World, 
         assert bool(inside) == name.startswith("measured"), name
         passes = [(event["ts"], event["ts"] + event["dur"]) for event in own if event["ph"] == "X" and event["cat"] == "compute"]
         assert all(any(low <= event["ts"] <= high for low, high in passes) for event in inside)
+
+
+def test_a_step_that_fails_is_recorded_when_it_is_done(world: World, tmp_path: Path) -> None:
+    """Recorded are steps that count, whatever rows they have; shown is one with the rows of the plan."""
+    keys = {"pipeline.num_micro_batch": 2, "trace.directory": str(tmp_path), "trace.first_step": 1, "trace.num_steps": 3}
+    case = Case(PIPELINES, (16, 8, 16, 8), (1.0,) * 2, tuple(keys.items()))
+    run_case(world, train_around_a_bad_batch, case)
+    for name, own in events(tmp_path / "trace.json").items():
+        if name.startswith("measured"):
+            assert sum(event["ph"] == "X" and event["name"] == "STEP" for event in own) == 3, "of the batch that fails there is none"
+    text = Page((tmp_path / "report.html").read_text()).text
+    assert "step 3, the only one recorded with the planned number of rows, 16 rows" in text
+
+
+def train_around_a_bad_batch(rank: int, num_ranks: int, case: Case) -> None:
+    engine = make_engine(case)
+    try:
+        for number, batch in enumerate(case.batches):
+            if number == 2:
+                with pytest.raises(BatchError):
+                    engine.step({})
+            engine.step(batch)
+    finally:
+        engine.close()
 
 
 def test_a_run_that_ends_before_its_first_recorded_step_says_so(world: World, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def begun_by(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that begin with it, up to a ``-``: ``V100`` begins ``V100-16GB``."""
-    return [each for each in known if each.lower().startswith(f"{name.lower()}-")]
+    """The known names that begin with it, up to a ``-`` where there are such: ``V100`` begins ``V100-16GB``, and so does ``V10``."""
+    longer = [each for each in known if name and each.lower().startswith(name.lower())]
+    return [each for each in longer if each[len(name) :].startswith("-")] or longer
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -113,7 +113,8 @@ def _of_recording(recordings: Sequence[StepRecording], alike: Sequence[StepRecor
     if recording is None:
         return ""
     rows = " with the planned number of rows" if len(alike) < len(recordings) else ""
-    others = f", of middle length among the {len(alike)} recorded{rows}" if len(recordings) > 1 else ""
+    which = f"of middle length among the {len(alike)}" if len(alike) > 1 else "the only one"
+    others = f", {which} recorded{rows}" if len(recordings) > 1 else ""
     chosen = f"step {recording.step_number}{others}"
     error = f"clocks agree within {format_seconds(recording.clock_error)}" if recording.clock_error else "all devices have one clock"
     return (

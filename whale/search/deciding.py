@@ -145,10 +145,13 @@ def _check_asked(pin: str, config: Config, runner_up: int | None) -> None:
         raise ConfigError(f"{asked} needs a search, and what is set leaves none: {pin}", hint="take it out, or what needs the search")
 
 
+_WRITES_ONE = "whale plan ... --output FILE writes one"
+
+
 def _read_plan(path: Path) -> Plan:
     try:
         return from_json(Plan, path.read_text())
     except OSError as error:
-        raise PlanError(f"cannot read the plan {path}: {error.strerror}", hint="whale plan ... --output FILE writes one") from error
+        raise PlanError(f"cannot read the plan {path}: {error.strerror}", hint=_WRITES_ONE) from error
     except (ValueError, TypeError) as error:  # not JSON is a ValueError too
-        raise PlanError(f"{path} is not a plan: {error}", hint="whale plan ... --output FILE writes one") from error
+        raise PlanError(f"{path} is not a plan: {error}", hint=f"{_WRITES_ONE}; one that is written by hand is a FILE.yaml") from error

@@ -118,6 +118,7 @@ def test_pairs() -> None:
         ("hosts: [{name: a}]\n", "host 1 needs 'devices'"),
         ("hosts: [{devices: []}]\n", "needs at least one device"),
         ("hosts: [{devices: v100}]\n", "hint: which of V100-16GB, V100-32GB, V100-PCIE-16GB, V100-PCIE-32GB? Or describe it"),
+        ("hosts: [{devices: V10}]\n", "hint: which of V100-16GB, V100-32GB, V100-PCIE-16GB, V100-PCIE-32GB? Or describe it"),
         ("hosts: [{devices: T4X}]\n", "unknown device model 'T4X'\n  at cluster.yaml:1\n  hint: did you mean 'T4'?"),
         ("hosts: [{devices: 2 x quux}]\n", "unknown device model 'quux'"),
         ("hosts: [{devices: 0 x T4}]\n", "the number of devices is from 1 to 100000 (0 is not)"),

@@ -116,7 +116,7 @@ def test_a_recording_of_the_planned_rows_is_shown_before_others(pipeline: Made) 
     *_, step = pipeline
     recorded = [replace(slowed(step, factor), num_rows=rows) for factor, rows in ((1.0, 16), (1.5, 16), (2.0, 64), (1.25, 16))]
     page = Page(report_html(*pipeline, recordings=recorded))
-    assert "2.00 times the prediction" in page.text and "among the 1 recorded with the planned number of rows, 64 rows" in page.text
+    assert "2.00 times the prediction" in page.text and "the only one recorded with the planned number of rows, 64 rows" in page.text
     page = Page(report_html(*pipeline, recordings=recorded[:2]))
     assert "16 rows" in page.text and "times the prediction" not in page.text, "another batch is not compared"
 
