@@ -104,7 +104,7 @@ class Result:
         num_planned: plans that were made.
         step_seconds: of the plan that it found.
         bound_seconds: what no plan of the space is below, where it was not seen whole; else of the plan.
-        rule_seconds: of copies of the model on all devices; None where they do not fit.
+        rule_seconds: of copies of the model on all devices; None where they do not fit, or were not asked for.
         plan: that it found, in a line.
         load: of the machine, over the last minute.
     """
@@ -117,13 +117,12 @@ class Result:
     plan: str
     load: float
 
-    @property
-    def row(self) -> str:
+    def row(self, *, with_rule: bool) -> str:
         """Of the table of the page, after the name of the case."""
         rule = "does not fit" if self.rule_seconds is None else format_seconds(self.rule_seconds)
         gap = self.step_seconds / self.bound_seconds - 1
-        times = f"{format_seconds(self.step_seconds)} | {rule} | {format_seconds(self.bound_seconds)} ({gap:.0%})"
-        return f"{self.cpu_seconds:.1f} s | {self.num_planned} | {times} | {self.plan}"
+        times = (format_seconds(self.step_seconds), *([rule] if with_rule else []), f"{format_seconds(self.bound_seconds)} ({gap:.0%})")
+        return " | ".join((f"{self.cpu_seconds:.1f} s", str(self.num_planned), *times, self.plan))
 
 
 def measure(case: Case, profile: cProfile.Profile | None, *, with_rule: bool) -> Result:
@@ -159,7 +158,7 @@ def main() -> None:
     for case in growth() if options.growth else CASES:
         if options.only is None or any(each in case.name for each in options.only):
             results[case.name] = measure(case, profile, with_rule=not options.growth)
-            print(f"| {case.name} | {case.rows:,} | {results[case.name].row} |", flush=True)
+            print(f"| {case.name} | {case.rows:,} | {results[case.name].row(with_rule=not options.growth)} |", flush=True)
     if profile is not None:
         profile.dump_stats(options.profile)
     if options.json is not None:
