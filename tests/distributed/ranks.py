@@ -25,7 +25,9 @@ from typing import Any
 PATIENCE_SECONDS = 300.0
 """Of a machine that is busy; only what never ends takes so long."""
 GRACE_SECONDS = 5.0
-"""How long the other ranks may still take after one of them has failed."""
+"""How long what has been ended may take to be gone, or to say where it stood."""
+PEERS_SECONDS = 60.0
+"""How long the other ranks may still take after one of them has failed: what they say of it is looked at."""
 PRELOADED = ("torch", "torch.distributed", "torch.export", "tests.captures", "tests.models")
 """Modules that the source has, and so all ranks."""
 
@@ -39,6 +41,7 @@ class Job:
         path: where the files of its ranks begin.
         timeout: seconds.
         rendezvous: whether every launch waits for its other end.
+        peers: seconds that the other ranks may still take after one of them has failed.
         function, arguments: what to run; ranks put their number and how many they are before the arguments.
     """
 
@@ -46,6 +49,7 @@ class Job:
     path: str
     timeout: float
     rendezvous: bool
+    peers: float
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
@@ -139,9 +143,9 @@ def _run_ranks(job: Job) -> list[bytes]:
     ranks = [_fork(job, number) for number in range(job.num_ranks)]
     gc.unfreeze()
     faulthandler.unregister(signal.SIGUSR1)
-    replies = _collect(ranks, job.timeout)
+    replies = _collect(ranks, job.timeout, job.peers)
     is_slow = all(reply is None or reply.is_success for reply in replies.values())
-    when = f"after {job.timeout:g} s" if is_slow else f"{GRACE_SECONDS:g} s after another rank failed"
+    when = f"after {job.timeout:g} s" if is_slow else f"{job.peers:g} s after another rank failed"
     texts = {rank.number: f"not done {when}, at\n{rank.stack_text()}" for rank in ranks if rank.number not in replies}
     codes = {rank.number: rank.end() for rank in ranks}
     texts |= {number: f"died with exit code {codes[number]}" for number, reply in replies.items() if reply is None}
@@ -173,7 +177,7 @@ class Reply:
     payload: bytes
 
 
-def _collect(ranks: list[Rank], limit: float) -> dict[int, Reply | None]:
+def _collect(ranks: list[Rank], limit: float, peers: float) -> dict[int, Reply | None]:
     """Replies by rank; None of one that died; nothing of one that was not done in time."""
     replies: dict[int, Reply | None] = {}
     waiting = {rank.pipe: rank.number for rank in ranks}
@@ -186,7 +190,7 @@ def _collect(ranks: list[Rank], limit: float) -> dict[int, Reply | None]:
                 reply = pipe.recv()
             replies[waiting.pop(pipe)] = reply
             if reply is None or not reply.is_success:
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                deadline = min(deadline, time.monotonic() + peers)
     return replies
 
 

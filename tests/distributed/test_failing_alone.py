@@ -19,7 +19,8 @@ from tests.distributed.training import make_cluster
 from tests.distributed.world import RankFailure, World
 from whale.errors import ConfigError, RuntimeFault
 
-AT_ONCE_SECONDS = 60.0
+AT_ONCE_SECONDS = 240.0
+"""Far less than the limit of a wait, and far more than a busy machine takes."""
 LIMIT_SECONDS = 600.0
 
 
@@ -107,7 +108,7 @@ def _told(engine: whale.Engine, num_steps: int) -> list[str]:
 
 
 def test_one_that_runs_out_of_memory(world: World) -> None:
-    said = world.run(stumble, num_ranks=3, timeout=180)
+    said = world.run(stumble, num_ranks=3)
     assert said[1][0].startswith("OutOfMemoryError: out of memory")
     for told in (said[0][0], said[0][1], said[1][1], *said[-1]):
         if not told.startswith("OutOfMemoryError"):
@@ -118,7 +119,7 @@ def test_one_that_runs_out_of_memory(world: World) -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_one_that_fails_in_the_midst_of_messages(world: World, num_stages: int) -> None:
-    said = world.run(fall_over, num_stages, num_ranks=2, timeout=180)
+    said = world.run(fall_over, num_stages, num_ranks=2)
     assert said[1][0].startswith("ValueError: no such kernel")
     assert "did not complete: rank 1 has failed: ValueError: no such kernel" in said[0][0], said
 
@@ -152,7 +153,7 @@ def read_a_bad_sample(rank: int, num_ranks: int) -> list[str]:
 
 
 def test_one_that_reads_a_label_out_of_range(world: World) -> None:
-    said = world.run(read_a_bad_sample, num_ranks=2, timeout=180)
+    said = world.run(read_a_bad_sample, num_ranks=2)
     assert "on rows 4 to 7 of the batch: IndexError: Target 5 is out of bounds" in said[1][0] and "test_failing_alone.py" in said[1][0]
     assert "rank 1 has failed: OpFault: the ops of a model take what they are given (%cross_entropy" in said[0][0], said
 
@@ -200,7 +201,7 @@ def refuse_a_batch(rank: int, num_ranks: int, config: dict[str, Any]) -> str:
     ],
 )
 def test_a_batch_that_the_model_refuses(world: World, config: dict[str, Any], finder: int | None) -> None:
-    said = world.run(refuse_a_batch, config, num_ranks=2, timeout=180)
+    said = world.run(refuse_a_batch, config, num_ranks=2)
     for rank, text in enumerate(said):
         assert "the model refuses this batch (ValueError: too large)" in text, said
         assert finder in (None, rank) or f"rank {finder} has failed: OpFault" in text, said
@@ -220,7 +221,7 @@ def settle(rank: int, num_ranks: int, odd: object) -> None:
 )
 def test_settings_that_are_odd_on_one_rank(world: World, odd: object, said: str) -> None:
     with pytest.raises(RankFailure) as caught:
-        world.run(settle, odd, num_ranks=2, timeout=120)
+        world.run(settle, odd, num_ranks=2)
     assert all(isinstance(error, ConfigError) and said in error.message for error in caught.value.errors.values()), caught.value
     assert len(caught.value.errors) == 2
 
@@ -232,7 +233,7 @@ def agree(rank: int, num_ranks: int) -> int:
 
 
 def test_settings_of_replicas_are_compared(world: World) -> None:
-    assert world.run(agree, num_ranks=2, timeout=120) == [1, 1]
+    assert world.run(agree, num_ranks=2) == [1, 1]
 
 
 def record_elsewhere(rank: int, num_ranks: int, folder: str) -> int:
@@ -241,7 +242,7 @@ def record_elsewhere(rank: int, num_ranks: int, folder: str) -> int:
 
 
 def test_hosts_may_write_the_folder_of_records_otherwise(world: World, tmp_path: Path) -> None:
-    assert world.run(record_elsewhere, str(tmp_path), num_ranks=2, timeout=120) == [2, 2]
+    assert world.run(record_elsewhere, str(tmp_path), num_ranks=2) == [2, 2]
 
 
 SCRIPT = """

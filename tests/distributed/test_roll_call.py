@@ -54,7 +54,7 @@ def act_alone(rank: int, num_ranks: int, actions: tuple[tuple[str, str], ...], p
 
 def test_what_one_rank_does_alone_is_named_on_all(world: World, tmp_path: Path) -> None:
     actions = tuple((alone, "step") for alone in ("save", "evaluate", "state_dict", "load", "predict", "load_state_dict"))
-    for said in world.run(act_alone, (*actions, ("step", "save")), str(tmp_path / "c"), num_ranks=3, timeout=120):
+    for said in world.run(act_alone, (*actions, ("step", "save")), str(tmp_path / "c"), num_ranks=3):
         for (alone, _), (message, hint) in zip(actions, said, strict=False):
             rule = "all ranks call the same methods of an engine in the same order"
             assert sorted(message.removeprefix(rule).strip(" ()").split("; ")) == sorted(
@@ -92,7 +92,7 @@ def evaluate_alone(rank: int, num_ranks: int) -> tuple[str, list[float]]:
 
 def test_ranks_that_sum_weights_of_the_loss_are_told_too(world: World) -> None:
     ((_, expected),) = world.run(train_masked, num_ranks=1)
-    for said, losses in world.run(evaluate_alone, num_ranks=3, timeout=120):
+    for said, losses in world.run(evaluate_alone, num_ranks=3):
         assert "evaluate: rank 0 alone" in said
         assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -124,7 +124,7 @@ def leave(rank: int, num_ranks: int, action: str, path: str) -> str:
 @pytest.mark.parametrize("action", ["step", "save", "state_dict"])
 def test_a_rank_that_has_left_is_told_in_our_words(world: World, tmp_path: Path, action: str) -> None:
     with pytest.raises(RankFailure) as caught:
-        world.run(leave, action, str(tmp_path / "c"), num_ranks=2, timeout=120)
+        world.run(leave, action, str(tmp_path / "c"), num_ranks=2)
     error = caught.value.errors[0]
     what = "comparing the batch" if action == "step" else action
     assert isinstance(error, RuntimeFault)
@@ -142,6 +142,6 @@ def gather_unlike(rank: int, num_ranks: int) -> tuple[str, list[str]]:
 
 
 def test_ranks_that_gather_on_unlike_ranks_are_told(world: World) -> None:
-    (first, nothing), (second, names) = world.run(gather_unlike, num_ranks=2, timeout=120)
+    (first, nothing), (second, names) = world.run(gather_unlike, num_ranks=2)
     assert first == "all ranks call engine.state_dict with the same argument (here 0, and another on some rank)"
     assert "(here 1," in second and names and not nothing

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.distributed.ranks import GRACE_SECONDS, PATIENCE_SECONDS, PRELOADED, Job, Outcome, serve
+from tests.distributed.ranks import GRACE_SECONDS, PATIENCE_SECONDS, PEERS_SECONDS, PRELOADED, Job, Outcome, serve
 
 
 class RankFailure(Exception):
@@ -49,12 +49,14 @@ class World:
         num_ranks: of a run that names no number of its own.
         timeout: seconds that one run may take; then its ranks are killed.
         rendezvous: whether every launch waits for its other end (`tests.distributed.rendezvous`).
+        peers: seconds that the other ranks may still take after one of them has failed; then they are killed.
         grace: seconds that the source may take longer, to say where they stood; then it is killed.
     """
 
     num_ranks: int
     timeout: float = PATIENCE_SECONDS
     rendezvous: bool = field(default_factory=lambda: os.environ.get("WHALE_TEST_RENDEZVOUS") == "1")
+    peers: float = PEERS_SECONDS
     grace: float = 4 * GRACE_SECONDS
     _number: int = 0
     _source: Any = None
@@ -103,7 +105,7 @@ class World:
         limit = self.timeout if timeout is None else timeout
         self._number += 1
         path = str(Path(self._directory.name) / f"run{self._number}")
-        payload = pickle.dumps(Job(size, path, limit, self.rendezvous, function, arguments))
+        payload = pickle.dumps(Job(size, path, limit, self.rendezvous, self.peers, function, arguments))
         if self._source is None:
             self._start()
         self._pipe.send_bytes(payload)
