@@ -20,6 +20,7 @@ from whale.api.modes import Modes
 from whale.api.owned import OwnedParameters
 from whale.api.preparing import prepare_forward, prepare_training
 from whale.api.since_capture import SinceCapture
+from whale.api.state_keys import give_extra_state, state_keys, whole_state
 from whale.api.step_loss import step_loss
 from whale.api.tracebacks import in_short
 from whale.api.tracing import Tracing
@@ -165,7 +166,7 @@ class Engine:
 
     @in_short
     @in_company
-    def state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor] | None:
+    def state_dict(self, rank: int | None = None) -> dict[str, Any] | None:
         """All parameters and buffers under the keys of ``model.state_dict()``, tied names included; whole, in host memory.
 
         Args:
@@ -178,6 +179,7 @@ class Engine:
         if rank is not None and not 0 <= rank < size:
             raise RuntimeFault(f"state_dict(rank=) is one of the {size} rank(s), from 0 (got {rank})")
         self.runtime.call_together("state_dict", rank)
+        names = state_keys(self.modes.model, self.model_graph)
         self._users.exchange()
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
@@ -185,7 +187,7 @@ class Engine:
         found = gather_tensors(graph, holdings, roster.rank, self.state.tensors, roster.world_ranks, roster.world, only=rank)
         if found is None:
             return None
-        return {key: found[graph.parameter_by_name[key].name] for key in self.modes.model.state_dict()}
+        return whole_state(self.modes.model, names, found)
 
     @in_short
     @out_of_inference_mode
@@ -200,8 +202,11 @@ class Engine:
         """
         self.runtime.call_together("load_state_dict")
         self._users.exchange()
-        graph, roster, keys = self.model_graph, self.runtime.roster, self.modes.model.state_dict().keys()
-        fill_tensors(graph, self.runtime.holdings, roster.rank, self.state.tensors, state, keys, roster.world)
+        graph, roster, names = self.model_graph, self.runtime.roster, state_keys(self.modes.model, self.model_graph)
+        given = {key: value for key, value in state.items() if names.get(key, key) is not None}
+        keys = {key: name for key, name in names.items() if name is not None}
+        fill_tensors(graph, self.runtime.holdings, roster.rank, self.state.tensors, given, keys, roster.world)
+        give_extra_state(self.modes.model, names, state)
         self.state.has_moved_statistics = False
         self.runtime.losses.forget()
 

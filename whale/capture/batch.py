@@ -188,9 +188,24 @@ def _check_leaves(leaves: list[tuple[Any, Any]]) -> None:
         for path, leaf in leaves
         if not isinstance(leaf, (Tensor, *_CONSTANTS))
     ]
+    faults += [
+        _not_dense(pytree.keystr(path), form) for path, leaf in leaves if isinstance(leaf, Tensor) and (form := form_of(leaf)) != "dense"
+    ]
     raise_faults(faults)
     if not any(isinstance(leaf, Tensor) and leaf.dim() > 0 for _, leaf in leaves):
         raise BatchError("a batch holds at least one tensor whose dimension 0 is the rows (this one has none)")
+
+
+def form_of(tensor: Tensor) -> str:
+    """``dense``, or what a tensor is whose rows do not lie side by side: ``nested``, ``sparse_coo`` ..."""
+    return "nested" if tensor.is_nested else "dense" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
+
+
+def _not_dense(path: str, form: str) -> BatchError:
+    return BatchError(
+        f"a batch holds dense tensors, which have rows that can be divided (batch{path} is {form})",
+        hint="call to_dense(), or pad it (to_padded_tensor), before the step; indices and values may go as tensors of their own",
+    )
 
 
 def check_batch_dims(batch: object, batch_dims: BatchDims) -> None:
@@ -267,6 +282,8 @@ def _mismatch(part: Leaf, leaf: object) -> WhaleError | None:
         return None if same else BatchError(f"batch{part.path} is a constant of the example ({part.value!r}; now {leaf!r})", hint=hint)
     if not isinstance(leaf, Tensor):
         return BatchError(f"batch{part.path} is a tensor in the example (now {type(leaf).__name__})")
+    if (form := form_of(leaf)) != "dense":
+        return _not_dense(part.path, form)
     if leaf.dtype != part.dtype:
         return BatchError(f"batch{part.path} is {part.dtype} in the example (now {leaf.dtype})")
     if leaf.dim() != len(part.shape):

@@ -98,6 +98,8 @@ def _build(
         if second is not None:
             _split(second, knows_rows)
             mark_factors(flat.graph, second.graph, first.rows)
+    if mode == "predict":
+        _give_ops(flat)
     returned = [node for term in terms for node in (term.sum, term.weight) if node is not None]
     flat.graph.output(tuple(returned or flat.results))
     drop_needless_detaches(flat.graph)
@@ -115,6 +117,16 @@ def _build(
     )
     _check_trains(graph)
     return graph, _program(flat, structure, held, first)
+
+
+def _give_ops(flat: Flat) -> None:
+    """Lets an op return what the model returns as it was given, a parameter or a part of the batch: ops have a place in a plan."""
+    results = list(flat.results)
+    for index, node in enumerate(results):
+        if isinstance(node, fx.Node) and node.op == "placeholder":
+            results[index] = flat.graph.call_function(torch.ops.aten.alias.default, (node,))
+            results[index].meta["val"] = node.meta["val"]
+    flat.results = tuple(results)
 
 
 def _split(flat: Flat, knows_rows: bool) -> list[TermNodes]:

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import _disable_current_modes
 
+from whale.capture.batch import form_of
 from whale.capture.functions import call
 from whale.capture.regions import recomputed
 from whale.capture.source import line_of_traceback, user_line
@@ -66,8 +67,10 @@ def as_capture_error(error: Exception, last_number: SourceLine | None = None) ->
 
 def _asked(error: Exception) -> str | None:
     """What was asked of values, in words: torch calls a condition ``Eq(u0, 1)``; None where an error is another."""
-    if isinstance(error, (DynamicOutputShapeException, DataDependentOutputException)):
+    if isinstance(error, DynamicOutputShapeException):
         return f"the result of {error.func} has sizes that only values tell"
+    if isinstance(error, DataDependentOutputException):
+        return f"{error.func} reads them"
     if isinstance(error, GuardOnDataDependentSymNode) and re.search(r"expression Eq\(u\d+, 1\) ", str(error)) is not None:
         return "here a condition decides what is computed"
     if isinstance(error, GuardOnDataDependentSymNode):
@@ -83,9 +86,18 @@ def check_model(model: nn.Module) -> None:
     """Finds what a capture would lose, or could not follow, and that can be seen on the model itself.
 
     Raises:
-        CaptureError: lazy parameters, or hooks on parameters.
+        CaptureError: lazy parameters, or hooks on them; tensors that are not dense; or a model that torch divides already.
     """
-    faults: list[WhaleError] = []
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise CaptureError(
+            f"a model is divided by Whale or by torch, not by both (it is a {type(model).__name__})",
+            hint="pass model.module, the model inside",
+        )
+    faults: list[WhaleError] = [
+        CaptureError(f"parameters and buffers are dense tensors ({name}: {form})", hint="keep what makes it, as dense tensors")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if (form := form_of(tensor)) != "dense"
+    ]
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             faults.append(CaptureError(f"parameters have shapes before capture ({name} is lazy)", hint="run the model on one batch first"))

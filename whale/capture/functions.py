@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +30,7 @@ CALL = torch.ops.whale_capture.call.default
 """Stands for a call while a model is traced."""
 
 _MOVES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+_VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "reshape", "expand", "view_as", "expand_as"))
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _calls: ContextVar[list[FunctionCall] | None] = ContextVar("whale_function_calls", default=None)
@@ -195,5 +197,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tags = func.tags if isinstance(func, torch._ops.OpOverload) else ()
-        self.is_pointwise = self.is_pointwise and (torch.Tag.pointwise in tags or func in _MOVES)
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        self.is_pointwise = self.is_pointwise and (torch.Tag.pointwise in tags or func in _MOVES or _is_same_view(func, args, found))
+        return found
+
+
+def _is_same_view(func: Any, args: Any, found: Any) -> bool:
+    """Whether a view has the shape of what it views, as ``x.view_as(x)`` has."""
+    return func in _VIEWS and len(found.shape) == len(args[0].shape) and statically_known_true(sym_eq(found.shape, args[0].shape))

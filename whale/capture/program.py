@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ class OutputStructure:
 
     Attributes:
         spec: the tree.
-        parts: per leaf, the position among the returned tensors, or a constant.
+        parts: per leaf, the position among the returned tensors, or an object that holds some, or a constant.
     """
 
     spec: pytree.TreeSpec
@@ -27,8 +28,33 @@ class OutputStructure:
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output with these tensors in it."""
-        leaves = [constant if position is None else tensors[position] for position, constant in self.parts]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return pytree.tree_unflatten([_rebuilt(position, other, tensors) for position, other in self.parts], self.spec)
+
+
+@dataclass(frozen=True)
+class ObjectStructure:
+    """An object that holds tensors in attributes: a dataclass, a namespace.
+
+    Attributes:
+        example: what the model returned when it was captured.
+        attributes: of it, by name.
+    """
+
+    example: object
+    attributes: OutputStructure
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> object:
+        """Another such object with these tensors in it."""
+        found = copy.copy(self.example)
+        for name, value in self.attributes.rebuild(tensors).items():
+            object.__setattr__(found, name, value)
+        return found
+
+
+def _rebuilt(position: int | None, other: object, tensors: Sequence[Tensor]) -> object:
+    if position is not None:
+        return tensors[position]
+    return other.rebuild(tensors) if isinstance(other, ObjectStructure) else other
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 from whale.capture.attributes import forget_new, handed_on, held_attributes
 from whale.capture.batch import BatchStructure
 from whale.capture.known_values import KnownValues
-from whale.capture.program import OutputStructure
+from whale.capture.program import ObjectStructure, OutputStructure
 from whale.capture.source import line_of_function
 from whale.capture.ways import Ways
 from whale.errors import BatchError, CaptureError
@@ -197,15 +198,31 @@ def _describe(value: Any) -> str:
 
 
 def _take_apart(output: Any) -> tuple[OutputStructure, list[Tensor]]:
-    leaves, spec = pytree.tree_flatten(output)
     tensors: list[Tensor] = []
+    return _structure(output, tensors), tensors
+
+
+def _structure(output: Any, tensors: list[Tensor]) -> OutputStructure:
+    """How an output is put together; its tensors go to the end of those that are there."""
+    leaves, spec = pytree.tree_flatten(output)
     parts: list[tuple[int | None, object]] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             parts.append((len(tensors), None))
             tensors.append(leaf)
-        elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            continue
+        if any(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in (leaf if isinstance(leaf, tuple) else (leaf,))):
             raise CaptureError("a model's output holds tensors and constants (it holds a number that depends on the batch)")
-        else:
-            parts.append((None, leaf))
-    return OutputStructure(spec, tuple(parts)), tensors
+        attributes = _attributes(leaf)
+        holds_tensors = any(isinstance(each, Tensor) for each in pytree.tree_leaves(attributes))
+        parts.append((None, ObjectStructure(leaf, _structure(attributes, tensors)) if holds_tensors else leaf))
+    return OutputStructure(spec, tuple(parts))
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """What an object of the user's keeps by name: an output may be a dataclass, or a namespace."""
+    if isinstance(value, (nn.Module, type)):
+        return {}
+    if dataclasses.is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    return dict(getattr(value, "__dict__", {}))

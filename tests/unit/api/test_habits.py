@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
+import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -392,6 +394,137 @@ def test_what_modules_have_is_answered() -> None:
         engine.stp  # noqa: B018
     assert sum(parameter.numel() for parameter in engine.parameters()) == 19
     assert list(engine.parameters) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+class Noting(nn.Linear):
+    """Keeps a value of its own beside its weights."""
+
+    note = 3
+
+    def get_extra_state(self) -> int:
+        return self.note
+
+    def set_extra_state(self, state: int) -> None:
+        self.note = state
+
+
+def test_modules_keep_values_of_their_own_in_a_state_dict() -> None:
+    model = nn.Sequential(Noting(4, 3), nn.Linear(3, 1))
+    engine = parallelize(model)
+    engine.step(BATCH)
+    state = engine.state_dict() or {}
+    assert list(state) == list(model.state_dict()) and state["0._extra_state"] == 3
+    fresh = nn.Sequential(Noting(4, 3), nn.Linear(3, 1))
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh(BATCH["input"]), engine.predict(BATCH))
+    engine.load_state_dict({**state, "0._extra_state": 5})
+    assert model[0].note == 5 and (engine.state_dict() or {})["0._extra_state"] == 5
+
+
+def test_hooks_may_rename_the_keys_of_a_state_dict_and_make_no_tensors() -> None:
+    model = make_model()
+
+    def rename(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        for key in list(state):
+            state[f"net.{key}"] = state.pop(key)
+
+    handle = model.register_state_dict_post_hook(rename)
+    engine = parallelize(model)
+    engine.step(BATCH)
+    renamed = engine.state_dict() or {}
+    handle.remove()
+    assert {key.removeprefix("net."): value.tolist() for key, value in renamed.items()} == {
+        key: value.tolist() for key, value in weights(engine).items()
+    }
+    model.register_state_dict_post_hook(lambda module, state, *_: state.update(total=module[0].weight + 1))
+    with pytest.raises(CheckpointError, match=r"holds parameters and buffers of the model \(total is a tensor that a hook has made\)"):
+        engine.state_dict()
+
+
+def test_tensors_that_are_not_dense_are_refused() -> None:
+    sparse, nested = BATCH["input"].to_sparse(), torch.nested.nested_tensor([BATCH["input"][:2], BATCH["input"][2:]])
+    for value, form in ((sparse, "sparse_coo"), (nested, "nested")):
+        with pytest.raises(BatchError, match=rf"dense tensors, which have rows that can be divided \(batch\['input'\] is {form}\)"):
+            parallelize(batch={**BATCH, "input": value})
+    with pytest.raises(BatchError, match=r"batch\['input'\] is sparse_coo"):
+        parallelize().step({**BATCH, "input": sparse})
+    model = make_model()
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    with pytest.raises(CaptureError, match=r"parameters and buffers are dense tensors \(edges: sparse_coo\)"):
+        parallelize(model)
+
+
+def test_a_model_that_torch_divides_already_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"not by both \(it is a DataParallel\)[\s\S]*model.module"):
+        parallelize(nn.DataParallel(make_model()))
+
+
+class Given(nn.Module):
+    """Returns what it was given beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.scale = nn.Linear(4, 3), nn.Linear(3, 1), nn.Parameter(torch.ones(2))
+
+    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+        return self.last(self.first(input)) * self.scale.sum(), input, self.scale, self.last.bias
+
+
+def test_what_a_model_returns_as_it_was_given_is_predicted_too() -> None:
+    model = Given()
+    engine = parallelize(model, loss=lambda output, batch: loss(output[0], batch) + output[2].square().sum())
+    for found, expected in zip(engine.predict(BATCH), model(BATCH["input"]), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """An output as a class of the user's."""
+
+    value: Tensor
+    parts: list[Any]
+
+
+@dataclasses.dataclass(slots=True)
+class Inner:
+    """Without a dictionary of its own."""
+
+    mean: Tensor
+    name: str = "mean"
+
+
+class Returning(nn.Module):
+    """Returns its result in objects."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.make = nn.Linear(4, 1), make
+
+    def forward(self, input: Tensor) -> Any:
+        return self.make(self.layer(input), input)
+
+
+def test_an_output_may_be_an_object_of_the_users() -> None:
+    model = Returning(lambda h, x: Result(h, [Inner(x.mean(1)), None, types.SimpleNamespace(h=h.sin())]))
+    engine = parallelize(model, loss=lambda output, batch: loss(output.value, batch))
+    found, expected = engine.predict(BATCH), model(BATCH["input"])
+    assert type(found) is Result and type(found.parts[0]) is Inner and found.parts[0].name == "mean" and found.parts[1] is None
+    for a, b in (
+        (found.value, expected.value),
+        (found.parts[0].mean, expected.parts[0].mean),
+        (found.parts[2].h, expected.parts[2].h),
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_output_that_holds_the_number_of_rows_is_not_predicted() -> None:
+    model = Returning(lambda h, x: torch.distributions.Normal(h, 1.0, validate_args=False))
+    engine = parallelize(model, loss=lambda output, batch: -output.log_prob(batch["target"]).mean())
+    engine.step(BATCH)
+    with pytest.raises(CaptureError, match="it holds a number that depends on the batch"):
+        engine.predict(BATCH)
 
 
 def test_a_state_dict_is_loaded_as_a_module_does() -> None:

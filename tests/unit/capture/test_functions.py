@@ -94,6 +94,47 @@ def test_only_pointwise_functions_are_divided() -> None:
     assert [mixing.op for mixing in discover(graph).mixing][:1] == [calls["Product"].name]
 
 
+class Reversed(torch.autograd.Function):
+    """Turns the gradient round, as it is mostly written: what it returns is a view of what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return -ctx.weight * gradients[0], None
+
+
+class Swapped(torch.autograd.Function):
+    """A view of another shape: the rows are those of the other dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[1], x.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].reshape(gradients[0].shape[1], gradients[0].shape[0])
+
+
+class Reversing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.linear(x)
+        return Reversed.apply(h, 0.3), Swapped.apply(h)  # type: ignore[no-untyped-call]
+
+
+def test_a_view_is_pointwise_where_it_keeps_the_shape() -> None:
+    graph, _ = capture(Reversing(), torch.ones(4, 6), lambda output, batch: output[0].mean() + output[1].square().mean())
+    calls = {op.target.rpartition(".")[2]: "pointwise" in op.tags for op in graph.ops if op.target.startswith("tests.")}
+    assert calls == {"Reversed": True, "Swapped": False}
+
+
 class Blocks(nn.Module):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -19,7 +19,7 @@ def fill_tensors(
     rank: int | None,
     tensors: Mapping[str, torch.Tensor],
     given: Mapping[str, torch.Tensor],
-    keys: Collection[str],
+    keys: Mapping[str, str],
     world: World,
 ) -> None:
     """Copies a state dict into the tensors of this rank; nothing has changed where it raises.
@@ -30,7 +30,7 @@ def fill_tensors(
         rank: this rank of the plan; None if idle.
         tensors: what this rank holds, by canonical name.
         given: the state dict, equal on every rank.
-        keys: that it must have.
+        keys: that it must have, with the canonical name of each.
         world: this process among its peers.
 
     Raises:
@@ -44,20 +44,19 @@ def fill_tensors(
             hint="read the same file on every rank, or send it from rank 0",
         )
     with torch.no_grad():
-        for key in keys:
-            name = model.parameter_by_name[key].name
+        for key, name in keys.items():
             if name in tensors:
                 assert rank is not None, "an idle rank owns nothing"
                 tensors[name].copy_(holdings.cut_out(name, rank, given[key]))
 
 
-def _check(model: ModelGraph, given: Mapping[str, torch.Tensor], keys: Collection[str]) -> None:
+def _check(model: ModelGraph, given: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
     faults: list[WhaleError] = [
         CheckpointError(f"a state dict has the keys of the model's ({key} is missing)") for key in keys if key not in given
     ]
     faults += [CheckpointError(f"a state dict has the keys of the model's ({key} is none of them)") for key in given if key not in keys]
-    for key in keys:
-        here = model.parameter_by_name[key].spec.shape
+    for key, name in keys.items():
+        here = model.parameter_by_name[name].spec.shape
         if key in given and tuple(given[key].shape) != here:
             faults.append(
                 CheckpointError(f"a state dict has the shapes of the model's ({key}: {list(given[key].shape)}, the model's: {list(here)})")
