@@ -104,6 +104,8 @@ MATRICES = [
     Case("slogdet.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3]}),
     Case("linalg_det.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3]}),
     Case("det.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3]}),
+    Case("linalg_eigvalsh.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3, 3]}, grad=False),
+    Case("linalg_eigh.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3, 3, 3]}, grad=False),
     Case("linalg_inv.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3, 3, 3]}),
     Case("linalg_cholesky.default", (torch.eye(3).double().expand(2, 3, 3) * 2,), {"kept": [2], "whole": [3, 3, 3, 3]}),
     Case("linalg_matrix_exp.default", (x(2, 3, 3),), {"kept": [2], "whole": [3, 3, 3, 3]}),
@@ -201,6 +203,8 @@ NORMALISATIONS = [
     Case("log_softmax.int", (x(2, 3, 5), -1), {"kept": [2, 3], "whole": [5]}),
     Case("_log_softmax.default", (x(2, 3, 5), 0, False), {"kept": [3, 5], "whole": [2]}),
     Case("glu.default", (x(2, 6, 5), 1), {"kept": [2, 3, 5], "whole": [2]}),
+    Case("pairwise_distance.default", (x(2, 3, 5), x(2, 3, 5)), {"kept": [2, 3], "whole": [5]}),
+    Case("pairwise_distance.default", (x(2, 5), x(5), 2.0, 1e-6, True), {"kept": [2], "whole": [5]}),
     Case("cosine_similarity.default", (x(2, 3, 5), x(2, 3, 5), 1), {"kept": [2, 5], "whole": [3]}),
 ]  # fmt: skip
 
@@ -259,6 +263,9 @@ REDUCTIONS = [
     Case("linalg_vector_norm.default", (x(2, 3, 5), 2, [1], True), {"kept": [2, 5], "whole": [3]}),
     Case("max.dim", (x(2, 3, 5), 1), {"kept": [2, 5], "whole": [3]}),
     Case("min.dim", (x(2, 3, 5), 1, True), {"kept": [2, 5], "whole": [3]}),
+    Case("nanmedian.dim", (x(2, 3, 5), 1), {"kept": [2, 5], "whole": [3]}),
+    Case("mode.default", (x(2, 3, 5), 1), {"kept": [2, 5], "whole": [3]}),
+    Case("nanmean.default", (x(2, 3, 5), [1]), {"kept": [2, 5], "whole": [3]}),
     Case("median.dim", (x(2, 3, 5), 1), {"kept": [2, 5], "whole": [3]}),
     Case("topk.default", (x(2, 7), 3), {"kept": [2], "whole": [3, 7]}),
     Case("kthvalue.default", (x(2, 7), 3), {"kept": [2], "whole": [7]}),
@@ -267,7 +274,10 @@ REDUCTIONS = [
 ]
 
 ALONG = [
-    *(Case(f"{name}.default", (x(2, 3, 5), 1), {"kept": [2, 5], "whole": [3]}) for name in ("cumsum", "cumprod", "logcumsumexp", "cummax")),
+    *(
+        Case(f"{name}.default", (x(2, 3, 5), 1), {"kept": [2, 5], "whole": [3]})
+        for name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
+    ),
     Case("sort.default", (x(2, 3, 5), 1), {"kept": [2, 5], "whole": [3]}),
     Case("sort.stable", (x(2, 3, 5),), {"kept": [2, 5], "whole": [3]}, {"stable": True, "dim": 1}),
     Case("argsort.default", (x(2, 3, 5),), {"kept": [2, 3], "whole": [5]}),
@@ -351,6 +361,9 @@ SPACE = [
     Case("adaptive_avg_pool2d.default", (x(2, 3, 6, 6), [1, 1]), {"kept": [2, 3], "whole": [6, 6]}),
     Case("adaptive_max_pool2d.default", (x(2, 3, 6, 6), [2, 2]), {"kept": [2, 3], "whole": [2, 2, 6, 6]}),
     Case("upsample_nearest2d.vec", (x(2, 3, 4, 4), [8, 8], None), {"kept": [2, 3], "whole": [4, 4, 8, 8]}),
+    Case("im2col.default", (x(2, 3, 4, 5), [2, 2], [1, 1], [0, 0], [1, 1]), {"kept": [2], "whole": [3, 4, 5, 12, 12]}),
+    Case("col2im.default", (x(2, 12, 12), [4, 5], [2, 2], [1, 1], [0, 0], [1, 1]), {"kept": [2], "whole": [3, 4, 5, 12, 12]}),
+    Case("max_unpool2d.default", (x(2, 3, 2, 2), ids(16, 2, 3, 2, 2), [4, 4]), {"kept": [2, 3], "whole": [2, 2, 4, 4]}, grad=False),
     Case("grid_sampler.default", (x(2, 3, 4, 5), x(2, 6, 7, 2), 0, 0, True), {"kept": [2, 3, 6, 7], "whole": [2, 4, 5]}),
     Case(
         "affine_grid_generator.default",

@@ -47,3 +47,12 @@ def similarity(op: Op, reading: Reading) -> str:
     terms = [letter + "!" if place == dim else letter for place, letter in enumerate(letters)]
     operands = [(name, terms[rank - len(dims) :]) for name, dims in zip(("x1", "x2"), shapes, strict=True)]
     return write(operands, letters[:dim] + letters[dim + 1 :])
+
+
+def distance(op: Op, reading: Reading) -> str:
+    """``pairwise_distance``: two tensors meet along their last dimension, which must be whole and may be kept."""
+    shapes = [operand(op, reading), operand(op, reading, 1)]
+    letters = names(max(len(dims) for dims in shapes))
+    terms = [*letters[:-1], letters[-1] + "!"]
+    operands = [(name, terms[len(terms) - len(dims) :]) for name, dims in zip(("x1", "x2"), shapes, strict=True)]
+    return write(operands, [*letters[:-1], *(["_distance!"] if len(op.outputs[0].shape) == len(letters) else [])])

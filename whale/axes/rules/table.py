@@ -24,7 +24,7 @@ from whale.axes.rules.matrices import einsum, matmul, tensordot
 from whale.axes.rules.normalisations import batch_norm, group_norm, normalized
 from whale.axes.rules.pointwise import COPIES, pointwise, prelu
 from whale.axes.rules.recurrences import recurrent, recurrent_cell
-from whale.axes.rules.reductions import found_along, reduction, similarity
+from whale.axes.rules.reductions import distance, found_along, reduction, similarity
 from whale.axes.rules.shapes import (
     difference,
     expansion,
@@ -68,6 +68,8 @@ MATRICES: dict[str, Rule] = {
     "linalg_det": "A[... i! j!] -> [...]",
     "det": "self[... i! j!] -> [...]",
     "linalg_inv": "A[... i! j!] -> [... _k! _l!]",
+    "linalg_eigvalsh": "A[... i! j!] -> [... _k!]",
+    "linalg_eigh": "A[... i! j!] -> [... _k!] [... _k! _l!]",
     **dict.fromkeys(("inverse", "linalg_cholesky", "cholesky", "linalg_matrix_exp"), "self[... i! j!] -> [... _k! _l!]"),
     "_grouped_mm": "self[n! k] mat2[e! k j] offs[e!] +bias[e! j] -> [n! j]",
 }
@@ -127,15 +129,17 @@ REDUCTIONS: dict[str, Rule] = {
     **dict.fromkeys(("var", "std", "logsumexp", "argmax", "argmin"), reduction("")),
     **dict.fromkeys(("var_mean", "std_mean"), reduction("", num_results=2)),
     **dict.fromkeys(("norm", "linalg_vector_norm"), reduction("", position=2)),
-    **dict.fromkeys(("max.dim", "min.dim", "median.dim", "topk", "kthvalue"), found_along),
+    "nanmean": reduction(""),
+    **dict.fromkeys(("max.dim", "min.dim", "median.dim", "nanmedian.dim", "mode", "topk", "kthvalue"), found_along),
     "bincount": "self[n!] weights[n!] -> [_counted!]",
     "histc": "self[...!] -> [_counted!]",
     "cosine_similarity": similarity,
+    "pairwise_distance": distance,
 }
 
 ALONG_A_DIMENSION: dict[str, Rule] = {
     **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), along("!")),
-    "cummax": along("!", num_results=2),
+    **dict.fromkeys(("cummax", "cummin"), along("!", num_results=2)),
     "sort": along("!", default=-1, num_results=2),
     "sort.stable": along("!", position=2, default=-1, num_results=2),
     "argsort": along("!", default=-1),
@@ -196,6 +200,9 @@ SPACE: dict[str, Rule] = {
     **dict.fromkeys((f"max_pool{d}d_with_indices" for d in (2, 3)), resized),
     **dict.fromkeys((f"upsample_{kind}2d" for kind in ("nearest", "bilinear", "bicubic")), resized),
     **dict.fromkeys((f"{kind}_pad{d}d" for kind in ("reflection", "replication") for d in (1, 2, 3)), resized),
+    "im2col": "self[... c! h! w!] -> [... _patch! _places!]",
+    "col2im": "self[... patch! places!] -> [... _c! _h! _w!]",
+    "max_unpool2d": "self[... h! w!] indices[... h! w!] -> [... _H! _W!]",
     "grid_sampler": sampled,
     "affine_grid_generator": placed,
 }
