@@ -36,12 +36,14 @@ def discover(graph: ModelGraph) -> Axes:
     roles = {op: checker.roles(outcome.letters) for op, outcome in outcomes.items()}
     ops = {op: _op_axes(outcomes[op], roles[op], show) for op in outcomes}
     reasons = _reasons(graph, roles)
+    of_rows = tuple(_rows(names, reading.atoms))
     return Axes(
         axes=tuple(Axis(name, _size(reading.atoms.size((leaf,)), graph.num_rows), reasons.get(leaf, ())) for leaf, name in names.items()),
         ops=MappingProxyType(ops),
         parameters=MappingProxyType({name: show.dimensions(dims) for name, dims in held.items()}),
-        mixing=find_mixing(graph, ops, tuple(_rows(names, reading.atoms)), reading.positions),
+        mixing=find_mixing(graph, ops, of_rows, reading.positions),
         positions=frozenset(reading.positions),
+        of_rows=frozenset(of_rows),
     )
 
 

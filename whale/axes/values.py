@@ -144,6 +144,7 @@ class Axes:
         mixing: ops for which a cut of the batch may change numbers, the reductions of the loss left out.
         positions: ops whose values are the positions 0, 1, ... along their axis; where such an axis is cut, a part
             keeps its positions in the whole, and an index by it is local again.
+        of_rows: axes whose size follows the number of rows: the batch, and others that are not known to be it.
     """
 
     axes: tuple[Axis, ...]
@@ -151,6 +152,7 @@ class Axes:
     parameters: Mapping[str, tuple[Dimension, ...]]
     mixing: tuple[Mixing, ...]
     positions: frozenset[str] = frozenset()
+    of_rows: frozenset[str] = frozenset()
 
     @cached_property
     def by_name(self) -> dict[str, Axis]:

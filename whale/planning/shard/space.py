@@ -143,6 +143,8 @@ def _refusal(scene: Scene, axis: str, width: int) -> Refusal | None:
     silent = next((op for op in scene.calls if axis in scene.axes_in(op.name) and axis not in scene.axes.ops[op.name].roles), None)
     if silent is not None:
         return Refusal(f"{silent.target} does not say what it does with it (%{silent.name})", silent.where)
+    if axis != BATCH and axis in scene.axes.of_rows:
+        return Refusal(f"its size follows the number of rows, which changes from batch to batch ({axis})", members[0].where)
     size = scene.axes.by_name[axis].size
     if size < width:
         return Refusal(f"split over {width} devices needs at least {width} ({axis}: {size})")
