@@ -19,6 +19,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import MemoryShortage, make_plan
 from whale.search import Found, decide, search
+from whale.search.advice.advice import advise
 
 FRONT, BACK = scope(0, 1, "front"), scope(1, 1, "back")
 
@@ -169,3 +170,8 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> 
     found = found_for(scoped([64] * 4), made([[(1e9, GIB)] * 2], network=1e9))
     assert found.was_interrupted and found.num_planned == 1
     assert found.plan.choices[0].bound.startswith("the search was interrupted: the best of 1 plans so far; ")
+
+
+def test_advice_without_the_devices_that_scopes_ask_for() -> None:
+    advised = advise(scoped([16, 16], (2, 1)), made([[(1e9, GIB)] * 3], network=1e9), Config({"planning.effort": 2}), rows=8)
+    assert any("on one there is no plan" in each.says for each in advised.advice)

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from whale.config import Config
-from whale.errors import ConfigError, PlanError
+from whale.errors import AnnotationError, ConfigError, PlanError
 from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
@@ -134,8 +134,10 @@ class _Adviser:
         text = found.objective.text
         try:
             without = self.searched(f"without the {name}", self.cluster.only(others)).value
-        except PlanError:
-            return Advice("devices", name, f"use {subject}: without them nothing fits ({text(found.value)} with them)", found.value, None)
+        except (PlanError, AnnotationError):  # nothing fits, or scopes ask for more devices
+            return Advice(
+                "devices", name, f"use {subject}: without them there is no plan ({text(found.value)} with them)", found.value, None
+            )
         ratio = without / found.value
         numbers = f"({text(found.value)} with them, {text(without)} without)"
         if ratio < WORTH:
@@ -147,8 +149,8 @@ class _Adviser:
         text = found.objective.text
         try:
             alone = self.searched(f"one {name}", self.cluster.only([found.plan.devices[0]])).value
-        except PlanError:
-            return Advice("devices", name, f"use {subject}: on one nothing fits ({text(found.value)} together)", found.value, None)
+        except (PlanError, AnnotationError):
+            return Advice("devices", name, f"use {subject}: on one there is no plan ({text(found.value)} together)", found.value, None)
         ratio = alone / found.value
         return Advice("devices", name, f"use {subject}: {ratio:.2f}x one ({text(found.value)}, {text(alone)} on one)", found.value, alone)
 
