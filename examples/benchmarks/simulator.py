@@ -129,13 +129,12 @@ What falls short, and the likely reason:
 - Multi-node pipelines of 2 tensor-parallel devices were measured up to a third slower, some of 4 up to a sixth, than equal work on 8 or
   on 1, and neighbouring micro-batch sizes of one plan differ by a fifth. The extra time goes neither with the bytes of messages nor with
   the depth or the number of micro-batches; nothing that the sources tell explains it, and nothing was fitted to it.
-- Pipelines of 8 tensor-parallel devices are predicted longer the deeper they are and the larger their micro-batches, by up to 13 %. Depths
-  of 8 and 16 side by side leave a third of the time that the last stage's vocabulary is predicted to add there; waiting for every message
-  (as Megatron does) makes the predictions 1 % longer, and does not mend it.
-- The worst picks on one host are between plans of 4 tensor-parallel devices, in which the host's time for kernels rules one, and was a
-  third less there than in the other runs.
-- 8 tensor-parallel devices with 64 rows at once took twice as long as with 32, which looks like memory being freed and taken again.
+- On one host 4 tensor-parallel devices take as long for 1 row as for 2: the host that starts kernels rules, and messages pass meanwhile.
+  The prediction adds the messages to the host's time (up to 31 % too long there), and so picks a worse plan in one case.
+- 8 tensor-parallel devices with 64 rows at once took twice as long as with 32, which looks like memory being freed and taken again;
+  with 2 rows, twice as long for a row as with 4.
 - Small products on one host of A100 change by a fifth with the number of rows, as libraries choose other kernels.
+- Runs of a trillion parameters took some percent longer than predicted; what thousands of devices wait for one another is not in it.
 
 The worst rows of each set:
 
