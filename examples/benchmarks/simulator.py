@@ -134,7 +134,8 @@ What falls short, and the likely reason:
 - 8 tensor-parallel devices with 64 rows at once took twice as long as with 32, which looks like memory being freed and taken again;
   with 2 rows, twice as long for a row as with 4.
 - Small products on one host of A100 change by a fifth with the number of rows, as libraries choose other kernels.
-- Runs of a trillion parameters took some percent longer than predicted; what thousands of devices wait for one another is not in it.
+- One pipeline of a trillion parameters took 103 s in one source and, without data parallelism around it, 94 s in another; 102 s is
+  predicted for both.
 
 The worst rows of each set:
 
