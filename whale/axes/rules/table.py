@@ -68,8 +68,8 @@ MATRICES: dict[str, Rule] = {
     "linalg_det": "A[... i! j!] -> [...]",
     "det": "self[... i! j!] -> [...]",
     "linalg_inv": "A[... i! j!] -> [... _k! _l!]",
-    "linalg_eigvalsh": "A[... i! j!] -> [... _k!]",
-    "linalg_eigh": "A[... i! j!] -> [... _k!] [... _k! _l!]",
+    "linalg_eigvalsh": "self[... i! j!] -> [... _k!]",
+    "linalg_eigh": "self[... i! j!] -> [... _k!] [... _k! _l!]",
     **dict.fromkeys(("inverse", "linalg_cholesky", "cholesky", "linalg_matrix_exp"), "self[... i! j!] -> [... _k! _l!]"),
     "_grouped_mm": "self[n! k] mat2[e! k j] offs[e!] +bias[e! j] -> [n! j]",
 }
