@@ -1,4 +1,4 @@
-"""Puts Python's search for cycles off while a plan is made: millions of small values come and stay, and next to none of them is in a cycle.
+"""Puts Python's search for cycles off while a plan is made: millions of small values come and stay, and few of them are in a cycle.
 
 The search goes through all that there is again and again, torch's modules and the user's values among it; it was a quarter of the time.
 """

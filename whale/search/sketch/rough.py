@@ -46,12 +46,14 @@ class Rough:
         speeds = list[Floats]()
         for team, share, rank in zip(teams, shares, ranks, strict=True):
             speeds.append(team.count * share / self._pipeline(team, own[0].order, m, share / m, rank, near=near))
-        passes: Floats = self.sketches.num_rows / np.sum(speeds, axis=0)
+        with np.errstate(divide="ignore"):  # no speed at all where nothing fits
+            passes: Floats = self.sketches.num_rows / np.sum(speeds, axis=0)
         if not self.sketches.prices.training:
             return passes
         rate = self.sketches.ties.sum_rate(teams, near=near)
         hides = BACKWARD if sums_in_backward(teams) else 0.0
-        ends = [self._end(team, hides * rank, rate) for team, rank in zip(teams, ranks, strict=True)]
+        hiding = [hides * np.where(np.isfinite(rank), rank, 0.0) for rank in ranks]  # what does not fit hides nothing
+        ends = [self._end(team, own, rate) for team, own in zip(teams, hiding, strict=True)]
         result: Floats = passes + np.max(ends, axis=0)
         return result
 
