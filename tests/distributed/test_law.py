@@ -24,7 +24,7 @@ TOLERANCE = 1e-10
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Random cases that have a plan: no fewer rows than the devices and micro-batches need."""
+    """Random cases that have a plan: no fewer rows than the devices need, and first no fewer than their micro-batches do."""
     num_ranks = draw(st.integers(1, 4))
     description = draw(descriptions(max_devices=num_ranks))
     num_micro_batch = draw(st.integers(1, 3))
@@ -36,7 +36,8 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
         config["communication.bucket_bytes"] = 200
     least = max(2, num_ranks * num_micro_batch * 2)
-    rows = draw(st.lists(st.integers(least, least + 5), min_size=3, max_size=3))
+    fewest = max(2, num_ranks * 2)
+    rows = [draw(st.integers(least, least + 5)), *draw(st.lists(st.integers(fewest, least + 5), min_size=2, max_size=2))]
     speeds = draw(st.lists(st.sampled_from((1.0, 1.0, 2.0, 3.0)), min_size=num_ranks, max_size=num_ranks))
     return Case(
         description,
@@ -81,6 +82,20 @@ FIXED: dict[str, Case] = {
         (1.0, 1.0, 1.0, 3.0),
         (("pipeline.num_micro_batch", 3),),
     ),
+    "fewer rows than micro-batches": Case(with_scopes(*TWO), (8, 3, 1, 8), (1.0, 1.0), (("pipeline.num_micro_batch", 4),), evaluates=True),
+    "fewer rows than micro-batches, interleaved": Case(
+        TOKENS,
+        (8, 3, 1, 2),
+        (1.0, 1.0),
+        (("pipeline.num_stages", 2), ("pipeline.schedule", "interleaved"), ("pipeline.num_chunks", 2), ("pipeline.num_micro_batch", 4)),
+    ),
+    "fewer rows than micro-batches, inside": Case(
+        with_scopes(Segment(0, 2), Segment(3, 1)), (24, 5, 4, 24), (1.0, 2.0, 1.0), (("pipeline.num_micro_batch", 4),)
+    ),
+    "fewer rows than micro-batches, zero bubble": Case(
+        with_scopes(*TWO), (8, 3, 1), (1.0, 1.0), (("pipeline.num_micro_batch", 4), ("pipeline.schedule", "zb_h1"))
+    ),
+    "fewer rows than micro-batches, accumulation": Case(TOKENS, (8, 3, 2, 8), (1.0, 2.0), (("pipeline.num_micro_batch", 4),)),
     "automatic stages": Case(
         TOKENS, (8, 8), (1.0, 1.0, 1.0), (("pipeline.num_stages", 3), ("pipeline.num_micro_batch", 3)), evaluates=True
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -18,7 +19,7 @@ from whale.api.loader import Loader, make_loader
 from whale.api.mode import CapturedMode, ModeName
 from whale.api.modes import Modes
 from whale.api.owned import OwnedParameters
-from whale.api.preparing import prepare_forward, prepare_training
+from whale.api.preparing import forget, prepare_forward, prepare_training
 from whale.api.since_capture import SinceCapture
 from whale.api.state_keys import give_extra_state, state_keys, whole_state
 from whale.api.step_loss import step_loss
@@ -98,8 +99,8 @@ class Engine:
         self._data.feed(batch)
         if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
             self._tracing.begin()
-        captured, view = self._view("train", batch)
-        loss = train_step(self.runtime, self.state, view, captured.key)
+        name, _, view = self._view("train", batch)
+        loss = train_step(self.runtime, self.state, view, name)
         if self._tracing is not None:
             self._tracing.end(self.state.step_number, view.num_rows)
         self._rest()
@@ -311,25 +312,26 @@ class Engine:
         base = self.modes.ensure(name, batch)
         if self.runtime.plan_of(name) is None:
             prepare_forward(self.runtime, self.modes, base, base.graph.num_rows)
-        captured, view = self._view(name, batch)
-        return self.runtime.forward(captured.key, view, self.state.step_number), captured, view
+        key, captured, view = self._view(name, batch)
+        return self.runtime.forward(key, view, self.state.step_number), captured, view
 
-    def _view(self, name: ModeName, batch: Any) -> tuple[CapturedMode, BatchView]:
-        """The capture for a batch, made ready, and the batch in parts; where that fails on this rank alone, the others do not wait."""
+    def _view(self, name: ModeName, batch: Any) -> tuple[str, CapturedMode, BatchView]:
+        """What is ready for a batch, its capture, and the batch in parts; where that fails on this rank alone, the others do not wait."""
         with self.runtime.status.reporting():
             try:
                 self._since.check()
                 self._users.look()
-                captured = self.modes.fitting(name, batch, self.runtime.forget)
+                captured = self.modes.fitting(name, batch, partial(forget, self.runtime))
                 view = view_of(captured.program.batch, batch)
+                key = captured.key
                 if name == "train":
-                    prepare_training(self.runtime, self.modes, captured)
+                    key = prepare_training(self.runtime, self.modes, captured, view.num_rows)
                 else:
                     prepare_forward(self.runtime, self.modes, captured, view.num_rows)
             except WhaleError as refusal:
                 self.runtime.refuse(name, refusal)
                 raise
-            return captured, view
+            return key, captured, view
 
     def _rest(self) -> None:
         """States that the script goes on, so that what stops it there is not laid to a wait that is over."""

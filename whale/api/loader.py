@@ -63,7 +63,7 @@ def make_loader(
         raise BatchError(f"a loader decides {name} itself (got {options[name]!r})", hint="see global_batch_size, shuffle, seed and collate")
     if global_batch_size < 1:
         raise BatchError(f"global_batch_size must be at least 1 (got {global_batch_size})")
-    check_rows(plan, global_batch_size)
+    check_rows(plan.with_micro_batches_for(global_batch_size), global_batch_size)
     division = Division(global_batch_size, plan, rank, drop_last, collate or default_collate, whole_batches)
     source: RowSource
     if isinstance(dataset, IterableDataset):

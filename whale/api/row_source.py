@@ -59,7 +59,7 @@ class Division:
     def rows(self, num_rows: int) -> Rows:
         """Intervals of a global batch's rows that this rank reads; worked out once for each number of rows."""
         if num_rows not in self._known_rows:
-            own = rank_rows(self.plan, self.rank, num_rows)
+            own = rank_rows(self.plan.with_micro_batches_for(num_rows), self.rank, num_rows)
             self._known_rows[num_rows] = ((0, num_rows),) if own and self.whole_batches else own
         return self._known_rows[num_rows]
 
@@ -112,7 +112,7 @@ class IndexedSource:
                 hint="use a smaller global_batch_size, or drop_last=False",
             )
         if rest and not self.division.drop_last:
-            check_rows(self.division.plan, rest)
+            check_rows(self.division.plan.with_micro_batches_for(rest), rest)
 
     @property
     def identity(self) -> dict[str, int]:

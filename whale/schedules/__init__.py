@@ -5,7 +5,7 @@ from whale.schedules.communication import insert_communication
 from whale.schedules.edges import Edges
 from whale.schedules.execution import Execution, Stuck, execute
 from whale.schedules.in_flight import count_in_flight, count_recomputed
-from whale.schedules.of_plan import alike_schedules, edge_pairs, forward_schedules_of, schedules_of, training_schedule
+from whale.schedules.of_plan import alike_schedules, edge_pairs, forward_schedules_of, schedules_of, short_schedules_of, training_schedule
 from whale.schedules.orders.builder import Builder
 from whale.schedules.orders.forward_only import forward_only
 from whale.schedules.orders.shape import Shape
@@ -41,6 +41,7 @@ __all__ = [
     "releases",
     "replay",
     "schedules_of",
+    "short_schedules_of",
     "training_schedule",
     "verify",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from whale.errors import ScheduleError
@@ -10,6 +11,7 @@ from whale.ir.plan import Pipeline, Plan, Replica
 from whale.ir.schedule import Schedule
 from whale.schedules.colocate import expand, places
 from whale.schedules.communication import insert_communication
+from whale.schedules.orders.builder import with_sync_and_step
 from whale.schedules.orders.forward_only import forward_only
 from whale.schedules.orders.table import build
 from whale.schedules.recompute import insert_recompute
@@ -30,6 +32,24 @@ def schedules_of(plan: Plan) -> tuple[Schedule, ...]:
         ScheduleError: it is not complete, or comes to a deadlock.
     """
     return _per_replica(plan, training_schedule)
+
+
+def short_schedules_of(plan: Plan, whole: Plan) -> tuple[Schedule, ...]:
+    """Per replica the schedule of a training in which the last micro-batches are left out, verified.
+
+    Any order can be cut so, also one that can be built for some numbers of micro-batches alone.
+
+    Args:
+        plan: with as many micro-batches as are left, or all of them.
+        whole: the same pipelines with all their micro-batches.
+
+    Raises:
+        ConfigError, ScheduleError: as `schedules_of`.
+    """
+    return tuple(
+        _short_schedule(all_of.pipeline, edge_pairs(replica), replica.pipeline.num_micro_batch)
+        for replica, all_of in zip(plan.replicas, whole.replicas, strict=True)
+    )
 
 
 def forward_schedules_of(plan: Plan) -> tuple[Schedule, ...]:
@@ -60,6 +80,31 @@ def training_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
     schedule = insert_communication(order, pairs)
     verify(schedule, pairs)
     return schedule
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def _short_schedule(pipeline: Pipeline, pairs: Pairs, num_micro_batch: int) -> Schedule:
+    schedule = training_schedule(pipeline, pairs)
+    if num_micro_batch == schedule.num_micro_batch:
+        return schedule
+    short = leave_out(schedule, pairs, num_micro_batch)
+    verify(short, pairs)
+    return short
+
+
+def leave_out(schedule: Schedule, pairs: Pairs, num_micro_batch: int) -> Schedule:
+    """A schedule with communication that keeps so many micro-batches alone, in the same order.
+
+    Args:
+        schedule: of a training.
+        pairs: of stages between which tensors are handed on.
+        num_micro_batch: that are left, the first ones.
+    """
+    left = (
+        with_sync_and_step(action for action in actions if action.micro_batch is not None and action.micro_batch < num_micro_batch)
+        for actions in schedule.ranks
+    )
+    return insert_communication(replace(schedule, num_micro_batch=num_micro_batch, ranks=tuple(left), peak_in_flight=()), pairs)
 
 
 def _check_places(pipeline: Pipeline, order: Schedule) -> None:

@@ -197,13 +197,19 @@ def test_a_position_of_other_samples_is_refused() -> None:
 
 def test_batches_that_are_too_small_fail_when_the_loader_is_made() -> None:
     plan = plan_of([(1, [[1]]), (1, [[1]])], num_micro_batch=4)
-    with pytest.raises(BatchError, match=r"2 replica\(s\) with 8 micro-batch\(es\) \(the batch: 6 rows\)"):
-        load(Samples(12), 6, plan)
-    with pytest.raises(BatchError, match="the batch: 3 rows"):
-        load(Samples(19), 16, plan)
-    assert len(load(Samples(19), 16, plan, drop_last=True)) == 1
-    with pytest.raises(BatchError, match=r"stage 0 of replica 0 has 2 \(a micro-batch of a batch of 3 rows: 1\)"):
-        load(Samples(12), 3, plan_of([(1, [[1, 1]])], num_micro_batch=2))
+    with pytest.raises(BatchError, match=r"2 replica\(s\) with 2 micro-batch\(es\) \(the batch: 1 rows\)"):
+        load(Samples(12), 1, plan)
+    with pytest.raises(BatchError, match="the batch: 1 rows"):
+        load(Samples(17), 16, plan)
+    assert len(load(Samples(17), 16, plan, drop_last=True)) == 1
+    with pytest.raises(BatchError, match=r"stage 0 of replica 0 has 2 \(a micro-batch of a batch of 1 rows: 1\)"):
+        load(Samples(12), 1, plan_of([(1, [[1, 1]])], num_micro_batch=2))
+
+
+def test_a_batch_with_too_few_rows_for_all_micro_batches_is_divided_into_fewer() -> None:
+    plan = plan_of([(1, [[1]]), (1, [[1]])], num_micro_batch=4)
+    assert len(load(Samples(12), 6, plan)) == 2
+    assert len(load(Samples(19), 16, plan)) == 2
 
 
 def test_options_that_do_not_go_together() -> None:

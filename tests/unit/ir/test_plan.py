@@ -38,6 +38,9 @@ def test_small_batches_have_fewer_micro_batches(plan: Plan, num_rows: int) -> No
     if num_rows < len(plan.replicas):
         assert set(counts) == {1}
         return
+    if num_rows >= sum(pipeline.num_micro_batch for pipeline in plan.pipelines):
+        assert fitting == plan
+        return
     sizes = divide(num_rows, [replica.share for replica in plan.replicas], minimum=1)
     assert all(start < stop for replica in fitting.replicas for start, stop in fitting.micro_batch_rows(replica.index, num_rows))
     assert counts == [min(own.num_micro_batch, size) for own, size in zip(plan.pipelines, sizes, strict=True)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from whale.ir.schedule import COMPUTE, Kind, Schedule
 from whale.schedules import BUILDERS, build, count_in_flight, forward_only, insert_communication, peak_in_flight, placement, verify
 from whale.schedules.edges import Edges
 from whale.schedules.execution import execute
+from whale.schedules.of_plan import leave_out
 from whale.schedules.orders import interleaved as interleaving
 from whale.schedules.orders.builder import with_sync_and_step
 from whale.schedules.orders.shape import Shape, round_robin
@@ -32,6 +36,19 @@ def test_built_schedules_are_complete_deadlock_free_and_as_large_as_promised(sch
     counted = count_in_flight(schedule)
     exact = schedule.name != "interleaved" or schedule.num_micro_batch % schedule.num_ranks == 0
     assert all(found == promised if exact else found <= promised for found, promised in zip(counted, schedule.peak_in_flight, strict=True))
+
+
+@given(schedules(), st.data())
+def test_any_may_leave_out_its_last_micro_batches(schedule: Schedule, data: st.DataObject) -> None:
+    pairs = tuple(pairwise(range(schedule.num_stages)))
+    whole = insert_communication(schedule, pairs)
+    left = data.draw(st.integers(1, schedule.num_micro_batch))
+    short = leave_out(whole, pairs, left)
+    verify(short, pairs)
+    assert str(leave_out(whole, pairs, schedule.num_micro_batch)) == str(replace(whole, peak_in_flight=()))
+    for before, after in zip(whole.ranks, short.ranks, strict=True):
+        computed = [action for action in before if action.kind in COMPUTE and action.micro_batch in range(left)]
+        assert [action for action in after if action.kind in COMPUTE] == computed
 
 
 @given(schedules())

@@ -85,9 +85,14 @@ class Plan:
         Raises:
             ValueError: there are fewer rows than micro-batches of all replicas.
         """
-        shares, counts = [replica.share for replica in self.replicas], [pipeline.num_micro_batch for pipeline in self.pipelines]
-        wanted = [count * replica.least_rows for replica, count in zip(self.replicas, counts, strict=True)]
-        return intervals(divide(num_rows, shares, wanted if num_rows >= sum(wanted) else counts))
+        shares, wanted = [replica.share for replica in self.replicas], self._rows_of_all
+        least = wanted if num_rows >= sum(wanted) else [pipeline.num_micro_batch for pipeline in self.pipelines]
+        return intervals(divide(num_rows, shares, least))
+
+    @cached_property
+    def _rows_of_all(self) -> tuple[int, ...]:
+        """Per replica, the rows with which each of its devices has one of each micro-batch."""
+        return tuple(replica.pipeline.num_micro_batch * replica.least_rows for replica in self.replicas)
 
     def micro_batch_rows(self, replica: int, num_rows: int) -> tuple[tuple[int, int], ...]:
         """The intervals of the global batch's rows that a replica's micro-batches take."""
@@ -101,9 +106,16 @@ class Plan:
         return intervals(divide_evenly(stop - start, self.replicas[replica].pipeline.num_micro_batch), start)
 
     def with_micro_batches_for(self, num_rows: int) -> Plan:
-        """The plan with at most as many micro-batches as each replica has rows in a batch of this size; at least one."""
-        sizes = divide(max(num_rows, len(self.replicas)), [replica.share for replica in self.replicas], minimum=1)
-        counts = [min(replica.pipeline.num_micro_batch, size) for replica, size in zip(self.replicas, sizes, strict=True)]
+        """The plan with as many micro-batches as a batch of this size has rows for, on every device: at least one, and no more than now."""
+        if num_rows >= sum(self._rows_of_all):
+            return self
+        shares, least = [replica.share for replica in self.replicas], [replica.least_rows for replica in self.replicas]
+        if num_rows < sum(least):
+            least = [1] * len(least)  # some device gets no row in any case
+        sizes = divide(max(num_rows, len(least)), shares, least)
+        counts = [
+            min(replica.pipeline.num_micro_batch, size // rows) for replica, size, rows in zip(self.replicas, sizes, least, strict=True)
+        ]
         if counts == [pipeline.num_micro_batch for pipeline in self.pipelines]:
             return self
         replicas = tuple(

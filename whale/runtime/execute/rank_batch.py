@@ -12,7 +12,7 @@ Rows = tuple[tuple[int, int], ...]
 """Half-open intervals of global row numbers, ascending, none adjacent to the next."""
 
 
-_SMALL_BATCH = "use larger batches or fewer micro-batches (pipeline.num_micro_batch); drop_last=True leaves out a loader's short last batch"
+_SMALL_BATCH = "use larger batches, or fewer devices that divide rows; drop_last=True leaves out a loader's short last batch"
 
 
 @dataclass(frozen=True)
