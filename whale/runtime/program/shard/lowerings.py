@@ -45,25 +45,25 @@ def batch_norm(call: Call) -> fx.Node:
 
 
 _AS_THEY_ARE = """
-mm bmm matmul mv dot outer einsum tensordot cdist
+mm bmm matmul mv dot outer einsum tensordot cdist pairwise_distance
 embedding_bag
 bucketize searchsorted scatter scatter_add scatter_reduce index_add index_fill index_copy index_put select_scatter slice_scatter
 layer_norm native_layer_norm rms_norm _fused_rms_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm
 instance_norm softmax _softmax _safe_softmax log_softmax _log_softmax glu
 mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div ctc_loss poisson_nll_loss binary_cross_entropy
 binary_cross_entropy_with_logits
-sum nansum count_nonzero mean any all prod var std var_mean std_mean logsumexp argmax argmin norm linalg_vector_norm
-_is_any_true _is_all_true median topk kthvalue cosine_similarity
-cumsum cumprod logcumsumexp cummax sort argsort diff flip roll tril triu multinomial
+sum nansum count_nonzero mean nanmean any all prod var std var_mean std_mean logsumexp argmax argmin norm linalg_vector_norm
+_is_any_true _is_all_true median nanmedian mode topk kthvalue cosine_similarity
+cumsum cumprod logcumsumexp cummax cummin sort argsort diff flip roll tril triu multinomial
 flatten ravel unsqueeze transpose swapaxes swapdims t mT numpy_T permute movedim moveaxis expand_as cat concat stack unbind select
-pad constant_pad_nd unfold
+pad constant_pad_nd unfold im2col col2im max_unpool2d
 max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
 adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
 max_pool2d_with_indices max_pool3d_with_indices upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
 reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
 fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn
 fft_fftshift fft_ifftshift stft istft grid_sampler fake_quantize_per_tensor_affine
-linalg_slogdet slogdet linalg_det det linalg_inv inverse linalg_cholesky cholesky linalg_matrix_exp
+linalg_slogdet slogdet linalg_det det linalg_inv inverse linalg_cholesky cholesky linalg_matrix_exp linalg_eigh linalg_eigvalsh
 lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 zeros_like ones_like full_like empty_like rand_like randn_like randint_like
 prelu view_as_complex view_as_real
