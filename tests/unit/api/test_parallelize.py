@@ -95,7 +95,7 @@ def test_scopes_left_open_by_an_exception_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ({"input": torch.zeros(2, 4), "target": torch.zeros(2, 1)}, "the batch: 2 rows"),
+        ({"input": torch.zeros(0, 4), "target": torch.zeros(0, 1)}, "the batch: 0 rows"),
         ({"input": torch.zeros(8, 4)}, r"missing: batch\['target'\]"),
         ({"input": torch.zeros(8, 3), "target": torch.zeros(8, 1)}, "is .rows, 3., the example's .rows, 4."),
         ({"input": torch.zeros(8, 4), "target": torch.zeros(7, 1)}, "same number of rows"),
