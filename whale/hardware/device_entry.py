@@ -57,7 +57,7 @@ def _find(entry: Entry, model: str) -> KnownDevice | None:
     if model not in devices:
         longer, close = begun_by(model, devices), nearest(model, devices)
         meant = f"did you mean {close!r}? " if close else f"known: {', '.join(devices)}. "
-        hint = f"which of {', '.join(longer)}? " if longer else meant
+        hint = f"which of {', '.join(longer)}? " if len(longer) > 1 else meant
         entry.fault(
             f"unknown device model {model!r}", hint=f"{hint}Or describe it in full: model, {', '.join(_FULL)}; `whale probe` measures it"
         )
