@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whale.axes import Axes, discover
 from whale.axes.labels import Labels, label
@@ -239,29 +240,30 @@ class Prices:
         """Seconds of what a part computes a second time."""
         if recompute.num_alive:
             return self.compute(part, device, num_rows)[0]
-        seconds = self.seconds(device, num_rows)
-        index = np.array([self.table.position[name] for segment in recompute.segments for name in segment], dtype=np.int64)
-        return seconds.forward(index)
+        return self.seconds(device, num_rows).forward(self._positions_again(part, recompute))
 
     def starts(self, part: Part, device: Device, num_rows: float) -> tuple[float, float]:
         """Seconds that the host needs to start the kernels of a part, forward and backward."""
-        seconds = self.seconds(device, num_rows)
-        index = np.array([self.table.position[name] for name in part.ops], dtype=np.int64)
+        seconds, index = self.seconds(device, num_rows), self._positions(part.ops)
         return float(seconds.forward_host[index].sum()), float(seconds.backward_host[index].sum())
 
     def starts_again(self, part: Part, recompute: Recompute, device: Device, num_rows: float) -> float:
         """Seconds that the host needs to start what a part computes a second time."""
-        if recompute.num_alive:
-            return self.starts(part, device, num_rows)[0]
-        index = np.array([self.table.position[name] for segment in recompute.segments for name in segment], dtype=np.int64)
-        return float(self.seconds(device, num_rows).forward_host[index].sum())
+        return float(self.seconds(device, num_rows).forward_host[self._positions_again(part, recompute)].sum())
+
+    def _positions_again(self, part: Part, recompute: Recompute) -> NDArray[np.int64]:
+        """Of what a part computes a second time, in the tables of ops."""
+        return self._positions(part.ops if recompute.num_alive else (name for segment in recompute.segments for name in segment))
+
+    def _positions(self, ops: Iterable[str]) -> NDArray[np.int64]:
+        return np.array([self.table.position[name] for name in ops], dtype=np.int64)
 
     def compute(self, part: Part, device: Device, num_rows: float) -> tuple[Line, Line]:
         """Seconds of a part on a device, forward and backward, by rows about a number of them."""
         key = (part, device.kind, num_rows)
         if key not in self._computing:
             seconds = self.seconds(device, num_rows)
-            index = np.array([self.table.position[name] for name in part.ops], dtype=np.int64)
+            index = self._positions(part.ops)
             self._computing[key] = seconds.forward(index), seconds.backward(index)
         return self._computing[key]
 
