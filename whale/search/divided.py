@@ -20,6 +20,7 @@ from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.placement import Seats
 from whale.planning.plan import Draft, draft_as_set
+from whale.search.climb import climbed
 from whale.search.progress import Progress
 from whale.search.run import effort
 from whale.search.space.ways import Way, Ways
@@ -84,20 +85,10 @@ class DividedRun(Progress):
 
     def _climb(self, row: Sequence[Way]) -> None:
         """Plans the ways of a row from the best number of micro-batches so far, on to where the neighbours are no better."""
-        known: dict[int, float] = {}
-
-        def at(index: int) -> float:
-            if index not in known:
-                known[index] = self._value(row[index]) if 0 <= index < len(row) else math.inf
-            return known[index]
-
         numbers = [way.num_micro_batch for way in row]
         start = self.best.arrangement.num_micro_batch if self.best is not None else 1
         place = numbers.index(start) if start in numbers else 0
-        while at(place) == math.inf and place + 1 < len(row) and row[place] in self.short:
-            place += 1  # smaller ones take less memory
-        while (beside := min((place - 1, place + 1), key=at)) in range(len(row)) and at(beside) < at(place):
-            place = beside
+        climbed(len(row), place, lambda index: self._value(row[index]), lambda index: row[index] in self.short)
 
     def _value(self, way: Way) -> float:
         """What the objective says of a way; infinite where it has no plan, or there is no effort left for it."""

@@ -10,6 +10,7 @@ from heapq import heapify, heappop
 
 from whale.search.arrangement import Arrangement, Order
 from whale.search.bounds.bounds import Bounds
+from whale.search.climb import climbed
 from whale.search.objective import Objective
 from whale.search.run import Look, effort_of
 from whale.search.sketch.rough import Rough
@@ -154,20 +155,9 @@ class Front:
 
     def _sketched(self, group: Group) -> Iterator[Look]:
         """A group, sketched from what is roughly its best towards the best; the others by their nearest."""
-        own, known = group.own, dict[int, float]()
-
-        def at(index: int) -> float:
-            if index not in known:
-                known[index] = self._likely(own[index], group.near) if 0 <= index < len(own) else math.inf
-            return known[index]
-
-        place = min(range(len(own)), key=group.rough.__getitem__)
-        while at(place) == math.inf and place + 1 < len(own):
-            place += 1  # smaller ones take less memory
-        while (beside := min((place - 1, place + 1), key=at)) in range(len(own)) and at(beside) < at(place):
-            place = beside
-        seen = [index for index in known if index in range(len(own))]
-        nearest = [min(seen, key=lambda other: abs(other - index)) for index in range(len(own))]
+        own, roughly = group.own, min(range(len(group.own)), key=group.rough.__getitem__)
+        known = climbed(len(own), roughly, lambda place: self._likely(own[place], group.near))
+        nearest = [min(known, key=lambda other: abs(other - index)) for index in range(len(own))]
         return self._looks(group, [known[other] * (1 + abs(other - index)) for index, other in enumerate(nearest)])
 
     def _likely(self, arrangement: Arrangement, near: bool | None) -> float:
