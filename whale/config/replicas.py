@@ -25,14 +25,14 @@ from whale.config.nearest import nearest
 from whale.config.stages import STAGES, StageBlock, read_stages
 from whale.errors import ConfigError, WhaleError
 
-REPLICAS, PLAN = "replicas", "plan"
+REPLICAS, PLAN, MODEL = "replicas", "plan", "model"
 
 Place = Callable[..., object]
 """Where a value stands, by the way to it: number of the block, key."""
 
 ALL, EVEN = "all", "even"
 
-_BESIDE_STAGES = (STAGES, "rows", "recompute", "schedule", "num_micro_batch", "num_chunks", "group_size")
+_BESIDE_STAGES = (STAGES, MODEL, "rows", "recompute", "schedule", "num_micro_batch", "num_chunks", "group_size")
 """The keys of a replica whose stages are written down."""
 
 RECOMPUTE = "recompute"
@@ -54,6 +54,7 @@ class ReplicaBlock:
         more_axes: beside `axes`, those that the planner may cut too.
         recompute: as ``recompute.policy``; None: as that says.
         stages: where the replica is written down whole; empty where the planner makes them.
+        model: for which model that was, by its fingerprint; None: for any whose ops have the names.
         place: where its keys stand, by name.
     """
 
@@ -68,6 +69,7 @@ class ReplicaBlock:
     more_axes: tuple[str, ...] = ()
     recompute: str | tuple[tuple[int, Any], ...] | None = None
     stages: tuple[StageBlock, ...] = ()
+    model: str | None = None
     place: Place | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -145,6 +147,12 @@ def _blocks(name: str, value: object, place: object) -> tuple[int, ...] | str:
     raise ConfigError(f"{REPLICAS}.{name} takes the number of blocks of each stage, as a list, or {EVEN} ({value!r} is not)", where=place)
 
 
+def _text(name: str, value: object, place: object) -> str:
+    if isinstance(value, str) and value:
+        return value
+    raise ConfigError(f"{REPLICAS}.{name} takes text ({value!r} is not)", where=place)
+
+
 _READERS: Mapping[str, Key | Callable[[str, object, object], object]] = {
     "devices": _devices,
     "split": _count_key("split"),
@@ -154,6 +162,7 @@ _READERS: Mapping[str, Key | Callable[[str, object, object], object]] = {
     "blocks": _blocks,
     "axes": _names("axes"),
     "more_axes": _names("axes"),
+    MODEL: _text,
 }
 """How each key of a block is read that is no configuration key."""
 
@@ -276,6 +285,12 @@ def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
 
 
 def _contradictions(block: ReplicaBlock, number: int, where: Place) -> Iterator[WhaleError]:
+    if block.model is not None and not block.stages:
+        yield ConfigError(
+            f"{MODEL} says for which model {STAGES} were written down (replica {number} has no {STAGES})",
+            where=where(number, MODEL),
+            hint="what leaves its stages to the planner serves any model: leave it out",
+        )
     beside = [name for name in block.as_data() if name not in _BESIDE_STAGES]
     if block.stages and beside:
         yield ConfigError(

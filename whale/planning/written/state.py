@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from whale.config import Config, ReplicaBlock, StageBlock, did_you_mean
 from whale.config.keys import Shares
+from whale.config.replicas import MODEL
 from whale.config.stages import FULL, Run, show_run
 from whale.errors import ConfigError, PlanError, WhaleError, raise_faults
 from whale.estimate import Costs, StepEstimate
@@ -15,6 +16,7 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Edge, Pipeline, Plan, Replica, Stage, VirtualDevice, devices_of, program_of
+from whale.ir.profile import model_fingerprint
 from whale.planning.annotations.taskgraphs import Annotations, read_scopes, task_graphs
 from whale.planning.explain.step import explain_step
 from whale.planning.pipeline.scheduling import recomputed_stages, smallest_group
@@ -44,6 +46,7 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
         PlanError: the plan is none for another reason, or does not fit in memory.
     """
     found = _Written(graph, cluster, config)
+    raise_faults(list(_other_models(graph, config)))
     raise_faults([fault for block in config.replicas for fault in found.faults(block)])
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
     replicas = tuple(found.replica(index, block) for index, block in enumerate(config.replicas))
@@ -68,6 +71,19 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
         raise PlanError(fault.message, where=where, hint=fault.hint) from None
     written = Choice("plan", "everything", "as it is written", bound=f"the written plan at {first.at()}")
     return replace(with_figures(plan, step), choices=(written, *explain_step(step))), step
+
+
+def _other_models(graph: ModelGraph, config: Config) -> Iterator[WhaleError]:
+    """The models that the plan was written for and that are others than this, each once."""
+    own = model_fingerprint(graph)
+    for said, block in {block.model: block for block in reversed(config.replicas)}.items():
+        if said not in (None, own):
+            yield ConfigError(
+                f"a plan serves the model that it was written for ({MODEL}: {said}, this one: {own})",
+                where=block.at(MODEL),
+                hint=f"write it anew: whale plan ... --output FILE.yaml; without the line '{MODEL}' it is taken for any model with ops of "
+                "these names",
+            )
 
 
 def _with_rows(plan: Plan, prices: Prices) -> Plan:

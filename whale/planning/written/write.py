@@ -8,19 +8,22 @@ from typing import Any
 import yaml
 
 from whale.config import ReplicaBlock, StageBlock
+from whale.config.replicas import MODEL, REPLICAS
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica, Stage
+from whale.ir.profile import model_fingerprint
 
 WIDTH = 140
 
 
 def write_plan(plan: Plan, graph: ModelGraph) -> str:
-    """The text, in YAML; what several replicas or stages say alike stands once, under a name.
+    """The text, in YAML, with the model's fingerprint; what several replicas or stages say alike stands once, under a name.
 
     Args:
         graph: the model that the plan is for.
     """
-    data = _shared({"replicas": [block.as_data() for block in written_replicas(plan, graph)]}, {})
+    replicas = [block.as_data() for block in written_replicas(plan, graph)]
+    data = _shared({MODEL: model_fingerprint(graph), REPLICAS: replicas}, {})
     return str(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)).rstrip()
 
 

@@ -21,6 +21,7 @@ from whale.errors import ConfigError, PlanError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
+from whale.ir.profile import model_fingerprint
 from whale.planning import make_plan, write_plan
 
 MIXED = cluster((1e12, 5e11) * 3)
@@ -36,7 +37,7 @@ def read_back(
     path = folder / "plan.yaml"
     path.write_text(write_plan(made, graph))
     found = make_plan(graph, there, Config({**settings, **read_plan(path)}))
-    assert found.choices[0].bound == f"the written plan at {path}:2"
+    assert found.choices[0].bound == f"the written plan at {path}:3"
     return found
 
 
@@ -182,6 +183,25 @@ def test_what_does_not_fit_is_said_with_its_line(
     line = int(str(caught.value.where).rpartition(":")[2])
     around = (tmp_path / "plan.yaml").read_text().splitlines()[max(0, line - 1) : line + 1]
     assert any(way in text for text in around), (line, around)
+
+
+def test_a_plan_of_another_model_is_refused_though_its_ops_have_the_names(tmp_path: Path) -> None:
+    wide, narrow, path = chain(7, width=32), chain(7, width=16), tmp_path / "plan.yaml"
+    path.write_text(write_plan(make_plan(wide, MIXED, Config({"pipeline.num_stages": 2}), rows=12), wide))
+    told = rf"model: {model_fingerprint(wide)}, this one: {model_fingerprint(narrow)}\)\n  at {path}:1\n  hint: write it anew"
+    with pytest.raises(ConfigError, match=told):
+        make_plan(narrow, MIXED, Config(read_plan(path)), rows=12)
+    by_hand = yaml.safe_load(path.read_text())
+    del by_hand["model"]
+    path.write_text(yaml.safe_dump(by_hand))
+    assert len(make_plan(narrow, MIXED, Config(read_plan(path)), rows=12).replicas[0].stages) == 2
+
+
+def test_a_model_is_named_beside_stages_alone() -> None:
+    with pytest.raises(ConfigError, match=r"for which model stages were written down \(replica 0 has no stages\)"):
+        Config({"plan": {"model": "abc", "num_stages": 2}})
+    with pytest.raises(ConfigError, match=r"replicas.model takes text \(12 is not\)"):
+        Config({"plan": {"model": 12, "replicas": [{"stages": [FIRST, LAST]}]}})
 
 
 def test_what_is_missing_is_said_by_the_check_of_plans(tmp_path: Path) -> None:
