@@ -113,6 +113,7 @@ class Works:
     states: tuple[ParameterState, ...]
     bucketed: frozenset[str]
     _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int], Work] = field(default_factory=dict, init=False)
+    _memory: dict[tuple[StageKey, int, int], tuple[float, float, float, Beside]] = field(default_factory=dict, init=False)
     _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], tuple[Line, Line, Line]] = field(
         default_factory=dict, init=False
     )
@@ -128,22 +129,28 @@ class Works:
             position: its own in the group.
             num_rows: that the group takes.
         """
+        position = first_alike(key.shards, position)
         question = key, *self._likeness(group), position, num_rows
         if question not in self._known:
             self._known[question] = self._work(key, group, position, num_rows)
         return self._known[question]
 
     def _work(self, key: StageKey, group: Sequence[str], position: int, num_rows: int) -> Work:
+        seconds = self._in_group(key, group, num_rows) if key.shards else self._alone(self.prices, key, group[0], num_rows)
+        forward, inputs, weights = (line.at(num_rows) for line in seconds)
+        if (key, position, num_rows) not in self._memory:  # which the devices have no part in
+            self._memory[key, position, num_rows] = self._in_memory(key, position, num_rows)
+        return Work(forward, inputs, weights, *self._memory[key, position, num_rows])
+
+    def _in_memory(self, key: StageKey, position: int, num_rows: int) -> tuple[float, float, float, Beside]:
+        """Bytes of `Work`: kept, left, for_weights, beside."""
         prices = self._prices(key, position)
-        seconds = self._in_group(key, group, num_rows) if key.shards else self._alone(prices, key, group[0], num_rows)
         copies, forms = Line(), tuple[Form, ...]()
         if key.shards:
             again = self._again(key)
             copies, forms = again.copies(position), again.forms(position, num_rows)
-        forward, inputs, weights = (line.at(num_rows) for line in seconds)
         names = frozenset(kept_names(prices.graph, prices.outputs, key.part.ops, prices.kept, key.segments)[0]) if prices.training else None
-        kept = _kept(prices, key, num_rows, names, copies)
-        return Work(forward, inputs, weights, *kept, self._beside(prices, key, num_rows, names, forms))
+        return *_kept(prices, key, num_rows, names, copies), self._beside(prices, key, num_rows, names, forms)
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """`_together`, once for all positions of equal groups."""
@@ -237,6 +244,12 @@ class Works:
             labels = self.prices.labels(key.part.ops, key.shards)
             self._agains[key] = Again(self.prices, labels, self._bridges(key), key.segments)
         return self._agains[key]
+
+
+def first_alike(shards: Sequence[Shard], position: int) -> int:
+    """The first position of a split group that has equal parts of everything."""
+    own = [shard.sizes[position] for shard in shards]
+    return next((each for each in range(position) if [shard.sizes[each] for shard in shards] == own), position)
 
 
 def _positions(prices: Prices, ops: Sequence[str]) -> NDArray[np.int64]:

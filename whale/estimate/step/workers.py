@@ -11,7 +11,7 @@ from whale.estimate.memory.memory import state_bytes
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.step import MemoryUse
-from whale.estimate.step.work import StageKey, Work, Works
+from whale.estimate.step.work import StageKey, Work, Works, first_alike
 from whale.ir.graph import Parameter
 from whale.ir.plan import ParameterState, Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
@@ -153,6 +153,7 @@ class _Held:
 
         What several stages of a device hold counts once.
         """
+        positions = [first_alike(key.shards, position) for key, position in zip(keys, positions, strict=True)]
         question = tuple(keys), tuple(positions)
         if question not in self._known:
             found: dict[str, Parameter] = {}
