@@ -42,6 +42,9 @@ from whale.planning.verify.verify import needs_axes, verify
 from whale.planning.written import state_plan
 from whale.units import format_seconds
 
+Solve = Callable[[Placement, Solution | None], Solution]
+"""Solves a placement; it may begin with the rows of another solution."""
+
 
 def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None) -> Plan:
     """Decides which devices run which ops on how many rows; the arguments and errors are those of `plan_and_estimate`."""
@@ -166,7 +169,9 @@ def _solve_blocks(pricing: StagePricing, blocks: Sequence[Block], idle: tuple[st
     def best(policy: Policy | None) -> Outcome:
         own = {solver: dataclasses.replace(solver, policy=policy) if policy else solver for solver in made.values()}
         asked = [own[solver] for solver in solvers]
-        return Outcome(solvers[0], *_best(lambda placement: solve_together(placement, asked, num_rows, weights or None), candidates))
+        return Outcome(
+            solvers[0], *_best(lambda placement, start: solve_together(placement, asked, num_rows, weights or None, start), candidates)
+        )
 
     if any(solver.policy.kind == "auto" for solver in solvers):
         with contextlib.suppress(MemoryShortage):
@@ -207,9 +212,7 @@ def _choose_as_needed(solver: Solver, seats: Seats, *, prefers_intra_node: bool)
     return Outcome(solver, best, others)
 
 
-def _choose(
-    solver: Solver, solve: Callable[[Placement], Solution], seats: Seats, *, prefers_intra_node: bool
-) -> tuple[Solution, dict[str, str]]:
+def _choose(solver: Solver, solve: Solve, seats: Seats, *, prefers_intra_node: bool) -> tuple[Solution, dict[str, str]]:
     """The fastest placement of replicas grouped as preferred; grouped the other way where only that fits in memory."""
     memory, work = _demand(solver.pipeline, solver)
     preferred = seats.placements(solver.pipeline, memory, work, prefer_intra_node=prefers_intra_node)
@@ -233,21 +236,21 @@ def _grouping(prefers_intra_node: bool) -> str:
     return f"{'host' if prefers_intra_node else 'likeness'} (cluster.device_place_prefer_intra_node: {setting})"
 
 
-def _price(solve: Callable[[Placement], Solution], placement: Placement) -> str:
+def _price(solve: Solve, placement: Placement) -> str:
     try:
-        return format_seconds(solve(placement).step_seconds)
+        return format_seconds(solve(placement, None).step_seconds)
     except WhaleError as error:
         return error.message
 
 
-def _best(solve: Callable[[Placement], Solution], candidates: Sequence[Placement]) -> tuple[Solution, dict[str, str]]:
-    """The placement with the fastest step, and what is to be said of the others."""
+def _best(solve: Solve, candidates: Sequence[Placement]) -> tuple[Solution, dict[str, str]]:
+    """The placement with the fastest step, and what is to be said of the others; each begins with the rows that the one before came to."""
     solutions: list[Solution] = []
     remarks: dict[str, str] = {}
     first_error: MemoryShortage | None = None
     for candidate in candidates:
         try:
-            solutions.append(solve(candidate))
+            solutions.append(solve(candidate, solutions[-1] if solutions else None))
             remarks[candidate.rule] = format_seconds(solutions[-1].step_seconds)
         except MemoryShortage as error:
             first_error = first_error or error

@@ -124,18 +124,18 @@ class Solver:
         """Prices of the graph on the cluster."""
         return self.pricing.prices
 
-    def solve(self, placement: Placement) -> Solution:
+    def solve(self, placement: Placement, start: Solution | None = None) -> Solution:
         """`solve_together` with this pipeline shape for every replica."""
-        return solve_together(placement, [self] * len(placement.replicas), self.num_rows)
+        return solve_together(placement, [self] * len(placement.replicas), self.num_rows, start=start)
 
-    def solve_if_it_may_fit(self, placement: Placement) -> Solution:
+    def solve_if_it_may_fit(self, placement: Placement, start: Solution | None = None) -> Solution:
         """`solve` without recomputation, which gives up at once where the rows surely do not fit.
 
         Raises:
             MemoryShortage: as `solve`; told by a bound alone where that is enough.
         """
         check_room(placement, [self] * len(placement.replicas), self.num_rows)
-        return self.solve(placement)
+        return self.solve(placement, start)
 
     def model(self, placed: Placed, share: int, margin: float, keeping: float) -> tuple[ReplicaModel, Partition | None]:
         """A replica with its cut.
@@ -200,20 +200,23 @@ def check_room(placement: Placement, solvers: Sequence[Solver], num_rows: int) -
         raise shortage(f"a plan fits in memory (rows without recomputation: {most} at most, the batch has {num_rows})", 0, ())
 
 
-def solve_together(placement: Placement, solvers: Sequence[Solver], num_rows: int, weights: Sequence[int] | None = None) -> Solution:
+def solve_together(
+    placement: Placement, solvers: Sequence[Solver], num_rows: int, weights: Sequence[int] | None = None, start: Solution | None = None
+) -> Solution:
     """The best division of the rows, and with it of the ops, for a placement.
 
     Args:
         solvers: of each replica.
         num_rows: of the batch.
         weights: per replica its weight in the rows; None: balanced by time and memory.
+        start: a solution whose rows are tried first where its replicas have the same devices, in whatever order; None: equal rows.
 
     Raises:
         BatchError: there are too few rows.
         MemoryShortage: nothing fits.
     """
     _check_rows(solvers, num_rows)
-    rows = tuple([-(-num_rows // len(solvers))] * len(solvers))
+    rows = _first_rows(placement, num_rows, start)
     best: Solution | None = None
     lack: MemoryShortage | None = None
     margin = 1.0
@@ -229,9 +232,9 @@ def solve_together(placement: Placement, solvers: Sequence[Solver], num_rows: in
             recomputes = any(solver.policy.kind == "auto" for solver in solvers)
             lack = _name_shortages(solvers[0].prices, models, error) if lack is None or recomputes else lack
             margin *= MARGIN_STEP
-            rows = error.sizes
-            if all(solver.fixed is not None for solver in solvers) and not recomputes:
+            if error.sizes == rows and all(solver.fixed is not None for solver in solvers) and not recomputes:
                 break
+            rows = error.sizes
             continue
         solution = _solution(solvers[0].prices, placement, models, divided, tuple(partition for _, partition in found))
         if best is None or solution.step_seconds < best.step_seconds:
@@ -239,10 +242,26 @@ def solve_together(placement: Placement, solvers: Sequence[Solver], num_rows: in
         if divided == rows:
             break
         rows = divided
+    if best is None and start is not None:
+        return solve_together(placement, solvers, num_rows, weights)
     if best is None:
         assert lack is not None
         raise lack
     return best
+
+
+def _first_rows(placement: Placement, num_rows: int, start: Solution | None) -> tuple[int, ...]:
+    """The rows of each replica that are tried first."""
+    if start is not None:
+        known = {_devices(placed): share for placed, share in zip(start.placement.replicas, start.rows, strict=True)}
+        own = [_devices(placed) for placed in placement.replicas]
+        if set(own) == set(known):
+            return tuple(known[devices] for devices in own)
+    return tuple([-(-num_rows // len(placement.replicas))] * len(placement.replicas))
+
+
+def _devices(placed: Placed) -> frozenset[str]:
+    return frozenset(device for rank in placed for device in rank)
 
 
 def _check_rows(solvers: Sequence[Solver], num_rows: int) -> None:
