@@ -17,7 +17,7 @@ from whale.errors import CheckpointError
 
 MARKER = "complete.json"
 PLAN = "plan.json"
-FORMAT = 1
+FORMAT = 2
 
 
 def aside(path: Path) -> Path:

@@ -19,6 +19,10 @@ from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.optimizer_state import OptimizerState, check_optimizer, read_optimizer, write_optimizer
 from whale.runtime.state.random_state import random_state, set_random_state
+from whale.runtime.state.scheduler_state import fitted_state, read_scheduler
+
+SCHEDULER = "scheduler."
+"""Begins the keys under which each rank's scheduler is kept."""
 
 
 def save_state(path: Path, state: EngineState, roster: Roster, holdings: Holdings, model: ModelGraph) -> None:
@@ -30,14 +34,16 @@ def save_state(path: Path, state: EngineState, roster: Roster, holdings: Holding
     shared: dict[str, Any] = {"step": state.step_number}
     if state.position is not None:
         shared["position"] = dict(state.position)
-    if state.scheduler is not None:
-        shared["scheduler"] = state.scheduler.state_dict()
+    writers = {name: ranks[0] for name, ranks in roster.holders.items()}
+    if state.scheduler is not None and any(writers[name] == roster.world.rank for name in state.parameters):
+        assert state.optimizer is not None
+        shared[f"{SCHEDULER}{roster.world.rank}"] = read_scheduler(state.scheduler, state.optimizer, state.parameters)
     save(
         path,
         tensors=state.tensors,
         optimizer=read_optimizer(state.optimizer, state.parameters),
         extras=Extras(shared, {"random": random_state()}),
-        writers={name: ranks[0] for name, ranks in roster.holders.items()},
+        writers=writers,
         world=roster.world,
         plan=to_json(roster.plan, indent=2),
         shares=find_shares(holdings, roster.rank, model),
@@ -64,6 +70,7 @@ def load_state(
 
     def check(kept: OptimizerState, extras: Extras) -> None:
         check_optimizer(state.optimizer, state.parameters, kept)
+        _schedule(state, extras)
         if "position" in extras.shared:
             check_position(extras.shared["position"])
 
@@ -71,10 +78,19 @@ def load_state(
     shares = find_shares(holdings, roster.rank, model)
     kept, extras = load(path, tensors=state.tensors, specs=specs, world=roster.world, shares=shares, check=check)
     write_optimizer(state.optimizer, state.parameters, kept)
-    if state.scheduler is not None and "scheduler" in extras.shared:
-        state.scheduler.load_state_dict(extras.shared["scheduler"])
+    if (schedule := _schedule(state, extras)) is not None:
+        state.scheduler.load_state_dict(schedule)
         state.note_schedule()
     state.step_number = int(extras.shared["step"])
     state.position = extras.shared.get("position")
     if "random" in extras.own:
         set_random_state(extras.own["random"])
+
+
+def _schedule(state: EngineState, extras: Extras) -> dict[str, Any] | None:
+    """What this rank's scheduler goes on from; None where it has none, or none was saved."""
+    saved = [value for key, value in extras.shared.items() if key.startswith(SCHEDULER)]
+    if state.scheduler is None or not saved:
+        return None
+    assert state.optimizer is not None
+    return fitted_state(state.scheduler, state.optimizer, state.parameters, saved)

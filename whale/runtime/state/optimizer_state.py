@@ -34,15 +34,13 @@ def read_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[
     """
     if optimizer is None:
         return OptimizerState()
-    names = _names(parameters)
     # Through state_dict, not optimizer.state: optimizers may store differently from what they keep, and hooks may change it.
     packed = optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
-    for group, own in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+    for group, members in zip(packed["param_groups"], group_members(optimizer, parameters), strict=True):
         shared = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for index, parameter in zip(group["params"], own["params"], strict=True):
-            name = names[id(parameter)]
+        for index, name in zip(group["params"], members, strict=True):
             options[name] = shared
             if index in packed["state"]:
                 state[name] = dict(packed["state"][index])
@@ -74,13 +72,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping
 
 def _fitted(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], saved: OptimizerState) -> dict[str, Any]:
     """An optimizer's own ``state_dict`` with what was saved in it."""
-    names = _names(parameters)
     packed = optimizer.state_dict()
     groups = []
     faults = []
     state: dict[int, Mapping[str, Any]] = {}
-    for number, (group, own) in enumerate(zip(packed["param_groups"], optimizer.param_groups, strict=True)):
-        members = [names[id(parameter)] for parameter in own["params"]]
+    for number, (group, members) in enumerate(zip(packed["param_groups"], group_members(optimizer, parameters), strict=True)):
         try:
             groups.append({**group, **_common_options(number, members, saved.options)})
         except CheckpointError as fault:
@@ -88,6 +84,12 @@ def _fitted(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], 
         state.update({index: saved.state[name] for index, name in zip(group["params"], members, strict=True) if name in saved.state})
     raise_faults(faults)
     return {**packed, "state": state, "param_groups": groups}
+
+
+def group_members(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Per group of an optimizer, the names of its parameters; the arguments are those of `read_optimizer`."""
+    names = _names(parameters)
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _names(parameters: Mapping[str, Tensor]) -> dict[int, str]:

@@ -1,0 +1,96 @@
+"""A scheduler's state, taken over by a scheduler of other groups: what is kept for each group goes with the parameters of the group.
+
+A rank makes its optimizer, and so the groups that a scheduler goes by, of the parameters that it owns. Another plan, or another rank
+of the same one, has other groups:
+
+    rank 0   groups [embedding] [layer 0]     base_lrs [0.1, 0.2]
+    rank 1   groups [layer 1]                 base_lrs [0.4]
+    loaded   groups [layer 0, layer 1 ...]    each group's entry from where its parameters were
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale.errors import CheckpointError
+from whale.runtime.state.optimizer_state import group_members
+
+KIND, GROUPS, STATE = "kind", "groups", "state"
+
+
+def read_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A scheduler's ``state_dict`` beside the names of the parameters in each group, as plain data."""
+    return {KIND: type(scheduler).__name__, GROUPS: group_members(optimizer, parameters), STATE: scheduler.state_dict()}
+
+
+def fitted_state(
+    scheduler: Any, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], saved: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What a scheduler's ``load_state_dict`` takes, of the state of others that were over the same parameters, in whatever groups.
+
+    Args:
+        scheduler: over `optimizer`.
+        optimizer: over some or all of the parameters; each was with one of the saved ones.
+        parameters: this rank's parameters by name.
+        saved: one or more of what `read_scheduler` gave.
+
+    Raises:
+        CheckpointError: they were schedulers of another kind.
+    """
+    kind, there = type(scheduler).__name__, saved[0][KIND]
+    if there != kind:
+        raise CheckpointError(
+            f"a scheduler must be of the kind that was saved (in the checkpoint: {there}, here: {kind})",
+            hint="make the scheduler as it was when the checkpoint was written, or load without one",
+        )
+    places = {name: (each, number) for each in saved for number, names in enumerate(each[GROUPS]) for name in names}
+    sources = [places[names[0]] if names else (saved[0], None) for names in group_members(optimizer, parameters)]
+    return _state(scheduler, [_Source(each[STATE], number, len(each[GROUPS])) for each, number in sources])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a group of the scheduler that loads was saved.
+
+    Attributes:
+        value: a saved state, or a part of it.
+        number: of the group there; None for a group without parameters.
+        num_groups: there.
+    """
+
+    value: Any
+    number: int | None
+    num_groups: int
+
+    def at(self, key: Any) -> _Source:
+        return _Source(self.value[key], self.number, self.num_groups)
+
+
+def _state(scheduler: Any, sources: Sequence[_Source]) -> dict[str, Any]:
+    """A ``state_dict`` for a scheduler, of a source for each of its groups."""
+    own, found = scheduler.state_dict(), {}
+    for key in sources[0].value:
+        inner, places = getattr(scheduler, key, None), [source.at(key) for source in sources]
+        if isinstance(inner, list) and inner and all(hasattr(each, "load_state_dict") for each in inner):
+            found[key] = [_state(each, [place.at(number) for place in places]) for number, each in enumerate(inner)]
+        else:
+            found[key] = _entry(own.get(key), places)
+    return found
+
+
+def _entry(own: Any, sources: Sequence[_Source]) -> Any:
+    """A value for each group, where it is a list of that here and there; else one that is equal for all groups.
+
+    Args:
+        own: what the scheduler that loads has in this place.
+        sources: for each of its groups.
+    """
+    is_per_group = isinstance(own, list) and len(own) == len(sources)
+    if not is_per_group or any(not isinstance(each.value, list) or len(each.value) != each.num_groups for each in sources):
+        return sources[0].value
+    return [value if source.number is None else source.value[source.number] for value, source in zip(own, sources, strict=True)]
