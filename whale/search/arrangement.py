@@ -77,6 +77,11 @@ class Order:
     schedule: str
     num_chunks: int = 1
 
+    @property
+    def fills(self) -> bool:
+        """Whether each rank stands still while those before it do a forward and a backward pass."""
+        return self.num_chunks == 1 and self.schedule in ("1f1b", "eager_1f1b", "gpipe")
+
     def __str__(self) -> str:
         return f"{self.schedule} of {self.num_chunks} chunks" if self.num_chunks > 1 else self.schedule
 

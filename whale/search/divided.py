@@ -1,28 +1,34 @@
 """The search where the user has divided the model, by scopes or replicas that are written down: over what that leaves open.
 
 first       the plan without a search
-   | rows      for each choice of devices, numbers of micro-batches, uphill from the best so far
-   | planning  devices in every order; what is computed again; the event simulation judges
+   | rows      for each choice of devices and each order, numbers of micro-batches, uphill from the best so far
+   | rest      what may be better by its bound, where there is effort enough for all of it
+   | planning  on few devices these in every order; what is computed again; the event simulation judges
 Found
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from whale.config import Config
 from whale.errors import AnnotationError, ConfigError, WhaleError
 from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import MemoryShortage
-from whale.planning.pipeline.placement import Seats
+from whale.planning.pipeline.placement import Placed, Seats, every_placement
 from whale.planning.plan import Draft, draft_as_set
+from whale.search.arrangement import Arrangement, Order, Team
+from whale.search.bounds.scoped import ScopedBounds
 from whale.search.climb import climbed
+from whale.search.found import NUM_RUNNERS_UP
 from whale.search.progress import Progress
 from whale.search.run import effort
+from whale.search.space.space import COMPLETE
 from whale.search.space.ways import Way, Ways
 
 
@@ -39,6 +45,7 @@ class DividedRun(Progress):
         prices: of the graph on the cluster.
         config: settings.
         ways: there are.
+        bounds: of them.
 
     Attributes:
         seen: ways that were looked at, with what the objective says of them; infinite where they have no plan.
@@ -49,9 +56,11 @@ class DividedRun(Progress):
     prices: Prices
     config: Config
     ways: Ways
+    bounds: ScopedBounds
     seen: dict[Way, float] = field(default_factory=dict, init=False)
     short: set[Way] = field(default_factory=set, init=False)
     is_together: bool = field(default=False, init=False)
+    _placements: dict[tuple[tuple[str, ...], Order | None], tuple[tuple[Placed, ...], ...]] = field(default_factory=dict, init=False)
 
     def look(self) -> None:
         """Plans one way after another, as far as the effort goes.
@@ -61,13 +70,65 @@ class DividedRun(Progress):
         """
         self._first()
         with self.kept():
-            for row in self.ways.rows():
+            for row in self.ways.rows:
                 self._climb(row)
+            rest = self._open()
+            if sum(self._effort_of(way) for _, way in rest) <= self.effort:
+                for bound, way in rest:
+                    if self.best is None or bound < self.best.value:
+                        self._value(way)
 
-    @property
-    def num_open(self) -> int:
-        """Ways that were not looked at."""
-        return self.num_arrangements - len(self.seen)
+    def unproven(self) -> list[float]:
+        """The bounds below the best plan of the ways that were not looked at, or not with their devices in every order."""
+        assert self.best is not None
+        least: dict[Way, float] = {}
+        for bound, way in self._open():
+            own = replace(way, placed=())
+            least[own] = min(bound, least.get(own, math.inf))
+        return [bound for bound in least.values() if bound < self.best.value]
+
+    def _open(self) -> list[tuple[float, Way]]:
+        """What was not looked at and may be better than the best plan, by its bound, which is told; least first."""
+        value = math.inf if self.best is None else self.best.value
+        found = [(bound, way) for row in self.ways.rows for plain in row for bound, way in self._bounded(plain) if bound < value]
+        return sorted(found, key=lambda each: each[0])
+
+    def _bounded(self, way: Way) -> Iterator[tuple[float, Way]]:
+        """What is left of a way, with its bounds: on few devices each placement by itself."""
+        if way in self.seen and (self.seen[way] == math.inf and way not in self.short):
+            return  # in whatever order its devices stand
+        if self.ways.sizes is None:
+            if way not in self.seen:
+                yield self._at_least(way, self.bounds.of_any(way, 1)), way
+            return
+        every = [replace(way, placed=placed) for placed in self._placed(way)]
+        for own in every:
+            if own not in self.seen:
+                yield self._at_least(way, self.bounds.of_placed(way, own.placed)), own
+        if not every and way not in self.seen:
+            yield self._at_least(way, self.bounds.of(way)), way
+
+    def _at_least(self, way: Way, seconds: float) -> float:
+        """What the objective says at least of a way whose step takes so long: the cheapest of its devices may be those in use."""
+        cluster = self.prices.cluster
+        if self.ways.sizes is not None:
+            each = self.bounds.scoped(way).pipeline.num_devices
+            num_used = len(way.devices) // each * each
+        else:
+            num_used = len(way.devices if self.best is None else self.best.draft.plan.devices)
+        cheapest = sorted((cluster.by_name[name] for name in way.devices), key=cluster.price_share)[:num_used]
+        team = Team(tuple(device.kind for device in cheapest), 1, 1)
+        return self.objective.at_least(Arrangement((team,), way.order or Order(""), way.num_micro_batch), seconds)
+
+    def _placed(self, way: Way) -> tuple[tuple[Placed, ...], ...]:
+        """On few devices all placements of a way's replicas; empty on many, where the planner's rules say."""
+        key = way.devices, way.order
+        if key not in self._placements:
+            is_small = len(self.prices.cluster.devices) <= COMPLETE
+            taken, pipeline = self._taken(way), self.bounds.scoped(way).pipeline
+            found = every_placement(taken, pipeline, prefer_intra_node=True) if is_small else ()
+            self._placements[key] = tuple(placement.replicas for placement in found)
+        return self._placements[key]
 
     def _first(self) -> None:
         """The plan without a search: none that is found is worse."""
@@ -94,8 +155,8 @@ class DividedRun(Progress):
         """What the objective says of a way; infinite where it has no plan, or there is no effort left for it."""
         if way in self.seen:
             return self.seen[way]
-        needed = effort(len(way.devices), self._num_stages * way.num_micro_batch, is_split=self._is_split)
-        if needed > self.effort:
+        needed = self._effort_of(way)
+        if needed > self.effort or self._is_hopeless(way):
             return math.inf
         self.effort -= needed
         self.seen[way] = math.inf
@@ -109,13 +170,25 @@ class DividedRun(Progress):
         if draft.reasons and self.is_together:
             return math.inf
         self.seen[way] = self.add(self.ways.used(way, draft.plan.devices), draft).value
+        self.seen[replace(way, placed=draft.outcome.found.best.placement.replicas)] = self.seen[way]
         self.tell_all()
         return self.seen[way]
 
+    def _is_hopeless(self, way: Way) -> bool:
+        """Whether a way cannot be better by its bounds, and there are runners-up enough."""
+        if self.best is None or len(self.drafts) <= NUM_RUNNERS_UP:
+            return False
+        return all(bound >= self.best.value for bound, _ in self._bounded(way))
+
     def _draft(self, way: Way) -> Draft:
-        cluster = self.prices.cluster
-        seats = Seats(cluster, cluster.only(way.devices), in_any_order=True)
+        seats = Seats(self.prices.cluster, self._taken(way), in_any_order=True, stated=way.placed)
         return draft_as_set(self.prices, way.settings(self.config), self.ways.num_rows, seats)
+
+    def _taken(self, way: Way) -> Cluster:
+        return self.prices.cluster.only(way.devices)
+
+    def _effort_of(self, way: Way) -> float:
+        return effort(len(way.devices), self._num_stages * way.num_micro_batch, is_split=self._is_split)
 
     @property
     def _num_stages(self) -> int:

@@ -127,9 +127,7 @@ class Found:
         if self.was_interrupted:
             yield f"the search was interrupted: the best of {self.num_planned} plans so far"
         yield f"chosen among {self.num_arrangements} arrangements, {self.num_planned} plans estimated: {self.arrangement}"
-        if self.num_unproven and not self.bound:
-            yield f"the best on a climb from the plan without a search ({self.num_unproven} arrangements were not looked at)"
-        elif self.num_unproven:
+        if self.num_unproven:
             yield (
                 f"within {self.gap:.1%} of the lower bound of this space, {self.objective.text(self.bound)} "
                 f"({self.num_unproven} arrangements might be {self.objective.better} by their bounds; planning.effort looks at more)"

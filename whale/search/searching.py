@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from whale.config import Config
 from whale.estimate import Costs
@@ -22,12 +21,12 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice
-from whale.planning.annotations.taskgraphs import place_sizes
 from whale.planning.collecting import without_collecting
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
 from whale.search.bounds.bounds import Bounds
+from whale.search.bounds.scoped import ScopedBounds
 from whale.search.divided import DividedRun, is_divided
 from whale.search.failure import failure
 from whale.search.found import Found
@@ -40,7 +39,7 @@ from whale.search.sketch.pieces import pieces_of
 from whale.search.sketch.sketch import Sketches
 from whale.search.space.freedom import freedom_of
 from whale.search.space.space import Space
-from whale.search.space.ways import Ways
+from whale.search.space.ways import ways_of
 
 
 @without_collecting()
@@ -83,10 +82,12 @@ def search(
     objective = objective_of(config.planning.objective, cluster, bounds)
     left = config.planning.effort if effort is None else effort
     if is_divided(graph, config):
-        ways = Ways(cluster, freedom, num_rows, None if config.replicas else partial(place_sizes, graph, config))
-        return _found_divided(
-            DividedRun(objective=objective, effort=left, num_arrangements=ways.count, tell=tell, prices=prices, config=config, ways=ways)
+        ways = ways_of(graph, cluster, config, freedom, num_rows)
+        scoped = ScopedBounds(bounds, config)
+        run_divided = DividedRun(
+            objective=objective, effort=left, num_arrangements=ways.count, tell=tell, prices=prices, config=config, ways=ways, bounds=scoped
         )
+        return _found_divided(run_divided)
     sketches = Sketches(prices, pieces_of(bounds.columns, seater.points), Ties(prices), num_rows, freedom.recomputes)
     front = Front(space, bounds, sketches, objective)
     promising = front.promising()
@@ -113,7 +114,7 @@ def _found_divided(run: DividedRun) -> Found:
     if run.best is None:
         shortages = [fault for fault in run.faults if isinstance(fault, MemoryShortage)]
         raise min(shortages, key=lambda fault: fault.num_bytes, default=run.faults[0])
-    return _found(run, [0.0] * run.num_open)
+    return _found(run, run.done(run.unproven))
 
 
 def _found(run: Progress, unproven: Sequence[float]) -> Found:

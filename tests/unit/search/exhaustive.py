@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import permutations, product
+from itertools import combinations, islice, permutations, product
 
 from whale.config import Config
 from whale.errors import WhaleError
@@ -12,10 +12,12 @@ from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.planning.pipeline.placement import Placed
-from whale.planning.plan import Draft
+from whale.planning.annotations.taskgraphs import place_sizes
+from whale.planning.pipeline.placement import Placed, Seats
+from whale.planning.plan import Draft, draft_as_set
 from whale.planning.seating import Seater, Seating
-from whale.search.space.freedom import ORDERS
+from whale.search.arrangement import Order
+from whale.search.space.freedom import ORDERS, freedom_of
 from whale.search.space.space import powers_of_two
 
 
@@ -94,3 +96,49 @@ def grouped(row: Sequence[str], cluster: Cluster) -> Iterator[Placed]:
 
 def room(kinds: set[object], cluster: Cluster) -> int:
     return max(sum(device.kind in kinds for device in host.devices) for host in cluster.hosts)
+
+
+def least_divided(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> float | None:
+    """The fastest step of any plan around the scopes of a graph; None where there is none."""
+    settings = freedom_of(config, mixes_samples=False).config
+    prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
+    found = list[float]()
+    for devices, placed, order, num_micro_batch in every_division(graph, cluster, config, num_rows):
+        own = settings.with_values(of_order(order) | {"pipeline.num_micro_batch": num_micro_batch})
+        with contextlib.suppress(WhaleError):
+            seats = Seats(cluster, cluster.only(devices), stated=placed)
+            found.append(draft_as_set(prices, own, num_rows, seats).plan.step_seconds)
+    return min(found, default=None)
+
+
+def every_division(
+    graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int
+) -> Iterator[tuple[tuple[str, ...], tuple[Placed, ...], Order, int]]:
+    """Devices that may be taken, those of each rank of each replica, orders, and numbers of micro-batches."""
+    names = [device.name for device in cluster.devices]
+    asked = sizes_of(graph, config, len(names), ORDERS[0])
+    for number, order, num_micro_batch in product(range(1, len(names) + 1), ORDERS, powers_of_two(num_rows)):
+        plain = len(asked) == 1 or num_micro_batch == 1
+        if sizes_of(graph, config, number, ORDERS[0]) != asked or (order != ORDERS[0] and plain):
+            continue
+        if sizes_of(graph, config, number, order) == asked:
+            for devices in combinations(names, number):
+                for row in permutations(devices, number // sum(asked) * sum(asked)):
+                    yield devices, tuple(ranks_of(row, asked)), order, num_micro_batch
+
+
+def ranks_of(row: Sequence[str], sizes: Sequence[int]) -> Iterator[Placed]:
+    """Replica after replica, and rank after rank."""
+    given = iter(row)
+    for _ in range(len(row) // sum(sizes)):
+        yield tuple(tuple(islice(given, size)) for size in sizes)
+
+
+def sizes_of(graph: ModelGraph, config: Config, num_devices: int, order: Order) -> tuple[int, ...] | None:
+    with contextlib.suppress(WhaleError):
+        return place_sizes(graph, config.with_values(of_order(order)), num_devices)
+    return None
+
+
+def of_order(order: Order) -> dict[str, object]:
+    return {"pipeline.schedule": order.schedule, "pipeline.num_chunks": order.num_chunks}

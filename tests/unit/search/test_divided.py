@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 import whale.search.divided
 from tests.examples import at_most
 from tests.unit.planning.graphs import Graph, scope
+from tests.unit.search.exhaustive import least_divided
 from tests.unit.search.test_search import GIB, SPEEDS, clusters, layers, made
 from whale.config import Config
 from whale.errors import AnnotationError, WhaleError
@@ -58,6 +60,36 @@ def test_it_is_never_worse_than_the_rule_and_keeps_the_scopes(widths: list[int],
     assert found.plan.step_seconds <= rule.step_seconds
     assert [graph.name for graph in found.plan.task_graphs] == ["part0", "part1"]
     assert {tuple(each) for each in counts_of(found.plan)} == {tuple(each) for each in counts_of(rule)}
+
+
+def is_exhaustive(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
+    best = least_divided(graph, cluster, Config(), rows)
+    try:
+        found = search(graph, cluster, Config(), rows=rows, effort=math.inf)
+    except WhaleError:
+        assert best is None
+        return
+    assert best is not None and found.plan.step_seconds == pytest.approx(best, rel=1e-9)
+    assert found.num_unproven == 0 and found.gap == 0
+
+
+COUNTS: tuple[tuple[int | None, ...], ...] = ((1, 1), (1, 1, 1), (1, 1, 1, 1), (1,), (None,), (2,), (1, 2))
+"""Devices that the scopes of a model ask for."""
+
+widths = st.lists(st.sampled_from((4, 16, 64)), min_size=4, max_size=5)
+
+
+@at_most(6)
+@given(widths=widths, counts=st.sampled_from(COUNTS), cluster=clusters(2), rows=st.integers(1, 6))
+def test_equals_the_best_of_all_plans_on_two_devices(widths: list[int], counts: Sequence[int], cluster: Cluster, rows: int) -> None:
+    is_exhaustive(scoped(widths, counts), cluster, rows)
+
+
+@pytest.mark.slow
+@at_most(20)
+@given(widths=widths, counts=st.sampled_from(COUNTS), cluster=clusters(3), rows=st.integers(1, 9))
+def test_equals_the_best_of_all_plans_on_three_devices(widths: list[int], counts: Sequence[int], cluster: Cluster, rows: int) -> None:
+    is_exhaustive(scoped(widths, counts), cluster, rows)
 
 
 def test_micro_batches_are_searched_for() -> None:
@@ -142,7 +174,7 @@ def test_effort_is_a_limit() -> None:
     graph, cluster = scoped([64] * 4), made([[(speed, GIB)] for speed in SPEEDS], network=1e9)
     found = found_for(graph, cluster, 64, **{"planning.effort": 2})
     assert found.num_planned <= 3 and found.num_unproven
-    assert "were not looked at" in found.plan.choices[0].bound
+    assert 0 < found.bound < found.value and "of the lower bound of this space" in found.plan.choices[0].bound
 
 
 def test_samples_that_depend_on_one_another_stay_together() -> None:

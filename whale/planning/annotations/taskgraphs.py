@@ -44,9 +44,9 @@ class Annotations:
         return len(self.devices)
 
     @property
-    def wanted(self) -> int:
-        """Devices of all virtual devices together."""
-        return sum(dict(zip(self.places, self.devices, strict=True)).values())
+    def sizes(self) -> tuple[int, ...]:
+        """Devices of each virtual device."""
+        return tuple(dict(zip(self.places, self.devices, strict=True)).values())
 
     def names_of(self, stage: int) -> tuple[str, ...]:
         """The TaskGraphs of a stage."""
@@ -93,13 +93,16 @@ def read_scopes(graph: ModelGraph, config: Config, num_devices: int) -> Annotati
 
 
 def place_sizes(graph: ModelGraph, config: Config, num_devices: int) -> tuple[int, ...]:
-    """Devices of each virtual device of a replica that the scopes of a model make of so many devices; empty without scopes.
+    """Devices of each virtual device of a replica that the scopes of a model make of so many devices; those of several chunks once.
+
+    Empty without scopes, and where they do not make equally many stages of every chunk.
 
     Raises:
         AnnotationError: scopes that cannot be honoured.
     """
-    annotations = read_scopes(graph, config, num_devices)
-    return () if annotations is None else tuple(dict(zip(annotations.places, annotations.devices, strict=True)).values())
+    annotations, chunks = read_scopes(graph, config, num_devices), num_chunks(config)
+    sizes = () if annotations is None else annotations.sizes
+    return () if len(sizes) % chunks else sizes[: len(sizes) // chunks]
 
 
 def num_chunks(config: Config) -> int:

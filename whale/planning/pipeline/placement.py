@@ -39,16 +39,20 @@ class Seats:
         cluster: what they are of; its other devices stay idle.
         taken: a cluster of them.
         in_any_order: whether the rules are not all that is worth pricing.
+        stated: the devices of each rank of each replica, where they are not to be chosen; else empty.
     """
 
     cluster: Cluster
     taken: Cluster
     in_any_order: bool = False
+    stated: tuple[Placed, ...] = ()
 
     def placements(
         self, pipeline: PipelineShape, memory: Sequence[float], work: Sequence[float] | None, *, prefer_intra_node: bool
     ) -> tuple[Placement, ...]:
         """The placements worth pricing, the one by memory first; the arguments are those of `placements`."""
+        if self.stated:
+            return (_placed("chosen by the search", self.cluster, self.stated),)
         found = placements(self.taken, pipeline, memory, work, prefer_intra_node=prefer_intra_node)
         if self.in_any_order:
             every = every_placement(self.taken, pipeline, prefer_intra_node=prefer_intra_node)
@@ -95,13 +99,13 @@ def every_placement(cluster: Cluster, pipeline: PipelineShape, *, prefer_intra_n
             look = sorted(tuple(tuple(sorted((kinds.index(own.kind), own.host) for own in rank)) for rank in each) for each in replicas)
             if str(look) not in seen:
                 seen.add(str(look))
-                yield _placed("the devices in another order", cluster, replicas)
+                yield _placed("the devices in another order", cluster, _names(replicas))
         return
     groups, _ = device_groups(cluster, pipeline.num_devices, prefer_intra_node=prefer_intra_node)
     for order in permutations(kinds) if 1 < len(kinds) <= FEW else ():
         place = {kind: number for number, kind in enumerate(order)}
         own = (sorted(group, key=lambda device: place[device.kind]) for group in groups)
-        yield _placed("kinds in another order", cluster, tuple(_in_turn(group, pipeline.devices) for group in own))
+        yield _placed("kinds in another order", cluster, _names(tuple(_in_turn(group, pipeline.devices) for group in own)))
 
 
 def _groups(devices: Sequence[Device], size: int) -> Iterator[Sequence[Device]]:
@@ -114,10 +118,13 @@ def _in_turn(devices: Sequence[Device], sizes: Sequence[int]) -> tuple[tuple[Dev
     return tuple(tuple(devices[stop - size : stop]) for size, stop in zip(sizes, stops, strict=True))
 
 
-def _placed(rule: str, cluster: Cluster, replicas: Sequence[Sequence[Sequence[Device]]]) -> Placement:
-    names = tuple(tuple(tuple(device.name for device in rank) for rank in replica) for replica in replicas)
-    used = {name for replica in names for rank in replica for name in rank}
-    return Placement(rule, names, tuple(device.name for device in cluster.devices if device.name not in used))
+def _names(replicas: Sequence[Sequence[Sequence[Device]]]) -> tuple[Placed, ...]:
+    return tuple(tuple(tuple(device.name for device in rank) for rank in replica) for replica in replicas)
+
+
+def _placed(rule: str, cluster: Cluster, replicas: tuple[Placed, ...]) -> Placement:
+    used = {name for replica in replicas for rank in replica for name in rank}
+    return Placement(rule, replicas, tuple(device.name for device in cluster.devices if device.name not in used))
 
 
 def device_groups(cluster: Cluster, size: int, *, prefer_intra_node: bool) -> tuple[list[list[Device]], list[Device]]:

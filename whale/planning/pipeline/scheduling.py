@@ -128,7 +128,7 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         devices, copies = (1,) * num_ranks, Copies(1, tuple(range(num_ranks)))
     else:
         num_ranks = _ranks_of_scopes(config, annotations, chunks)
-        devices = tuple(dict(zip(annotations.places, annotations.devices, strict=True)).values())[:num_ranks]
+        devices = annotations.sizes[:num_ranks]
         copies = annotations.copies if chunks == 1 else Copies(1, tuple(range(num_ranks)))
     group_size = smallest_group(config, num_ranks) if group_size is None else group_size
     stage_rank = placement(wanted.schedule, num_ranks=num_ranks, num_chunks=wanted.num_chunks)

@@ -160,7 +160,7 @@ class Bounds:
         """The bound for replicas of a team with so many rows each, per number of rows."""
         ops = {kind: tuple(each / team.width for each in self._ops(kind, num_micro_batch, rows)) for kind in team.numbers}
         both = {kind: forward + backward for kind, (forward, backward) in ops.items()}
-        fills = order.num_chunks == 1 and order.schedule in ("1f1b", "gpipe")
+        fills = order.fills
         found = self._pipeline(team.runs, both, num_micro_batch, fill=0.0)
         if fills and team.num_ranks > 1:
             found = np.maximum(found, self._pipeline(team.runs, both, num_micro_batch, fill=1.0) - self._beside(team, both))

@@ -102,7 +102,7 @@ class Rough:
         crossing, borders = self.sketches.pieces.crossing, self.sketches.ties.borders(team, near=near)
         num_bytes = (crossing.fixed + crossing.per_row * rows) / team.width
         waiting = 2 * borders.latency + num_bytes * borders.per_byte
-        ahead = np.minimum(m, p)
+        ahead = np.minimum(m, self.sketches.in_flight(order, p, 2 * p)[0] / v)
         result: Floats = np.maximum(
             np.maximum(passes + waiting, m * (p * rank + v * waiting) / ahead), m * v * num_bytes / 2 * borders.narrowest
         )

@@ -136,7 +136,7 @@ class Sketches:
         """The first and last pass wait for all messages, the others where a link, or what may be in flight, is too little."""
         v, borders = order.num_chunks, self.ties.borders(team, near=near)
         waiting = 2 * borders.latency + num_bytes * borders.per_byte
-        ahead = max(1.0, self._in_flight(order, team.num_ranks, m)[0] / v)
+        ahead = max(1.0, self.in_flight(order, team.num_ranks, m)[0] / v)
         return max(lane.pipeline + waiting, m * (sum(lane.seconds) + v * waiting) / ahead, m * v * num_bytes / 2 * borders.narrowest)
 
     def _with_end(self, lane: Lane, team: Team, arrangement: Arrangement, *, near: bool) -> float:
@@ -174,7 +174,7 @@ class Sketches:
         own, ranks, stages = rows / m, _stage_ranks(team, order), list[Stage]()
         pieces = self._pieces_for(len(ranks)) if scale < math.inf else self.pieces
         kept, received = pieces.kept(own), self.pieces.crossing.at(own) / 2
-        peaks = (0,) * team.num_ranks if scale == math.inf else self._in_flight(order, team.num_ranks, m)
+        peaks = (0,) * team.num_ranks if scale == math.inf else self.in_flight(order, team.num_ranks, m)
         seconds = {kind: pieces.seconds(kind, own, team.width, again=again) for kind in team.numbers}
         rooms = {kind: scale * self.prices.costs.capacity(kind) * team.width / order.num_chunks for kind in team.numbers}
         for stage, rank in enumerate(ranks):
@@ -189,7 +189,7 @@ class Sketches:
         """Those that stages are made of: between light places, where there are enough."""
         return self.pieces.light if self.pieces.light.num_units >= num_stages else self.pieces
 
-    def _in_flight(self, order: Order, num_ranks: int, num_micro_batch: int) -> tuple[int, ...]:
+    def in_flight(self, order: Order, num_ranks: int, num_micro_batch: int) -> tuple[int, ...]:
         """Per rank, pieces of micro-batches that are alive at once."""
         key = order, num_ranks, num_micro_batch
         if num_ranks == 1:

@@ -8,7 +8,7 @@ from whale.config import Config, ReplicaBlock
 from whale.config.keys import Shares
 from whale.search.arrangement import Order
 
-ORDERS = (Order("1f1b"), Order("interleaved", 2))
+ORDERS = (Order("1f1b"), Order("eager_1f1b"), Order("interleaved", 2))
 """The orders that are tried where none is set."""
 
 FOR_MEMORY = ("none", "blocks", "full")
@@ -60,6 +60,11 @@ def _counts(block: ReplicaBlock) -> bool:
     return block.micro_batch_rows is not None or "num_micro_batch" in dict(block.pipeline)
 
 
+def _orders(block: ReplicaBlock) -> bool:
+    """Whether a block says in which order its stages compute."""
+    return not dict(block.pipeline).keys().isdisjoint(("schedule", "num_chunks", "group_size"))
+
+
 def freedom_of(config: Config, *, mixes_samples: bool) -> Freedom:
     """What a configuration leaves open: every key that was not set.
 
@@ -68,6 +73,7 @@ def freedom_of(config: Config, *, mixes_samples: bool) -> Freedom:
     """
     pipeline = config.pipeline
     is_order_set = not config.explicit.isdisjoint(("pipeline.schedule", "pipeline.num_chunks", "pipeline.group_size"))
+    is_order_set |= bool(config.replicas) and all(map(_orders, config.replicas))
     is_counted = "pipeline.num_micro_batch" in config.explicit or (bool(config.replicas) and all(map(_counts, config.replicas)))
     num_micro_batch = pipeline.num_micro_batch if is_counted else 1 if mixes_samples else None
     is_policy_set = "recompute.policy" in config.explicit

@@ -72,7 +72,7 @@ def _groups(names: Sequence[str], cluster: Cluster, width: int, number: int) -> 
 def _every_naming(arrangement: Arrangement, cluster: Cluster) -> Iterator[Seats]:
     """All assignments of devices to ranks, devices that stand for one another once."""
     slots = [(team, kind) for team in arrangement.teams for _ in range(team.count) for kind in team.kinds for _ in range(team.width)]
-    looks = _looks(cluster)
+    looks = host_looks(cluster)
 
     def seated(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         if len(names) == len(slots):
@@ -90,7 +90,7 @@ def _every_naming(arrangement: Arrangement, cluster: Cluster) -> Iterator[Seats]
         yield tuple(seats)
 
 
-def _looks(cluster: Cluster) -> Mapping[str, object]:
+def host_looks(cluster: Cluster) -> Mapping[str, object]:
     """Per host, what is equal for hosts that stand for one another: what they have, where all are linked alike."""
 
     def look(host: Host) -> object:
