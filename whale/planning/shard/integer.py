@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.planning.shard.classes import WHOLE, Use
-from whale.planning.shard.program import Program, Selection, TensorFigures, UserFigures
+from whale.planning.shard.program import LEAST_BYTES, Program, Selection, TensorFigures, UserFigures
 
 Expression = dict[int, float]
 """A linear expression: per variable its factor."""
@@ -33,9 +33,6 @@ be from it. Nearly all end at the root. A count, not a time: the same plan comes
 
 OUT_OF_NODES = 1
 """SciPy's status of a search that ended so."""
-
-LEAST_BYTES = 1.0
-"""Overflow of memory is settled to about so many bytes."""
 
 
 def solve_integer(program: Program, other_than: Collection[int] | None = None, max_nodes: int = MAX_NODES) -> Selection | None:

@@ -16,6 +16,9 @@ import numpy as np
 from whale.estimate.costs.op_table import Floats
 from whale.planning.shard.classes import WHOLE, Use
 
+LEAST_BYTES = 1.0
+"""Overflow of memory is settled to about so many bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class LabelFigures:
@@ -157,7 +160,7 @@ class Program:
         works = [(0.0,) * len(self.capacity), *(each.working for each in chosen if each.working)]
         found = found + self.working_share * np.max(works, axis=0)
         for tensor in self.tensors:
-            for copy in _copies(tensor, *_met(tensor, labels)):
+            for copy in copies_of(tensor, *_met(tensor, labels)):
                 found = found + self.in_flight * np.array(copy)
         return found
 
@@ -189,7 +192,7 @@ def _met(tensor: TensorFigures, labels: Sequence[int]) -> tuple[int, list[Use]]:
     return tensor.forms[labels[tensor.node]], [user.uses[labels[user.node] if user.node >= 0 else 0] for user in tensor.users]
 
 
-def _copies(tensor: TensorFigures, form: int, uses: Sequence[Use]) -> Iterator[tuple[float, ...]]:
+def copies_of(tensor: TensorFigures, form: int, uses: Sequence[Use]) -> Iterator[tuple[float, ...]]:
     """Per position, the bytes of each copy of a tensor that some user keeps."""
     for use in dict.fromkeys(own for user, own in zip(tensor.users, uses, strict=True) if user.keeps):
         pair = tensor.pairs.get((form, use))
