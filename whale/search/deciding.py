@@ -59,15 +59,15 @@ def decide(
         if pin is not None:
             _check_asked(pin, settings, runner_up)
 
-        def planned(config: Config, pin: str | None) -> tuple[Plan, StepEstimate]:
-            if pin is not None:
+        def planned(graph: ModelGraph, config: Config) -> tuple[Plan, StepEstimate]:
+            if pin_of(config) is not None:
                 return plan_and_estimate(graph, cluster, config, rows=rows)
             return _searched(graph, cluster, config, rows, runner_up, tell)
 
         try:
-            return planned(settings, pin)
+            return planned(graph, settings)
         except (PlanError, ConfigError, BatchError) as fault:
-            raise with_blame(fault, settings, lambda other: planned(other, pin_of(other))) from None
+            raise with_blame(fault, graph, settings, planned) from None
     _check_asked("a plan that was made before", config, runner_up)
     given = plan if isinstance(plan, Plan) else _read_plan(Path(plan))
     if rows not in (None, given.planned_rows):

@@ -22,6 +22,7 @@ from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.placement import Placed, Seats, every_placement
 from whale.planning.plan import Draft, draft_as_set
+from whale.planning.verify.refused import Refused
 from whale.search.arrangement import Arrangement, Order, Team
 from whale.search.bounds.scoped import ScopedBounds
 from whale.search.climb import climbed
@@ -49,7 +50,7 @@ class DividedRun(Progress):
 
     Attributes:
         seen: ways that were looked at, with what the objective says of them; infinite where they have no plan.
-        short: those of them that do not fit in memory.
+        short: those of them that do not fit in memory, with why.
         is_together: whether the plan without a search keeps samples that depend on one another together; then all others do.
     """
 
@@ -58,7 +59,7 @@ class DividedRun(Progress):
     ways: Ways
     bounds: ScopedBounds
     seen: dict[Way, float] = field(default_factory=dict, init=False)
-    short: set[Way] = field(default_factory=set, init=False)
+    short: dict[Way, MemoryShortage] = field(default_factory=dict, init=False)
     is_together: bool = field(default=False, init=False)
     _placements: dict[tuple[tuple[str, ...], Order | None], tuple[tuple[Placed, ...], ...]] = field(default_factory=dict, init=False)
 
@@ -86,6 +87,23 @@ class DividedRun(Progress):
             own = replace(way, placed=())
             least[own] = min(bound, least.get(own, math.inf))
         return [bound for bound in least.values() if bound < self.best.value]
+
+    def nearest(self) -> tuple[MemoryShortage, int] | None:
+        """Why the way that comes nearest does not fit, and how many bytes more of each device it needs; None where that is not the reason.
+
+        The planner's closed forms may be a little below the estimate, so it is planned once more with as much memory as they ask for.
+        """
+        if not self.short:
+            return None
+        way, fault = min(self.short.items(), key=lambda each: each[1].num_bytes)
+        missing, kinds = fault.num_bytes, {device.kind for device in self.prices.cluster.devices}
+        try:
+            self._draft(way, self.prices.sparing(dict.fromkeys(kinds, -missing)))
+        except Refused as refused:
+            return fault, max(missing, refused.num_bytes)
+        except WhaleError:
+            pass
+        return fault, missing
 
     def _open(self) -> list[tuple[float, Way]]:
         """What was not looked at and may be better than the best plan, by its bound, which is told; least first."""
@@ -138,6 +156,8 @@ class DividedRun(Progress):
             raise
         except WhaleError as fault:
             self.faults.append(fault)
+            if isinstance(fault, MemoryShortage):
+                self.short[self.ways.first] = fault
             return
         self.is_together = not draft.reasons
         own = self.add(self.ways.used(self.ways.first, draft.plan.devices), draft)
@@ -161,11 +181,11 @@ class DividedRun(Progress):
         self.effort -= needed
         self.seen[way] = math.inf
         try:
-            draft = self._draft(way)
+            draft = self._draft(way, self.prices)
         except WhaleError as fault:
             self.faults.append(fault)
             if isinstance(fault, MemoryShortage):
-                self.short.add(way)
+                self.short[way] = fault
             return math.inf
         if draft.reasons and self.is_together:
             return math.inf
@@ -180,9 +200,9 @@ class DividedRun(Progress):
             return False
         return all(bound >= self.best.value for bound, _ in self._bounded(way))
 
-    def _draft(self, way: Way) -> Draft:
-        seats = Seats(self.prices.cluster, self._taken(way), in_any_order=True, stated=way.placed)
-        return draft_as_set(self.prices, way.settings(self.config), self.ways.num_rows, seats)
+    def _draft(self, way: Way, prices: Prices) -> Draft:
+        seats = Seats(prices.cluster, self._taken(way), in_any_order=True, stated=way.placed)
+        return draft_as_set(prices, way.settings(self.config), self.ways.num_rows, seats)
 
     def _taken(self, way: Way) -> Cluster:
         return self.prices.cluster.only(way.devices)

@@ -50,6 +50,24 @@ def failure(faults: Sequence[WhaleError], space: Space, lineups: Sequence[Lineup
     )
 
 
+def failure_divided(
+    nearest: MemoryShortage, missing: int, space: Space, lineups: Sequence[Lineup], bounds: Bounds, sketches: Sketches
+) -> WhaleError:
+    """Likewise where the user has divided the model: with how much more memory it fits so, and what would hold it if it were not divided.
+
+    Args:
+        nearest: why the way that comes nearest does not fit.
+        missing: bytes of each device with which it would.
+        space: that there would be without scopes and replicas that are written down; `lineups` are its.
+    """
+    error = shortage(nearest.message, nearest.num_bytes, nearest.sizes)
+    error.hint = f"devices with {format_bytes(missing)} more to fill"
+    if not any(_fits(lineup, sketches, 1.0, space.freedom.micro_batches) for lineup in _nearest(lineups, bounds)):
+        undivided = ", or ".join(_remedies(space, lineups, bounds, sketches))
+        error.hint += f"; or without that division {undivided}" if undivided else ""
+    return error
+
+
 def _nothing(space: Space, lineups: Sequence[Lineup]) -> ConfigError:
     """Why a space has no arrangement, with its numbers."""
     freedom, num_devices = space.freedom, len(space.cluster.devices)
@@ -67,8 +85,7 @@ def _nothing(space: Space, lineups: Sequence[Lineup]) -> ConfigError:
 
 def _remedies(space: Space, lineups: Sequence[Lineup], bounds: Bounds, sketches: Sketches) -> Iterator[str]:
     """With how much memory something would fit, and with how many devices."""
-    nearest = sorted(lineups, key=lambda lineup: (max(map(bounds.shortage, lineup)), len(lineup)))[:NUM_LINEUPS]
-    scale = min((_scale(lineup, sketches, space.freedom.micro_batches) for lineup in nearest), default=MOST)
+    scale = min((_scale(lineup, sketches, space.freedom.micro_batches) for lineup in _nearest(lineups, bounds)), default=MOST)
     kinds = tuple(dict.fromkeys(device.kind for device in space.cluster.devices))
     if scale < MOST:
         rooms = ", ".join(f"{format_bytes(round(scale * sketches.prices.costs.capacity(kind)))} of a {kind.model}" for kind in kinds)
@@ -79,13 +96,23 @@ def _remedies(space: Space, lineups: Sequence[Lineup], bounds: Bounds, sketches:
         yield f"a pipeline of about {' or '.join(found)}"
 
 
+def _nearest(lineups: Sequence[Lineup], bounds: Bounds) -> Sequence[Lineup]:
+    """Those that lack least."""
+    return sorted(lineups, key=lambda lineup: (max(map(bounds.shortage, lineup)), len(lineup)))[:NUM_LINEUPS]
+
+
+def _fits(lineup: Lineup, sketches: Sketches, scale: float, micro_batches: int | None) -> bool:
+    """Whether a line-up would fit, roughly, in memories that are so many times larger."""
+    rows = sketches.num_rows / sum(team.count for team in lineup)
+    return all(sketches.fits(team, rows, scale, micro_batches) for team in lineup)
+
+
 def _scale(lineup: Lineup, sketches: Sketches, micro_batches: int | None) -> float:
     """How many times larger the memories would have to be for a line-up."""
-    rows = sketches.num_rows / sum(team.count for team in lineup)
     low, high = 1.0, MOST
     for _ in range(8):
         middle = (low * high) ** 0.5
-        if all(sketches.fits(team, rows, middle, micro_batches) for team in lineup):
+        if _fits(lineup, sketches, middle, micro_batches):
             high = middle
         else:
             low = middle

@@ -22,13 +22,12 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice
 from whale.planning.collecting import without_collecting
-from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
 from whale.search.bounds.bounds import Bounds
 from whale.search.bounds.scoped import ScopedBounds
 from whale.search.divided import DividedRun, is_divided
-from whale.search.failure import failure
+from whale.search.failure import failure, failure_divided
 from whale.search.found import Found
 from whale.search.front import Front
 from whale.search.objective import objective_of
@@ -81,15 +80,15 @@ def search(
     space = Space(cluster, freedom, num_rows, seater.points.num_units)
     objective = objective_of(config.planning.objective, cluster, bounds)
     left = config.planning.effort if effort is None else effort
+    sketches = Sketches(prices, pieces_of(bounds.columns, seater.points), Ties(prices), num_rows, freedom.recomputes)
+    front = Front(space, bounds, sketches, objective)
     if is_divided(graph, config):
         ways = ways_of(graph, cluster, config, freedom, num_rows)
         scoped = ScopedBounds(bounds, config)
         run_divided = DividedRun(
             objective=objective, effort=left, num_arrangements=ways.count, tell=tell, prices=prices, config=config, ways=ways, bounds=scoped
         )
-        return _found_divided(run_divided)
-    sketches = Sketches(prices, pieces_of(bounds.columns, seater.points), Ties(prices), num_rows, freedom.recomputes)
-    front = Front(space, bounds, sketches, objective)
+        return _found_divided(run_divided, front)
     promising = front.promising()
     num_arrangements = front.num_arrangements
     run = Run(
@@ -109,11 +108,13 @@ def search(
     return _found(run, unproven)
 
 
-def _found_divided(run: DividedRun) -> Found:
+def _found_divided(run: DividedRun, front: Front) -> Found:
     run.look()
     if run.best is None:
-        shortages = [fault for fault in run.faults if isinstance(fault, MemoryShortage)]
-        raise min(shortages, key=lambda fault: fault.num_bytes, default=run.faults[0])
+        nearest = run.nearest()
+        if nearest is None:
+            raise run.faults[0]
+        raise failure_divided(*nearest, front.space, front.lineups, front.bounds, front.sketches)
     return _found(run, run.done(run.unproven))
 
 

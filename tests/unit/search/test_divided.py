@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +17,7 @@ from tests.unit.search.exhaustive import least_divided
 from tests.unit.search.test_search import GIB, SPEEDS, clusters, layers, made
 from whale.config import Config
 from whale.errors import AnnotationError, WhaleError
+from whale.estimate import Costs
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -165,9 +167,26 @@ def test_scopes_that_cannot_be_honoured_are_an_error() -> None:
         found_for(scoped([64] * 4, (2, 1)), made([[(1e9, GIB)] * 2], network=1e9))
 
 
-def test_nothing_fits() -> None:
-    with pytest.raises(MemoryShortage):
-        found_for(scoped([64] * 4), made([[(1e9, 20_000)] * 2], network=1e9))
+@pytest.mark.parametrize("counts", [(1, 1), (1,), (2,)])
+def test_what_does_not_fit_says_with_how_much_more_it_would(counts: Sequence[int]) -> None:
+    graph, memory = scoped([64] * 4, counts), 60_000
+    with pytest.raises(MemoryShortage) as caught:
+        found_for(graph, made([[(1e9, memory)] * 2], network=1e9))
+    said = re.match(r"devices with ([0-9.]+) KiB more to fill; or without that division about ", caught.value.hint or "")
+    assert said is not None
+    enough = math.ceil(memory + 1024 * (float(said[1]) + 0.01) / Costs.of(Config()).memory_fraction)
+    assert found_for(graph, made([[(1e9, enough)] * 2], network=1e9)).plan.devices
+
+
+def test_scopes_and_replicas_that_make_it_impossible_are_named() -> None:
+    graph, cluster = scoped([64] * 4, (1,)), made([[(1e9, 200_000)] * 2], network=1e9)
+    with pytest.raises(MemoryShortage) as caught:
+        decide(None, graph, cluster, Config(), rows=8)
+    assert "without the scopes there is a plan" in (caught.value.hint or "")
+    blocks = [{"devices": 1}, {"devices": 1}]
+    with pytest.raises(MemoryShortage) as caught:
+        decide(None, layers([64] * 4), cluster, Config({"replicas": blocks}), rows=8)
+    assert "without the replicas that are written down there is a plan" in (caught.value.hint or "")
 
 
 def test_effort_is_a_limit() -> None:
