@@ -11,6 +11,7 @@ from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.measured import Measured
 from whale.estimate.costs.op_table import Floats, OpTable
+from whale.estimate.costs.started import Started
 from whale.ir.cluster import Device
 
 Index = NDArray[np.int64]
@@ -40,16 +41,13 @@ class OpSeconds:
         """The backward pass of some ops, or these shares of each, likewise."""
         return Line(float((self.backward_fixed[index] * shares).sum()), float((self.backward_per_row[index] * shares).sum()))
 
-    def started_forward(self, index: Index) -> Line:
-        """The forward pass of some ops with waiting for the host, which runs ahead: where it needs longer than all kernels."""
-        return self._waiting(self.forward(index), float(self.forward_host[index].sum()))
+    def started_forward(self, index: Index) -> Started:
+        """The forward pass of some ops, with their host."""
+        return Started(self.forward(index), float(self.forward_host[index].sum()))
 
-    def started_backward(self, index: Index, shares: Floats | float = 1.0) -> Line:
-        """The backward pass likewise."""
-        return self._waiting(self.backward(index, shares), float((self.backward_host[index] * shares).sum()))
-
-    def _waiting(self, device: Line, started: float) -> Line:
-        return device + Line(max(0.0, started - device.at(self.num_rows)))
+    def started_backward(self, index: Index, shares: Floats | float = 1.0) -> Started:
+        """The backward pass of some ops, or these shares of each, likewise."""
+        return Started(self.backward(index, shares), float((self.backward_host[index] * shares).sum()))
 
 
 def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) -> OpSeconds:

@@ -17,7 +17,8 @@ class Costs:
 
     Attributes:
         launch_seconds: what one kernel costs beside its work, on the device itself.
-        message_seconds: what starting one message or collective costs beside the latency of its link.
+        message_seconds: what starting one message or collective costs beside the latency of its link; inside a split group it takes
+            as long of the host, which runs ahead.
         backward_traffic: memory traffic of a backward pass relative to its forward pass: the gradient and the saved values
             are both read.
         optimizer_states: tensors that the optimizer keeps per parameter (Adam 2).

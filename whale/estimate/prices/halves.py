@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from whale.estimate.costs.line import Line
-from whale.estimate.prices.tolls import Tolls
-from whale.sharding.bridges import ON_THE_SPOT, Bridge, Transport
+from whale.estimate.costs.started import Started
+from whale.estimate.prices.tolls import Tolls, moves
+from whale.sharding.bridges import Bridge
 
 
 @dataclass(frozen=True)
@@ -39,32 +40,28 @@ def messages_of(tolls: Tolls, bridges: Iterable[Bridge]) -> Messages:
     for bridge in bridges:
         if bridge.tensor in tolls.prices.activations:
             there, back = tolls.both_ways(bridge)
-            forward += [there] if _moves(bridge.forward) else []
-            backward += [back] if _moves(bridge.backward) and tolls.prices.training else []
-            gaps += _moves(bridge.forward) or _moves(bridge.backward)
+            forward += [there] if moves(bridge.forward) else []
+            backward += [back] if moves(bridge.backward) and tolls.prices.training else []
+            gaps += moves(bridge.forward) or moves(bridge.backward)
     return Messages(Line.sum(forward), Line.sum(backward), len(forward), len(backward), gaps)
 
 
-def _moves(transport: Transport) -> bool:
-    return transport not in ON_THE_SPOT
-
-
-def halved(seconds: Line, messages: Line, num_messages: int, num_gaps: int, rows: float) -> Line:
+def halved(at_once: Started, messages: Line, num_messages: int, num_gaps: int, rows: float) -> Started:
     """One direction of a stage in two halves.
 
     Args:
-        seconds: at once, messages included.
-        messages: of them.
+        at_once: messages included.
+        messages: seconds of them.
         num_messages: in this direction.
         num_gaps: in both.
-        rows: about which the line is taken.
+        rows: about which lines are taken.
     """
-    work = _twice(seconds + messages * -1)
+    work, host = _twice(at_once.device + messages * -1), 2 * at_once.host
     if not num_messages:
-        return work
+        return Started(work, host)
     both = _twice(messages)
     exposed = both * (0.5 / num_messages), both + work * (-num_messages / num_gaps)
-    return work + max(exposed, key=lambda line: line.at(rows))
+    return Started(work + max(exposed, key=lambda line: line.at(rows)), host)
 
 
 def _twice(line: Line) -> Line:

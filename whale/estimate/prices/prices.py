@@ -16,6 +16,7 @@ from whale.estimate.costs.compute import OpSeconds, op_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import Floats, OpTable, op_table, output_line, output_lines
+from whale.estimate.costs.started import Started
 from whale.estimate.memory.kept import activations_of, kept_tensors, places_line
 from whale.estimate.memory.memory import kept_names, size_line, state_bytes, working_line
 from whale.estimate.prices.local_graph import local_graph
@@ -62,7 +63,7 @@ class Prices:
     _seconds: dict[tuple[Device, float], OpSeconds] = field(default_factory=dict, init=False)
     _held: dict[str, int] = field(default_factory=dict, init=False)
     _parts: dict[tuple[Part, Recompute], PartCost] = field(default_factory=dict, init=False)
-    _computing: dict[tuple[Part, Device, float], tuple[Line, Line]] = field(default_factory=dict, init=False)
+    _started: dict[tuple[Part, Device, float], tuple[Started, Started]] = field(default_factory=dict, init=False)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict, init=False)
     _locals: dict[tuple[tuple[str, ...], tuple[Shard, ...], tuple[tuple[int, int], ...]], Prices] = field(default_factory=dict, init=False)
     _labels: dict[tuple[tuple[str, ...], tuple[Shard, ...]], Labels] = field(default_factory=dict, init=False)
@@ -236,36 +237,24 @@ class Prices:
             self._links[hosts] = self.cluster.link(a, b)
         return self._links[hosts]
 
-    def again(self, part: Part, recompute: Recompute, device: Device, num_rows: float) -> Line:
-        """Seconds of what a part computes a second time."""
+    def again(self, part: Part, recompute: Recompute, device: Device, num_rows: float) -> Started:
+        """What a part computes a second time, by rows about a number of them."""
         if recompute.num_alive:
-            return self.compute(part, device, num_rows)[0]
-        return self.seconds(device, num_rows).forward(self._positions_again(part, recompute))
-
-    def starts(self, part: Part, device: Device, num_rows: float) -> tuple[float, float]:
-        """Seconds that the host needs to start the kernels of a part, forward and backward."""
-        seconds, index = self.seconds(device, num_rows), self._positions(part.ops)
-        return float(seconds.forward_host[index].sum()), float(seconds.backward_host[index].sum())
-
-    def starts_again(self, part: Part, recompute: Recompute, device: Device, num_rows: float) -> float:
-        """Seconds that the host needs to start what a part computes a second time."""
-        return float(self.seconds(device, num_rows).forward_host[self._positions_again(part, recompute)].sum())
-
-    def _positions_again(self, part: Part, recompute: Recompute) -> NDArray[np.int64]:
-        """Of what a part computes a second time, in the tables of ops."""
-        return self._positions(part.ops if recompute.num_alive else (name for segment in recompute.segments for name in segment))
+            return self.started(part, device, num_rows)[0]
+        repeated = self._positions(name for segment in recompute.segments for name in segment)
+        return self.seconds(device, num_rows).started_forward(repeated)
 
     def _positions(self, ops: Iterable[str]) -> NDArray[np.int64]:
         return np.array([self.table.position[name] for name in ops], dtype=np.int64)
 
-    def compute(self, part: Part, device: Device, num_rows: float) -> tuple[Line, Line]:
-        """Seconds of a part on a device, forward and backward, by rows about a number of them."""
+    def started(self, part: Part, device: Device, num_rows: float) -> tuple[Started, Started]:
+        """A part on a device, forward and backward, by rows about a number of them."""
         key = (part, device.kind, num_rows)
-        if key not in self._computing:
+        if key not in self._started:
             seconds = self.seconds(device, num_rows)
             index = self._positions(part.ops)
-            self._computing[key] = seconds.forward(index), seconds.backward(index)
-        return self._computing[key]
+            self._started[key] = seconds.started_forward(index), seconds.started_backward(index)
+        return self._started[key]
 
 
 def unsized(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:

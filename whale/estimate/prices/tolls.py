@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from whale.axes.labels import Labels
 from whale.estimate.costs.communication import all_gather_line, all_reduce_line, all_to_all_line
 from whale.estimate.costs.line import Line
+from whale.estimate.costs.started import Started
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import Op
 from whale.sharding.bridge_bytes import GATHERED, sum_share
@@ -36,6 +36,11 @@ class Site:
         return len(self.groups[0])
 
 
+def moves(transport: Transport) -> bool:
+    """Whether it takes a message."""
+    return transport not in ON_THE_SPOT
+
+
 @dataclass(frozen=True)
 class Tolls:
     """Prices of collectives at one site.
@@ -54,7 +59,7 @@ class Tolls:
 
     def line(self, transport: Transport, payload: Line, num_messages: int = 1) -> Line:
         """Seconds by rows of one collective over a whole tensor (bytes by rows), in the slowest group; each starts a kernel."""
-        if transport in ON_THE_SPOT:
+        if not moves(transport):
             return Line(self.prices.costs.launch_seconds if transport else 0.0)
         key = transport, payload, num_messages
         if key not in self._known:
@@ -86,14 +91,11 @@ class Tolls:
         """Seconds per micro-batch of summing the gradient of a whole parameter over its group, once per step."""
         return self.line("all-reduce", self.payload(op)) * (1 / self.site.num_micro_batch)
 
-    def of_bridges(self, bridges: Iterable[Bridge]) -> tuple[Line, Line]:
-        """Seconds of all bridges of a stage, forward and backward."""
-        both = [self.both_ways(bridge) for bridge in bridges]
-        return Line.sum(there for there, _ in both), Line.sum(back for _, back in both)
-
-    def of_stage(self, labels: Labels, bridges: Iterable[Bridge]) -> tuple[Line, Line]:
-        """Seconds of all bridges of a stage, forward and backward, the sums of partial gradients of parameters included."""
-        forward, backward = self.of_bridges(bridges)
-        if not self.prices.training:
-            return forward, backward
-        return forward, backward + Line.sum(self.synchronized(self.prices.graph.by_name[name]) for name in labels.synchronized)
+    def started(self, bridges: Iterable[Bridge]) -> tuple[Started, Started]:
+        """All bridges of a stage, forward and backward; to start a message takes as long of the host as of the device."""
+        forward, backward = Started(), Started()
+        for bridge in bridges:
+            there, back = self.both_ways(bridge)
+            forward += Started(there, moves(bridge.forward) * self.prices.costs.message_seconds)
+            backward += Started(back, moves(bridge.backward) * self.prices.costs.message_seconds * self.prices.training)
+        return forward, backward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate.costs.line import Line
+from whale.estimate.costs.started import Started
 from whale.estimate.memory.forms import Form
 from whale.estimate.memory.kept import kept_for_weights, places_line, weight_share
 from whale.estimate.memory.memory import kept_names, size_line, state_bytes
@@ -136,7 +137,9 @@ class Works:
         return self._known[question]
 
     def _work(self, key: StageKey, group: Sequence[str], position: int, num_rows: int) -> Work:
-        seconds = self._in_group(key, group, num_rows) if key.shards else self._alone(self.prices, key, group[0], num_rows)
+        seconds = (
+            self._in_group(key, group, num_rows) if key.shards else _lines(self._alone(self.prices, key, group[0], num_rows), num_rows)
+        )
         forward, inputs, weights = (line.at(num_rows) for line in seconds)
         if (key, position, num_rows) not in self._memory:  # which the devices have no part in
             self._memory[key, position, num_rows] = self._in_memory(key, position, num_rows)
@@ -168,8 +171,8 @@ class Works:
         """Prices of a device's own part of the ops."""
         return self.prices.local(key.part.ops, key.shards, position) if key.shards else self.prices
 
-    def _alone(self, prices: Prices, key: StageKey, device: str, num_rows: int) -> tuple[Line, Line, Line]:
-        """Seconds of F, I and W of the ops alone, as lines about the rows."""
+    def _alone(self, prices: Prices, key: StageKey, device: str, num_rows: int) -> tuple[Started, Started, Started]:
+        """F, I and W of the ops alone."""
         found = prices.seconds(prices.cluster.by_name[device], float(num_rows))
         index = _positions(prices, key.part.ops)
         weights = np.array([weight_share(prices.graph, name) for name in key.part.ops])
@@ -180,17 +183,17 @@ class Works:
         """Seconds of F, I and W of a split group, whose devices wait for one another: of the slowest, with what they exchange."""
         bridges = self._bridges(key)
         tolls = Tolls(self.prices, Site((tuple(group),), num_rows, 1, 1))
-        there, back = tolls.of_bridges(bridges)
-        back = back + tolls.of_bridges(self._again(key).exchanged())[0]
+        there, back = tolls.started(bridges)
+        back = back + tolls.started(self._again(key).exchanged())[0]
         alone = [self._alone(self._prices(key, place), key, name, num_rows) for place, name in enumerate(group)]
-        slowest = [max(lines, key=lambda line: line.at(num_rows)) for lines in zip(*alone, strict=True)]
+        slowest = [_slowest(passes, num_rows) for passes in zip(*alone, strict=True)]
         forward, inputs, weights = slowest[0] + there, slowest[1] + back, slowest[2]
-        if key.overlap:
-            messages = messages_of(tolls, bridges)
-            forward = halved(forward, messages.forward, messages.num_forward, messages.num_gaps, num_rows)
-            both = halved(inputs + weights, messages.backward, messages.num_backward, messages.num_gaps, num_rows)
-            inputs = both + weights * -1
-        return forward, inputs, weights
+        if not key.overlap:
+            return _lines((forward, inputs, weights), num_rows)
+        messages = messages_of(tolls, bridges)
+        forward = halved(forward, messages.forward, messages.num_forward, messages.num_gaps, num_rows)
+        both = halved(inputs + weights, messages.backward, messages.num_backward, messages.num_gaps, num_rows)
+        return forward.line(num_rows), both.line(num_rows) + weights.line(num_rows) * -1, weights.line(num_rows)
 
     def _beside(self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[Form, ...]) -> Beside:
         """What passes have beside what is kept.
@@ -250,6 +253,17 @@ def first_alike(shards: Sequence[Shard], position: int) -> int:
     """The first position of a split group that has equal parts of everything."""
     own = [shard.sizes[position] for shard in shards]
     return next((each for each in range(position) if [shard.sizes[each] for shard in shards] == own), position)
+
+
+def _lines(passes: tuple[Started, Started, Started], num_rows: int) -> tuple[Line, Line, Line]:
+    forward, inputs, weights = passes
+    return forward.line(num_rows), inputs.line(num_rows), weights.line(num_rows)
+
+
+def _slowest(passes: Iterable[Started], num_rows: int) -> Started:
+    """The pass of devices that wait for one another: as long as the slowest of them, and the slowest of their hosts, takes."""
+    found = tuple(passes)
+    return Started(max((each.device for each in found), key=lambda line: line.at(num_rows)), max(each.host for each in found))
 
 
 def _positions(prices: Prices, ops: Sequence[str]) -> NDArray[np.int64]:

@@ -29,7 +29,7 @@ def _stage(solver: Solver, best: Solution, replicas: Sequence[Replica], stage: i
     costs, rows = model.costs[stage], planned.shares
     prices = [solver.prices.local(part.ops, planned.shards, p) if planned.shards else solver.prices for p in range(planned.split)]
     seconds = max(
-        prices[position].again(part, recompute, solver.prices.cluster.by_name[name], max(1.0, share)).at(share)
+        prices[position].again(part, recompute, solver.prices.cluster.by_name[name], max(1.0, share)).device.at(share)
         for group, share in zip(planned.groups, rows, strict=True)
         for position, name in enumerate(group)
     )

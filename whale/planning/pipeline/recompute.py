@@ -213,7 +213,7 @@ class Chooser:
     def _seconds(self, names: Sequence[str], assignment: Assignment, stage: int, recompute: Recompute, num_rows: int) -> float:
         rows = self._rows(names, num_rows)
         device = self.prices.cluster.by_name[names[0]]
-        return self.prices.again(assignment.parts[stage], recompute, device, rows).at(rows)
+        return self.prices.again(assignment.parts[stage], recompute, device, rows).device.at(rows)
 
     @staticmethod
     def _rows(names: Sequence[str], num_rows: int) -> float:

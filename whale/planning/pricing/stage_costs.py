@@ -9,6 +9,7 @@ import numpy as np
 
 from whale.estimate import Line, edge_line
 from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.started import Started
 from whale.estimate.prices.part import NOTHING, Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
 from whale.planning.structure.stages import Assignment
@@ -18,51 +19,33 @@ BESIDE = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """A pass over some ops, which takes no less than the host needs to start their kernels.
-
-    Attributes:
-        device: seconds of the kernels.
-        host: seconds of starting them, however many rows they work on.
-    """
-
-    device: Line
-    host: float
-
-    def waiting(self, rows: Floats) -> Floats:
-        """Seconds for which the device waits for its host, by rows."""
-        kernels = self.device.fixed + self.device.per_row * rows
-        found: Floats = np.maximum(self.host - (1 - BESIDE) * kernels, 0.0)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceCost:
     """What one stage costs one device of its virtual device, by the rows that it takes of a micro-batch.
 
     Attributes:
-        forward, backward: seconds of computing.
+        forward, backward: computing, what is computed again in the backward pass, and the messages inside a split group.
         receive: seconds of waiting for what arrives, both ways.
         part: bytes.
         capacity: bytes that a plan may use on the device.
-        started: the passes that may have to wait for the host.
     """
 
-    forward: Line
-    backward: Line
+    forward: Started
+    backward: Started
     receive: Line
     part: PartCost
     capacity: int
-    started: tuple[Started, ...] = ()
 
     @property
     def seconds(self) -> Line:
         """Without waiting for the host."""
-        return self.forward + self.backward + self.receive
+        return self.forward.device + self.backward.device + self.receive
 
     def waiting(self, rows: Floats) -> Floats:
         """Seconds of waiting for the host, by rows."""
-        found: Floats = sum((each.waiting(rows) for each in self.started), np.zeros_like(rows))
+        found: Floats = np.zeros_like(rows)
+        for each in (self.forward, self.backward):
+            if each.host > each.device.fixed:
+                found = found + replace(each, device=each.device * (1 - BESIDE)).waiting(rows)
         return found
 
     def memory(self, in_flight: int) -> Line:
@@ -100,11 +83,9 @@ def device_cost(
 def cost_alone(prices: Prices, part: Part, name: str, num_rows: float, recompute: Recompute = NOTHING) -> DeviceCost:
     """What a part costs a device, without what it waits for."""
     device = prices.cluster.by_name[name]
-    forward, backward = prices.compute(part, device, num_rows)
+    forward, backward = prices.started(part, device, num_rows)
     again = prices.again(part, recompute, device, num_rows)
-    hosts = (*prices.starts(part, device, num_rows), prices.starts_again(part, recompute, device, num_rows))
-    started = tuple(Started(line, host) for line, host in zip((forward, backward, again), hosts, strict=True) if host > line.fixed)
-    return DeviceCost(forward, backward + again, Line(), prices.part(part, recompute), prices.capacity(name), started)
+    return DeviceCost(forward, backward + again, Line(), prices.part(part, recompute), prices.capacity(name))
 
 
 def received_line(prices: Prices, part: PartCost, devices: Sequence[Sequence[str]], stage: int, index: int) -> Line:

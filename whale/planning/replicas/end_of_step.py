@@ -69,7 +69,7 @@ def shortest_backward(replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> 
         taken = share / pipeline.num_micro_batch
         for rank in range(pipeline.num_ranks):
             stages = pipeline.stages_of(rank)
-            found.append(sum(replica.costs[stage][0].backward.at(taken / pipeline.num_groups(stage)) for stage in stages))
+            found.append(sum(replica.costs[stage][0].backward.device.at(taken / pipeline.num_groups(stage)) for stage in stages))
     return min(found)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from whale.axes import Axes, discover
 from whale.axes.halving import MIN_ROWS, Halving, halve, halve_stage
 from whale.errors import PlanError, WhaleError
-from whale.estimate import Line
+from whale.estimate.costs.started import Started
 from whale.estimate.prices.halves import Messages, halved, messages_of
 from whale.estimate.prices.part import Recompute
 from whale.estimate.prices.prices import Prices, unsized
@@ -20,8 +20,8 @@ from whale.planning.shard.space import Scene
 from whale.sharding.bridges import Bridge
 from whale.units import format_seconds
 
-Costs = tuple[tuple[Line, Line], ...]
-"""Per device, seconds forward and backward by rows."""
+Costs = tuple[tuple[Started, Started], ...]
+"""Per device, its pass forward and its pass backward."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _compute_messages(tolls: Tolls) -> bool:
 
 
 def _slowest(costs: Costs, rows: float) -> float:
-    return max((forward + backward).at(rows) for forward, backward in costs)
+    return max((forward.line(rows) + backward.line(rows)).at(rows) for forward, backward in costs)
 
 
 def explain_overlap(found: Sequence[Sequence[Overlapping | None]]) -> Iterator[Choice]:

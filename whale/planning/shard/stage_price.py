@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line
+from whale.estimate.costs.started import Started
 from whale.estimate.prices.again import Again
 from whale.estimate.prices.part import Part, Recompute
 from whale.estimate.prices.prices import Prices
@@ -166,11 +167,12 @@ class StagePricing:
         labels = prices.labels(scene.ops, shards)
         bridges = prices.bridges(scene.ops, shards, scene.returned)
         tolls = Tolls(prices, site)
-        forward, backward = tolls.of_stage(labels, bridges)
+        forward, backward = tolls.started(bridges)
+        sums = Line.sum(tolls.synchronized(prices.graph.by_name[name]) for name in labels.synchronized if prices.training)
         twice = Again(prices, labels, bridges, recompute.segments)
-        again = forward if recompute.num_alive else tolls.of_bridges(twice.exchanged())[0]
+        again = forward if recompute.num_alive else tolls.started(twice.exchanged())[0]
         copies = [Line() if recompute.num_alive else twice.copies(position) for position in range(site.width)]
-        whole = tuple((own.forward + forward, own.backward + backward + again) for own in alone.values())
+        whole = tuple((own.forward + forward, own.backward + backward + again + Started(sums)) for own in alone.values())
         overlapping, seconds = self.overlapper.choose(tolls, scene, shards, bridges, whole, recompute)
         costs = {
             key: replace(own, forward=there, backward=back, part=replace(own.part, activation=own.part.activation + copies[key[0]]))
