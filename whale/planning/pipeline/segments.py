@@ -45,6 +45,13 @@ class Ground:
     islands: tuple[tuple[int, int], ...]
     closed: NDArray[np.bool_]
 
+    def obstacle(self, start: int, stop: int) -> str | None:
+        """The first op on account of which a run (start, stop) may not be computed again; None where it may."""
+        island = next((own for own in self.islands if own[0] <= start < own[1]), (start, start))
+        if stop > island[1]:
+            return self.ops[island[1]]
+        return next((self.ops[place] for place in (start, stop) if self.closed[place]), None)
+
 
 def find_ground(graph: ModelGraph, ops: Sequence[str]) -> Ground:
     """Finds what in-place ops leave of a stage for segments."""
@@ -180,7 +187,7 @@ def find_cores(graph: ModelGraph, ops: Sequence[str], activations: Collection[st
             if before and after:
                 found.append((min(before), max(after) + 1))
     ground = find_ground(graph, ops)
-    return tuple(tuple(ops[start:stop]) for start, stop in _merge(found) if _is_open(ground, start, stop))
+    return tuple(tuple(ops[start:stop]) for start, stop in _merge(found) if ground.obstacle(start, stop) is None)
 
 
 def _nearest(
@@ -211,8 +218,3 @@ def _merge(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, stop))
     return merged
-
-
-def _is_open(ground: Ground, start: int, stop: int) -> bool:
-    inside = any(low <= start and stop <= high for low, high in ground.islands)
-    return inside and not ground.closed[start] and not ground.closed[stop]

@@ -11,6 +11,7 @@ from whale.estimate.step.step import DeviceEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Pipeline, Plan, Replica, Stage
+from whale.planning.pipeline.segments import find_ground
 from whale.planning.shard.overlapping import overlap_faults
 from whale.planning.structure.crossing import batch_axis_faults, crossing_faults
 from whale.planning.structure.updates import update_faults
@@ -172,7 +173,7 @@ def _held(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleErro
 
 
 def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
-    """Segments cover the ops of a stage; none recomputes where the whole stage does."""
+    """Segments cover the ops of a stage; none recomputes where the whole stage does, nor what must not be computed twice."""
     for stage in replica.stages:
         position = {name: index for index, name in enumerate(stage.ops)}
         ends = [(position.get(own.first, -1), position.get(own.last, -1)) for own in stage.program]
@@ -184,6 +185,22 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
             )
         elif stage.recomputed and stage.index in replica.pipeline.recomputed_stages:
             yield PlanError(f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)})")
+        elif stage.recomputed:
+            yield from _recomputed(graph, replica, stage)
+
+
+def _recomputed(graph: ModelGraph, replica: Replica, stage: Stage) -> Iterator[WhaleError]:
+    """What is computed again writes no memory from elsewhere, and nothing else writes into what it makes."""
+    ground, position = find_ground(graph, stage.ops), {name: index for index, name in enumerate(stage.ops)}
+    for own in stage.program:
+        found = ground.obstacle(position[own.first], position[own.last] + 1) if own.recompute else None
+        if found is not None:
+            yield PlanError(
+                "ops that are computed again write no buffer, nor share memory that is written with ops outside "
+                f"({_name(replica, stage)}: {own.first} .. {own.last} does, at {found})",
+                where=graph.by_name[found].where,
+                hint="let the run begin or end elsewhere, or recompute the whole stage",
+            )
 
 
 def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:

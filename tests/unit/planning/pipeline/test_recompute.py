@@ -97,7 +97,8 @@ def test_cores_of_attention_are_found_by_kinds_of_ops() -> None:
     )
 
 
-def test_ops_that_write_buffers_are_left_out_and_changed_tensors_stay_whole() -> None:
+def writing() -> ModelGraph:
+    """A norm that writes its statistics, and an op that changes what another has made."""
     graph = Graph()
     value = graph.linear("first", graph.input("x"))
     mean = graph.parameter("mean", 8, trainable=False, kind="buffer")
@@ -105,10 +106,37 @@ def test_ops_that_write_buffers_are_left_out_and_changed_tensors_stay_whole() ->
     value = graph.linear("second", value)
     graph.call("changed", "aten.add_.Tensor", value, 1.0, tags=("in_place",))
     graph.sum_loss(graph.linear("third", "changed"))
-    built = graph.build()
+    return graph.build()
+
+
+def test_ops_that_write_buffers_are_left_out_and_changed_tensors_stay_whole() -> None:
+    built = writing()
     ground = find_ground(built, calls(built))
     assert [tuple(ground.ops[start:stop]) for start, stop in ground.islands] == [("first",), ("second", "changed", "third", "loss")]
     assert ground.closed[3] and not ground.closed[4]  # between second and changed
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "obstacle"),
+    [
+        ("first", "first", None),
+        ("second", "third", None),
+        ("first", "second", "norm"),
+        ("norm", "norm", "norm"),
+        ("second", "second", "changed"),
+    ],
+)
+def test_plans_by_hand_compute_nothing_again_that_writes_elsewhere(first: str, last: str, obstacle: str | None) -> None:
+    graph, there = writing(), cluster((1e9,))
+    plan = make_plan(graph, there, Config())
+    replica = plan.replicas[0]
+    stage = replace(replica.stages[0], program=program_of(replica.stages[0].ops, [(first, last)]))
+    changed = replace(plan, replicas=(replace(replica, stages=(stage,)),))
+    if obstacle is None:
+        verify(changed, graph, there)
+        return
+    with pytest.raises(PlanError, match=rf"write no buffer.*{first} .. {last} does, at {obstacle}\)"):
+        verify(changed, graph, there)
 
 
 def test_shares_are_those_of_blocks_rounded_up() -> None:
