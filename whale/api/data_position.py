@@ -1,8 +1,9 @@
 """Where the data of a training goes on: the position of the loader that feeds its steps, in a checkpoint and back.
 
-An engine may have several loaders, for validation too. The position that is saved is that of the loader whose batch the last
-step was given. One that was read from a checkpoint is taken up by that loader; in a script that has not stepped yet, by the first
-that was made, or will be, of the same samples in the same order. The next step then has to be fed by it.
+An engine may have several loaders, for validation too. The position that is saved is where the batch ends that the last step was
+given; what the loader has handed out since, and no step took, is read again. One that was read from a checkpoint is taken up by that
+loader; in a script that has not stepped yet, by the first that was made, or will be, of the same samples in the same order. The next
+step then has to be fed by it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ class DataPosition:
         self._state = state
         self._made: list[weakref.ref[Loader]] = []  # a script may make one for every epoch
         self._feeding: Loader | None = None
+        self._fed: Mapping[str, int] | None = None
         self._resumed: Loader | None = None
 
     @property
     def now(self) -> Mapping[str, int] | None:
-        """Where the data goes on after the steps done; None for the start."""
+        """Where the data goes on after the steps done, whatever the loader has handed out beside; None for the start."""
         if self._state.position is not None or self._feeding is None:
             return self._state.position
-        return self._feeding.position
+        return self._feeding.placed or self._fed
 
     def add(self, loader: Loader) -> None:
         """Takes in a loader that was just made."""
@@ -47,18 +49,23 @@ class DataPosition:
         Raises:
             CheckpointError: a position has been read, and the batch is of a loader that does not go on from there.
         """
-        source = batch.source if isinstance(batch, RankBatch) else None
-        if not isinstance(source, Loader):
+        if not isinstance(batch, RankBatch) or not isinstance(batch.source, Loader):
             return
-        read = self._state.position
-        if read is not None and source is not self._resumed and not source.is_placed:
+        source, read = batch.source, self._state.position
+        if read is not None and source is self._resumed and source.placed is None and batch.start != read:
+            raise CheckpointError(
+                f"training goes on where the checkpoint's data does (there: {_told(read)}; the batch: {_told(batch.start)})",
+                hint="after engine.load begin another iteration over the loader, and leave out no batch; or start an epoch with set_epoch",
+            )
+        if read is not None and source is not self._resumed and source.placed is None:
             source.check(read)
             raise CheckpointError(
                 "training goes on with the loader that has taken up the checkpoint's data position, the first that was made of the "
                 f"same samples (the batch comes from another, at epoch {source.epoch})",
                 hint="make the loader of the training before others, or start an epoch with set_epoch",
             )
-        self._feeding, self._state.position = source, None
+        self._feeding, self._fed, self._state.position = source, batch.stop, None
+        source.placed = None
 
     def check(self, position: Mapping[str, int]) -> None:
         """Finds that a position is not one of the training's loader before anything is done with it.
@@ -73,7 +80,7 @@ class DataPosition:
         """Takes up the position that has been read, if one has."""
         self._resumed = None
         for loader in self._loaders():
-            loader.is_placed = False
+            loader.placed = None
         self._hand_out()
 
     def _loaders(self) -> list[Loader]:
@@ -88,3 +95,7 @@ class DataPosition:
         self._resumed = next((loader for loader in candidates if loader.mismatch(read) is None), None)
         if self._resumed is not None:
             self._resumed.position = read
+
+
+def _told(position: Mapping[str, int]) -> str:
+    return f"epoch {position['epoch']}, row {position['row']}"

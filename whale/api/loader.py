@@ -85,14 +85,14 @@ class Loader:
     An iteration starts with the epoch's first batch, or where a `position` that was set says. An epoch left early starts again.
 
     Attributes:
-        is_placed: whether `set_epoch` has said where to go on since a checkpoint was last read.
+        placed: where `set_epoch` has said to go on, since a batch was last stepped on or a checkpoint read; else None.
     """
 
     def __init__(self, source: RowSource, seed: int, options: Mapping[str, Any], *, shows_progress: bool = False) -> None:
         self._source, self._seed, self._options = source, seed, dict(options)
         self._shows_progress = shows_progress
         self._epoch, self._row, self._resumes = 0, 0, False
-        self.is_placed = False
+        self.placed: Mapping[str, int] | None = None
 
     @property
     def epoch(self) -> int:
@@ -102,7 +102,7 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Lets the next iteration start with the first batch of an epoch."""
         self._epoch, self._row, self._resumes = epoch, 0, False
-        self.is_placed = True
+        self.placed = self.position
 
     @property
     def position(self) -> dict[str, int]:
@@ -110,12 +110,15 @@ class Loader:
 
         Setting it raises a `CheckpointError` where it comes from a loader of other samples or another order.
         """
-        return {"epoch": self._epoch, "row": self._row, **self._source.identity}
+        return self._at(self._epoch, self._row)
 
     @position.setter
     def position(self, position: Mapping[str, int]) -> None:
         self.check(position)
         self._epoch, self._row, self._resumes = position["epoch"], position["row"], True
+
+    def _at(self, epoch: int, row: int) -> dict[str, int]:
+        return {"epoch": epoch, "row": row, **self._source.identity}
 
     def mismatch(self, position: Mapping[str, int]) -> str | None:
         """What makes a position one of other samples, or of another order, with both values; None where nothing does."""
@@ -158,15 +161,18 @@ class Loader:
     def _batches(self) -> Iterator[RankBatch]:
         self._row = self._row if self._resumes else 0
         self._resumes = False
-        epoch, division = self._epoch, self._source.division
-        shares = iter(self._fetch(epoch, self._row))
+        epoch, row, division = self._epoch, self._row, self._source.division
+        shares = iter(self._fetch(epoch, row))
         share = next(shares, None)
         while share is not None:
-            num_rows, data = share
+            (num_rows, data), start = share, self._at(epoch, row)
             # The next one is read before this one is handed out, so that after the last one the position is the next epoch's start.
             share = next(shares, None)
-            self._epoch, self._row = (epoch, self._row + num_rows) if share is not None else (epoch + 1, 0)
-            yield RankBatch(data, division.rows(num_rows), num_rows, self)
+            row += num_rows
+            stop = self._at(epoch, row) if share is not None else self._at(epoch + 1, 0)
+            if not self._resumes:  # else another iteration begins elsewhere, where a position says
+                self._epoch, self._row = stop["epoch"], stop["row"]
+            yield RankBatch(data, division.rows(num_rows), num_rows, self, start, stop)
 
     def _fetch(self, epoch: int, row: int) -> DataLoader[Share]:
         generator = torch.Generator().manual_seed(seed_of("workers", self._seed, epoch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +25,15 @@ class RankBatch:
         rows: which rows of the global batch these are.
         num_rows: rows of the global batch.
         source: the loader that it comes from.
+        start, stop: where in the loader's data it begins, and where what follows it does.
     """
 
     data: Any
     rows: Rows
     num_rows: int
     source: object = field(default=None, compare=False, repr=False)
+    start: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    stop: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
 
 
 def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
