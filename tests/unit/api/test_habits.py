@@ -684,6 +684,27 @@ def test_a_run_resumes_where_the_loader_of_its_steps_was(made_first: str, tmp_pa
     assert losses_of(resumed, loaders[40]) == pytest.approx(expected[2:])
 
 
+def test_a_batch_that_no_step_took_is_read_again(tmp_path: Path) -> None:
+    whole = parallelize()
+    expected = losses_of(whole, whole.loader(samples(40), global_batch_size=8))
+    engine = parallelize()
+    found = []
+    for batch in engine.loader(samples(40), global_batch_size=8):
+        if engine.step_number == 2:
+            break
+        found.append(float(engine.step(batch)))
+    engine.save(tmp_path / "c")
+
+    resumed = parallelize()
+    loader = resumed.loader(samples(40), global_batch_size=8)
+    batches = iter(loader)
+    resumed.step(next(batches))
+    resumed.load(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"there: epoch 0, row 16; the batch: epoch 0, row 8"):
+        resumed.step(next(batches))
+    assert found + losses_of(resumed, loader) == pytest.approx(expected)
+
+
 def test_training_on_from_another_loader_than_the_checkpoints_is_told_before_the_step(tmp_path: Path) -> None:
     engine = parallelize()
     losses_of(engine, engine.loader(samples(40), global_batch_size=8), 2)
@@ -706,6 +727,18 @@ def test_training_on_from_another_loader_than_the_checkpoints_is_told_before_the
     with pytest.raises(CheckpointError, match="samples there: 40, here: 24"):
         resumed.load(tmp_path / "d")
     assert resumed.step_number == 6
+
+
+@pytest.mark.parametrize("kind", [partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.RMSprop, lr=0.1)])
+def test_another_kind_of_optimizer_does_not_go_on(kind: Any, tmp_path: Path) -> None:
+    engine = parallelize(optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=2))
+    engine.step(BATCH)
+    engine.save(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=rf"the kind of optimizer that was saved .in the checkpoint: SGD, here: {kind.func.__name__}"):
+        parallelize(optimizer=kind).load(tmp_path / "c")
+    other = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    with pytest.raises(CheckpointError, match=r"the kind of scheduler that was saved .in the checkpoint: StepLR, here: ExponentialLR"):
+        parallelize(optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=other).load(tmp_path / "c")
 
 
 def test_a_checkpoint_of_another_optimizer_changes_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from whale.errors import CheckpointError
 from whale.ir.graph import ModelGraph
 from whale.ir.serialization import to_json
 from whale.runtime.checkpoint.boxes import find_shares
@@ -21,8 +22,8 @@ from whale.runtime.state.optimizer_state import OptimizerState, check_optimizer,
 from whale.runtime.state.random_state import random_state, set_random_state
 from whale.runtime.state.scheduler_state import fitted_state, read_scheduler
 
-SCHEDULER = "scheduler."
-"""Begins the keys under which each rank's scheduler is kept."""
+SCHEDULER, KIND = "scheduler.", "kind."
+"""Begin the keys under which each rank's scheduler is kept, and what kind of optimizer and scheduler there was."""
 
 
 def save_state(path: Path, state: EngineState, roster: Roster, holdings: Holdings, model: ModelGraph) -> None:
@@ -34,6 +35,7 @@ def save_state(path: Path, state: EngineState, roster: Roster, holdings: Holding
     shared: dict[str, Any] = {"step": state.step_number}
     if state.position is not None:
         shared["position"] = dict(state.position)
+    shared |= {f"{KIND}{what}": kind for what, kind in _kinds(state).items()}
     writers = {name: ranks[0] for name, ranks in roster.holders.items()}
     if state.scheduler is not None and any(writers[name] == roster.world.rank for name in state.parameters):
         assert state.optimizer is not None
@@ -69,6 +71,7 @@ def load_state(
     """
 
     def check(kept: OptimizerState, extras: Extras) -> None:
+        _check_kinds(state, extras)
         check_optimizer(state.optimizer, state.parameters, kept)
         _schedule(state, extras)
         if "position" in extras.shared:
@@ -94,3 +97,20 @@ def _schedule(state: EngineState, extras: Extras) -> dict[str, Any] | None:
         return None
     assert state.optimizer is not None
     return fitted_state(state.scheduler, state.optimizer, state.parameters, saved)
+
+
+def _kinds(state: EngineState) -> dict[str, str]:
+    """The names of the classes of what a rank trains with."""
+    used = {"optimizer": state.optimizer, "scheduler": state.scheduler}
+    return {what: type(own).__name__ for what, own in used.items() if own is not None}
+
+
+def _check_kinds(state: EngineState, extras: Extras) -> None:
+    """What one kind of optimizer or scheduler keeps is nothing that another goes on with."""
+    for what, here in _kinds(state).items():
+        there = extras.shared.get(f"{KIND}{what}", here)
+        if there != here:
+            raise CheckpointError(
+                f"training goes on with the kind of {what} that was saved (in the checkpoint: {there}, here: {here})",
+                hint="make it as it was when the checkpoint was written; engine.load_state_dict takes the weights alone",
+            )

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale.errors import CheckpointError
 from whale.runtime.state.optimizer_state import group_members
 
-KIND, GROUPS, STATE = "kind", "groups", "state"
+GROUPS, STATE = "groups", "state"
 
 
 def read_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     """A scheduler's ``state_dict`` beside the names of the parameters in each group, as plain data."""
-    return {KIND: type(scheduler).__name__, GROUPS: group_members(optimizer, parameters), STATE: scheduler.state_dict()}
+    return {GROUPS: group_members(optimizer, parameters), STATE: scheduler.state_dict()}
 
 
 def fitted_state(
@@ -34,20 +33,11 @@ def fitted_state(
     """What a scheduler's ``load_state_dict`` takes, of the state of others that were over the same parameters, in whatever groups.
 
     Args:
-        scheduler: over `optimizer`.
+        scheduler: over `optimizer`, of the kind of the saved ones.
         optimizer: over some or all of the parameters; each was with one of the saved ones.
         parameters: this rank's parameters by name.
         saved: one or more of what `read_scheduler` gave.
-
-    Raises:
-        CheckpointError: they were schedulers of another kind.
     """
-    kind, there = type(scheduler).__name__, saved[0][KIND]
-    if there != kind:
-        raise CheckpointError(
-            f"a scheduler must be of the kind that was saved (in the checkpoint: {there}, here: {kind})",
-            hint="make the scheduler as it was when the checkpoint was written, or load without one",
-        )
     places = {name: (each, number) for each in saved for number, names in enumerate(each[GROUPS]) for name in names}
     sources = [places[names[0]] if names else (saved[0], None) for names in group_members(optimizer, parameters)]
     return _state(scheduler, [_Source(each[STATE], number, len(each[GROUPS])) for each, number in sources])

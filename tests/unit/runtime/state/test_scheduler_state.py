@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as of
 
-from whale.errors import CheckpointError
 from whale.runtime.state.optimizer_state import group_members, read_optimizer, write_optimizer
 from whale.runtime.state.scheduler_state import fitted_state, read_scheduler
 
@@ -85,10 +84,3 @@ def test_other_groups_go_on(scheduler: str, saving: str, loading: str) -> None:
     schedule.load_state_dict(fitted_state(schedule, optimizer, own, saved))
     expected = go_on(*whole, MORE)
     assert go_on(own, optimizer, schedule, MORE) == {name: expected[name] for name in loading}
-
-
-def test_another_kind_is_refused() -> None:
-    own, optimizer, schedule = made("ab", "step")
-    saved = [read_scheduler(schedule, optimizer, own)]
-    with pytest.raises(CheckpointError, match="in the checkpoint: StepLR, here: LambdaLR"):
-        fitted_state(SCHEDULERS["lambda"](optimizer), optimizer, own, saved)
