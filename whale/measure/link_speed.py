@@ -6,6 +6,7 @@ host b   4  5  6  7        alone between    0 - 4          at once between   0 -
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,8 @@ SMALL_BYTES, LARGE_BYTES = 4, 1 << 23
 """Of a message whose bytes count little, and of one whose latency counts little."""
 LEAST_SHARE = 0.5
 """So much of the time of a large message is for its bytes, at least."""
-NUM_SMALL, NUM_LARGE = 10, 2
-"""Exchanges of a round."""
+LEAST_EXCHANGES, MOST_EXCHANGES = 2, 100
+"""Of a round."""
 
 Route = tuple[int, int]
 """Who sends to whom."""
@@ -71,8 +72,7 @@ def _both_ways(here: Sequence[int], there: Sequence[int]) -> tuple[Route, ...]:
 def link_samples(clock: Clock, phase: Phase) -> Iterator[Samples]:
     """Measures one phase; every rank calls it, and those who send have samples: of one message, one way."""
     with clock.world.speaking(f"measuring messages, {phase.where}"):
-        small = clock.rounds(_call(clock.world, phase, SMALL_BYTES), num_repeats=NUM_SMALL)
-        large = clock.rounds(_call(clock.world, phase, LARGE_BYTES), num_repeats=NUM_LARGE)
+        small, large = (_seconds(clock, _call(clock.world, phase, num_bytes)) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
     if not small:
         return
     messages = 2 if phase.how == ALONE else 1  # one after the other
@@ -91,6 +91,17 @@ def seconds_of_bytes(large: Sequence[float], latency: float) -> list[float]:
         latency: of small messages as usual; where it is more than a share of a large one, it was noise.
     """
     return [max(each - latency, each * LEAST_SHARE) for each in large]
+
+
+def _seconds(clock: Clock, call: Callable[[], None] | None) -> tuple[float, ...]:
+    """Seconds of an exchange in each round; all ranks make equally many, and as many untimed before each round.
+
+    A rank that has a share of a core carries messages in that share too: the first of them use up what it has saved.
+    """
+    first = clock.rounds(call, num_repeats=1, num_rounds=1)
+    longest = max(float(each) for each in clock.world.gather_objects(max(first, default=1e-9)))  # type: ignore[arg-type]
+    count = min(max(LEAST_EXCHANGES, math.ceil(clock.round_seconds / longest)), MOST_EXCHANGES)
+    return clock.rounds(call, num_repeats=count, num_before=count)
 
 
 def _call(world: World, phase: Phase, num_bytes: int) -> Callable[[], None] | None:

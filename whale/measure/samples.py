@@ -71,7 +71,7 @@ class Clock:
         return max(float(each) for each in self.world.gather_objects(seconds))  # type: ignore[arg-type]
 
     def rounds(
-        self, call: Callable[[], object] | None, *, num_repeats: int | None = None, num_rounds: int | None = None
+        self, call: Callable[[], object] | None, *, num_repeats: int | None = None, num_rounds: int | None = None, num_before: int = 0
     ) -> tuple[float, ...]:
         """Seconds per call in each round.
 
@@ -81,6 +81,7 @@ class Clock:
                 rank: none is idle while another measures what they share. Before them come as many as use up what a device has
                 saved while it waited: a cool GPU's clocks, or the rest of a share of a core.
             num_rounds: None for the clock's own.
+            num_before: calls before each round, untimed, where their number is no matter of this rank alone.
         """
         repeats = num_repeats or self._repeats(call)
         settles = num_repeats is None and repeats > 1
@@ -88,6 +89,8 @@ class Clock:
         for _ in range(num_rounds or self.num_rounds):
             self.world.barrier()
             if call is not None:
+                for _ in range(num_before):
+                    call()
                 if settles:
                     self._settle(call)
                 found.append(self._time(call, repeats))
