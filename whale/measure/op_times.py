@@ -82,6 +82,14 @@ class PassRounds:
     both: Rounds = ()
     stretch: float = 1.0
 
+    def joined(self, later: PassRounds) -> PassRounds:
+        """These rounds and later ones; empty where one of them had no room."""
+        if not self.forward or not later.forward:
+            return PassRounds()
+        first, second = len(self.both), len(later.both)
+        stretch = (first * self.stretch + second * later.stretch) / (first + second)
+        return PassRounds(self.forward + later.forward, self.both + later.both, stretch)
+
 
 def time_passes(clock: Clock, inputs: Inputs, num_rows: int) -> PassRounds:
     """Times the whole graph on all ranks at once."""

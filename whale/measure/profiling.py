@@ -123,23 +123,36 @@ def profile_model(
     wanted = {name: op for name, op in ops.items() if not all(name in each.by_signature for each in before.values())}
     there = f"; {len(ops) - len(wanted)} are known" if len(wanted) < len(ops) else ""
     tell(f"{len(wanted)} of {len(ops)} distinct ops at {', '.join(map(str, rows))} rows{there}")
-    clock = Clock(world, num_rounds, ROUND_SECONDS)
     is_known = known.model == model and all(each.forward for each in before.values())
-    passes = () if is_known and not wanted else tuple(_passes(clock, inputs, rows, tell))
-    stretch = passes[-1].stretch if passes else 1.0
-    own_clock = replace(clock, now=own_time(world.device))
-    own = RankTimes(kind, machine_name(world.device), dict(_ops(own_clock, stretch, inputs, wanted, rows, tell)), passes)
+    measured_rows = () if is_known and not wanted else rows
+    own = RankTimes(kind, machine_name(world.device), *_timed(Clock(world, num_rounds, ROUND_SECONDS), inputs, wanted, measured_rows, tell))
     reports = [each for each in world.gather_objects(own) if isinstance(each, RankTimes)]
     measured = tuple(pooled_kind([each for each in reports if each.kind == one], before[one], tuple(ops), rows) for one in before)
     return Profile(model, (*measured, *known.others(model, before)))
 
 
+def _timed(
+    clock: Clock, inputs: Inputs, wanted: Mapping[str, Op], rows: Sequence[int], tell: Callable[[str], None]
+) -> tuple[dict[str, tuple[OpRounds, ...]], tuple[PassRounds, ...]]:
+    """Ops, and the passes: half of their rounds before the ops and half after them, since a core may be slow for some seconds.
+
+    Ops are timed by the rank's own time, and stretched as the passes are, which last long enough to show what the wall adds.
+    """
+    later = clock.num_rounds // 2
+    passes = tuple(_passes(replace(clock, num_rounds=clock.num_rounds - later), inputs, rows, tell))
+    ops = dict(_ops(replace(clock, now=own_time(clock.world.device)), inputs, wanted, rows, tell))
+    if later:
+        again = _passes(replace(clock, num_rounds=later), inputs, rows, tell)
+        passes = tuple(map(PassRounds.joined, passes, again))
+    stretch = passes[-1].stretch if passes else 1.0
+    return {name: tuple(each.stretched(stretch) for each in rounds) for name, rounds in ops.items()}, passes
+
+
 def _ops(
-    clock: Clock, stretch: float, inputs: Inputs, wanted: Mapping[str, Op], rows: Sequence[int], tell: Callable[[str], None]
+    clock: Clock, inputs: Inputs, wanted: Mapping[str, Op], rows: Sequence[int], tell: Callable[[str], None]
 ) -> Iterator[tuple[str, tuple[OpRounds, ...]]]:
-    """Ops are timed by the rank's own time, and stretched as the passes are, which last long enough to show what the wall adds."""
     for number, (name, op) in enumerate(wanted.items(), 1):
-        yield name, tuple(time_op(clock, inputs, op, num_rows).stretched(stretch) for num_rows in rows)
+        yield name, tuple(time_op(clock, inputs, op, num_rows) for num_rows in rows)
         if number % TOLD == 0:
             tell(f"{number} of {len(wanted)} ops are measured")
 

@@ -24,6 +24,7 @@ from whale.measure.op_inputs import Inputs
 from whale.measure.op_times import OpRounds, PassRounds
 from whale.measure.profiling import Known, distinct_ops, own_kind, profile_model, rows_to_measure
 from whale.measure.rank_times import RankTimes, pooled_kind
+from whale.measure.samples import Clock
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"), timedelta(seconds=60))
 
@@ -124,6 +125,33 @@ def test_ops_take_longer_by_what_waiting_for_the_core_adds_to_the_passes(monkeyp
     monkeypatch.setattr(profiling, "time_op", lambda *_: OpRounds((1.0, 1.0), (2.0, 4.0)))
     (kind,) = measure(graph, own)[0].kinds
     assert {op.forward for op in kind.ops} == {(3.0, 3.0, 3.0)} and {op.backward for op in kind.ops} == {(9.0, 9.0, 9.0)}
+
+
+def test_half_of_the_rounds_of_a_pass_come_after_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    graph, own = inputs()
+    order: list[str] = []
+
+    def passes(clock: Clock, *_: object) -> PassRounds:
+        order.append("pass")
+        return PassRounds((1.0,) * clock.num_rounds, (3.0,) * clock.num_rounds, stretch=float(len(order)))
+
+    def op(*_: object) -> OpRounds:
+        order.append("op")
+        return OpRounds((1.0,), ())
+
+    monkeypatch.setattr(profiling, "time_passes", passes)
+    monkeypatch.setattr(profiling, "time_op", op)
+    (kind,) = profile_model(ALONE, devices_at_hand(1), graph, own, Known(None, again=False), 3, lambda _: None).kinds
+    num_ops = 3 * len(distinct_ops(graph))
+    assert order == ["pass"] * 3 + ["op"] * num_ops + ["pass"] * 3
+    assert {figure.num_samples for figure in kind.forward} == {3}
+    assert {each.forward[0] for each in kind.ops} == {(2 * 3 + 1 * (6 + num_ops)) / 3}, "stretched by what all rounds say"
+
+
+def test_passes_that_had_no_room_once_have_no_figures() -> None:
+    found = PassRounds((1.0,), (2.0,), stretch=2.0)
+    assert found.joined(PassRounds()) == PassRounds().joined(found) == PassRounds()
 
 
 CLUSTER = """hosts:
