@@ -16,9 +16,9 @@ model and its passes on one rank. Then each plan is estimated from these figures
 Nothing is fitted to the steps. Error = (predicted - measured) / measured, of the median step. The rank correlation (Spearman's)
 says how far the order of the plans is right, which is what a planner needs of it.
 
-The machine may be busy with other things, and slower in one moment than in another. The plans take turns, step by step, so that a
-slow moment hits all of them; and after each round the passes of the model are timed again, by which the median step is set
-to the moment in which the model was profiled (`drift`, printed beside; 1 on a quiet machine; --raw leaves it out).
+The machine may be busy with other things, and slower in one moment than in another, by core. The plans take turns, step by step, so
+that a slow moment hits all of them; and after each round the passes of the model are timed again, by which the steps of the round
+are set to the moment in which the model was profiled (`drift`, its median printed beside; 1 on a quiet machine; --raw leaves it out).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ from whale.estimate import Costs, estimate
 from whale.estimate.costs.measured import measured
 from whale.ir.cluster import Cluster
 from whale.ir.figure import Figure
-from whale.ir.profile import Profile
+from whale.ir.profile import KindProfile, Profile
 from whale.measure.op_inputs import Inputs
 from whale.measure.op_times import time_passes
 from whale.measure.samples import Clock
@@ -115,7 +116,7 @@ class Found:
 
     Attributes:
         figures: of themselves and of the model's passes.
-        drift: seconds of the model's passes while the plans ran / when it was profiled.
+        drift: seconds of the model's passes on the slowest rank, while the plans ran / when it was profiled; a median.
         results: by plan.
     """
 
@@ -140,19 +141,17 @@ def run_plans(num_ranks: int, options: argparse.Namespace) -> Found:
     cluster, profile = own.cluster, own.profile
     cases = {name: CASES[name] for name in options.only or CASES if CASES[name].num_ranks == num_ranks}
     running = {name: start(case, cluster, profile, batch, options) for name, case in cases.items()}
-    drifts = []
+    passes = [(*kind.forward, *kind.backward) for kind in profile.kinds]
+    usual, drifts = max(map(whole_pass, profile.kinds)), list[float]()
     for number in range(options.warmup + options.steps):
         for each in running.values():
             seconds = slowest(timed(partial(each.engine.step, batch)))
             if number >= options.warmup:
                 each.seconds.append(seconds)
         if number >= options.warmup:
-            drifts.append(pass_seconds(own.world, own.inputs, own.graph.num_rows))
-    usual = profile.kinds[0].forward[-1].value + profile.kinds[0].backward[-1].value
-    drift = 1.0 if options.raw else slowest(statistics.median(drifts)) / usual
-    results = {name: result(each, drift, num_ranks) for name, each in running.items()}
-    kind = profile.kinds[0]
-    return Found((*cluster.measured, *kind.forward, *kind.backward), drift, results)
+            drifts.append(1.0 if options.raw else slowest(pass_seconds(own.world, own.inputs, own.graph.num_rows)) / usual)
+    results = {name: result(each, drifts, num_ranks) for name, each in running.items()}
+    return Found((*cluster.measured, *chain.from_iterable(passes)), statistics.median(drifts), results)
 
 
 def start(case: Case, cluster: Cluster, profile: Profile, batch: dict[str, torch.Tensor], options: argparse.Namespace) -> Running:
@@ -166,9 +165,9 @@ def start(case: Case, cluster: Cluster, profile: Profile, batch: dict[str, torch
     return Running(engine, estimate(engine.plan, engine.model_graph, cluster, costs).step_seconds)
 
 
-def result(running: Running, drift: float, num_ranks: int) -> Result:
-    """The two times of a plan, whose ranks then end."""
-    seconds = sorted(each / drift for each in running.seconds)
+def result(running: Running, drifts: Sequence[float], num_ranks: int) -> Result:
+    """The two times of a plan, whose ranks then end; each step is divided by the drift of its round."""
+    seconds = sorted(each / drift for each, drift in zip(running.seconds, drifts, strict=True))
     plan = str(running.engine.plan).partition("\n")[0]
     running.engine.close()
     return Result(num_ranks, running.predicted, statistics.median(seconds), seconds[0], seconds[-1], plan)
@@ -193,6 +192,11 @@ def slowed(cluster: Cluster, factor: float) -> Cluster:
     flops = tuple((dtype, peak / factor) for dtype, peak in last.flops)
     slow = replace(last, flops=flops, bandwidth=last.bandwidth / factor, kernel_start=(last.kernel_start or 0.0) * factor)
     return replace(cluster, hosts=(replace(host, devices=(*host.devices[:-1], slow)),), measured=())
+
+
+def whole_pass(kind: KindProfile) -> float:
+    """Seconds of both passes at most rows, as profiled."""
+    return sum(figures[-1].value for figures in (kind.forward, kind.backward) if figures)
 
 
 def pass_seconds(world: World, inputs: Inputs, num_rows: int) -> float:
