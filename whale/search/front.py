@@ -69,7 +69,7 @@ class Front:
     def promising(self) -> list[Look]:
         """The arrangements that may be the best plan, as far as sketches tell; those that promise most first.
 
-        Copies of the model come second at the latest: the plan without a search is always looked at, where it can be better.
+        Copies of the model come next after the first: the plan without a search is always looked at, where it can be better.
         """
         found = list(self._plain())
         best = min((look.likely for look in found), default=math.inf)
@@ -94,13 +94,14 @@ class Front:
         return self._in_turn(found)
 
     def _plain(self) -> Iterator[Look]:
-        """Copies of the model on as many devices as can be."""
+        """Copies of the model on as many devices as can be, and the copies that roughly are the best."""
         plain = [each for each in self._left if each[2].own[0].is_plain]
-        if plain:
-            most = max(plain, key=lambda each: each[2].own[0].num_devices)
-            self._left.remove(most)
+        if not plain:
+            return
+        for entry in dict.fromkeys((max(plain, key=lambda each: each[2].own[0].num_devices), min(plain))):
+            self._left.remove(entry)
             heapify(self._left)
-            for number, look in enumerate(self._sketched(most[2])):
+            for number, look in enumerate(self._sketched(entry[2])):
                 look.is_must = number == 0
                 yield look
 

@@ -13,7 +13,8 @@ from whale.errors import ClusterError
 from whale.estimate import Line, StepEstimate
 from whale.ir.cluster import Cluster, Device
 from whale.ir.plan import Plan
-from whale.search.arrangement import Arrangement
+from whale.schedules import peak_in_flight
+from whale.search.arrangement import Arrangement, Order, Team
 from whale.search.bounds.bounds import Bounds
 from whale.units import format_bytes, format_seconds
 
@@ -138,7 +139,7 @@ class LeastMemory:
     def likely(self, arrangement: Arrangement, seconds: float) -> float:
         """With what the micro-batches in flight keep on the first rank; split groups hold most of that whole."""
         rows = self.bounds.num_rows / arrangement.num_replicas / arrangement.num_micro_batch
-        alive = max(min(team.num_ranks, arrangement.num_micro_batch) / team.num_ranks for team in arrangement.teams)
+        alive = max(self._alive(team, arrangement.order, arrangement.num_micro_batch) / team.num_ranks for team in arrangement.teams)
         return self.at_least(arrangement, seconds) + self._activations.at(rows) * alive
 
     def of_sample(self, value: float, num_rows: int) -> float:
@@ -146,6 +147,13 @@ class LeastMemory:
 
     def text(self, value: float) -> str:
         return f"{format_bytes(round(value))} on the fullest device"
+
+    def _alive(self, team: Team, order: Order, num_micro_batch: int) -> float:
+        """Micro-batches in flight on the first rank."""
+        if team.num_ranks == 1:
+            return 1.0
+        v = order.num_chunks
+        return peak_in_flight(order.schedule, num_ranks=team.num_ranks, num_micro_batch=num_micro_batch, num_chunks=v)[0] / v
 
     @cached_property
     def _activations(self) -> Line:

@@ -233,7 +233,8 @@ class _Adviser:
             return Advice(about, subject, f"{what}: nothing better was found ({text(found.value)} now)", None, found.value)
         numbers = f"({text(changed.value)}, {text(found.value)} now)"
         if changed.value > found.value:
-            return Advice(about, subject, f"{what}: nothing better was found {numbers}", changed.value, found.value)
+            says = f"{what}: nothing better was found ({text(found.value)} now; the best of that search: {text(changed.value)})"
+            return Advice(about, subject, says, changed.value, found.value)
         return Advice(about, subject, f"{what}: {found.value / changed.value:.2f}x {numbers}", changed.value, found.value)
 
     def memory(self, found: Found | None) -> Advice:

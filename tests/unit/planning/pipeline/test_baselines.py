@@ -1,0 +1,60 @@
+"""Rows and cuts are at least as good as by published rules, on the same costs."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whale.planning import MemoryLimit, MemoryShortage, balance
+from whale.planning.pipeline.partition import _least_maximum
+
+speeds = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+def by_ratios(num_rows: int, speeds: list[int], limits: list[MemoryLimit]) -> list[int] | None:
+    """Algorithm 1 of the Whale paper: rows by speed, then shifted from devices that overflow to the least busy; None: no room."""
+    exact = [num_rows * speed / sum(speeds) for speed in speeds]
+    rows = [int(share) for share in exact]
+    for worker in sorted(range(len(rows)), key=lambda worker: rows[worker] - exact[worker])[: num_rows - sum(rows)]:
+        rows[worker] += 1
+
+    def used(worker: int, count: int) -> float:
+        return (limits[worker].fixed + limits[worker].per_unit * count) / limits[worker].capacity
+
+    while (peak := max(range(len(rows)), key=lambda worker: used(worker, rows[worker]))) is not None and used(peak, rows[peak]) > 1:
+        valleys = [worker for worker in range(len(rows)) if worker != peak and used(worker, rows[worker] + 1) <= 1]
+        if not valleys or rows[peak] == 0:
+            return None
+        valley = min(valleys, key=lambda worker: (rows[worker] / speeds[worker], used(worker, rows[worker])))
+        rows[peak], rows[valley] = rows[peak] - 1, rows[valley] + 1
+    return rows
+
+
+@given(st.integers(1, 40), speeds, st.data())
+def test_rows_are_balanced_as_well_as_by_shifting_ratios(num_rows: int, speeds: list[int], data: st.DataObject) -> None:
+    limits = [MemoryLimit(1.0, 1.0, float(data.draw(st.integers(1, 40)))) for _ in speeds]
+    theirs = by_ratios(num_rows, speeds, limits)
+    try:
+        ours = balance(num_rows, [lambda count, speed=speed: count / speed for speed in speeds], limits)
+    except MemoryShortage:
+        assert theirs is None
+        return
+    if theirs is not None:
+        assert max(map(np.divide, ours, speeds)) <= max(map(np.divide, theirs, speeds))
+
+
+@given(st.lists(st.integers(0, 9), min_size=4, max_size=12), st.integers(1, 4))
+def test_stages_are_cut_as_well_as_by_a_quota(work: list[int], num_stages: int) -> None:
+    """Merak's rule: a stage ends where it has its equal part of all work."""
+    before, num_units = [0, *accumulate(work)], len(work)
+    ends = [next(end for end in range(num_units + 1) if before[end] * num_stages >= before[-1] * stage) for stage in range(1, num_stages)]
+    bounds = [0, *ends, num_units]
+    table = np.full((num_units + 1, num_units + 1), np.inf)
+    for start in range(num_units):
+        table[start, start + 1 :] = np.array(before[start + 1 :]) - before[start]
+    theirs = max(before[stop] - before[start] for start, stop in pairwise(bounds))
+    if all(start < stop for start, stop in pairwise(bounds)):
+        assert _least_maximum([table] * num_stages) <= theirs
