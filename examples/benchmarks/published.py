@@ -114,9 +114,10 @@ LEFT_OUT = """Not set beside predictions, and why:
 - Fold3D's gain of 25 to 42 % over networks of commodity clouds, and Merak's of 39 to 61 % on 64 GPUs: no models or testbeds were at hand.
 - Whale's GNMT and T5-Large, and M6 with 1 and 10 trillion parameters (mixtures of experts): there is no graph of their sizes here.
 - Whale's share of bridges in a step: no numbers were at hand.
-- Merak's shifted critical path with shares of stages computed again: its schedule computes whole stages again, and parts of stages
-  beside them are refused.
-- Megatron's studies whose figures are drawn only (tensor and pipeline parallelism beside data parallelism)."""
+- Merak's shifted critical path with shares of stages computed again: its schedule computes whole stages again, by actions of their own;
+  parts of stages are computed again inside the backward pass, and both together are refused.
+- The curves of Megatron's studies, which are drawn only: of tensor and pipeline parallelism beside data parallelism their direction is
+  taken."""
 
 
 def main() -> None:
