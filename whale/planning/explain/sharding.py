@@ -17,6 +17,9 @@ def explain_sharding(best: Solution, replicas: Sequence[Replica]) -> Iterator[Ch
         for stage, sharding in enumerate(model.shardings):
             if sharding is not None:
                 found.setdefault((stage, sharding), []).append(index)
+    others = {
+        key: "; ".join(_others(key[1])) for key in reversed(found)
+    }  # last stages first: what is next best there may fit in the others
     for (stage, sharding), members in found.items():
         copies = f" of replica {', '.join(map(str, members))}" if len(members) < len(replicas) else ""
         yield Choice(
@@ -25,7 +28,7 @@ def explain_sharding(best: Solution, replicas: Sequence[Replica]) -> Iterator[Ch
             describe_shards(replicas[members[0]].stages[stage].shards),
             cost=f"{format_seconds(sharding.seconds)} per micro-batch, {_memory(replicas[members[0]], stage)}",
             bound=_bound(sharding),
-            runner_up="; ".join(_others(sharding)),
+            runner_up=others[stage, sharding],
         )
 
 

@@ -69,7 +69,10 @@ def model_replica(
         num_rows: rows of the global batch, the most that it can be given.
         rows_about: rows of a micro-batch that it is expected to get; prices are lines about it.
     """
-    priced = [pricing.price(pipeline, assignment, stage, placed, rows_about, recomputes) for stage in range(pipeline.num_stages)]
+    last_first = range(pipeline.num_stages)[
+        ::-1
+    ]  # with least in flight: what is best for them may fit in the others, and is best there too
+    priced = [pricing.price(pipeline, assignment, stage, placed, rows_about, recomputes) for stage in last_first][::-1]
     costs = tuple(stage.costs for stage in priced)
     most = -(-num_rows // pipeline.num_micro_batch)
     lanes = {lane: _lane_curves(pipeline, placed, costs, stages, most, rows_about) for lane, stages in enumerate(pipeline.lanes)}

@@ -116,6 +116,7 @@ class Figures:
         self.workers = tuple(_workers(prices, site))
         self._programs: dict[tuple[Sizes, tuple[int, ...]], Program] = {}
         self._found: dict[tuple[Sizes, tuple[int, ...], frozenset[int] | None], Selection | None] = {}
+        self._fitting: dict[tuple[Sizes, tuple[int, ...], frozenset[int] | None], list[tuple[Program, Selection]]] = {}
         self._by_share: dict[tuple[int, Device], Floats] = {}
         self._curves: dict[tuple[int, frozenset[int] | None], tuple[Floats, ...]] = {}
         self.capacity = tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
@@ -235,10 +236,15 @@ class Figures:
         found = self._found[key]
         if found is None or load is None:
             return found
-        within = self.program(sizes, insisted, load)
-        placed = within.evaluate(found.labels)
-        assert placed is not None, "memory forbids no labels, it only counts what lies beyond"
-        return replace(placed, gap=found.gap) if placed.excess <= 0 else solve(within, other_than)
+        within, fitting = self.program(sizes, insisted, load), self._fitting.setdefault(key, [])
+        for roomier, best in [(None, found), *fitting]:  # what is best of more is best of fewer, if it is among them
+            placed = within.evaluate(best.labels) if roomier is None or roomier.has_room_of(within) else None
+            if placed is not None and placed.excess <= 0:
+                return replace(placed, gap=best.gap)
+        again = solve(within, other_than)
+        if again is not None and again.excess <= 0:
+            fitting.append((within, again))
+        return again
 
     def _insisted(self, kinds: Collection[int]) -> Iterator[tuple[int, int]]:
         for number, node in enumerate(self.classes.nodes):

@@ -139,6 +139,18 @@ class Program:
     in_flight: int = 1
     working_share: float = 1.0
 
+    def has_room_of(self, other: Program) -> bool:
+        """Whether all labels that fit in another program, which differs in its memory alone, surely fit in this one.
+
+        Of a micro-batch in flight labels keep at least what the least of each node do.
+        """
+        if other.working_share != self.working_share or other.in_flight < self.in_flight:
+            return False
+        nothing = (0.0,) * len(self.capacity)
+        least = np.sum([np.min([label.kept or nothing for label in node], axis=0) for node in self.nodes], axis=0)
+        less = other.num_bytes - self.num_bytes + (other.in_flight - self.in_flight) * least
+        return bool((less >= np.subtract(other.capacity, self.capacity)).all())
+
     def evaluate(self, labels: Sequence[int]) -> Selection | None:
         """The value of some labels; None where they are not allowed."""
         chosen = [node[index] for node, index in zip(self.nodes, labels, strict=True)]

@@ -123,3 +123,17 @@ def test_labels_of_devices_that_are_alike_are_settled_where_memory_is_short(prog
 @at_most(50)
 def test_devices_that_are_alike_leave_nothing_unsettled(program: Program) -> None:
     settle(replace(alike(program), capacity=(1000,) * 2))
+
+
+@given(programs(), st.integers(8, 24), st.integers(1, 3), st.integers(-6, 6))
+@at_most(50)
+def test_what_fits_in_a_program_fits_in_one_that_has_room_of_it(program: Program, capacity: int, in_flight: int, more: int) -> None:
+    kept = tuple(tuple(replace(label, kept=label.num_bytes) for label in node) for node in program.nodes)
+    own = replace(program, nodes=kept, capacity=(capacity,) * 2)
+    other = replace(own, in_flight=in_flight, num_bytes=own.num_bytes + more)
+    assert own.has_room_of(own)
+    if own.has_room_of(other):
+        for labels in product(*(range(len(node)) for node in program.nodes)):
+            fitting = other.evaluate(labels)
+            placed = own.evaluate(labels)
+            assert fitting is None or fitting.excess > 0 or (placed is not None and placed.excess <= 0)
