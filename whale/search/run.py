@@ -17,7 +17,7 @@ from whale.search.progress import Progress
 from whale.search.space.freedom import Freedom
 from whale.search.space.naming import Seats, namings
 
-SPLIT_EFFORT = 8
+SPLIT_EFFORT = 6
 """A plan with split stages takes about so many times as long to make."""
 
 DEVICES_PER_PLAN = 64

@@ -173,7 +173,8 @@ class Sketches:
     def _found(self, team: Team, order: Order, m: int, rows: float, scale: float, *, again: bool) -> Cut | None:
         own, ranks, stages = rows / m, _stage_ranks(team, order), list[Stage]()
         pieces = self._pieces_for(len(ranks)) if scale < math.inf else self.pieces
-        kept, received = pieces.kept(own), self.pieces.crossing.at(own) / 2
+        largest = math.ceil(own - 1e-9)  # micro-batches differ by a row
+        kept, received = pieces.kept(largest), self.pieces.crossing.at(largest) / 2
         peaks = (0,) * team.num_ranks if scale == math.inf else self.in_flight(order, team.num_ranks, m)
         seconds = {kind: pieces.seconds(kind, own, team.width, again=again) for kind in team.numbers}
         rooms = {kind: scale * self.prices.costs.capacity(kind) * team.width / order.num_chunks for kind in team.numbers}
