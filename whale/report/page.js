@@ -62,7 +62,7 @@
     rows = [];
     pageWidth = timeline.clientWidth;
     isWide = pageWidth >= 720;
-    gutter = isWide ? 168 : isMeasured ? 16 : 0;
+    gutter = isWide ? 168 : isMeasured ? 20 : 0;
     let y = AXIS + 4;
     for (const track of data.tracks) {
       if (!isWide) y += LABEL;
