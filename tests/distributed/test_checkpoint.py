@@ -92,6 +92,22 @@ def test_where_one_rank_cannot_load_all_say_so(world: World, tmp_path: Path) -> 
     assert all(message.startswith("rank 2: a checkpoint must be of the same model") for message in (*messages[:2], messages[3]))
 
 
+def read_unlike_ones(rank: int, num_ranks: int, paths: list[str]) -> str:
+    own = {name: torch.zeros(2, 3) for name, ranks in NESTED.items() if rank in ranks}
+    with pytest.raises(CheckpointError) as caught:
+        load(Path(paths[rank // 2]), tensors=own, specs=specs(), world=connect(60))
+    assert all(not value.any() for value in own.values())
+    return caught.value.message
+
+
+def test_ranks_that_load_unlike_checkpoints_all_say_so(world: World, tmp_path: Path) -> None:
+    paths = [str(tmp_path / "step_1"), str(tmp_path / "step_2")]
+    for path in paths:
+        world.run(write, path, NESTED)
+    messages = world.run(read_unlike_ones, paths)
+    assert messages == [f"all ranks load one checkpoint (rank 0: {paths[0]}, rank 2: {paths[1]})"] * 4
+
+
 def write_to_a_file(rank: int, num_ranks: int, path: str) -> None:
     save(Path(path), tensors={}, optimizer=OptimizerState(), extras=Extras(), writers={}, world=connect(60))
 

@@ -121,7 +121,7 @@ def load(
         The optimizer state of this rank's parameters, and the plain data.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, or of another model; the same kind on all ranks.
+        CheckpointError: it is incomplete, damaged, of another model, or not the one that other ranks read; the same kind on all ranks.
     """
     reader = FileSystemReader(path)
 
@@ -136,6 +136,7 @@ def load(
         return metadata, kept, extras
 
     metadata, kept, extras = together(world, read_rest)
+    _check_one(path, metadata, world)
     together(world, lambda: _read(path, reader, *_model_targets(tensors, metadata, shares or {})))
     return kept, extras
 
@@ -249,6 +250,18 @@ def _check_model(path: Path, metadata: Metadata, specs: Mapping[str, TensorSpec]
         raise CheckpointError(
             f"a checkpoint must be of the same model ({path}: {len(differences)} difference(s)):{listing}",
             hint="build the model as it was when the checkpoint was written",
+        )
+
+
+def _check_one(path: Path, metadata: Metadata, world: World) -> None:
+    """Raises, on all ranks, where some read another checkpoint than others do."""
+    ids = world.gather_objects(getattr(metadata.storage_meta, "save_id", None))
+    paths = world.gather_objects(str(path))
+    other = next((rank for rank, save_id in enumerate(ids) if save_id != ids[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"all ranks load one checkpoint (rank 0: {paths[0]}, rank {other}: {paths[other]})",
+            hint="let rank 0 choose the path and broadcast it; where the paths are equal, they lie on unlike file systems",
         )
 
 
