@@ -24,9 +24,9 @@ from whale.workloads import GPT
 
 RULES = """All of these runs are of Megatron-LM or made from it. For all of them alike: float16 with float32 master weights and Adam
 states, gradients in float16 where the source does not say float32 (16 T4 does); heads, feed-forward features and the vocabulary are cut;
-kernels fused by hand (`fuses_pointwise`); gradients summed in one piece when the last backward pass is done (`bucket_bytes`), as
-Megatron-LM did then; 60 us of the host for each kernel and 20 us for each message, which no source tells; between hosts half of the rate
-of the cards. The figures of a device or a link are the same in all rows and all sets."""
+kernels fused by hand (`fuses_pointwise`); gradients summed in one piece when the last backward pass is done (`bucket_bytes`), and rows
+of a split stage computed at once, as Megatron-LM did then; 60 us of the host for each kernel and 20 us for each message, which no source
+tells; between hosts half of the rate of the cards. The figures of a device or a link are the same in all rows and all sets."""
 
 COSTS = Costs(fuses_pointwise=True, message_seconds=20e-6, bucket_bytes=2**60)
 HOST = "60 us"
@@ -108,7 +108,7 @@ def simulate(run: Run, *, costs: Costs = COSTS, scatters: bool = True) -> StepEs
     sizes = {name: getattr(run, name) for name in ("layers", "hidden", "heads", "sequence", "vocabulary")}
     graph = _graph(GPT(**sizes, dtype="float16", attention="explicit", dropout=0.1))
     cluster = parse_cluster(run.cluster)
-    plan = make_plan(graph, cluster, Config({"plan": run.plan}), rows=run.batch)
+    plan = make_plan(graph, cluster, Config({"plan": run.plan, "communication": {"overlap": False}}), rows=run.batch)
     replicas = plan.replicas if scatters else tuple(map(_crossing_whole, plan.replicas))
     return estimate(replace(plan, parameter_states=run.states, replicas=replicas), graph, cluster, costs)
 
