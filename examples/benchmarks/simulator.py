@@ -128,11 +128,12 @@ What falls short, and the likely reason:
 
 - Multi-node pipelines of 2 tensor-parallel devices were measured up to a third slower, some of 4 up to a sixth, than equal work on 8 or
   on 1, and neighbouring micro-batch sizes of one plan differ by a fifth. The extra time goes neither with the bytes of messages nor with
-  the depth or the number of micro-batches; nothing that the sources tell explains it, and nothing was fitted to it.
-- On one host 4 tensor-parallel devices take as long for 1 row as for 2: the host that starts kernels rules, and messages pass meanwhile.
-  The prediction adds the messages to the host's time (up to 31 % too long there), and so picks a worse plan in one case.
-- 8 tensor-parallel devices with 64 rows at once took twice as long as with 32, which looks like memory being freed and taken again;
-  with 2 rows, twice as long for a row as with 4.
+  the depth, the number of micro-batches or the memory in use; nothing that the sources tell explains it, and nothing was fitted to it.
+- On one host, where host and device take about as long, 2 tensor-parallel devices, and pipelines with few micro-batches, took up to a
+  fifth longer than the longer of the two; 4 tensor-parallel devices with 2 rows a fifth less than their host is predicted to need. So a
+  worse plan is picked in a few cases.
+- 8 tensor-parallel devices with 64 rows at once took twice as long as with 32, though half of their memory should be free; with 2 rows,
+  twice as long for a row as with 4.
 - Small products on one host of A100 change by a fifth with the number of rows, as libraries choose other kernels.
 - One pipeline of a trillion parameters took 103 s in one source and, without data parallelism around it, 94 s in another; 102 s is
   predicted for both.
