@@ -112,10 +112,18 @@ class Tracing:
 
 
 def _ready(trace: Trace) -> Trace:
-    """Makes the folder before the run that is to be recorded in it."""
-    try:
-        if trace.directory is not None:
-            Path(trace.directory).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"trace.directory {trace.directory} cannot be made: {error.strerror}") from error
+    if trace.directory is not None:
+        make_folder(trace.directory)
     return trace
+
+
+def make_folder(directory: str) -> None:
+    """Makes the folder before the run that is to be recorded in it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"trace.directory {directory} cannot be made: {error.strerror}") from error

@@ -120,6 +120,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--ranks takes a whole number above 0, or auto, gpu or cpu ({ranks} is not)")
     if not (arguments.module or arguments.no_python) and not Path(arguments.training_script).is_file():
         raise ConfigError(f"there is no script {arguments.training_script}", hint="whale run [flags] SCRIPT [the script's own words]")
+    if arguments.trace is not None and str(arguments.nnodes) in ("1", "1:1"):  # of several hosts, that of rank 0 has it
+        from whale.api import tracing
+
+        tracing.make_folder(arguments.trace)
 
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:

@@ -140,3 +140,15 @@ def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
     with launch._environment({"WHALE_RECIPE": "inside", "WHALE_RUN_DIR": "somewhere"}):
         assert (os.environ["WHALE_RECIPE"], os.environ["WHALE_RUN_DIR"]) == ("inside", "somewhere")
     assert os.environ["WHALE_RECIPE"] == "before" and "WHALE_RUN_DIR" not in os.environ
+
+
+def test_a_folder_for_the_record_that_cannot_be_made_is_told_before_a_rank_starts(tmp_path: Path) -> None:
+    script, file = tmp_path / "train.py", tmp_path / "file"
+    for path in (script, file):
+        path.touch()
+    for directory in (file, file / "below"):
+        with pytest.raises(ConfigError, match=re.escape(f"trace.directory {directory} cannot be made: ")):
+            launch._check(launch.make_parser().parse_args(["--trace", str(directory), str(script)]))
+    launch._check(launch.make_parser().parse_args(["--nnodes", "2", "--trace", str(file), str(script)]))
+    launch._check(launch.make_parser().parse_args(["--trace", str(tmp_path / "new"), str(script)]))
+    assert (tmp_path / "new").is_dir()
