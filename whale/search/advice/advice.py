@@ -179,16 +179,15 @@ class _Adviser:
             return
         kind, text = self._front(replica), found.objective.text
         name = self.names[kind]
-        says = f"the {name} takes the front of the pipeline"
+        first, last = (format_bytes(replica.stages[end].estimates[0].activation_bytes) for end in (0, -1))
+        says = f"the {name} takes the front of the pipeline: beside parameters the first stage keeps {first}, the last {last}; "
         for other in found.others:
             mixed = self._mixed(other.draft.plan)
             if mixed is not None and self._front(mixed) != kind:
-                first, last = (format_bytes(replica.stages[end].estimates[0].activation_bytes) for end in (0, -1))
-                says += f": beside parameters the first stage keeps {first}, the last {last}; "
                 says += f"with the {self.names[self._front(mixed)]} in front {text(other.value)} ({text(found.value)} so)"
                 yield Advice("front", name, says, found.value, other.value)
                 return
-        yield Advice("front", name, f"{says}; no plan with another there was made", None, None)
+        yield Advice("front", name, f"{says}no plan with another there was made (planning.effort makes more)", None, None)
 
     def _uses(self, plan: Plan, kind: Device) -> bool:
         return any(self.cluster.by_name[name].kind == kind for name in plan.devices)
