@@ -8,7 +8,7 @@ from whale.config import Config, ReplicaBlock
 from whale.config.keys import Shares
 from whale.search.arrangement import Order
 
-ORDERS = (Order("1f1b"), Order("eager_1f1b"), Order("interleaved", 2))
+ORDERS = (Order("1f1b"), Order("eager_1f1b"), Order("interleaved", 2), Order("zb_h1"), Order("zb_h2"))
 """The orders that are tried where none is set."""
 
 FOR_MEMORY = ("none", "blocks", "full")
