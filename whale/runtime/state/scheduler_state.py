@@ -76,6 +76,8 @@ def _state(scheduler: Any, sources: Sequence[_Source]) -> dict[str, Any]:
 def _entry(own: Any, sources: Sequence[_Source]) -> Any:
     """A value for each group, where it is a list of that here and there; else one that is equal for all groups.
 
+    A list that is everywhere as it is here when the scheduler is made (milestones, say) is of as many parts as there are groups by chance.
+
     Args:
         own: what the scheduler that loads has in this place.
         sources: for each of its groups.
@@ -83,4 +85,6 @@ def _entry(own: Any, sources: Sequence[_Source]) -> Any:
     is_per_group = isinstance(own, list) and len(own) == len(sources)
     if not is_per_group or any(not isinstance(each.value, list) or len(each.value) != each.num_groups for each in sources):
         return sources[0].value
+    if all(each.value == own for each in sources):
+        return own
     return [value if source.number is None else source.value[source.number] for value, source in zip(own, sources, strict=True)]

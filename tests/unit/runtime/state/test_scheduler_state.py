@@ -44,6 +44,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "in turn": lambda own: of.SequentialLR(own, [of.LinearLR(own, 0.1, total_iters=2), of.LambdaLR(own, lambda e: 0.9**e)], [2]),
     "at once": lambda own: of.ChainedScheduler([of.ConstantLR(own, 0.5, 3), of.LambdaLR(own, lambda e: 0.9**e)]),
     "in turn, thrice": lambda own: of.SequentialLR(own, [of.LambdaLR(own, lambda e: 0.9**e) for _ in "abc"], [2, 4]),
+    "as often as there are groups": lambda own: of.SequentialLR(own, [of.LambdaLR(own, lambda e: 0.9**e) for _ in NAMES], [4, 5, 7]),
 }
 
 
