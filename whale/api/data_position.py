@@ -52,20 +52,25 @@ class DataPosition:
         if not isinstance(batch, RankBatch) or not isinstance(batch.source, Loader):
             return
         source, read = batch.source, self._state.position
-        if read is not None and source is self._resumed and source.placed is None and batch.start != read:
-            raise CheckpointError(
-                f"training goes on where the checkpoint's data does (there: {_told(read)}; the batch: {_told(batch.start)})",
-                hint="after engine.load begin another iteration over the loader, and leave out no batch; or start an epoch with set_epoch",
-            )
-        if read is not None and source is not self._resumed and source.placed is None:
+        if read is not None and source.placed is None:
+            self._check_goes_on(source, batch, read)
+        self._feeding, self._fed, self._state.position = source, batch.stop, None
+        source.placed = None
+
+    def _check_goes_on(self, source: Loader, batch: RankBatch, read: Mapping[str, int]) -> None:
+        """Finds that a batch of a loader is not the one that follows a position which has been read."""
+        if source is not self._resumed:
             source.check(read)
             raise CheckpointError(
                 "training goes on with the loader that has taken up the checkpoint's data position, the first that was made of the "
                 f"same samples (the batch comes from another, at epoch {source.epoch})",
                 hint="make the loader of the training before others, or start an epoch with set_epoch",
             )
-        self._feeding, self._fed, self._state.position = source, batch.stop, None
-        source.placed = None
+        if batch.start != read:
+            raise CheckpointError(
+                f"training goes on where the checkpoint's data does (there: {_told(read)}; the batch: {_told(batch.start)})",
+                hint="after engine.load begin another iteration over the loader, and leave out no batch; or start an epoch with set_epoch",
+            )
 
     def check(self, position: Mapping[str, int]) -> None:
         """Finds that a position is not one of the training's loader before anything is done with it.
