@@ -159,7 +159,7 @@ def _seconds(found: Planned, replica: Replica, stage: Stage, index: int, local: 
     counts = [stage.rows(stop - start)[index] for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows)]
     rows = sum(counts) / len(counts)
     times = local.seconds(found.cluster.by_name[device], rows)
-    ops = np.array([local.table.position[name] for name in stage.ops], dtype=np.int64)
+    ops = local.positions(stage.ops)
     repeated = frozenset(name for run in stage.recomputed for name in run)
     forward = (times.forward_fixed + rows * times.forward_per_row)[ops]
     backward = (times.backward_fixed + rows * times.backward_per_row)[ops] + forward * np.array([name in repeated for name in stage.ops])

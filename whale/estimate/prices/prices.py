@@ -241,10 +241,11 @@ class Prices:
         """What a part computes a second time, by rows about a number of them."""
         if recompute.num_alive:
             return self.started(part, device, num_rows)[0]
-        repeated = self._positions(name for segment in recompute.segments for name in segment)
+        repeated = self.positions(name for segment in recompute.segments for name in segment)
         return self.seconds(device, num_rows).started_forward(repeated)
 
-    def _positions(self, ops: Iterable[str]) -> NDArray[np.int64]:
+    def positions(self, ops: Iterable[str]) -> NDArray[np.int64]:
+        """The places of ops in the table and in `seconds`."""
         return np.array([self.table.position[name] for name in ops], dtype=np.int64)
 
     def started(self, part: Part, device: Device, num_rows: float) -> tuple[Started, Started]:
@@ -252,7 +253,7 @@ class Prices:
         key = (part, device.kind, num_rows)
         if key not in self._started:
             seconds = self.seconds(device, num_rows)
-            index = self._positions(part.ops)
+            index = self.positions(part.ops)
             self._started[key] = seconds.started_forward(index), seconds.started_backward(index)
         return self._started[key]
 

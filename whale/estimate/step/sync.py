@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Plan, Stage
 from whale.schedules import alike_schedules
@@ -30,7 +28,7 @@ def ready_share(prices: Prices, stage: Stage, num_rows: int, names: Sequence[str
         num_rows: of the micro-batch on the stage's first device.
         first: `first_uses` of the stage.
     """
-    index = np.array([prices.table.position[name] for name in stage.ops], dtype=np.int64)
+    index = prices.positions(stage.ops)
     seconds = prices.seconds(prices.cluster.by_name[stage.virtual_device.devices[0]], num_rows)
     backward = (seconds.backward_fixed + num_rows * seconds.backward_per_row)[index]
     total = float(backward.sum())

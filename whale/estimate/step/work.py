@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.started import Started
@@ -174,9 +173,9 @@ class Works:
     def _alone(self, prices: Prices, key: StageKey, device: str, num_rows: int) -> tuple[Started, Started, Started]:
         """F, I and W of the ops alone."""
         found = prices.seconds(prices.cluster.by_name[device], float(num_rows))
-        index = _positions(prices, key.part.ops)
+        index = prices.positions(key.part.ops)
         weights = np.array([weight_share(prices.graph, name) for name in key.part.ops])
-        repeated = found.started_forward(_positions(prices, [name for run in key.segments for name in run]))
+        repeated = found.started_forward(prices.positions(name for run in key.segments for name in run))
         return found.started_forward(index), found.started_backward(index, 1 - weights) + repeated, found.started_backward(index, weights)
 
     def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
@@ -264,10 +263,6 @@ def _slowest(passes: Iterable[Started], num_rows: int) -> Started:
     """The pass of devices that wait for one another: as long as the slowest of them, and the slowest of their hosts, takes."""
     found = tuple(passes)
     return Started(max((each.device for each in found), key=lambda line: line.at(num_rows)), max(each.host for each in found))
-
-
-def _positions(prices: Prices, ops: Sequence[str]) -> NDArray[np.int64]:
-    return np.array([prices.table.position[name] for name in ops], dtype=np.int64)
 
 
 def _kept(prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, copies: Line) -> tuple[float, float, float]:

@@ -17,9 +17,8 @@ def explain_sharding(best: Solution, replicas: Sequence[Replica]) -> Iterator[Ch
         for stage, sharding in enumerate(model.shardings):
             if sharding is not None:
                 found.setdefault((stage, sharding), []).append(index)
-    others = {
-        key: "; ".join(_others(key[1])) for key in reversed(found)
-    }  # last stages first: what is next best there may fit in the others
+    # Last stages first: what is next best there may fit in the others.
+    others = {key: "; ".join(_others(key[1])) for key in reversed(found)}
     for (stage, sharding), members in found.items():
         copies = f" of replica {', '.join(map(str, members))}" if len(members) < len(replicas) else ""
         yield Choice(

@@ -73,7 +73,7 @@ class StageTables:
         """Seconds of every piece on one of the devices of a split group, which have equal parts of the work until it is cut."""
         points, prices = self.points, self.prices
         seconds = prices.seconds(device, float(num_rows))
-        index = np.array([prices.table.position[op] for op in points.spine], dtype=np.int64)
+        index = prices.positions(points.spine)
         forward = seconds.forward_fixed + num_rows * seconds.forward_per_row
         per_op = (times * forward + seconds.backward_fixed + num_rows * seconds.backward_per_row) / width
         started = times * seconds.forward_host + seconds.backward_host  # every device starts every kernel

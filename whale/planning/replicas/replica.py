@@ -69,9 +69,8 @@ def model_replica(
         num_rows: rows of the global batch, the most that it can be given.
         rows_about: rows of a micro-batch that it is expected to get; prices are lines about it.
     """
-    last_first = range(pipeline.num_stages)[
-        ::-1
-    ]  # with least in flight: what is best for them may fit in the others, and is best there too
+    # The last have least in flight: what is best for them may fit in the others, and is best there too.
+    last_first = range(pipeline.num_stages)[::-1]
     priced = [pricing.price(pipeline, assignment, stage, placed, rows_about, recomputes) for stage in last_first][::-1]
     costs = tuple(stage.costs for stage in priced)
     most = -(-num_rows // pipeline.num_micro_batch)
