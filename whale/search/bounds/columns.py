@@ -46,7 +46,8 @@ class Columns:
         table: the figures of one of each.
         counts: how many there are.
         trained: bytes of trainable parameters that it is the first to read.
-        of: per op, in graph order, its column.
+        names: of the ops, in graph order.
+        of: per op, in that order, its column.
         first_trained: per op, likewise, its bytes of `trained`.
     """
 
@@ -54,6 +55,7 @@ class Columns:
     table: OpTable
     counts: Floats
     trained: Floats
+    names: tuple[str, ...]
     of: NDArray[np.int64]
     first_trained: Floats
     _known: dict[tuple[Device, float], Times] = field(default_factory=dict, init=False)
@@ -96,13 +98,14 @@ def columns_of(prices: Prices, structure: Structure) -> Columns:
     """Reduces a graph to its columns; where times were measured each op has its own."""
     graph, table = prices.graph, prices.table
     trained = np.zeros(len(graph.ops))
-    names = set[str]()
-    for op in graph.ops:
-        for parameter in graph.parameters_among(op.inputs) if op.name in structure.atom_of else ():
-            if parameter.kind == "parameter" and parameter.name not in names:
-                names.add(parameter.name)
+    ops, seen = [op for op in graph.ops if op.name in structure.atom_of], set[str]()
+    for op in ops:
+        for parameter in graph.parameters_among(op.inputs):
+            if parameter.kind == "parameter" and parameter.name not in seen:
+                seen.add(parameter.name)
                 trained[table.position[op.name]] += parameter.spec.num_bytes * parameter.trainable
-    own = np.array([table.position[op.name] for op in graph.ops if op.name in structure.atom_of], dtype=np.int64)
+    names = tuple(op.name for op in ops)
+    own = prices.positions(names)
     arrays = {
         each.name: getattr(table, each.name) for each in dataclasses.fields(table) if isinstance(getattr(table, each.name), np.ndarray)
     }
@@ -111,4 +114,4 @@ def columns_of(prices: Prices, structure: Structure) -> Columns:
     _, first, inverse, counts = np.unique(looks, axis=0, return_index=True, return_inverse=True, return_counts=True)
     kept = own[first]
     reduced = dataclasses.replace(table, **{name: values[kept] for name, values in arrays.items()})
-    return Columns(prices, reduced, counts.astype(float), trained[kept], inverse.reshape(-1).astype(np.int64), trained[own])
+    return Columns(prices, reduced, counts.astype(float), trained[kept], names, inverse.reshape(-1).astype(np.int64), trained[own])

@@ -126,8 +126,8 @@ class ScopedBounds:
 
     def _counts(self, pipeline: PipelineShape, assignment: Assignment) -> Iterable[Floats]:
         """Per rank its ops, by column."""
-        columns, names = self.bounds.columns, (op.name for op in self.bounds.prices.graph.ops if op.name in self.bounds.structure.atom_of)
-        column_of = dict(zip(names, columns.of.tolist(), strict=True))
+        columns = self.bounds.columns
+        column_of = dict(zip(columns.names, columns.of.tolist(), strict=True))
         for rank in range(pipeline.num_ranks):
             stages = pipeline.stages_of(rank)
             own = [column_of[name] for name, stage in assignment.stage_of.items() if stage in stages and name in column_of]
