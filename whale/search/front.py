@@ -122,19 +122,21 @@ class Front:
         for arrangement in self.space.arrangements(lineup):
             self.num_arrangements += 1
             by_order.setdefault(arrangement.order, []).append(arrangement)
-        if by_order:
-            first = next(iter(by_order.values()))[0]
-            bound = self.objective.at_least(first, self.bounds.of_lineup(lineup, first.num_micro_batch))
-            for near in self.space.rules(lineup):
-                yield from (Group(tuple(own), near, bound, self._rough(own, near)) for own in by_order.values())
+        if not by_order:
+            return
+        first = next(iter(by_order.values()))[0]
+        bound = self.objective.at_least(first, self.bounds.of_lineup(lineup, first.num_micro_batch))
+        rules = self.space.rules(lineup)
+        counts = sorted({each.num_micro_batch for own in by_order.values() for each in own})
+        seconds = self._roughly.seconds(lineup, tuple(by_order), counts, [near is not False for near in rules]).tolist()
+        for near, of_rule in zip(rules, seconds, strict=True):
+            for own, of_order in zip(by_order.values(), of_rule, strict=True):
+                at = dict(zip(counts, of_order, strict=True))
+                yield Group(tuple(own), near, bound, tuple(self.objective.likely(each, at[each.num_micro_batch]) for each in own))
 
     @cached_property
     def _roughly(self) -> Rough:
         return Rough(self.sketches)
-
-    def _rough(self, own: Sequence[Arrangement], near: bool | None) -> tuple[float, ...]:
-        seconds = self._roughly.seconds(own, near=near is not False)
-        return tuple(self.objective.likely(each, float(rough)) for each, rough in zip(own, seconds, strict=True))
 
     def _looks(self, group: Group, likely: Sequence[float]) -> Iterator[Look]:
         for arrangement, own in zip(group.own, likely, strict=True):

@@ -5,7 +5,7 @@ t = 1 / (n_1 / T_1 + n_2 / T_2 + ...)      of a rank, where n_k ranks are of a k
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from whale.estimate import optimizer_seconds
 from whale.estimate.costs.op_table import Floats
 from whale.ir.cluster import Device
-from whale.search.arrangement import Arrangement, Order, Team, sums_in_backward
+from whale.search.arrangement import Order, Team, sums_in_backward
 from whale.search.sketch.sketch import BACKWARD, Sketches
 
 STEPS = 2
@@ -25,7 +25,7 @@ AGAIN = 1 + (1 - BACKWARD)
 
 @dataclass(eq=False)
 class Rough:
-    """Rough times of arrangements that differ in their micro-batches alone.
+    """Rough times of all arrangements of a line-up.
 
     Args:
         sketches: of them, which know what all is about.
@@ -33,37 +33,29 @@ class Rough:
 
     sketches: Sketches
     _totals: dict[tuple[Device, int], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
-    _last: tuple[Hashable, tuple[list[Floats], list[Floats]]] | None = field(default=None, init=False)
 
-    def seconds(self, own: Sequence[Arrangement], *, near: bool) -> Floats:
-        """Seconds of a step, per arrangement; infinite where it seems not to fit.
+    def seconds(self, teams: Sequence[Team], orders: Sequence[Order], micro_batches: Sequence[int], rules: Sequence[bool]) -> Floats:
+        """Seconds of a step, ``[rules, orders, numbers of micro-batches]``; infinite where it seems not to fit.
 
         Args:
-            near: whether replicas fill hosts; else those who hold the same stage are neighbours.
+            rules: whether replicas fill hosts; else those who hold the same stage are neighbours.
         """
-        teams, m = own[0].teams, np.array([float(each.num_micro_batch) for each in own])
-        shares, ranks = self._ranks(teams, m)
-        speeds = list[Floats]()
+        m = np.array(micro_batches, dtype=np.float64)
+        shares = [np.maximum(m, share) for share in self.sketches.shares(teams)]
+        ranks = [self._rank(team, share / m) for team, share in zip(teams, shares, strict=True)]
+        speeds = np.zeros((len(rules), len(orders), len(m)))
         for team, share, rank in zip(teams, shares, ranks, strict=True):
-            speeds.append(team.count * share / self._pipeline(team, own[0].order, m, share / m, rank, near=near))
+            speeds += team.count * share / self._pipeline(team, orders, m, share / m, rank, rules)
         with np.errstate(divide="ignore"):  # no speed at all where nothing fits
-            passes: Floats = self.sketches.num_rows / np.sum(speeds, axis=0)
+            passes: Floats = self.sketches.num_rows / speeds
         if not self.sketches.prices.training:
             return passes
-        rate = self.sketches.ties.sum_rate(teams, near=near)
+        rates = np.array([self.sketches.ties.sum_rate(teams, near=near) for near in rules])
         hides = BACKWARD if sums_in_backward(teams) else 0.0
         hiding = [hides * np.where(np.isfinite(rank), rank, 0.0) for rank in ranks]  # what does not fit hides nothing
-        ends = [self._end(team, own, rate) for team, own in zip(teams, hiding, strict=True)]
-        result: Floats = passes + np.max(ends, axis=0)
+        ends = [self._end(team, own, rates[:, None]) for team, own in zip(teams, hiding, strict=True)]
+        result: Floats = passes + np.max(ends, axis=0)[:, None, :]
         return result
-
-    def _ranks(self, teams: tuple[Team, ...], m: Floats) -> tuple[list[Floats], list[Floats]]:
-        """Rows of a replica of each team, and what a rank takes for a micro-batch; the same whatever the order and the names."""
-        key = teams, len(m), m[0]
-        if self._last is None or self._last[0] != key:
-            shares = [np.maximum(m, share) for share in self.sketches.shares(teams)]
-            self._last = key, (shares, [self._rank(team, share / m) for team, share in zip(teams, shares, strict=True)])
-        return self._last[1]
 
     def _rank(self, team: Team, rows: Floats) -> Floats:
         """A rank for one micro-batch of so many rows each, with what its split groups exchange; infinite where there is no room."""
@@ -93,28 +85,30 @@ class Rough:
         result: Floats = pieces.parameters[-1] + alive * kept <= room
         return result
 
-    def _pipeline(self, team: Team, order: Order, m: Floats, rows: Floats, rank: Floats, *, near: bool) -> Floats:
-        """All micro-batches, with fill, drain and messages."""
-        p, v = team.num_ranks, order.num_chunks
-        passes: Floats = (m + (p - 1) / v) * rank
+    def _pipeline(self, team: Team, orders: Sequence[Order], m: Floats, rows: Floats, rank: Floats, rules: Sequence[bool]) -> Floats:
+        """All micro-batches, with fill, drain and messages: ``[rules, orders, numbers of micro-batches]``, or what stands for that."""
+        p = team.num_ranks
         if p == 1:
-            return passes
-        crossing, borders = self.sketches.pieces.crossing, self.sketches.ties.borders(team, near=near)
-        num_bytes = (crossing.fixed + crossing.per_row * rows) / team.width
-        waiting = 2 * borders.latency + num_bytes * borders.per_byte
-        ahead = np.minimum(m, self.sketches.in_flight(order, p, 2 * p)[0] / v)
-        result: Floats = np.maximum(
-            np.maximum(passes + waiting, m * (p * rank + v * waiting) / ahead), m * v * num_bytes / 2 * borders.narrowest
-        )
+            return m * rank
+        sketches = self.sketches
+        v = np.array([[order.num_chunks] for order in orders])
+        most = np.array([[sketches.in_flight(order, p, 2 * p)[0]] for order in orders])
+        passes = (m + (p - 1) / v) * rank
+        borders = [sketches.ties.borders(team, near=near) for near in rules]
+        latency, per_byte, narrowest = np.array([(each.latency, each.per_byte, each.narrowest) for each in borders]).T[:, :, None, None]
+        num_bytes = (sketches.pieces.crossing.fixed + sketches.pieces.crossing.per_row * rows) / team.width
+        waiting = 2 * latency + num_bytes * per_byte
+        ahead = np.minimum(m, most / v)
+        result: Floats = np.maximum(np.maximum(passes + waiting, m * (p * rank + v * waiting) / ahead), m * v * num_bytes / 2 * narrowest)
         return result
 
-    def _end(self, team: Team, hiding: Floats, rate: float) -> Floats:
-        """What the last backward passes do not hide of the sums of gradients, and the optimizer."""
+    def _end(self, team: Team, hiding: Floats, rates: Floats) -> Floats:
+        """What the last backward passes do not hide of the sums of gradients, and the optimizer: ``[rules, numbers of micro-batches]``."""
         sketches, p = self.sketches, team.num_ranks * team.width
         states = sketches.prices.costs.optimizer_states
         update = min(optimizer_seconds(kind, 1.0, 1.0, states) for kind in team.numbers) * sketches.pieces.trained[-1] / p
         if team.num_ranks > 1:
-            return np.maximum(0.0, sketches.pieces.trained[-1] / p * rate - hiding) + update + sketches.pieces.tied * rate
+            return np.maximum(0.0, sketches.pieces.trained[-1] / p * rates - hiding) + update + sketches.pieces.tied * rates
         num_bytes, left = sketches.pieces.columns.last_sums(team.kinds[0], sketches.num_rows)
-        exposed: Floats = np.max(rate * num_bytes / p - hiding[:, None] * left, axis=1)
+        exposed: Floats = np.max(rates[:, :, None] * num_bytes / p - hiding[:, None] * left, axis=2)
         return exposed + update
