@@ -66,7 +66,8 @@ class Bounds:
     structure: Structure
     points: CutPoints
     num_rows: int
-    _curves: dict[tuple[Team, Order, int, Summing], Floats] = field(default_factory=dict, init=False)
+    _curves: dict[tuple[Team, bool, int, Summing], Floats] = field(default_factory=dict, init=False)
+    _times: dict[tuple[Device, int, tuple[float, ...]], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
 
     @cached_property
     def columns(self) -> Columns:
@@ -136,6 +137,10 @@ class Bounds:
         result: Floats = few if self.num_rows <= GRID else steps[steps < 2 * self.num_rows]
         return result
 
+    @cached_property
+    def _steps(self) -> tuple[float, ...]:
+        return tuple(self._grid.tolist())
+
     def _rows_within(self, curve: Floats, times: Floats) -> Floats:
         """At most so many rows does a replica compute within each of these times: the next step of the grid is too much."""
         index = np.searchsorted(curve, times * (1 + 1e-12), side="right")
@@ -145,16 +150,19 @@ class Bounds:
 
     def _curve(self, team: Team, order: Order, num_micro_batch: int, summing: Summing) -> Floats:
         """`_team_seconds` over the grid, made to not fall."""
-        key = team.one, order, num_micro_batch, summing
+        key = team.one, order.fills, num_micro_batch, summing  # nothing else of an order is asked for
         if key not in self._curves:
-            found = self._team_seconds(team, order, num_micro_batch, tuple(self._grid), summing)
+            found = self._team_seconds(team, order, num_micro_batch, self._steps, summing)
             self._curves[key] = np.maximum.accumulate(found)
         return self._curves[key]
 
     def _ops(self, kind: Device, num_micro_batch: int, rows: tuple[float, ...]) -> tuple[Floats, Floats]:
         """Seconds of every column forward and backward, ``[rows, columns]``, for one micro-batch of a replica with these rows."""
-        found = [self.columns.seconds(kind, number / num_micro_batch) for number in rows]
-        return np.stack([times.forward for times in found]), np.stack([times.backward for times in found])
+        key = kind, num_micro_batch, rows
+        if key not in self._times:
+            found = [self.columns.seconds(kind, number / num_micro_batch) for number in rows]
+            self._times[key] = np.stack([times.forward for times in found]), np.stack([times.backward for times in found])
+        return self._times[key]
 
     def _team_seconds(self, team: Team, order: Order, num_micro_batch: int, rows: tuple[float, ...], summing: Summing) -> Floats:
         """The bound for replicas of a team with so many rows each, per number of rows."""
