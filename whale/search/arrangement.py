@@ -32,9 +32,14 @@ class Team:
     def __hash__(self) -> int:  # teams are keys of what was worked out about them, and long
         return self._hash
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return len(self.kinds)
+
+    @cached_property
+    def num_devices(self) -> int:
+        """Of all its replicas."""
+        return self.count * self.num_ranks * self.width
 
     @cached_property
     def one(self) -> Team:
@@ -106,7 +111,7 @@ class Arrangement:
 
     @property
     def num_devices(self) -> int:
-        return sum(team.count * team.num_ranks * team.width for team in self.teams)
+        return sum(team.num_devices for team in self.teams)
 
     @property
     def is_plain(self) -> bool:

@@ -140,7 +140,7 @@ class Front:
 
     def _looks(self, group: Group, likely: Sequence[float]) -> Iterator[Look]:
         for arrangement, own in zip(group.own, likely, strict=True):
-            yield Look(arrangement, group.near, group.bound, self.bound, self._fits, own)
+            yield Look(arrangement, group.near, group.bound, self.bound, self._fits, own, effort_of(arrangement))
 
     def bound(self, arrangement: Arrangement) -> float:
         """What none of its plans is below: alike replicas have the mean of the rows, and the slowest stage of some cut."""
@@ -171,7 +171,7 @@ class Front:
         """Those that promise most first."""
 
         def turn(look: Look) -> tuple[float, float, int]:
-            ease = 1 + EASE * effort_of(look.arrangement)
+            ease = 1 + EASE * look.effort
             return look.likely * ease, look.bound * ease, look.arrangement.num_devices
 
         return sorted(looks, key=turn)

@@ -52,6 +52,7 @@ class Look:
         refine: works out its own bound.
         fits: whether it would fit, roughly, in this share of the memory.
         likely: what its plans come to, roughly; infinite where they seem not to fit.
+        effort: how many small plans take as long to make as one of its own.
         is_must: whether it is planned whatever effort it takes, where it may be better.
     """
 
@@ -61,6 +62,7 @@ class Look:
     refine: Callable[[Arrangement], float]
     fits: Callable[[Arrangement, float], bool]
     likely: float
+    effort: float
     is_must: bool = False
     is_refined: bool = field(default=False, init=False)
 
@@ -104,7 +106,7 @@ class Run(Progress):
 
         The very first plan is made whatever it takes. The more of the effort that is left another takes, the more it must promise.
         """
-        effort = effort_of(look.arrangement)
+        effort = look.effort
         if not self.drafts and not self.faults:
             return True
         if effort > self.effort and not look.is_must:
@@ -127,7 +129,7 @@ class Run(Progress):
 
     def _plan(self, look: Look) -> bool:
         """Drafts an arrangement in all namings and keeps the best; whether there was effort enough for all of them."""
-        effort, is_first = effort_of(look.arrangement), True
+        effort, is_first = look.effort, True
         for seats, policy in self._ways(look):
             if effort > self.effort and not is_first and not look.is_must:
                 return False

@@ -46,8 +46,8 @@ class Rough:
         speeds = np.zeros((len(rules), len(orders), len(m)))
         for team, share, rank in zip(teams, shares, ranks, strict=True):
             speeds += team.count * share / self._pipeline(team, orders, m, share / m, rank, rules)
-        with np.errstate(divide="ignore"):  # no speed at all where nothing fits
-            passes: Floats = self.sketches.num_rows / speeds
+        passes = np.full_like(speeds, np.inf)  # no speed at all where nothing fits
+        np.divide(self.sketches.num_rows, speeds, out=passes, where=speeds > 0)
         if not self.sketches.prices.training:
             return passes
         rates = np.array([self.sketches.ties.sum_rate(teams, near=near) for near in rules])
