@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
 from whale.ir.reach import reached_parameters
@@ -39,7 +40,7 @@ class Bucket:
     stages: Places
     is_at_one_place: bool
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Of the parameters, each once."""
         return tuple(dict.fromkeys(name for name, _ in self.pieces))

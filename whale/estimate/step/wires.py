@@ -166,10 +166,9 @@ class _Roles:
 
     def __init__(self, plan: Plan, prices: Prices) -> None:
         self._plan, self._prices = plan, prices
-        self._numbers: dict[tuple[tuple[str, ...], Device], int] = {}
-        self._number_of: dict[tuple[int, int], int] = {}
+        self._looks: dict[tuple[tuple[str, ...], Device, int], int] = {}
+        self._look_of: dict[tuple[int, int], int] = {}
         self._first: dict[tuple[str, ...], dict[str, int]] = {}
-        self._shares: dict[tuple[int, int, tuple[str, ...]], float] = {}
         self._last_rows = [stop - start for *_, (start, stop) in plan.all_micro_batch_rows(plan.planned_rows)]
 
     def of(self, bucket: Bucket) -> tuple[Role, ...]:
@@ -178,27 +177,33 @@ class _Roles:
         by_replica: dict[int, list[int]] = {}
         for replica, index in bucket.stages:
             by_replica.setdefault(replica, []).append(index)
+        shares: dict[int, float] = {}
         for replica, indices in by_replica.items():
-            for index in indices:
-                stage = self._plan.replicas[replica].stages[index]
-                devices = stage.virtual_device.devices
-                share = self._share(replica, stage, bucket.names) if bucket.is_at_one_place else 1.0
-                found |= dict.fromkeys(devices, (tuple(indices), share, not bucket.is_at_one_place))
+            own = tuple(indices)
+            for index in own:
+                stage, share = self._plan.replicas[replica].stages[index], 1.0
+                if bucket.is_at_one_place:
+                    look = self._look(replica, stage)
+                    if look not in shares:
+                        shares[look] = self._share(replica, stage, bucket.names)
+                    share = shares[look]
+                found |= dict.fromkeys(stage.virtual_device.devices, (own, share, not bucket.is_at_one_place))
         return tuple(found[self._plan.devices[owner]] for owner in bucket.owners)
 
     def _share(self, replica: int, stage: Stage, names: tuple[str, ...]) -> float:
-        num_rows = stage.rows(self._last_rows[replica])[0]
-        key = self._class(replica, stage), num_rows, names
-        if key not in self._shares:
-            if stage.ops not in self._first:
-                self._first[stage.ops] = first_uses(self._prices, stage)
-            self._shares[key] = ready_share(self._prices, stage, num_rows, names, self._first[stage.ops])
-        return self._shares[key]
+        if stage.ops not in self._first:
+            self._first[stage.ops] = first_uses(self._prices, stage)
+        return ready_share(self._prices, stage, self._num_rows(replica, stage), names, self._first[stage.ops])
 
-    def _class(self, replica: int, stage: Stage) -> int:
-        """A number that stages of equal ops on equal devices share."""
+    def _look(self, replica: int, stage: Stage) -> int:
+        """A number that stages of equal ops on equal devices with equally many rows share."""
         place = replica, stage.index
-        if place not in self._number_of:
+        if place not in self._look_of:
             kind = self._prices.cluster.by_name[stage.virtual_device.devices[0]].kind
-            self._number_of[place] = self._numbers.setdefault((stage.ops, kind), len(self._numbers))
-        return self._number_of[place]
+            look = stage.ops, kind, self._num_rows(replica, stage)
+            self._look_of[place] = self._looks.setdefault(look, len(self._looks))
+        return self._look_of[place]
+
+    def _num_rows(self, replica: int, stage: Stage) -> int:
+        """Of the last micro-batch, on the first device."""
+        return stage.rows(self._last_rows[replica])[0]

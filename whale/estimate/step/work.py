@@ -130,7 +130,7 @@ class Works:
             num_rows: that the group takes.
         """
         position = first_alike(key.shards, position)
-        question = key, *self._likeness(group), position, num_rows
+        question = key, *self.likeness(group), position, num_rows
         if question not in self._known:
             self._known[question] = self._work(key, group, position, num_rows)
         return self._known[question]
@@ -156,12 +156,12 @@ class Works:
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """`_together`, once for all positions of equal groups."""
-        question = key, *self._likeness(group), num_rows
+        question = key, *self.likeness(group), num_rows
         if question not in self._groups:
             self._groups[question] = self._together(key, group, num_rows)
         return self._groups[question]
 
-    def _likeness(self, group: Sequence[str]) -> tuple[tuple[Device, ...], tuple[Link, ...]]:
+    def likeness(self, group: Sequence[str]) -> tuple[tuple[Device, ...], tuple[Link, ...]]:
         """What is equal for equal groups: the kinds of their devices, and the links between neighbours."""
         kinds = tuple(self.prices.cluster.by_name[name].kind for name in group)
         return kinds, tuple(self.prices.link(a, b) for a, b in pairwise(group))

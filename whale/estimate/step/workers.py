@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -46,6 +46,13 @@ class Worker:
     capacity: int
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.schedule, self.rank, self.rows, self.works, self.held))
+
+    def __hash__(self) -> int:  # equal replicas share their workers, which are long
+        return self._hash
+
+    @cached_property
     def work(self) -> Mapping[tuple[int, int], Work]:
         """`works` to look up."""
         return dict(self.works)
@@ -82,23 +89,41 @@ class Workers:
         self._rows = plan.all_micro_batch_rows(plan.planned_rows)
         self._of_kind: dict[int, set[tuple[int | None, Kind]]] = {}
         self._keys: dict[StageKey, StageKey] = {}
+        self._known: dict[Hashable, tuple[Worker, ...]] = {}
 
     def of(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[tuple[str, Worker]]:
-        """The devices of a replica, each with what it does.
+        """The devices of a replica, each with what it does: that of equal replicas on equal devices is found once.
 
         Args:
             schedule: of the replica.
             number: of that schedule among all.
         """
+        look = self._look(replica, number)
+        if look not in self._known:
+            self._known[look] = tuple(self._found(replica, schedule, number))
+        firsts = (replica.stages[schedule.stages_of(rank)[0]] for rank in range(schedule.num_ranks))
+        return zip((device for stage in firsts for device in stage.virtual_device.devices), self._known[look], strict=True)
+
+    def _look(self, replica: Replica, number: int) -> Hashable:
+        """All that its workers are made of: its stages and rows, and the kinds of its devices with the links between neighbours."""
+        stages = tuple((own.ops, own.parameters, own.program, own.shards, own.shares, own.split) for own in replica.stages)
+        groups = tuple(self._works.likeness(group) for stage in replica.stages for group in stage.groups)
+        return number, stages, replica.edges, groups, self._sizes(replica)
+
+    def _sizes(self, replica: Replica) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self._rows[replica.index])
+
+    def _found(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[Worker]:
+        """The workers of a replica, rank by rank."""
         if number not in self._of_kind:
             kinds = (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)
             self._of_kind[number] = {(a.stage, a.kind) for actions in schedule.ranks for a in actions if a.kind in kinds}
-        rows = tuple(stop - start for start, stop in self._rows[replica.index])
+        rows = self._sizes(replica)
         places = [self._place(stage, stage_key(replica, stage, self._of_kind[number]), sorted(set(rows))) for stage in replica.stages]
         for rank in range(schedule.num_ranks):
             own = [places[stage] for stage in schedule.stages_of(rank)]
             for index, device in enumerate(own[0].stage.virtual_device.devices):
-                yield device, self._worker(number, rank, own, index, device, rows)
+                yield self._worker(number, rank, own, index, device, rows)
 
     def _place(self, stage: Stage, key: StageKey, sizes: Sequence[int]) -> _Place:
         known = self._keys.setdefault(key, key)  # one object for equal keys, which are long
