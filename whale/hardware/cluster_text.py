@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from whale.ir.cluster import Cluster, Device, Host, Link
+from whale.ir.cluster import Cluster, Device, Handling, Host, Link
 from whale.ir.figure import Figure
 from whale.units import format_quantity
 
@@ -60,7 +60,14 @@ def _device(kind: Device, count: int) -> str:
         said["kernel_start"] = format_quantity(kind.kernel_start, "s")
     if kind.price_per_hour is not None:
         said["price_per_hour"] = f"{kind.price_per_hour:.6g}"
+    if kind.handling:
+        said["handling"] = _handling(kind.handling)
     return _mapping(said)
+
+
+def _handling(handling: Handling) -> str:
+    said = {"seconds": format_quantity(handling.seconds, "s")}
+    return _mapping(said | ({"bandwidth": format_quantity(1 / handling.per_byte, "B/s")} if handling.per_byte else {}))
 
 
 def _efficiency(kind: Device) -> str:

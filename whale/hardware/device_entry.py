@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from whale.config import begun_by, nearest
 from whale.hardware.catalogue import CPU, SPEEDS, KnownDevice, catalogue, read_efficiency, read_flops, read_speeds
 from whale.hardware.fields import Entry
-from whale.ir.cluster import Device
+from whale.ir.cluster import NO_HANDLING, Device, Handling
 
 MOST = 100_000
 """Devices of one entry, hosts of one entry: more is a slip of the pen."""
 
 _REPEATED = re.compile(r"(\d+)\s*[x*]\s*(\S.*)")
-_KEYS = ("model", "count", "memory", "bandwidth", "flops", "efficiency", "num_cores", "kernel_start", "price_per_hour", *SPEEDS)
+_KEYS = ("model", "count", "memory", "bandwidth", "flops", "efficiency", "num_cores", "kernel_start", "price_per_hour", "handling", *SPEEDS)
 _FULL = ("memory", "bandwidth", "flops", "efficiency")
 
 
@@ -106,5 +106,17 @@ def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[
         half_width=speeds.get("half_width", usual.half_width),
         traffic=speeds.get("traffic", usual.traffic),
         host_seconds=speeds.get("host_seconds", usual.host_seconds),
+        handling=_read_handling(entry),
     )
     return lambda name, host: replace(changed, name=name, host=host)
+
+
+def _read_handling(entry: Entry) -> Handling:
+    """What messages take of the device: ``{seconds: 100 us, bandwidth: 4 GB/s}``, of which either may be left out."""
+    if not entry.has("handling"):
+        return NO_HANDLING
+    below = entry.below("handling", f"{entry.name}: handling")
+    if not below.is_mapping(("seconds", "bandwidth")):
+        return NO_HANDLING
+    seconds, bandwidth = below.quantity("seconds", "s", zero=True), below.quantity("bandwidth", "B/s")
+    return Handling(seconds or 0.0, 0.0 if bandwidth is None else 1 / bandwidth)

@@ -39,6 +39,26 @@ class Link:
         return f"{format_count(self.bandwidth)}B/s{' shared' if self.shared else ''} + {format_seconds(self.latency)}"
 
 
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What messages take of a device's own time, whatever they take on the link: its computing stands still for so long.
+
+    Attributes:
+        seconds: of each message that it sends or receives.
+        per_byte: seconds of each byte that it sends or receives.
+    """
+
+    seconds: float = 0.0
+    per_byte: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.seconds > 0 or self.per_byte > 0
+
+
+NO_HANDLING = Handling()
+"""Of a device that moves messages beside its computing, or of which nobody knows."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator or CPU rank.
@@ -58,6 +78,7 @@ class Device:
         host_seconds: what its host needs to start one kernel; 0 where the host is the device. Hosts run ahead: it rules only where
             kernels are shorter.
         price_per_hour: in any currency, the same for all devices; None where nobody said it.
+        handling: of messages; nothing where that was not measured.
     """
 
     name: str
@@ -73,6 +94,7 @@ class Device:
     traffic: float = 1.0
     host_seconds: float = 0.0
     price_per_hour: float | None = None
+    handling: Handling = NO_HANDLING
 
     @cached_property
     def _hash(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 from tests.examples import slow
 from whale.errors import ClusterError
 from whale.hardware import cluster_text, load_cluster, parse_cluster
-from whale.ir.cluster import Cluster, Device, Host, Link
+from whale.ir.cluster import NO_HANDLING, Cluster, Device, Host, Link
 from whale.ir.figure import Figure
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "strategies" / "clusters").glob("*.yaml"))
@@ -61,6 +61,21 @@ def test_noisy_figures_are_told() -> None:
     assert PROBED.warnings == (
         "measured figures scatter by more than 25% (7 - b: latency, alone 50%, 7 cpu: memory 32%): measure again while nothing else runs",
     )
+
+
+def test_what_messages_take_of_a_device_reads_back() -> None:
+    kinds = "{model: T4, handling: {seconds: 100 us, bandwidth: 4 GB/s}}, {model: T4, handling: {seconds: 1 us}}, T4"
+    text = f"name: c\nhosts:\n  - {{name: h, devices: [{kinds}]}}\n"
+    cluster = parse_cluster(text)
+    first, second, third = (device.handling for device in parse_cluster(cluster_text(cluster)).devices)
+    assert (first.seconds, first.per_byte) == (pytest.approx(1e-4), pytest.approx(1 / 4e9))
+    assert (second.seconds, second.per_byte, third) == (pytest.approx(1e-6), 0, NO_HANDLING)
+    with pytest.raises(ClusterError) as caught:
+        parse_cluster(text.replace("4 GB/s", "0 GB/s").replace("1 us", "-1 us"))
+    assert "handling: bandwidth must be above 0 (" in str(caught.value)
+    assert "handling: seconds is an amount in s at least 0 (" in str(caught.value)
+    with pytest.raises(ClusterError, match="handling has no key 'second'"):
+        parse_cluster(text.replace("seconds: 1 us", "second: 1 us"))
 
 
 def test_figures_that_are_none_are_faults_with_their_lines() -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from whale.errors import ConfigError
 from whale.estimate.costs.op_table import Floats, is_free
-from whale.ir.cluster import Cluster, Device
+from whale.ir.cluster import NO_HANDLING, Cluster, Device
 from whale.ir.figure import Figure
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import KindProfile, OpTimes, Profile, model_fingerprint, signature
@@ -89,8 +89,8 @@ def measured(profile: Profile, graph: ModelGraph, cluster: Cluster) -> Measured:
 
 
 def _speed(kind: Device) -> Device:
-    """The kind without its memory: how much fits changes no time."""
-    return replace(kind, memory=0)
+    """The kind without its memory and its handling of messages: neither changes the time of an op."""
+    return replace(kind, memory=0, handling=NO_HANDLING)
 
 
 def _told(kind: Device) -> str:

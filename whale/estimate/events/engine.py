@@ -4,6 +4,9 @@
     transfer        |===========>|                  at work: its part of every link that it passes; then the latency
     worker 1     |  task   |     |  task  |         ready: its receive is posted; the next task needs what arrives
 
+A message may take time of the workers at its ends. It goes first: what a worker computes when the message starts ends so much later; what
+it begins after that waits for what is left of it.
+
 Links are shared fairly: of a link that k transfers use at once each has one k-th, and a transfer is as fast as the
 narrowest of its parts. Nothing is decided by chance: equal times come in the order in which they were caused.
 """
@@ -44,6 +47,7 @@ class Transfer:
         parties: how often it must be called ready before it starts: by sender and receiver, by all who take part.
         links: that it passes, each with how often its bytes do: of several equal transfers at the same time once for each.
         queue: transfers of one queue run one after another, in order of their indices; None for no queue.
+        handled: seconds that it takes of workers at its ends, from its start on, each with the worker.
     """
 
     num_bytes: float
@@ -51,6 +55,7 @@ class Transfer:
     parties: int
     links: tuple[tuple[int, float], ...] = ()
     queue: int | None = None
+    handled: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,8 @@ class _Engine:
         self._links = _Links(transfers, bandwidths)
         self._tasks: tuple[list[tuple[float, float]], ...] = tuple([] for _ in workers)
         self._clocks = [0.0] * len(workers)
+        self._at_work = [False] * len(workers)  # has a task that has started, or is to start at a known time
+        self._handles_until = [0.0] * len(workers)
         self._missing = [transfer.parties for transfer in transfers]
         self._started = [-1.0] * len(transfers)
         self._arrived = [-1.0] * len(transfers)
@@ -121,7 +128,11 @@ class _Engine:
         while self._events:
             time, _, what, subject, version = heapq.heappop(self._events)
             if what == _TASK_ENDS:
-                self._end_task(subject, time)
+                end = self._tasks[subject][-1][1]
+                if end > time:  # messages have come in between
+                    self._push(end, _TASK_ENDS, subject)
+                else:
+                    self._end_task(subject, time)
             elif what == _JOINS:
                 self._call_ready(subject, time)
             elif what == _ARRIVES:
@@ -162,12 +173,23 @@ class _Engine:
 
     def _start_task(self, worker: int, task: Task) -> None:
         start = max([self._clocks[worker], *(self._arrived[transfer] for transfer in task.needs)])
-        self._tasks[worker].append((start, start + task.seconds))
+        seconds = task.seconds + max(0.0, self._handles_until[worker] - start)
+        self._at_work[worker] = True
+        self._tasks[worker].append((start, start + seconds))
         for transfer, share in task.joins:
-            self._push(start + share * task.seconds, _JOINS, transfer)
-        self._push(start + task.seconds, _TASK_ENDS, worker)
+            self._push(start + share * seconds, _JOINS, transfer)
+        self._push(start + seconds, _TASK_ENDS, worker)
+
+    def _handle(self, worker: int, seconds: float, now: float) -> None:
+        """A message takes time of a worker: of its task, but for what is left until that starts."""
+        begin = max(now, self._handles_until[worker])
+        self._handles_until[worker] = begin + seconds
+        if self._at_work[worker]:
+            start, end = self._tasks[worker][-1]
+            self._tasks[worker][-1] = start, end + max(0.0, seconds - max(0.0, start - begin))
 
     def _end_task(self, worker: int, now: float) -> None:
+        self._at_work[worker] = False
         position = len(self._tasks[worker])
         for transfer in self._workers[worker][position - 1].sends:
             self._call_ready(transfer, now)
@@ -183,6 +205,8 @@ class _Engine:
     def _start_transfer(self, number: int, now: float) -> None:
         transfer = self._transfers[number]
         self._started[number] = now
+        for worker, seconds in transfer.handled:
+            self._handle(worker, seconds, now)
         if transfer.links and transfer.num_bytes > 0:
             self._push_all(self._links.add(number, now))
         else:

@@ -22,7 +22,7 @@ class Messages:
     """What the devices of a group exchange during one micro-batch.
 
     Attributes:
-        forward, backward: seconds of those that other work may hide, by rows.
+        forward, backward: seconds of those that other work may hide, by rows; what devices handle is work of theirs.
         num_forward, num_backward: how many these are.
         num_gaps: places in the stage where something is exchanged, either way.
     """
@@ -37,13 +37,15 @@ class Messages:
 def messages_of(tolls: Tolls, bridges: Iterable[Bridge]) -> Messages:
     """What bridges exchange of values that have rows."""
     forward, backward, gaps = [], [], 0
-    for bridge in bridges:
-        if bridge.tensor in tolls.prices.activations:
-            there, back = tolls.both_ways(bridge)
-            forward += [there] if moves(bridge.forward) else []
-            backward += [back] if moves(bridge.backward) and tolls.prices.training else []
-            gaps += moves(bridge.forward) or moves(bridge.backward)
-    return Messages(Line.sum(forward), Line.sum(backward), len(forward), len(backward), gaps)
+    with_rows = [bridge for bridge in bridges if bridge.tensor in tolls.prices.activations]
+    for bridge in with_rows:
+        there, back = tolls.both_ways(bridge)
+        forward += [there] if moves(bridge.forward) else []
+        backward += [back] if moves(bridge.backward) and tolls.prices.training else []
+        gaps += moves(bridge.forward) or moves(bridge.backward)
+    there_volume, back_volume = tolls.volumes(with_rows)
+    awaited = tolls.awaited(Line.sum(forward), there_volume), tolls.awaited(Line.sum(backward), back_volume)
+    return Messages(*awaited, len(forward), len(backward), gaps)
 
 
 def halved(at_once: Started, messages: Line, num_messages: int, num_gaps: int, rows: float) -> Started:

@@ -1,15 +1,24 @@
-"""What collectives inside the split groups of a stage cost."""
+"""What collectives inside the split groups of a stage cost.
+
+All devices of a group wait for a message. Where moving it takes time of the devices themselves, that is work of theirs, as their ops are:
+a device that has less to compute has its part done when the others come. What is left of the message, all wait for:
+
+    device 0   |    compute     |handles|  wait  |
+    device 1   |  compute   |   handles   | wait |      the slowest in both together
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whale.estimate.costs.communication import all_gather_line, all_reduce_line, all_to_all_line
+from whale.estimate.costs.handling import Volume, all_gather_volume, all_reduce_volume, all_to_all_volume
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.started import Started
 from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import NO_HANDLING, Handling
 from whale.ir.graph import Op
 from whale.sharding.bridge_bytes import GATHERED, sum_share
 from whale.sharding.bridges import ON_THE_SPOT, Bridge, Transport
@@ -74,28 +83,66 @@ class Tolls:
         """Bytes of an op's results by rows."""
         return self.prices.outputs[op.name]
 
-    def sum_line(self, bridge: Bridge, op: Op) -> Line:
-        """Seconds of combining what an op made for its part of an axis."""
-        payload = self.payload(op) * sum_share(bridge, self.prices.graph, self.prices.axes)
-        if bridge.combine in GATHERED:
-            return self.line("all-gather", payload * self.site.width)
-        return self.line(bridge.forward, payload)
-
     def both_ways(self, bridge: Bridge) -> tuple[Line, Line]:
         """Seconds of a bridge, forward and backward."""
+        forward, backward = self._travels(bridge)
+        return self.line(*forward), self.line(*backward)
+
+    def _travels(self, bridge: Bridge) -> tuple[tuple[Transport, Line], tuple[Transport, Line]]:
+        """How what goes over a bridge forward and backward, and its bytes."""
         op = self.prices.graph.by_name[bridge.tensor]
-        forward = self.sum_line(bridge, op) if bridge.is_sum else self.line(bridge.forward, self.payload(op))
-        return forward, self.line(bridge.backward, self.payload(op)) if self.prices.training else Line()
+        backward: tuple[Transport, Line] = (bridge.backward, self.payload(op)) if self.prices.training else ("", Line())
+        if not bridge.is_sum:
+            return (bridge.forward, self.payload(op)), backward
+        payload = self.payload(op) * sum_share(bridge, self.prices.graph, self.prices.axes)
+        if bridge.combine in GATHERED:
+            return ("all-gather", payload * self.site.width), backward
+        return (bridge.forward, payload), backward
 
     def synchronized(self, op: Op) -> Line:
         """Seconds per micro-batch of summing the gradient of a whole parameter over its group, once per step."""
         return self.line("all-reduce", self.payload(op)) * (1 / self.site.num_micro_batch)
 
-    def started(self, bridges: Iterable[Bridge]) -> tuple[Started, Started]:
-        """All bridges of a stage, forward and backward; to start a message takes as long of the host as of the device."""
+    def started(self, bridges: Collection[Bridge], handling: Handling = NO_HANDLING) -> tuple[Started, Started]:
+        """All bridges of a stage, forward and backward; to start a message takes as long of the host as of the device.
+
+        Args:
+            handling: of the device that is asked for.
+        """
         forward, backward = Started(), Started()
         for bridge in bridges:
             there, back = self.both_ways(bridge)
             forward += Started(there, moves(bridge.forward) * self.prices.costs.message_seconds)
             backward += Started(back, moves(bridge.backward) * self.prices.costs.message_seconds * self.prices.training)
+        if not self._handles:
+            return forward, backward
+        there_volume, back_volume = self.volumes(bridges)
+        return self._on_device(forward, there_volume, handling), self._on_device(backward, back_volume, handling)
+
+    def _on_device(self, messages: Started, volume: Volume, handling: Handling) -> Started:
+        return replace(messages, device=self.awaited(messages.device, volume) + volume.line(handling))
+
+    def volumes(self, bridges: Iterable[Bridge]) -> tuple[Volume, Volume]:
+        """What each device sends and receives over bridges, forward and backward."""
+        forward, backward = Volume(), Volume()
+        for there, back in map(self._travels, bridges):
+            forward, backward = forward + self._volume(*there), backward + self._volume(*back)
         return forward, backward
+
+    def _volume(self, transport: Transport, payload: Line) -> Volume:
+        if not moves(transport):
+            return Volume()
+        of = {"all-reduce": all_reduce_volume, "all-to-all": all_to_all_volume}.get(transport, all_gather_volume)
+        return of(self.site.width, payload)
+
+    @cached_property
+    def _handles(self) -> tuple[Handling, ...]:
+        """The unlike ones of the devices."""
+        found = dict.fromkeys(self.prices.cluster.by_name[name].handling for group in self.site.groups for name in group)
+        return tuple(handling for handling in found if handling)
+
+    def awaited(self, messages: Line, volume: Volume) -> Line:
+        """Seconds of messages that are left for all devices to wait for, beside what the device handles that handles longest."""
+        most = max((volume.line(handling) for handling in self._handles), key=lambda line: line.at(self.site.num_rows), default=Line())
+        left = messages + most * -1
+        return left if left.at(self.site.num_rows) > 0 else Line()

@@ -135,6 +135,7 @@ class _Wires:
         self.transfers: list[Transfer] = []
         self.sent: list[Sent] = []
         self.at = [_Ends() for _ in members]
+        self._handling = [gathered.workers[own[0]].handling for own in members]
         self._queues: dict[tuple[tuple[int, ...], int], int] = {}
         loads = _loads(gathered.wires, classes, {own[0] for own in links})
         first = {own[0]: number for number, own in enumerate(members)}
@@ -157,12 +158,12 @@ class _Wires:
                             at.setdefault(first[party], []).append(index)
                 ends = tuple(sorted(roles))
                 met = tuple(tuple(at[end]) for end in ends)
-                self._add_sum(wire.kind, Sent(own[0], ends, met), len(wire.parties), roles, passed)
+                self._add_sum(wire.kind, Sent(own[0], ends, met), roles, passed)
 
     def _add_messages(self, kind: Crosses, sent: Sent, rows: Sequence[int], links: tuple[tuple[int, float], ...]) -> None:
         """One message per micro-batch of its number of rows."""
         sender, receiver = (self.at[end] for end in sent.ends)
-        transfer = Transfer(kind.num_bytes, kind.latency, 2, links)
+        transfer = Transfer(kind.num_bytes, kind.latency, 2, links, handled=self._handled(kind, sent))
         for micro_batch, num_rows in enumerate(rows):
             if num_rows == kind.num_rows:
                 number = len(self.transfers)
@@ -173,11 +174,16 @@ class _Wires:
                 sender.leaving.setdefault(left, []).append(number)
                 receiver.arriving.setdefault((kind.target, micro_batch, kind.is_backward, kind.is_local), []).append(number)
 
-    def _add_sum(self, kind: Sums, sent: Sent, num_owners: int, roles: Mapping[int, Role], links: tuple[tuple[int, float], ...]) -> None:
-        queue = self._queues.setdefault((sent.ends, num_owners), len(self._queues))
+    def _handled(self, kind: Crosses | Sums, sent: Sent) -> tuple[tuple[int, float], ...]:
+        """What it takes of the one device that is run for each class at its ends."""
+        own = ((end, self._handling[end], len(wires)) for end, wires in zip(sent.ends, sent.met, strict=True))
+        return tuple((end, count * kind.volume.seconds(handling)) for end, handling, count in own if handling)
+
+    def _add_sum(self, kind: Sums, sent: Sent, roles: Mapping[int, Role], links: tuple[tuple[int, float], ...]) -> None:
+        queue = self._queues.setdefault((sent.ends, kind.num_owners), len(self._queues))
         for end, role in roles.items():
             self.at[end].sums[len(self.transfers)] = role
-        self.transfers.append(Transfer(kind.num_bytes, kind.latency, len(sent.ends), links, queue))
+        self.transfers.append(Transfer(kind.num_bytes, kind.latency, len(sent.ends), links, queue, self._handled(kind, sent)))
         self.sent.append(sent)
 
 

@@ -8,6 +8,8 @@ from itertools import product
 
 from whale.estimate.costs.collectives import Way, fastest_way
 from whale.estimate.costs.fabric import Fabric, fabric
+from whale.estimate.costs.handling import Volume, all_reduce_volume
+from whale.estimate.costs.line import Line
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Path, Role, Wire
 from whale.estimate.step.crossings import Crossings
@@ -30,6 +32,7 @@ class Crosses:
         source, target: stages.
         num_rows: of the micro-batches that it is for.
         num_bytes: of all tensors together.
+        num_messages: in which these go.
         latency: seconds beside the bytes.
         is_local: whether both stages run on one virtual device, so that no action of the schedule stands for it.
     """
@@ -38,12 +41,18 @@ class Crosses:
     target: int
     num_rows: int
     num_bytes: float
+    num_messages: int
     latency: float
     is_local: bool
 
     @property
     def is_backward(self) -> bool:
         return self.source > self.target
+
+    @property
+    def volume(self) -> Volume:
+        """What either end handles."""
+        return Volume(self.num_messages, Line(self.num_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +62,20 @@ class Sums:
 
     Attributes:
         num_bytes: of the gradients.
+        num_owners: that add them up.
         latency: seconds beside the bytes.
         queue: position among those of the same owners.
     """
 
     num_bytes: float
+    num_owners: int
     latency: float
     queue: int
+
+    @property
+    def volume(self) -> Volume:
+        """What each owner handles."""
+        return all_reduce_volume(self.num_owners, Line(self.num_bytes))
 
 
 class Links:
@@ -130,7 +146,7 @@ def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str,
                         if source == target:
                             continue  # it stays where it is
                         latency = crossing.num_messages * (prices.link(source, target).latency + prices.costs.message_seconds)
-                        kind = Crosses(*ends, size, crossing.num_bytes, latency, replica.is_local(edge))
+                        kind = Crosses(*ends, size, crossing.num_bytes, crossing.num_messages, latency, replica.is_local(edge))
                         yield Wire(kind, (number[source], number[target]), _SENDS_AND_RECEIVES, links.path(source, target))
 
 
@@ -149,7 +165,7 @@ def sum_wires(plan: Plan, prices: Prices, links: Links, summed: Iterable[Bucket]
         way = fastest_way(fabrics[bucket.owners], 2, num_bytes)
         if (bucket.owners, way) not in paths:
             paths[bucket.owners, way] = links.collective(devices, way)
-        kind = Sums(num_bytes, way.latency + prices.costs.message_seconds, position)
+        kind = Sums(num_bytes, len(bucket.owners), way.latency + prices.costs.message_seconds, position)
         yield Wire(kind, bucket.owners, roles.of(bucket), paths[bucket.owners, way])
 
 

@@ -180,13 +180,15 @@ class Works:
 
     def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """Seconds of F, I and W of a split group, whose devices wait for one another: of the slowest, with what they exchange."""
-        bridges = self._bridges(key)
+        bridges, again = self._bridges(key), tuple(self._again(key).exchanged())
         tolls = Tolls(self.prices, Site((tuple(group),), num_rows, 1, 1))
-        there, back = tolls.started(bridges)
-        back = back + tolls.started(self._again(key).exchanged())[0]
-        alone = [self._alone(self._prices(key, place), key, name, num_rows) for place, name in enumerate(group)]
-        slowest = [_slowest(passes, num_rows) for passes in zip(*alone, strict=True)]
-        forward, inputs, weights = slowest[0] + there, slowest[1] + back, slowest[2]
+        passes = []
+        for place, name in enumerate(group):
+            handling = self.prices.cluster.by_name[name].handling
+            (there, back), (repeated, _) = tolls.started(bridges, handling), tolls.started(again, handling)
+            alone = self._alone(self._prices(key, place), key, name, num_rows)
+            passes.append((alone[0] + there, alone[1] + (back + repeated), alone[2]))
+        forward, inputs, weights = (_slowest(each, num_rows) for each in zip(*passes, strict=True))
         if not key.overlap:
             return _lines((forward, inputs, weights), num_rows)
         messages = messages_of(tolls, bridges)

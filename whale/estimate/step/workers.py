@@ -12,6 +12,7 @@ from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.step import MemoryUse
 from whale.estimate.step.work import StageKey, Work, Works, first_alike
+from whale.ir.cluster import NO_HANDLING, Handling
 from whale.ir.graph import Parameter
 from whale.ir.plan import ParameterState, Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
@@ -32,6 +33,7 @@ class Worker:
         stage_bytes: the same, for each of its stages by itself.
         optimizer: seconds of the optimizer's step.
         capacity: bytes that a plan may use.
+        handling: what messages take of it.
     """
 
     schedule: int
@@ -44,6 +46,7 @@ class Worker:
     stage_bytes: tuple[float, ...]
     optimizer: float
     capacity: int
+    handling: Handling = NO_HANDLING
 
     @cached_property
     def _hash(self) -> int:
@@ -144,6 +147,7 @@ class Workers:
             tuple(self._held.of([place.key], [position])[0].total for place, position in zip(own, positions, strict=True)),
             optimizer_seconds(known, trained, held.gradients, held.optimizer),
             costs.capacity(known),
+            known.handling,
         )
 
     def _work(self, own: Sequence[_Place], index: int) -> Iterator[tuple[tuple[int, int], Work]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whale.estimate import all_reduce_seconds, exposed_sync, optimizer_seconds
+from whale.estimate import Line, all_reduce_seconds, exposed_sync, optimizer_seconds
+from whale.estimate.costs.handling import all_reduce_volume
 from whale.estimate.prices.prices import Prices
 from whale.planning.replicas.replica import ReplicaModel
 from whale.sharding.parameters import Holder, ParameterShardings, Pattern
@@ -19,7 +20,7 @@ class EndOfStep:
         sync: gradient reduction, as if none of it were hidden.
         optimizer: the optimizer's step.
         num_bytes: gradient bytes of the device that reduces longest.
-        exposed: what the schedule cannot hide of `sync` behind backward passes.
+        exposed: what the schedule cannot hide of `sync` behind backward passes, beside what devices handle of it.
     """
 
     sync: float
@@ -28,11 +29,26 @@ class EndOfStep:
     exposed: float
 
 
-def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> EndOfStep:
+def handled_sums(prices: Prices, replicas: Sequence[ReplicaModel]) -> tuple[float, ...]:
+    """Per replica, the seconds that sums of gradients take of the device that they take most of, whatever hides behind what."""
+    handling = {device.name: device.handling for device in prices.cluster.devices if device.handling}
+    if not handling or not prices.training:
+        return (0.0,) * len(replicas)
+    taken: dict[str, float] = {}
+    for owners, num_bytes in _owner_sets(prices, replicas).items():
+        size = min(num_bytes, prices.costs.bucket_bytes)
+        for device in handling.keys() & owners if size else ():
+            one = all_reduce_volume(len(owners), Line(float(size))).seconds(handling[device])
+            taken[device] = taken.get(device, 0.0) + one * num_bytes / size
+    return tuple(max(taken.get(device, 0.0) for rank in replica.placed for device in rank) for replica in replicas)
+
+
+def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence[int], handled: float = 0.0) -> EndOfStep:
     """Prices the end of a step. Unlike replicas synchronise when all else is done, so that nothing of it is hidden.
 
     Args:
         rows: of a step, per replica.
+        handled: seconds of the sums that count as work of the device that they take most of.
     """
     if not prices.training:
         return EndOfStep(0.0, 0.0, 0, 0.0)
@@ -58,7 +74,7 @@ def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence
     if all(replica.pipeline is pipeline for replica in replicas):
         backward = shortest_backward(replicas, rows)
         exposed = exposed_sync(pipeline.schedule, sync, backward, pipeline.num_micro_batch, pipeline.num_chunks, pipeline.group_size)
-    return EndOfStep(sync, optimizer, moved[slowest] if slowest else 0, exposed)
+    return EndOfStep(sync, optimizer, moved[slowest] if slowest else 0, max(0.0, exposed - handled))
 
 
 def shortest_backward(replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> float:

@@ -21,7 +21,7 @@ from whale.planning.pipeline.placement import Placed, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, Chooser, Policy
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pipeline.stage_tables import StageTables
-from whale.planning.replicas.end_of_step import EndOfStep, end_of_step
+from whale.planning.replicas.end_of_step import EndOfStep, end_of_step, handled_sums
 from whale.planning.replicas.replica import ReplicaModel, model_replica
 from whale.planning.replicas.room import most_rows
 from whale.planning.shard.stage_price import StagePricing
@@ -226,8 +226,9 @@ def solve_together(
             solver.model(placed, share, margin, keeping) for solver, placed, share in zip(solvers, placement.replicas, rows, strict=True)
         ]
         models = tuple(model for model, _ in found)
+        handled = handled_sums(solvers[0].prices, models)
         try:
-            divided = _divide(num_rows, models, weights)
+            divided = _divide(num_rows, models, weights, handled)
         except MemoryShortage as error:
             recomputes = any(solver.policy.kind == "auto" for solver in solvers)
             lack = _name_shortages(solvers[0].prices, models, error) if lack is None or recomputes else lack
@@ -236,7 +237,7 @@ def solve_together(
                 break
             rows = error.sizes
             continue
-        solution = _solution(solvers[0].prices, placement, models, divided, tuple(partition for _, partition in found))
+        solution = _solution(solvers[0].prices, placement, models, divided, tuple(partition for _, partition in found), handled)
         if best is None or solution.step_seconds < best.step_seconds:
             best = solution
         if divided == rows:
@@ -282,9 +283,13 @@ def _check_rows(solvers: Sequence[Solver], num_rows: int) -> None:
         )
 
 
-def _divide(num_rows: int, models: Sequence[ReplicaModel], weights: Sequence[int] | None) -> tuple[int, ...]:
-    """The rows of each replica, by time and memory or by weights."""
-    curves = [model.curve for model in models]
+def _divide(num_rows: int, models: Sequence[ReplicaModel], weights: Sequence[int] | None, handled: Sequence[float]) -> tuple[int, ...]:
+    """The rows of each replica, by time and memory or by weights.
+
+    Args:
+        handled: seconds that sums of gradients take of each.
+    """
+    curves = [_later(model.curve, own) for model, own in zip(models, handled, strict=True)]
     if weights is None:
         return divide_units(num_rows, curves)
     sizes = divide(num_rows, weights, [curve.minimum for curve in curves])
@@ -292,6 +297,11 @@ def _divide(num_rows: int, models: Sequence[ReplicaModel], weights: Sequence[int
     if short > 0:
         raise shortage(f"rows by weight fit in memory ({format_bytes(int(np.ceil(short)))} short on {place})", int(np.ceil(short)), sizes)
     return sizes
+
+
+def _later(curve: Curve, seconds: float) -> Curve:
+    """The curve of a worker that has so much to do beside its units."""
+    return dataclasses.replace(curve, seconds=curve.seconds + seconds) if seconds else curve
 
 
 def _name_shortages(prices: Prices, models: Sequence[ReplicaModel], error: MemoryShortage) -> MemoryShortage:
@@ -326,7 +336,8 @@ def _solution(
     models: tuple[ReplicaModel, ...],
     rows: tuple[int, ...],
     partitions: tuple[Partition | None, ...],
+    handled: Sequence[float],
 ) -> Solution:
-    end = end_of_step(prices, models, rows)
-    slowest = max(float(model.curve.seconds[share]) for model, share in zip(models, rows, strict=True))
+    end = end_of_step(prices, models, rows, max(handled))
+    slowest = max(float(model.curve.seconds[share]) + own for model, share, own in zip(models, rows, handled, strict=True))
     return Solution(placement, models, rows, end, slowest + end.exposed + end.optimizer, partitions)

@@ -112,9 +112,9 @@ def _in_halves(whole: Costs, messages: Messages, rows: float) -> Costs:
 
 
 def _compute_messages(tolls: Tolls) -> bool:
-    """Whether what moves messages is what computes: then nothing is hidden by doing both."""
-    cluster = tolls.prices.cluster
-    return any(cluster.by_name[name].model == CPU for group in tolls.site.groups for name in group)
+    """Whether what moves messages is what computes, and nobody knows how much of it they take: then nothing is hidden by doing both."""
+    devices = (tolls.prices.cluster.by_name[name] for group in tolls.site.groups for name in group)
+    return any(device.model == CPU and not device.handling for device in devices)
 
 
 def _slowest(costs: Costs, rows: float) -> float:

@@ -1,9 +1,9 @@
 """The sharding pass: along which axis each op of a split stage works on parts, and in which sizes, for the least predicted time.
 
 Sizes come from each device's own speed, kind by kind: between two bridges the devices wait for one another, so the work along
-each kind is balanced by itself, first that of all ops that might, then that of those that do. The labels of the ops are the
-optimum over these sizes (`whale.planning.shard.solve`). Where the choice overflows a device, sizes are divided again within
-the memory that it leaves, and the choice is made again, a few times in turn.
+each kind is balanced by itself, first that of all ops that might, then that of those that do, and last beside the time that messages
+take of the devices. The labels of the ops are the optimum over these sizes (`whale.planning.shard.solve`). Where the choice overflows a
+device, sizes are divided again within the memory that it leaves, and the choice is made again, a few times in turn.
 
 The optimum is exact (a search that runs out of nodes says its gap) for given sizes, for alike ops that are labelled alike, and
 for prices by the cost model. Sizes and labels are settled in turn: that is a heuristic where devices are unlike or memory is
@@ -29,6 +29,7 @@ from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units
 from whale.planning.pipeline.scheduling import AskedAxes
 from whale.planning.shard.classes import Classes
 from whale.planning.shard.figures import Figures, Load, Sizes
+from whale.planning.shard.handled import handled
 from whale.planning.shard.insisting import find_insisted, no_axis_fault, written_axes
 from whale.planning.shard.outline import outline_of
 from whale.planning.shard.program import Selection
@@ -204,6 +205,7 @@ class Sharder:
         first = self._settled[question, insisted]
         if first is None:
             raise no_axis_fault(scene, classes.space, scopes, site.width)
+        first = _beside_messages(figures, first, handled(scene, figures, self._write(classes, first)))
         at_first = figures.program(first.sizes, insisted, load).evaluate(first.selection.labels)
         assert at_first is not None
         first = _Choice(first.sizes, replace(at_first, gap=first.selection.gap))
@@ -242,6 +244,24 @@ def _settle(figures: Figures, insisted: tuple[int, ...], classes: Classes, scope
             break
         sizes = again
     return choice
+
+
+def _beside_messages(figures: Figures, choice: _Choice, taken: Sequence[float]) -> _Choice:
+    """The choice at sizes that leave devices the time that messages take of them, which falls to the kinds as work does.
+
+    Args:
+        taken: seconds of each position.
+    """
+    if not any(taken):
+        return choice
+    nodes = {kind: _working(figures, choice.selection, kind) for kind in sorted(choice.selection.kinds)}
+    curves = {kind: figures.curves(kind, own) for kind, own in nodes.items() if own is not None}
+    work = {kind: max(float(curve[size]) for curve, size in zip(curves[kind], choice.sizes[kind], strict=True)) for kind in curves}
+    sizes = list(choice.sizes)
+    for kind, own in work.items():
+        share = own / sum(work.values())
+        sizes[kind] = _by_speed(figures, kind, nodes[kind], [share * seconds for seconds in taken])
+    return replace(choice, sizes=tuple(sizes))
 
 
 def _within_memory(figures: Figures, first: _Choice, insisted: tuple[int, ...], load: Load) -> _Choice:
@@ -288,12 +308,19 @@ class Room:
     every: float
 
 
-def _by_speed(figures: Figures, kind: int, nodes: frozenset[int] | None = None) -> tuple[int, ...]:
-    """Units of every position, in grains, as if memory were boundless."""
+def _by_speed(figures: Figures, kind: int, nodes: frozenset[int] | None = None, beside: Sequence[float] | None = None) -> tuple[int, ...]:
+    """Units of every position, in grains, as if memory were boundless.
+
+    Args:
+        nodes: those that work along the kind; None for all that may.
+        beside: seconds that each position has to do beside; None for nothing.
+    """
     size = figures.size(kind)
     grain = GRAIN if size % GRAIN == 0 and size // GRAIN >= GRAINS_PER_DEVICE * figures.site.width else 1
     free = np.zeros(size // grain + 1)
-    grains = divide_units(size // grain, [Curve(seconds[::grain], free, 1) for seconds in figures.curves(kind, nodes)])
+    taken = beside or [0.0] * figures.site.width
+    curves = zip(figures.curves(kind, nodes), taken, strict=True)
+    grains = divide_units(size // grain, [Curve(seconds[::grain] + more, free, 1) for seconds, more in curves])
     return tuple(grain * count for count in grains)
 
 

@@ -167,13 +167,15 @@ class StagePricing:
         labels = prices.labels(scene.ops, shards)
         bridges = prices.bridges(scene.ops, shards, scene.returned)
         tolls = Tolls(prices, site)
-        forward, backward = tolls.started(bridges)
         sums = Line.sum(tolls.synchronized(prices.graph.by_name[name]) for name in labels.synchronized if prices.training)
         twice = Again(prices, labels, bridges, recompute.segments)
-        again = forward if recompute.num_alive else tolls.started(twice.exchanged())[0]
+        repeated = tuple(bridges if recompute.num_alive else twice.exchanged())
         copies = [Line() if recompute.num_alive else twice.copies(position) for position in range(site.width)]
-        whole = tuple((own.forward + forward, own.backward + backward + again + Started(sums)) for own in alone.values())
-        overlapping, seconds = self.overlapper.choose(tolls, scene, shards, bridges, whole, recompute)
+        whole = []
+        for (_, kind), own in alone.items():
+            (forward, backward), (again, _) = tolls.started(bridges, kind.handling), tolls.started(repeated, kind.handling)
+            whole.append((own.forward + forward, own.backward + backward + again + Started(sums)))
+        overlapping, seconds = self.overlapper.choose(tolls, scene, shards, bridges, tuple(whole), recompute)
         costs = {
             key: replace(own, forward=there, backward=back, part=replace(own.part, activation=own.part.activation + copies[key[0]]))
             for (key, own), (there, back) in zip(alone.items(), seconds, strict=True)
