@@ -46,6 +46,8 @@ def test_all_ranks_have_one_cluster(world: Ranks) -> None:
     assert [what for what in told if what.startswith("messages")] == [
         f"messages inside {host.name}, {how}" for how in ("alone", "all at once")
     ]
+    assert names["handling of a message"] == names["handling of bytes"] == 8
+    assert all(device.handling for device in host.devices)
 
 
 def test_ranks_of_several_hosts_measure_what_is_between_them(world: Ranks) -> None:

@@ -7,8 +7,9 @@ host b   4  5  6  7        alone between    0 - 4          at once between   0 -
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -72,7 +73,7 @@ def _both_ways(here: Sequence[int], there: Sequence[int]) -> tuple[Route, ...]:
 def link_samples(clock: Clock, phase: Phase) -> Iterator[Samples]:
     """Measures one phase; every rank calls it, and those who send have samples: of one message, one way."""
     with clock.world.speaking(f"measuring messages, {phase.where}"):
-        small, large = (_seconds(clock, _call(clock.world, phase, num_bytes)) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
+        small, large = (exchange_rounds(clock, _call(clock.world, phase, num_bytes)) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
     if not small:
         return
     messages = 2 if phase.how == ALONE else 1  # one after the other
@@ -93,15 +94,19 @@ def seconds_of_bytes(large: Sequence[float], latency: float) -> list[float]:
     return [max(each - latency, each * LEAST_SHARE) for each in large]
 
 
-def _seconds(clock: Clock, call: Callable[[], None] | None) -> tuple[float, ...]:
+def exchange_rounds(clock: Clock, call: Callable[[], None] | None, now: Callable[[], float] = time.perf_counter) -> tuple[float, ...]:
     """Seconds of an exchange in each round; all ranks make equally many, and as many untimed before each round.
 
     A rank that has a share of a core carries messages in that share too: the first of them use up what it has saved.
+
+    Args:
+        call: this rank's part in it; None where it has none.
+        now: the clock by which seconds are told; how many there are is told by the wall's.
     """
     first = clock.rounds(call, num_repeats=1, num_rounds=1)
     longest = max(float(each) for each in clock.world.gather_objects(max(first, default=1e-9)))  # type: ignore[arg-type]
     count = min(max(LEAST_EXCHANGES, math.ceil(clock.round_seconds / longest)), MOST_EXCHANGES)
-    return clock.rounds(call, num_repeats=count, num_before=count)
+    return replace(clock, now=now).rounds(call, num_repeats=count, num_before=count)
 
 
 def _call(world: World, phase: Phase, num_bytes: int) -> Callable[[], None] | None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whale.hardware import CPU, DeviceProfile, catalogue
-from whale.ir.cluster import Cluster, Device, Host, Link
+from whale.ir.cluster import NO_HANDLING, Cluster, Device, Handling, Host, Link
 from whale.ir.figure import Figure
 from whale.measure.compute_speed import KERNEL_START, MEMORY, PRODUCTS
+from whale.measure.handling import HANDLED_BYTES, HANDLING
 from whale.measure.link_speed import ALONE, AT_ONCE, BANDWIDTH, LATENCY
 from whale.measure.samples import Samples, pooled
 
@@ -105,7 +106,13 @@ def _device(report: Report, name: str, figures: Sequence[Figure]) -> Device:
         kernel_start=start if is_cpu else None,
         half_width=known.half_width if known is not None else 0.0,
         host_seconds=0.0 if is_cpu else start,
+        handling=_handling(figures),
     )
+
+
+def _handling(figures: Sequence[Figure]) -> Handling:
+    seconds, rate = (_value(figures, what) for what in (HANDLING, HANDLED_BYTES))
+    return NO_HANDLING if seconds is None or rate is None else Handling(seconds, 1 / rate)
 
 
 def _value(figures: Sequence[Figure], what: str) -> float | None:

@@ -8,6 +8,7 @@ from whale.comm import World
 from whale.ir.cluster import Cluster
 from whale.measure.compute_speed import alone_samples, compute_samples
 from whale.measure.devices import local_profile
+from whale.measure.handling import handling_samples
 from whale.measure.link_speed import link_samples, phases
 from whale.measure.probed import Report, probed_cluster
 from whale.measure.samples import Clock
@@ -39,6 +40,9 @@ def probe(world: World, num_rounds: int, tell: Callable[[str], None]) -> tuple[C
     for phase in phases(hosts):
         tell(f"messages {phase.where}, {phase.how}")
         messages += [(phase.where, samples) for samples in link_samples(clock, phase)]
+    if world.size > 1 and world.device.type == "cpu":
+        tell("what messages take of the ranks")
+        compute += handling_samples(clock)
     notes = gpu_notes() if world.local_rank == 0 and world.device.type == "cuda" else ()
     report = Report(profile, tuple(compute), tuple(messages), tuple(f"{profile.host}: {note}" for note in notes))
     reports = [each for each in world.gather_objects(report) if isinstance(each, Report)]

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.measure.test_devices import Nvml, NVMLError, play
 from whale.cli import main
 from whale.hardware import DeviceProfile, catalogue, load_cluster
-from whale.ir.cluster import Link
+from whale.ir.cluster import NO_HANDLING, Handling, Link
 from whale.measure import compute_speed
 from whale.measure.link_speed import ALONE, AT_ONCE, Phase, phases
 from whale.measure.probed import Report, probed_cluster
@@ -66,6 +66,13 @@ def test_alike_devices_are_pooled_and_what_hosts_share_is_a_card() -> None:
 def test_a_slower_device_of_the_same_kind_is_not_pooled_with_the_others() -> None:
     (host,) = probed_cluster([report("a", speed) for speed in (1e9, 3e9, 2.9e9, 1.1e9)]).hosts
     assert [device.peak_flops("float32") for device in host.devices] == [1.05e9, 2.95e9, 2.95e9, 1.05e9]
+
+
+def test_what_messages_take_of_a_rank() -> None:
+    first = report("a", 1e9)
+    sums = (Samples("handling of a message", "s", (2e-4, 4e-4)), Samples("handling of bytes", "B/s", (1e9, 3e9)))
+    cluster = probed_cluster([replace(first, compute=(*first.compute, *sums)), report("a", 5e9)])
+    assert [device.handling for device in cluster.devices] == [Handling(pytest.approx(3e-4), 1 / 2e9), NO_HANDLING]
 
 
 def test_a_gpu_is_as_fast_as_measured_and_waits_for_its_host() -> None:

@@ -1,0 +1,60 @@
+"""What messages take of a CPU rank's own time: the processor time of sums in which all ranks take part, by the share of a core that it has.
+
+    rank of a third of a core    |sum: 2 ms of the processor|      6 ms in which it cannot compute
+
+Processor time is the same on a busy machine as on a quiet one, but for caches. A GPU moves what it sends beside its computing, or lends it
+a part that nobody has measured: nothing is said of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.measure.link_speed import LARGE_BYTES, SMALL_BYTES, exchange_rounds, seconds_of_bytes
+from whale.measure.samples import Clock, Samples, own_time
+
+HANDLING, HANDLED_BYTES = "handling of a message", "handling of bytes"
+PERIODS = 0.1
+"""Seconds of computing by which a rank's share of a core is told: some periods of what gives it its share."""
+
+
+def handling_samples(clock: Clock) -> Iterator[Samples]:
+    """Measures this rank's part in sums over all ranks, of which there are several; every rank, on a CPU, calls it."""
+    world = clock.world
+    with world.speaking("measuring what messages take of a rank"):
+        share = _share_of_core(clock)
+        sums = (partial(_sum, torch.zeros(size // 4)) for size in (SMALL_BYTES, LARGE_BYTES))
+        small, large = (exchange_rounds(clock, call, time.process_time) for call in sums)
+    count = 4 * (world.size - 1)  # messages around the ring and around again, each sent and received
+    yield Samples(HANDLING, "s", tuple(each / count / share for each in small))
+    rest = seconds_of_bytes([each / share for each in large], median(small) / share)
+    yield Samples.rates(HANDLED_BYTES, "B/s", LARGE_BYTES * count / world.size, rest)
+
+
+def _share_of_core(clock: Clock) -> float:
+    """The share of a core with which this rank computes while all do; what lies unused of one moment is used up before."""
+    numbers = torch.ones(1 << 12)
+    clock.world.barrier()
+    shares = []
+    for _ in range(clock.num_rounds + 1):
+        shares.append(_share(numbers))
+    return median(shares[1:])
+
+
+def _share(numbers: Tensor) -> float:
+    now = own_time(numbers.device)
+    wall, own = time.perf_counter(), now()
+    while time.perf_counter() - wall < PERIODS:
+        numbers.mul_(1.0)
+    return (now() - own) / (time.perf_counter() - wall)
+
+
+def _sum(tensor: Tensor) -> None:
+    dist.all_reduce(tensor)
