@@ -125,9 +125,9 @@ def _raise_together(faults: Sequence[WhaleError]) -> NoReturn:
 
 
 def warn(text: str) -> None:
-    """Warns at the line of the user's code that called Whale."""
+    """Warns at the line of the user's code that called Whale, itself or by torch."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("whale."):
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(("whale.", "torch.")):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)

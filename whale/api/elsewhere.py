@@ -63,3 +63,11 @@ def answer(name: str, known: Iterable[str]) -> AttributeError:
 def call_answer() -> ConfigError:
     """The error for ``engine(batch)``."""
     return ConfigError("an engine is not called as a module is", hint=_ANSWERS["forward"])
+
+
+def copy_answer() -> ConfigError:
+    """The error for `copy.deepcopy`, `pickle.dumps` and `torch.save` of an engine."""
+    return ConfigError(
+        "an engine is neither copied nor pickled: it is at work on the devices of its plan, with all other ranks",
+        hint="engine.state_dict() has the weights, for a copy of the model too; engine.save(path) writes a checkpoint",
+    )

@@ -12,9 +12,10 @@ import torch
 
 from whale.api.batches import view_of
 from whale.api.data_position import DataPosition
-from whale.api.elsewhere import answer, call_answer
+from whale.api.elsewhere import answer, call_answer, copy_answer
 from whale.api.in_company import in_company
 from whale.api.inference import out_of_inference_mode
+from whale.api.left_as_given import LeftAsGiven
 from whale.api.loader import Loader, make_loader
 from whale.api.mode import CapturedMode, ModeName
 from whale.api.modes import Modes
@@ -63,6 +64,7 @@ class Engine:
         world = runtime.roster.world
         self._since = SinceCapture(modes.model, modes.train.graph, modes.train.program.tensors, state.tensors, world.device)
         self._users = UsersTensors(modes.model, tells=world.rank == 0)
+        self._as_given = LeftAsGiven(modes.model, tells=world.rank == 0 and trains)
         self._warns_of_no_optimizer = not trains and world.rank == 0
 
     # ---- work ------------------------------------------------------------------------------------------------
@@ -101,6 +103,7 @@ class Engine:
             self._tracing.begin()
         name, _, view = self._view("train", batch)
         loss = train_step(self.runtime, self.state, view, name)
+        self._as_given.trained()
         if self._tracing is not None:
             self._tracing.end(self.state.step_number, view.num_rows)
         self._rest()
@@ -180,8 +183,8 @@ class Engine:
         if rank is not None and not 0 <= rank < size:
             raise RuntimeFault(f"state_dict(rank=) is one of the {size} rank(s), from 0 (got {rank})")
         self.runtime.call_together("state_dict", rank)
+        self._exchange()
         names = state_keys(self.modes.model, self.model_graph)
-        self._users.exchange()
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         graph, roster, holdings = self.model_graph, self.runtime.roster, self.runtime.holdings
@@ -202,7 +205,7 @@ class Engine:
             CheckpointError: keys are missing or unknown, shapes differ, or ranks were given unlike ones. Nothing has changed.
         """
         self.runtime.call_together("load_state_dict")
-        self._users.exchange()
+        self._exchange()
         graph, roster, names = self.model_graph, self.runtime.roster, state_keys(self.modes.model, self.model_graph)
         given = {key: value for key, value in state.items() if names.get(key, key) is not None}
         keys = {key: name for key, name in names.items() if name is not None}
@@ -298,6 +301,10 @@ class Engine:
         """Says what to call instead."""
         raise call_answer()
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Says what to copy, pickle or `torch.save` instead."""
+        raise copy_answer()
+
     def __getattr__(self, name: str) -> NoReturn:
         """Says how an engine does what modules and trainers do by this name."""
         raise answer(name, dir(type(self)))
@@ -332,6 +339,11 @@ class Engine:
                 self.runtime.refuse(name, refusal)
                 raise
             return key, captured, view
+
+    def _exchange(self) -> None:
+        """Notes that the script has weights from the engine, or has given it some."""
+        self._users.exchange()
+        self._as_given.forget()
 
     def _rest(self) -> None:
         """States that the script goes on, so that what stops it there is not laid to a wait that is over."""

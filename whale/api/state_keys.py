@@ -39,7 +39,7 @@ def state_keys(model: nn.Module, graph: ModelGraph) -> dict[str, str | None]:
 
 def whole_state(model: nn.Module, names: Mapping[str, str | None], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The state dict of trained tensors, by canonical name; what else belongs to it is as the model has it now."""
-    others = model.state_dict() if None in names.values() else {}
+    others = model.state_dict(keep_vars=True) if None in names.values() else {}
     return {key: others[key] if name is None else tensors[name] for key, name in names.items()}
 
 

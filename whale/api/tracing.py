@@ -104,7 +104,7 @@ class Tracing:
             for name, text in pages.items():
                 (self.directory / name).write_text(text)
         except OSError as error:
-            raise ConfigError(f"trace.directory {self.directory} cannot be written to: {error.strerror}") from error
+            raise _unwritable(self.directory, error) from error
 
     @cached_property
     def _predicted(self) -> StepEstimate:
@@ -126,4 +126,10 @@ def make_folder(directory: str) -> None:
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"trace.directory {directory} cannot be made: {error.strerror}") from error
+        raise _unwritable(directory, error) from error
+
+
+def _unwritable(directory: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"no step can be recorded in {directory}: {error.strerror}", hint="the folder is what --trace or trace.directory says"
+    )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from whale.errors import CheckpointError
+from whale.errors import CheckpointError, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.serialization import to_json
 from whale.runtime.checkpoint.boxes import find_shares
@@ -84,6 +84,8 @@ def load_state(
     if (schedule := _schedule(state, extras)) is not None:
         state.scheduler.load_state_dict(schedule)
         state.note_schedule()
+    elif roster.world.rank == _first_to_train(roster, model):
+        _tell_of_schedule(state, extras)
     state.step_number = int(extras.shared["step"])
     state.position = extras.shared.get("position")
     if "random" in extras.own:
@@ -97,6 +99,23 @@ def _schedule(state: EngineState, extras: Extras) -> dict[str, Any] | None:
         return None
     assert state.optimizer is not None
     return fitted_state(state.scheduler, state.optimizer, state.parameters, saved)
+
+
+def _first_to_train(roster: Roster, model: ModelGraph) -> int | None:
+    """The lowest rank of the world that has an optimizer, if parallelize was given one."""
+    trained = (each.name for each in model.parameters if each.kind == "parameter" and each.trainable)
+    return min((roster.holders[name][0] for name in trained if name in roster.holders), default=None)
+
+
+def _tell_of_schedule(state: EngineState, extras: Extras) -> None:
+    """Warns of a schedule that does not go on, for there is none here, or was none there."""
+    if state.scheduler is not None:
+        here = type(state.scheduler).__name__
+        warn(f"the checkpoint was written without a scheduler: the one that parallelize was given ({here}) begins at its start")
+    elif state.optimizer is not None and (there := extras.shared.get(f"{KIND}scheduler")) is not None:
+        warn(
+            f"the checkpoint was written with a scheduler ({there}), and parallelize was given none: learning rates stay as they were saved"
+        )
 
 
 def _kinds(state: EngineState) -> dict[str, str]:
