@@ -4,22 +4,30 @@
 
 over the units of `whale.planning.pipeline.cut_points`, where cost_s is what the piece from i to j takes on the device of stage s
 for one micro-batch, with what it receives. Among the cuts with that slowest piece, the least sum of squares keeps the
-other stages level.
+other stages level. Only pieces of some length are looked at: where all of that length take longer than the slowest piece
+of the best cut, longer ones are in no better cut; else longer ones are looked at too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whale.errors import ConfigError, PlanError
 from whale.estimate.costs.op_table import Floats
 from whale.planning.pipeline.cut_points import CutPoints
-from whale.planning.pipeline.stage_tables import StageTables
+from whale.planning.pipeline.stage_tables import Band, StageTables
 from whale.planning.structure.stages import Wish
+
+LENGTHS = 2
+"""Pieces of so many times as many units as all stages have on average are looked at first."""
+
+EQUAL = 1e-12
+"""Times that differ by this share are equal."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +70,37 @@ def cut_into_stages(tables: StageTables, devices: Sequence[str], num_rows: int, 
             f"the model can be cut at {points.num_units - 1} places and {pipeline.num_stages} stages need {pipeline.num_stages - 1}",
             hint="fewer stages (pipeline.num_stages)",
         )
-    found = [tables.of(stage, devices, num_rows, margin) for stage in range(pipeline.num_stages)]
+    longest = min(points.num_units, LENGTHS * -(-points.num_units // pipeline.num_stages))
+    while (chosen := _chosen(tables, devices, num_rows, margin, Band(points.num_units, longest))) is None:
+        longest = min(points.num_units, 2 * longest)
+    even = np.linspace(0, points.num_units, pipeline.num_stages + 1).round().astype(int)
+
+    def slowest(bounds: Iterable[int]) -> float:
+        pieces = enumerate(pairwise(bounds))
+        return max(float(tables.seconds(stage, devices, num_rows, np.array(i), np.array(j))) for stage, (i, j) in pieces)
+
+    return Partition(tuple(int(points.bounds[index]) for index in chosen), slowest(chosen), slowest(even))
+
+
+def _chosen(tables: StageTables, devices: Sequence[str], num_rows: int, margin: float, band: Band) -> list[int] | None:
+    """The bounds of the best cut, in units; None where longer pieces may be in a better one."""
+    found = [tables.of(stage, devices, num_rows, margin, band) for stage in range(tables.pipeline.num_stages)]
     seconds = [np.where(excess > 0, np.inf, time) for time, excess in found]
-    slowest = _least_maximum(seconds)
+    slowest = _least_maximum(seconds, band)
+    if not _is_enough(seconds, slowest, band):
+        return None
     if np.isinf(slowest):  # nothing fits: come as near as can be, the check of the whole plan says what is missing
         seconds = [excess for _, excess in found]
-        slowest = _least_maximum(seconds)
-    chosen = _least_squares(seconds, slowest)
-    even = np.linspace(0, points.num_units, pipeline.num_stages + 1).round().astype(int)
-    return Partition(
-        bounds=tuple(int(points.bounds[index]) for index in chosen),
-        slowest=max(float(found[s][0][i, j]) for s, (i, j) in enumerate(pairwise(chosen))),
-        even=max(float(found[s][0][i, j]) for s, (i, j) in enumerate(pairwise(even))),
-    )
+        slowest = _least_maximum(seconds, band)
+        if not _is_enough(seconds, slowest, band):
+            return None
+    return _least_squares(seconds, slowest, band)
+
+
+def _is_enough(tables: Sequence[Floats], slowest: float, band: Band) -> bool:
+    """Whether no piece that is longer than those of a band is in a cut whose slowest piece is as fast as this."""
+    limits = (table[band.is_limit] for table in tables)
+    return all(np.all(np.isinf(own) | (own > slowest * (1 + EQUAL))) for own in limits)
 
 
 def wishes_of(points: CutPoints, partition: Partition) -> dict[str, Wish]:
@@ -84,22 +110,30 @@ def wishes_of(points: CutPoints, partition: Partition) -> dict[str, Wish]:
     return {name: wishes[stage] for name, stage in zip(points.spine, stages, strict=True) if name not in points.floating}
 
 
-def _least_maximum(tables: Sequence[Floats]) -> float:
-    best = tables[0][0]
-    for table in tables[1:]:
-        best = np.maximum(best[:, None], table).min(axis=0)
+def _least_maximum(tables: Sequence[Floats], band: Band) -> float:
+    best = _at_start(band)
+    for table in tables:
+        best = np.maximum(best[band.starts], table).min(axis=1)
     return float(best[-1])
 
 
-def _least_squares(tables: Sequence[Floats], slowest: float) -> list[int]:
+def _least_squares(tables: Sequence[Floats], slowest: float, band: Band) -> list[int]:
     """The bounds with the least sum of squares among those with no piece above `slowest`."""
-    squares = [np.where(table <= slowest * (1 + 1e-12), table, np.inf) ** 2 for table in tables]
-    best, choices = squares[0][0], []
-    for table in squares[1:]:
-        total = best[:, None] + table
-        choices.append(total.argmin(axis=0))
-        best = total[choices[-1], np.arange(len(best))]
+    best, choices = _at_start(band), list[NDArray[np.int64]]()
+    for table in tables:
+        total = best[band.starts] + np.where(table <= slowest * (1 + EQUAL), table, np.inf) ** 2
+        columns = total.argmin(axis=1)  # of equal ones the longest piece
+        rows = np.arange(len(best))
+        choices.append(band.starts[rows, columns])
+        best = total[rows, columns]
     bounds = [len(best) - 1]
     for choice in reversed(choices):
         bounds.append(int(choice[bounds[-1]]))
-    return [0, *reversed(bounds)]
+    return bounds[::-1]
+
+
+def _at_start(band: Band) -> Floats:
+    """What there is before the first stage: nothing, at the first place."""
+    found = np.full(band.num_units + 1, np.inf)
+    found[0] = 0.0
+    return found

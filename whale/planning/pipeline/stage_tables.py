@@ -21,6 +21,51 @@ from whale.planning.pipeline.recompute import Policy, expected_bytes
 from whale.planning.pipeline.scheduling import PipelineShape
 
 
+@dataclass(frozen=True, eq=False)
+class Band:
+    """The pieces of a model that are not too long, as they lie in a table.
+
+          start    j-3  j-2  j-1
+    end 1           -    -    0        what begins before the model is no piece
+    end 2           -    0    1
+    end 3           0    1    2
+
+    Attributes:
+        num_units: that the model can be cut into.
+        longest: units of a piece at most.
+    """
+
+    num_units: int
+    longest: int
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Per row, the place where its pieces end: ``[ends, 1]``."""
+        return np.arange(self.num_units + 1, dtype=np.int64)[:, None]
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Where each piece starts, the longest first: ``[ends, pieces]``; 0 for what is none."""
+        return np.maximum(self._starts, 0)
+
+    @cached_property
+    def is_piece(self) -> NDArray[np.bool_]:
+        """Which entries are pieces."""
+        return self._starts >= 0
+
+    @cached_property
+    def is_limit(self) -> NDArray[np.bool_]:
+        """Which pieces are as long as may be, and could be longer."""
+        found = np.zeros_like(self.is_piece)
+        found[:-1, 0] = self.is_piece[:-1, 0]
+        return found
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = self.ends - np.arange(self.longest, 0, -1, dtype=np.int64)
+        return found
+
+
 @dataclass(eq=False)
 class StageTables:
     """Makes the tables; those of one number of rows are kept until another is asked for.
@@ -37,12 +82,14 @@ class StageTables:
     pipeline: PipelineShape
     policy: Policy
     _asked: int = field(default=0, init=False)
-    _seconds: dict[tuple[Device, Link | None, float, int], Floats] = field(default_factory=dict, init=False)
-    _bytes: dict[int, Floats] = field(default_factory=dict, init=False)
-    _excess: dict[tuple[int, float], Floats] = field(default_factory=dict, init=False)
+    _sums: dict[tuple[Device, float, int], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
+    _seconds: dict[tuple[tuple[Device, float, int], Link | None, int], Floats] = field(default_factory=dict, init=False)
+    _bytes: dict[tuple[tuple[int, int, float, int, bool], int], Floats] = field(default_factory=dict, init=False)
 
-    def of(self, stage: int, devices: Sequence[str], num_rows: int, margin: float) -> tuple[Floats, Floats]:
-        """Seconds of every piece as this stage, and the bytes by which it overflows its share of the device's memory.
+    def of(self, stage: int, devices: Sequence[str], num_rows: int, margin: float, band: Band) -> tuple[Floats, Floats]:
+        """Seconds of every piece of a band as this stage, and the bytes by which it overflows its share of the device's memory.
+
+        Neither falls where a piece ends later. Both are infinite for what is no piece.
 
         Args:
             stage: of the pipeline.
@@ -50,64 +97,76 @@ class StageTables:
             num_rows: of a micro-batch.
             margin: share of the device's memory that may be planned for.
         """
+        self._ask(num_rows)
+        kind, link = self._where(stage, devices)
+        timed = self._timed(stage, kind), link, band.longest
+        if timed not in self._seconds:
+            self._seconds[timed] = np.where(band.is_piece, self.seconds(stage, devices, num_rows, band.starts, band.ends), np.inf)
+        look = self._look(stage), band.longest
+        if look not in self._bytes:
+            self._bytes[look] = np.where(band.is_piece, self._held(stage, num_rows, band), np.inf)
+        room = margin * self.prices.capacity(devices[self.pipeline.stage_rank[stage]]) / self.pipeline.num_chunks
+        return self._seconds[timed], np.maximum(self._bytes[look] - room, 0.0)
+
+    def seconds(self, stage: int, devices: Sequence[str], num_rows: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
+        """Seconds of pieces as this stage, on one of the devices of a split group, which have equal parts of the work until it is cut."""
+        self._ask(num_rows)
+        kind, link = self._where(stage, devices)
+        timed = self._timed(stage, kind)
+        if timed not in self._sums:
+            self._sums[timed] = self._sums_of(*timed, num_rows)
+        computing, starting = (sums[ends] - sums[starts] for sums in self._sums[timed])
+        found: Floats = np.maximum(computing, starting)
+        if link is not None:
+            found = found + (self.points.messages * link.latency + self._crossing(num_rows) / link.bandwidth)[starts]
+        return found
+
+    def _ask(self, num_rows: int) -> None:
+        """What is known of other numbers of rows is let go."""
         if self._asked != num_rows:
             self._asked = num_rows
-            for known in (self._seconds, self._bytes, self._excess):
+            for known in (self._sums, self._seconds, self._bytes):
                 known.clear()
+
+    def _where(self, stage: int, devices: Sequence[str]) -> tuple[Device, Link | None]:
+        """The kind of the device of a stage, and the link over which it receives."""
         ranks = self.pipeline.stage_rank
         name, before = devices[ranks[stage]], devices[ranks[max(stage - 1, 0)]]
-        link = self.prices.link(before, name) if before != name else None
-        times = 2.0 if self.pipeline.recomputed[stage] else 1 + self.policy.share(stage)
-        kind = self.prices.cluster.by_name[name].kind
-        timed = kind, link, times, self.pipeline.width(stage)
-        if timed not in self._seconds:
-            self._seconds[timed] = self._price(*timed, num_rows)
-        held = stage, margin * self.prices.capacity(name)
-        if held not in self._excess:
-            if stage not in self._bytes:
-                self._bytes[stage] = self._held(stage, num_rows)
-            self._excess[held] = np.maximum(self._bytes[stage] - held[1] / self.pipeline.num_chunks, 0.0)
-        return self._seconds[timed], self._excess[held]
+        return self.prices.cluster.by_name[name].kind, self.prices.link(before, name) if before != name else None
 
-    def _price(self, device: Device, link: Link | None, times: float, width: int, num_rows: int) -> Floats:
-        """Seconds of every piece on one of the devices of a split group, which have equal parts of the work until it is cut."""
-        points, prices = self.points, self.prices
-        seconds = prices.seconds(device, float(num_rows))
-        index = prices.positions(points.spine)
+    def _timed(self, stage: int, kind: Device) -> tuple[Device, float, int]:
+        """What the time of ops as this stage depends on: how often they run forward, and on how many devices, with the kind."""
+        return kind, 2.0 if self.pipeline.recomputed[stage] else 1 + self.policy.share(stage), self.pipeline.width(stage)
+
+    def _look(self, stage: int) -> tuple[int, int, float, int, bool]:
+        """What the bytes of a piece depend on."""
+        pipeline = self.pipeline
+        return pipeline.in_flight[stage], pipeline.recomputed[stage], self.policy.share(stage), pipeline.width(stage), stage > 0
+
+    def _sums_of(self, device: Device, times: float, width: int, num_rows: int) -> tuple[Floats, Floats]:
+        """Per place to cut, seconds of all ops before it: of a device, and of the host that starts them."""
+        seconds, index = self.prices.seconds(device, float(num_rows)), self._index
         forward = seconds.forward_fixed + num_rows * seconds.forward_per_row
         per_op = (times * forward + seconds.backward_fixed + num_rows * seconds.backward_per_row) / width
         started = times * seconds.forward_host + seconds.backward_host  # every device starts every kernel
-        time = np.maximum(self._between_bounds(per_op[index]), self._between_bounds(started[index]))
-        if link is not None:
-            time = time + (points.messages * link.latency + self._crossing(num_rows) / link.bandwidth)[:, None]
-        return self._of_pieces(time)
+        computing, starting = (np.concatenate(([0.0], np.cumsum(own[index])))[self.points.bounds] for own in (per_op, started))
+        return computing, starting
 
-    def _between_bounds(self, per_op: Floats) -> Floats:
-        """The sums over the ops of every piece."""
-        done = np.concatenate(([0.0], np.cumsum(per_op)))[self.points.bounds]
-        found: Floats = done[None, :] - done[:, None]
-        return found
+    @cached_property
+    def _index(self) -> NDArray[np.int64]:
+        return self.prices.positions(self.points.spine)
 
-    def _held(self, stage: int, num_rows: int) -> Floats:
+    def _held(self, stage: int, num_rows: int, band: Band) -> Floats:
         """Bytes that every piece needs on a device."""
         points, pipeline, crossing = self.points, self.pipeline, self._crossing(num_rows)
         kept = points.kept_fixed + points.kept_per_row * num_rows
         received = crossing / 2 if stage else np.zeros_like(crossing)
-        inside, entering = kept[None, :] - kept[:, None], float(np.quantile(crossing, 0.25)) / 2
-        memory = points.parameters + expected_bytes(pipeline, self.policy, stage, received[:, None], inside, entering)
-        return self._of_pieces(memory / pipeline.width(stage))
+        inside, entering = kept[band.ends] - kept[band.starts], float(np.quantile(crossing, 0.25)) / 2
+        expected = expected_bytes(pipeline, self.policy, stage, received[band.starts], inside, entering)
+        found: Floats = (points.parameters[band.starts, band.ends] + expected) / pipeline.width(stage)
+        return found
 
     def _crossing(self, num_rows: int) -> Floats:
         """Per bound, the bytes that travel there both ways."""
         crossing: Floats = self.points.crossing_fixed + self.points.crossing_per_row * num_rows
         return crossing
-
-    def _of_pieces(self, table: Floats) -> Floats:
-        """The table with infinity where an end is not behind its start."""
-        table[self._no_pieces] = np.inf
-        return table
-
-    @cached_property
-    def _no_pieces(self) -> NDArray[np.bool_]:
-        places: NDArray[np.bool_] = np.tril(np.ones((len(self.points.bounds),) * 2, dtype=bool))
-        return places

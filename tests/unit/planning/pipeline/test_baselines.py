@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from whale.planning import MemoryLimit, MemoryShortage, balance
 from whale.planning.pipeline.partition import _least_maximum
+from whale.planning.pipeline.stage_tables import Band
 
 speeds = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
@@ -52,9 +53,8 @@ def test_stages_are_cut_as_well_as_by_a_quota(work: list[int], num_stages: int) 
     before, num_units = [0, *accumulate(work)], len(work)
     ends = [next(end for end in range(num_units + 1) if before[end] * num_stages >= before[-1] * stage) for stage in range(1, num_stages)]
     bounds = [0, *ends, num_units]
-    table = np.full((num_units + 1, num_units + 1), np.inf)
-    for start in range(num_units):
-        table[start, start + 1 :] = np.array(before[start + 1 :]) - before[start]
+    band, sums = Band(num_units, num_units), np.array(before, dtype=np.float64)
+    table = np.where(band.is_piece, sums[band.ends] - sums[band.starts], np.inf)
     theirs = max(before[stop] - before[start] for start, stop in pairwise(bounds))
     if all(start < stop for start, stop in pairwise(bounds)):
-        assert _least_maximum([table] * num_stages) <= theirs
+        assert _least_maximum([table] * num_stages, band) <= theirs

@@ -5,10 +5,19 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whale.planning.pipeline.partition import _least_maximum, _least_squares
+from tests.unit.planning.graphs import chain, cluster
+from whale.config import Config
+from whale.estimate import Costs
+from whale.estimate.prices.prices import Prices
+from whale.planning.pipeline.cut_points import find_cut_points
+from whale.planning.pipeline.partition import _chosen, _least_maximum, _least_squares
+from whale.planning.pipeline.recompute import KEEP_ALL, kept_under
+from whale.planning.pipeline.scheduling import shape_pipeline
+from whale.planning.pipeline.stage_tables import Band, StageTables
+from whale.planning.structure.structure import analyse
 
 
 @given(st.integers(1, 4), st.data())
@@ -29,7 +38,22 @@ def test_no_cut_has_a_faster_slowest_stage(num_stages: int, data: st.DataObject)
 
     every = [(0, *inner, num_units) for inner in combinations(range(1, num_units), num_stages - 1)]
     least = min(max(costs(bounds)) for bounds in every)
-    assert _least_maximum(tables) == least
-    found = tuple(_least_squares(tables, least))
+    band = Band(num_units, num_units)
+    banded = [np.where(band.is_piece, table[band.starts, band.ends], np.inf) for table in tables]
+    assert _least_maximum(banded, band) == least
+    found = tuple(_least_squares(banded, least, band))
     assert max(costs(found)) == least
     assert sum(c * c for c in costs(found)) == min(sum(c * c for c in costs(b)) for b in every if max(costs(b)) == least)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(2, 4), st.lists(st.sampled_from([1e9, 3e9, 20e9]), min_size=4, max_size=4), st.sampled_from([1.0, 0.08, 0.04, 0.01]))
+def test_pieces_that_are_not_too_long_are_enough_where_that_is_said(num_stages: int, speeds: list[float], margin: float) -> None:
+    graph = chain(10)
+    prices = Prices(graph, cluster(speeds, memory=2**20), Costs())
+    pipeline = shape_pipeline(Config({"pipeline.num_stages": num_stages, "pipeline.num_micro_batch": 4}), None, num_stages)
+    points = find_cut_points(graph, analyse(graph), prices, kept_under(prices, KEEP_ALL))
+    tables, devices = StageTables(points, prices, pipeline, KEEP_ALL), [f"h0/{index}" for index in range(num_stages)]
+    found = [_chosen(tables, devices, 64, margin, Band(points.num_units, longest)) for longest in range(1, points.num_units + 1)]
+    assert found[-1] is not None
+    assert {tuple(bounds) for bounds in found if bounds is not None} == {tuple(found[-1])}
