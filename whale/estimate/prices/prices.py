@@ -157,13 +157,17 @@ class Prices:
         if key not in self._seconds:
             found = op_seconds(self.table, device, num_rows, self.costs)
             if self.training:
-                adding = self._accumulated / (device.bandwidth * device.traffic)
-                found = replace(found, backward_fixed=found.backward_fixed + adding)
+                found = replace(found, backward_fixed=found.backward_fixed + self.adding(device))
             else:
                 zero = np.zeros_like(found.backward_fixed)
                 found = replace(found, backward_fixed=zero, backward_per_row=zero, backward_host=zero)
             self._seconds[key] = found
         return self._seconds[key]
+
+    def adding(self, device: Device) -> Floats:
+        """Per op, the seconds of a backward pass in which it adds its gradients of parameters to what earlier micro-batches gave."""
+        result: Floats = self._accumulated / (device.bandwidth * device.traffic)
+        return result
 
     @cached_property
     def _accumulated(self) -> Floats:

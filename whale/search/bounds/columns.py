@@ -44,6 +44,7 @@ class Columns:
     Attributes:
         prices: of the graph.
         table: the figures of one of each.
+        firsts: their places in the graph.
         counts: how many there are.
         trained: bytes of trainable parameters that it is the first to read.
         names: of the ops, in graph order.
@@ -53,6 +54,7 @@ class Columns:
 
     prices: Prices
     table: OpTable
+    firsts: NDArray[np.int64]
     counts: Floats
     trained: Floats
     names: tuple[str, ...]
@@ -66,9 +68,10 @@ class Columns:
         key = kind, rows
         if key not in self._known:
             found, training = op_seconds(self.table, kind, rows, self.prices.costs), self.prices.training
+            adding = self.prices.adding(kind)[self.firsts]
             self._known[key] = Times(
                 found.forward_fixed + rows * found.forward_per_row,
-                (found.backward_fixed + rows * found.backward_per_row) * training,
+                (found.backward_fixed + rows * found.backward_per_row + adding) * training,
                 found.forward_host,
                 found.backward_host * training,
             )
@@ -110,8 +113,8 @@ def columns_of(prices: Prices, structure: Structure) -> Columns:
         each.name: getattr(table, each.name) for each in dataclasses.fields(table) if isinstance(getattr(table, each.name), np.ndarray)
     }
     told = [values[own].astype(np.float64) for name, values in arrays.items() if name != "op" or prices.costs.measured is not None]
-    looks = np.stack([*told, trained[own]], axis=1)
+    looks = np.stack([*told, trained[own], prices.adding(prices.cluster.devices[0])[own]], axis=1)
     _, first, inverse, counts = np.unique(looks, axis=0, return_index=True, return_inverse=True, return_counts=True)
     kept = own[first]
     reduced = dataclasses.replace(table, **{name: values[kept] for name, values in arrays.items()})
-    return Columns(prices, reduced, counts.astype(float), trained[kept], names, inverse.reshape(-1).astype(np.int64), trained[own])
+    return Columns(prices, reduced, kept, counts.astype(float), trained[kept], names, inverse.reshape(-1).astype(np.int64), trained[own])
