@@ -87,6 +87,11 @@ class Order:
         """Whether each rank stands still while those before it do a forward and a backward pass."""
         return self.num_chunks == 1 and self.schedule in ("1f1b", "eager_1f1b", "gpipe")
 
+    @property
+    def fills_forward(self) -> bool:
+        """Whether each rank stands still while those before it do a forward pass, and weight gradients come last on each."""
+        return self.num_chunks == 1 and self.schedule in ("zb_h1", "zb_h2")
+
     def __str__(self) -> str:
         return f"{self.schedule} of {self.num_chunks} chunks" if self.num_chunks > 1 else self.schedule
 

@@ -2,7 +2,7 @@
 
 Let t_s be the time of rank s for one micro-batch, over all its chunks. A step takes at least, for every rank s,
 
-    pipeline    m t_s + f x (t_1 + ... + t_s-1)               f = 1: the ranks before it fill and drain; 0 where chunks take turns
+    pipeline    m t_s + what it waits for others              `whale.search.bounds.waiting`
     end         m t_s - B_s + sync_s + update_s               B_s: the last backward pass, behind which the sums may hide;
                                                               0 where unlike pipelines sum when all is done
 
@@ -13,6 +13,7 @@ work equally dear it is the time of a cut without grain. Ops that cost the same 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +30,7 @@ from whale.planning.structure.structure import Structure
 from whale.search.arrangement import Arrangement, Order, Team, sums_in_backward
 from whale.search.bounds.chain import loose_runs
 from whale.search.bounds.columns import Columns, columns_of
-
-NO_ORDER = Order("", 2)
-"""Of which nothing is known: ranks neither wait for those before them, nor sum gradients when all is done."""
+from whale.search.bounds.waiting import NO_ORDER, Pass, Passes, Pipeline, first_alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,8 @@ class Bounds:
     structure: Structure
     points: CutPoints
     num_rows: int
-    _curves: dict[tuple[Team, bool, int, Summing], Floats] = field(default_factory=dict, init=False)
-    _times: dict[tuple[Device, int, tuple[float, ...]], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
+    _curves: dict[tuple[Team, Order, int, Summing], Floats] = field(default_factory=dict, init=False)
+    _known: dict[tuple[Device, int, int, tuple[float, ...]], Passes] = field(default_factory=dict, init=False)
 
     @cached_property
     def columns(self) -> Columns:
@@ -115,7 +114,7 @@ class Bounds:
     def _speeds(self) -> Mapping[Device, float]:
         """Per kind, the share of one device in the speed of all."""
         counts = Counter(device.kind for device in self.prices.cluster.devices)
-        speeds = {kind: 1 / float(self._work(kind, self.num_rows).item()) for kind in counts}
+        speeds = {kind: 1 / self._work(kind, self.num_rows) for kind in counts}
         total = sum(speeds[kind] * count for kind, count in counts.items())
         return {kind: speed / total for kind, speed in speeds.items()}
 
@@ -124,10 +123,9 @@ class Bounds:
         rows = (max(self.share_of(team), num_micro_batch),)
         return float(self._team_seconds(team, order, num_micro_batch, rows, self._summing((team,)))[0])
 
-    def _work(self, kind: Device, rows: float) -> Floats:
-        forward, backward = self._ops(kind, 1, (float(rows),))
-        result: Floats = (forward + backward) @ self.columns.counts
-        return result
+    def _work(self, kind: Device, rows: float) -> float:
+        times = self.columns.seconds(kind, float(rows))
+        return float((times.forward + times.backward) @ self.columns.counts)
 
     @cached_property
     def _grid(self) -> Floats:
@@ -150,89 +148,78 @@ class Bounds:
 
     def _curve(self, team: Team, order: Order, num_micro_batch: int, summing: Summing) -> Floats:
         """`_team_seconds` over the grid, made to not fall."""
-        key = team.one, order.fills, num_micro_batch, summing  # nothing else of an order is asked for
+        key = team.one, first_alike(order, team.num_ranks, num_micro_batch), num_micro_batch, summing
         if key not in self._curves:
-            found = self._team_seconds(team, order, num_micro_batch, self._steps, summing)
+            found = self._team_seconds(team, key[1], num_micro_batch, self._steps, summing)
             self._curves[key] = np.maximum.accumulate(found)
         return self._curves[key]
 
-    def _ops(self, kind: Device, num_micro_batch: int, rows: tuple[float, ...]) -> tuple[Floats, Floats]:
-        """Seconds of every column forward and backward, ``[rows, columns]``, for one micro-batch of a replica with these rows."""
-        key = kind, num_micro_batch, rows
-        if key not in self._times:
-            found = [self.columns.seconds(kind, number / num_micro_batch) for number in rows]
-            self._times[key] = np.stack([times.forward for times in found]), np.stack([times.backward for times in found])
-        return self._times[key]
-
     def _team_seconds(self, team: Team, order: Order, num_micro_batch: int, rows: tuple[float, ...], summing: Summing) -> Floats:
         """The bound for replicas of a team with so many rows each, per number of rows."""
-        ops = {kind: tuple(each / team.width for each in self._ops(kind, num_micro_batch, rows)) for kind in team.numbers}
-        both = {kind: forward + backward for kind, (forward, backward) in ops.items()}
-        fills = order.fills
-        found = self._pipeline(team.runs, both, num_micro_batch, fill=0.0)
-        if fills and team.num_ranks > 1:
-            found = np.maximum(found, self._pipeline(team.runs, both, num_micro_batch, fill=1.0) - self._beside(team, both))
+        passes = {kind: self._passes(kind, team.width, num_micro_batch, rows) for kind in team.numbers}
+        order = first_alike(order, team.num_ranks, num_micro_batch)
+        pipeline = Pipeline(team.runs, passes, self.columns.counts, num_micro_batch)
+        found, waited = pipeline.computed(), pipeline.waited(order, training=self.prices.training)
+        if waited is not None:
+            found = np.maximum(found, waited - self._beside(team.num_ranks * order.num_chunks, passes))
         if not self.prices.training:
             return found
-        if team.num_ranks == 1 and fills and not summing.is_last:
-            forward, backward = ops[team.kinds[0]]
-            return np.maximum(found, self._end_of_one(team, forward, backward, num_micro_batch, summing.rate))
-        hidden = {kind: backward * (fills and not summing.is_last) for kind, (_, backward) in ops.items()}
-        rate = summing.rate if fills or summing.is_last else 0.0
-        return np.maximum(found, self._end(team, both, hidden, num_micro_batch, rate))
+        ends_with_backward = order.fills or order.fills_forward
+        if team.num_ranks == 1 and order.fills and not summing.is_last:
+            return np.maximum(found, self._end_of_one(team, passes[team.kinds[0]], num_micro_batch, summing.rate))
+        hidden = {kind: own.most.backward * (ends_with_backward and not summing.is_last) for kind, own in passes.items()}
+        rate = summing.rate if ends_with_backward or summing.is_last else 0.0
+        return np.maximum(found, self._end(team, passes, hidden, num_micro_batch, rate))
 
-    def _beside(self, team: Team, both: Mapping[Device, Floats]) -> Floats:
-        """Seconds by which a rank waits less for those before it where some of these have only ops that nobody there waits for.
+    def _passes(self, kind: Device, width: int, num_micro_batch: int, rows: tuple[float, ...]) -> Passes:
+        """Of a device of a split group, for micro-batches that differ by a row at most."""
+        key = kind, width, num_micro_batch, rows
+        if key in self._known:
+            return self._known[key]
 
-        Such a rank has no more than a run of them, so all together no more than the longest runs.
+        def of(sizes: Sequence[float]) -> Pass:
+            found = [self.columns.seconds(kind, number) for number in sizes]
+            return Pass(np.stack([times.forward for times in found]) / width, np.stack([times.backward for times in found]) / width)
+
+        mean = [number / num_micro_batch for number in rows]
+        fewest = [max(1.0, math.floor(number + 1e-9)) for number in mean]
+        most = [float(math.ceil(number - 1e-9)) for number in mean]
+        equal = of(mean)
+        self._known[key] = Passes(equal, equal if fewest == mean else of(fewest), equal if most == mean else of(most))
+        return self._known[key]
+
+    def _beside(self, num_stages: int, passes: Mapping[Device, Passes]) -> Floats:
+        """Seconds by which a stage waits less for those before it where some of these have only ops that nobody there waits for.
+
+        Such a stage has no more than a run of them, so all together no more than the longest runs.
         """
-        runs = np.max([seconds @ self._loose.T for seconds in both.values()], axis=0)
-        longest: Floats = np.sort(runs, axis=1)[:, ::-1][:, : team.num_ranks - 1].sum(axis=1)
+        runs = np.max([own.mean.both @ self._loose.T for own in passes.values()], axis=0)
+        longest: Floats = np.sort(runs, axis=1)[:, ::-1][:, : num_stages - 1].sum(axis=1)
         return longest
 
     @cached_property
     def _loose(self) -> Floats:
         return loose_runs(self.prices.graph, self.points, self.columns)
 
-    def _pipeline(self, runs: Sequence[tuple[Device, int]], both: Mapping[Device, Floats], num_micro_batch: int, *, fill: float) -> Floats:
-        """The first bound of the module, in the mean whose weights make every rank's share of the ops equally dear.
-
-        From the last rank to the first: a rank whose work is dear enough through the ranks behind it has no weight, another the rest
-        of what it wants. Of ranks of one kind in a row the sum of weights comes to that geometrically.
-        """
-        counts = self.columns.counts
-        wanted = {kind: 1 / (seconds @ counts) for kind, seconds in both.items()}
-        after = np.zeros_like(next(iter(wanted.values())))
-        least: dict[Device, Floats] = {}
-        for kind, number in reversed(runs):
-            price = np.maximum(wanted[kind], fill * after)
-            least[kind] = np.minimum(least.get(kind, price), price)
-            left = (1 - fill / num_micro_batch) ** number
-            rest = wanted[kind] * (1 - left) if fill else wanted[kind] * number / num_micro_batch
-            after = np.where(wanted[kind] > fill * after, after * left + rest, after)
-        dearest = np.min([price[:, None] * both[kind] for kind, price in least.items()], axis=0)
-        result: Floats = (dearest @ counts) / after
-        return result
-
     def _end(
-        self, team: Team, both: Mapping[Device, Floats], hidden: Mapping[Device, Floats], num_micro_batch: int, sync_rate: float
+        self, team: Team, passes: Mapping[Device, Passes], hidden: Mapping[Device, Floats], num_micro_batch: int, sync_rate: float
     ) -> Floats:
-        """The second bound, likewise."""
+        """The second bound, in the mean whose weights make every rank's share of the ops equally dear."""
         columns, costs = self.columns, self.prices.costs
-        per_byte = {kind: (optimizer_seconds(kind, 1.0, 1.0, costs.optimizer_states) + sync_rate) / team.width for kind in both}
-        priced = {kind: num_micro_batch * both[kind] - hidden[kind] + per_byte[kind] * columns.trained for kind in both}
+        per_byte = {kind: (optimizer_seconds(kind, 1.0, 1.0, costs.optimizer_states) + sync_rate) / team.width for kind in passes}
+        priced = {kind: num_micro_batch * own.mean.both - hidden[kind] + per_byte[kind] * columns.trained for kind, own in passes.items()}
         wanted = {kind: 1 / (seconds @ columns.counts) for kind, seconds in priced.items()}
         total = sum(wanted[kind] * number for kind, number in team.numbers.items())
         result: Floats = np.min([(wanted[kind] / total)[:, None] * seconds for kind, seconds in priced.items()], axis=0) @ columns.counts
         return result
 
-    def _end_of_one(self, team: Team, forward: Floats, backward: Floats, num_micro_batch: int, sync_rate: float) -> Floats:
+    def _end_of_one(self, team: Team, passes: Passes, num_micro_batch: int, sync_rate: float) -> Floats:
         """The second bound of a rank that has the whole model: of gradients that are whole late in the pass less of the sum can hide."""
         columns, kind = self.columns, team.kinds[0]
-        hiding, (num_bytes, left) = backward @ columns.counts, columns.last_sums(kind, self.num_rows)
+        hiding, (num_bytes, left) = passes.most.backward @ columns.counts, columns.last_sums(kind, self.num_rows)
         update = optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) * num_bytes[-1] / team.width
         exposed = np.max(sync_rate / team.width * num_bytes - hiding[:, None] * left, axis=1)
-        result: Floats = num_micro_batch * (forward @ columns.counts + hiding) + exposed + update
+        result: Floats = num_micro_batch * (passes.mean.both @ columns.counts) + exposed + update
         return result
 
     @cached_property

@@ -1,0 +1,179 @@
+"""What the ranks of a pipeline take at least for all micro-batches, each waiting for others, in closed form and whatever the cut.
+
+With F_r and B_r the seconds of rank r for a micro-batch forward and backward, t_r = F_r + B_r, a step takes at least, for every rank s:
+
+    m t_s + (t_1 + ... + t_s-1)                        the ranks before it fill and drain the pipeline     `first`
+    m t_s + (F_1 + ... + F_s-1)                        they fill it; weight gradients may fill the drain   `first`
+    (t_1 + ... + t_p) + (m - 1) t_s - (k_s - 1) F_s    until its first backward pass, with k_s forwards    `there_and_back`
+                                                       before it, a micro-batch goes to the end and back
+    (t_1,1 + ... + t_p,1) + (t_1,2 + ... + t_s-1,2)    before chunk 2 of a rank has its first turn a       `chunks`
+        + m t_s - m t_s,1                              micro-batch has passed all first chunks
+
+A mean of any of these over the ranks prices each op by the rank that has it, and whatever the cut it pays at least the least price. The
+weights of a mean are those that make all ops together equally dear on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+
+from whale.estimate.costs.op_table import Floats
+from whale.ir.cluster import Device
+from whale.schedules import peak_in_flight
+from whale.search.arrangement import Order
+
+Runs = Sequence[tuple[Device, int]]
+
+CHUNK_SHARES = (0.5, 1.0)
+"""Of the mean of an order with chunks, these shares go to waits for second chunks, the rest to those for first ones."""
+
+TINY = 1e-6
+"""A share of which nothing is left in a difference."""
+
+LEAST = 1e-3
+"""What the weights of a mean are divided by is not less than this share of a pass: any weights will do."""
+
+
+PLAIN = Order("1f1b")
+
+CHUNKS = Order("interleaved", 2)
+
+NO_ORDER = Order("", 2)
+"""Of which nothing is known: ranks neither wait for those before them, nor sum gradients when all is done."""
+
+
+def first_alike(order: Order, num_ranks: int, num_micro_batch: int) -> Order:
+    """Of the orders of which as much is known, one: a replica of one rank has none, and many micro-batches wait little for chunks."""
+    if num_ranks == 1:
+        return PLAIN
+    if order.fills_forward:
+        return Order("zb_h1")
+    return order if order.fills or (order == CHUNKS and num_micro_batch < 2 * num_ranks) else NO_ORDER
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Seconds per column of a micro-batch on a kind of device, ``[rows, columns]``."""
+
+    forward: Floats
+    backward: Floats
+
+    @property
+    def both(self) -> Floats:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The micro-batches of a replica, which differ by a row at most: of the mean number of rows, the fewest and the most."""
+
+    mean: Pass
+    fewest: Pass
+    most: Pass
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A replica.
+
+    Attributes:
+        runs: the kinds along it, each with how many ranks of it follow one another.
+        passes: per kind.
+        counts: ops of each column.
+        num_micro_batch: of a step.
+    """
+
+    runs: Runs
+    passes: Mapping[Device, Passes]
+    counts: Floats
+    num_micro_batch: int
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(number for _, number in self.runs)
+
+    def computed(self) -> Floats:
+        """Seconds in which nobody waits: per number of rows, as all here."""
+        nothing = {kind: np.zeros_like(own.mean.forward) for kind, own in self.passes.items()}
+        return self.first(nothing)
+
+    def waited(self, order: Order, *, training: bool) -> Floats | None:
+        """Seconds with waits, if values and gradients pass through all ops; None where none are known."""
+        if self.num_ranks == 1:
+            return None
+        if order.fills:
+            found = self.first({kind: own.fewest.both for kind, own in self.passes.items()})
+            return np.maximum(found, self.there_and_back(order)) if training else found
+        if order.fills_forward:
+            return self.first({kind: own.fewest.forward for kind, own in self.passes.items()})
+        if order == CHUNKS and training:
+            return reduce(np.maximum, map(self.chunks, CHUNK_SHARES))
+        return None
+
+    def first(self, filling: Mapping[Device, Floats]) -> Floats:
+        """Ranks wait until those before them have done once what `filling` says.
+
+        From the last rank to the first: a rank whose work is dear enough through the ranks behind it has no weight, another the rest
+        of what it wants. Of ranks of one kind in a row the sum of weights comes to that geometrically.
+        """
+        ends, total = self._weights({kind: filling[kind] @ self.counts for kind in filling})
+        least = [x[:, None] * self.passes[kind].mean.both + after[:, None] * filling[kind] for kind, x, after in ends]
+        result: Floats = (np.min(least, axis=0) @ self.counts) / total
+        return result
+
+    def chunks(self, share: float) -> Floats:
+        """Ranks of two chunks each, with groups of micro-batches as large as can be."""
+        once = {kind: own.fewest.both for kind, own in self.passes.items()}
+        ends, total = self._weights({kind: share * (own @ self.counts) for kind, own in once.items()})
+        least = []
+        for kind, x, after in ends:
+            both = self.passes[kind].mean.both
+            least.append(x[:, None] * both + (share * after)[:, None] * once[kind])
+            least.append(((1 - share) * x)[:, None] * both + ((1 - share) * after + share * total)[:, None] * once[kind])
+        result: Floats = (np.min(least, axis=0) @ self.counts) / total
+        return result
+
+    def _weights(self, filling: Mapping[Device, Floats]) -> tuple[list[tuple[Device, Floats, Floats]], Floats]:
+        """What ops pay on the first and the last rank of each run: m times its weight, and the weights of all ranks behind it; their sum.
+
+        Between the two ends of a run both change in proportion.
+        """
+        m, ends = self.num_micro_batch, list[tuple[Device, Floats, Floats]]()
+        after = np.zeros(len(next(iter(self.passes.values())).mean.forward))
+        for kind, number in reversed(self.runs):
+            whole = self.passes[kind].mean.both @ self.counts
+            share = filling[kind] / whole
+            ends.append((kind, np.maximum(1 / whole - share * after, 0.0), after))
+            last = np.where(ends[-1][1] > 0, _summed(after, 1 / whole, share, number - 1, m), after)
+            ends.append((kind, np.maximum(1 / whole - share * last, 0.0), last))
+            after = np.where(ends[-2][1] > 0, _summed(after, 1 / whole, share, number, m), after)
+        return ends, after
+
+    def there_and_back(self, order: Order) -> Floats:
+        """Ranks wait until a micro-batch has gone to the end and come back."""
+        m, ranks = self.num_micro_batch, [self.passes[kind] for kind, number in self.runs for _ in range(number)]
+        ahead = peak_in_flight(order.schedule, num_ranks=len(ranks), num_micro_batch=m)
+        once = [own.fewest.both for own in ranks]
+        more = [
+            m * own.mean.both - each - number * own.most.forward + own.fewest.forward
+            for own, each, number in zip(ranks, once, ahead, strict=True)
+        ]
+        whole = np.stack([each @ self.counts for each in once])
+        wanted = np.maximum(np.stack([each @ self.counts for each in more]), LEAST * whole)
+        weights = np.maximum(0.0, (1 - np.sum(1 / wanted, axis=0) / (1 + np.sum(whole / wanted, axis=0)) * whole) / wanted)
+        total = weights.sum(axis=0)
+        prices = (total[:, None] * one + weight[:, None] * each for one, each, weight in zip(once, more, weights, strict=True))
+        result: Floats = (reduce(np.minimum, prices) @ self.counts) / total
+        return result
+
+
+def _summed(after: Floats, wanted: Floats, share: Floats, number: int, num_micro_batch: int) -> Floats:
+    """The weights behind a rank, with those of so many ranks of a kind before it."""
+    left = (1 - share / num_micro_batch) ** number
+    even = after + wanted * number / num_micro_batch
+    result: Floats = np.where(share > TINY, after * left + wanted * (1 - left) / np.maximum(share, TINY), even)
+    return result
