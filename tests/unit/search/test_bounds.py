@@ -41,7 +41,7 @@ def towers(depths: list[int], width: int = 64) -> ModelGraph:
         tops.append(top)
     result = tops[0]
     for number, top in enumerate(tops[1:]):
-        result = graph.call(f"added{number}", "aten.add.Tensor", result, top, width=width)
+        result = graph.call(f"added{number}", "aten.add.Tensor", result, top, width=width, tags=["pointwise"])
     graph.sum_loss(result)
     return graph.build()
 
