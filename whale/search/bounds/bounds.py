@@ -179,7 +179,8 @@ class Bounds:
 
         def of(sizes: Sequence[float]) -> Pass:
             found = [self.columns.seconds(kind, number) for number in sizes]
-            return Pass(np.stack([times.forward for times in found]) / width, np.stack([times.backward for times in found]) / width)
+            forward, backward = (np.stack(own) / width for own in zip(*((each.forward, each.backward) for each in found), strict=True))
+            return Pass(forward, backward, self.columns.counts)
 
         mean = [number / num_micro_batch for number in rows]
         fewest = [max(1.0, math.floor(number + 1e-9)) for number in mean]

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -55,16 +56,34 @@ def first_alike(order: Order, num_ranks: int, num_micro_batch: int) -> Order:
     return order if order.fills or (order == CHUNKS and num_micro_batch < 2 * num_ranks) else NO_ORDER
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pass:
-    """Seconds per column of a micro-batch on a kind of device, ``[rows, columns]``."""
+    """Seconds per column of a micro-batch on a kind of device, ``[rows, columns]``.
+
+    Attributes:
+        forward, backward: seconds.
+        counts: ops of each column.
+    """
 
     forward: Floats
     backward: Floats
+    counts: Floats
 
-    @property
+    @cached_property
     def both(self) -> Floats:
         return self.forward + self.backward
+
+    @cached_property
+    def whole(self) -> Floats:
+        """Seconds of all ops: ``[rows]``."""
+        found: Floats = self.both @ self.counts
+        return found
+
+    @cached_property
+    def shares(self) -> Floats:
+        """What each op takes of the whole."""
+        found: Floats = self.both / self.whole[:, None]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +93,10 @@ class Passes:
     mean: Pass
     fewest: Pass
     most: Pass
+
+    def after_first(self, num_micro_batch: int) -> Floats:
+        """Seconds per column of so many micro-batches, but for the backward pass of the first of them."""
+        return num_micro_batch * self.mean.both - self.fewest.both + self.fewest.forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +121,10 @@ class Pipeline:
 
     def computed(self) -> Floats:
         """Seconds in which nobody waits: per number of rows, as all here."""
-        nothing = {kind: np.zeros_like(own.mean.forward) for kind, own in self.passes.items()}
-        return self.first(nothing)
+        speed = np.sum([number / self.passes[kind].mean.whole for kind, number in self.runs], axis=0)
+        least = np.min([own.mean.shares for own in self.passes.values()], axis=0) @ self.counts
+        result: Floats = self.num_micro_batch * least / speed
+        return result
 
     def waited(self, order: Order, *, training: bool) -> Floats | None:
         """Seconds with waits, if values and gradients pass through all ops; None where none are known."""
@@ -128,7 +153,7 @@ class Pipeline:
     def chunks(self, share: float) -> Floats:
         """Ranks of two chunks each, with groups of micro-batches as large as can be."""
         once = {kind: own.fewest.both for kind, own in self.passes.items()}
-        ends, total = self._weights({kind: share * (own @ self.counts) for kind, own in once.items()})
+        ends, total = self._weights({kind: share * own.fewest.whole for kind, own in self.passes.items()})
         least = []
         for kind, x, after in ends:
             both = self.passes[kind].mean.both
@@ -145,7 +170,7 @@ class Pipeline:
         m, ends = self.num_micro_batch, list[tuple[Device, Floats, Floats]]()
         after = np.zeros(len(next(iter(self.passes.values())).mean.forward))
         for kind, number in reversed(self.runs):
-            whole = self.passes[kind].mean.both @ self.counts
+            whole = self.passes[kind].mean.whole
             share = filling[kind] / whole
             ends.append((kind, np.maximum(1 / whole - share * after, 0.0), after))
             last = np.where(ends[-1][1] > 0, _summed(after, 1 / whole, share, number - 1, m), after)
@@ -155,18 +180,17 @@ class Pipeline:
 
     def there_and_back(self, order: Order) -> Floats:
         """Ranks wait until a micro-batch has gone to the end and come back."""
-        m, ranks = self.num_micro_batch, [self.passes[kind] for kind, number in self.runs for _ in range(number)]
-        ahead = peak_in_flight(order.schedule, num_ranks=len(ranks), num_micro_batch=m)
-        once = [own.fewest.both for own in ranks]
-        more = [
-            m * own.mean.both - each - number * own.most.forward + own.fewest.forward
-            for own, each, number in zip(ranks, once, ahead, strict=True)
-        ]
-        whole = np.stack([each @ self.counts for each in once])
-        wanted = np.maximum(np.stack([each @ self.counts for each in more]), LEAST * whole)
+        m, p = self.num_micro_batch, self.num_ranks
+        ahead = np.array(peak_in_flight(order.schedule, num_ranks=p, num_micro_batch=m), dtype=np.float64)[:, None, None]
+        stops = list(accumulate((number for _, number in self.runs), initial=0))
+        runs = [(self.passes[kind], slice(*ends)) for (kind, _), ends in zip(self.runs, pairwise(stops), strict=True)]
+        more = np.concatenate([own.after_first(m) - ahead[ranks] * own.most.forward for own, ranks in runs])
+        whole = np.concatenate([np.broadcast_to(own.fewest.whole, (ranks.stop - ranks.start, more.shape[1])) for own, ranks in runs])
+        wanted = np.maximum(more @ self.counts, LEAST * whole)
         weights = np.maximum(0.0, (1 - np.sum(1 / wanted, axis=0) / (1 + np.sum(whole / wanted, axis=0)) * whole) / wanted)
         total = weights.sum(axis=0)
-        prices = (total[:, None] * one + weight[:, None] * each for one, each, weight in zip(once, more, weights, strict=True))
+        weighed = weights[:, :, None] * more
+        prices = [total[:, None] * own.fewest.both + weighed[ranks].min(axis=0) for own, ranks in runs]
         result: Floats = (reduce(np.minimum, prices) @ self.counts) / total
         return result
 
