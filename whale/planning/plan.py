@@ -194,8 +194,8 @@ def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[
     memory, work = [], []
     for rank, width in enumerate(pipeline.devices):
         parts = [(stage, solver.fixed.parts[stage]) for stage in pipeline.stages_of(rank)]
-        costs = [(stage, solver.prices.part(part)) for stage, part in parts]
-        memory.append(sum(cost.parameter_bytes + cost.activation.at(rows / width) * pipeline.in_flight[stage] for stage, cost in costs))
+        held = (solver.prices.part(part).held(pipeline.alive(stage)) for stage, part in parts)
+        memory.append(sum(line.at(rows / width) for line in held))
         ops = [solver.graph.by_name[name] for _, part in parts for name in part.ops]
         work.append(sum(op.forward_flops + op.backward_flops for op in ops) / width)
     return memory, work

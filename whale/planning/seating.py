@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,6 +24,7 @@ from whale.planning.replicas.group_size import Outcome
 from whale.planning.replicas.solve import Solver, check_room, solve_together
 from whale.planning.shard.stage_price import StagePricing
 from whale.planning.structure.structure import Structure, analyse
+from whale.planning.verify.refused import decided_within
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Seater:
         return self._cut_points(KEEP_ALL.kind)
 
     def draft(self, seatings: Sequence[Seating], policy: str | Shares | None = None) -> Draft:
-        """The plan with these replicas, estimated.
+        """The plan with these replicas, estimated; where the estimate finds too little memory, made again with less.
 
         Args:
             policy: of recomputation, where it is another than the configuration's.
@@ -88,11 +90,22 @@ class Seater:
             MemoryShortage: it does not fit.
             WhaleError: the model cannot be cut, or its rows divided, in this way.
         """
+        return decided_within(self.prices, lambda prices: self._at(prices)._draft(seatings, policy))
+
+    def _draft(self, seatings: Sequence[Seating], policy: str | Shares | None) -> Draft:
         used = {name for seating in seatings for names in seating.placed for name in names}
         idle = tuple(device.name for device in self.cluster.devices if device.name not in used)
         placement = Placement("chosen by the search", tuple(seating.placed for seating in seatings), idle)
         found = self._outcome(placement, seatings, self.config.recompute.policy if policy is None else policy)
         return draft_plan(self.graph, self.cluster, [None] * len(seatings), found, gather_rows=self.config.communication.gather_rows)
+
+    def _at(self, prices: Prices) -> Seater:
+        """The same with other prices, which differ in the memory that is spared."""
+        if prices is self.prices:
+            return self
+        other = copy(self)
+        other.prices, other._solvers, other._pricing = prices, {}, StagePricing.of(prices, self.config.communication.overlap)
+        return other
 
     def _outcome(self, placement: Placement, seatings: Sequence[Seating], policy: str | Shares) -> Outcome:
         """Without recomputation where ``auto`` leaves the choice and that fits."""

@@ -9,7 +9,7 @@ from whale.schedules.of_plan import alike_schedules, edge_pairs, forward_schedul
 from whale.schedules.orders.builder import Builder
 from whale.schedules.orders.forward_only import forward_only
 from whale.schedules.orders.shape import Shape
-from whale.schedules.orders.table import BUILDERS, build, peak_in_flight, placement
+from whale.schedules.orders.table import BUILDERS, build, most_waiting, peak_in_flight, placement
 from whale.schedules.recompute import insert_recompute
 from whale.schedules.releases import Releases, releases
 from whale.schedules.rendezvous import Blocked, replay
@@ -35,6 +35,7 @@ __all__ = [
     "forward_schedules_of",
     "insert_communication",
     "insert_recompute",
+    "most_waiting",
     "peak_in_flight",
     "placement",
     "places",

@@ -78,7 +78,7 @@ def test_kept_activations() -> None:
     built = graph.build()
     kept = kept_tensors(built)
     assert kept == {"layer0": (), "bent": ("bent",), "sum": (), "layer1": ("sum",), "loss": ()}
-    names, _ = kept_names(built, output_lines(built), ["bent", "sum", "layer1"], kept, ())
+    names, _ = kept_names(built, ["bent", "sum", "layer1"], kept, ())
     assert size_line(output_lines(built), names) == Line(0.0, 2 * 8 * 4)
     assert kept_tensors(graph.build(mode="eval")) == {}
     assert built.num_rows == ROWS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +13,17 @@ from hypothesis import strategies as st
 from whale.config import SCHEDULES
 from whale.errors import ConfigError
 from whale.ir.schedule import COMPUTE, Kind, Schedule
-from whale.schedules import BUILDERS, build, count_in_flight, forward_only, insert_communication, peak_in_flight, placement, verify
+from whale.schedules import (
+    BUILDERS,
+    build,
+    count_in_flight,
+    forward_only,
+    insert_communication,
+    most_waiting,
+    peak_in_flight,
+    placement,
+    verify,
+)
 from whale.schedules.edges import Edges
 from whale.schedules.execution import execute
 from whale.schedules.of_plan import leave_out
@@ -36,6 +47,18 @@ def test_built_schedules_are_complete_deadlock_free_and_as_large_as_promised(sch
     counted = count_in_flight(schedule)
     exact = schedule.name != "interleaved" or schedule.num_micro_batch % schedule.num_ranks == 0
     assert all(found == promised if exact else found <= promised for found, promised in zip(counted, schedule.peak_in_flight, strict=True))
+
+
+@given(schedules())
+def test_no_more_weight_gradients_wait_than_promised(schedule: Schedule) -> None:
+    counts = {"num_micro_batch": schedule.num_micro_batch, "num_chunks": schedule.num_stages // schedule.num_ranks}
+    promised = most_waiting(schedule.name, num_ranks=schedule.num_ranks, **counts)
+    for actions, most in zip(schedule.ranks, promised, strict=True):
+        waiting, peak = Counter[int | None](), 0
+        for action in actions:
+            waiting[action.stage] += (action.kind is Kind.BACKWARD_INPUT) - (action.kind is Kind.BACKWARD_WEIGHT)
+            peak = max(peak, waiting[action.stage])
+        assert peak <= most <= peak + (schedule.name == "zb_v")
 
 
 @given(schedules(), st.data())

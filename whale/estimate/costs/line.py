@@ -31,3 +31,9 @@ class Line:
             fixed += line.fixed
             per_row += line.per_row
         return Line(fixed, per_row)
+
+    @staticmethod
+    def largest(lines: Iterable[Line]) -> Line:
+        """A line that none of them is above; zero where there are none."""
+        given = list(lines)
+        return Line(max((line.fixed for line in given), default=0.0), max((line.per_row for line in given), default=0.0))

@@ -46,19 +46,14 @@ def _form_bytes(parameter: Parameter, form: Form | None) -> int:
 
 
 def kept_names(
-    graph: ModelGraph,
-    sizes: Mapping[str, Line],
-    ops: Iterable[str],
-    kept: Mapping[str, tuple[str, ...]],
-    segments: Iterable[Collection[str]],
-) -> tuple[dict[str, None], Line]:
-    """The tensors that a stage keeps for one micro-batch where runs of its ops are recomputed, and bytes that recomputing one adds.
+    graph: ModelGraph, ops: Iterable[str], kept: Mapping[str, tuple[str, ...]], segments: Iterable[Collection[str]]
+) -> tuple[dict[str, None], tuple[frozenset[str], ...]]:
+    """The tensors that a stage keeps for one micro-batch where runs of its ops are recomputed, and those that recomputing each brings back.
 
     A segment leaves the tensors that it reads from outside. In the backward pass all that its ops keep is there again,
     of one segment at a time.
 
     Args:
-        sizes: per op of the graph, the bytes of its outputs.
         kept: `whale.estimate.memory.kept.kept_tensors` of the graph. A tensor received from another stage counts too: this stage holds
             its own copy.
         segments: the runs, which do not overlap.
@@ -69,12 +64,12 @@ def kept_names(
     for run in runs:
         read = (graph.storage[source] for op in run for source in graph.by_name[op].inputs if source not in run)
         left |= dict.fromkeys(name for name in read if graph.by_name[name].kind == "call")
-    largest = Line()
-    for run in runs:
-        inside = {name for op in run for name in kept.get(op, ())}.difference(left)
-        line = size_line(sizes, inside)
-        largest = Line(max(largest.fixed, line.fixed), max(largest.per_row, line.per_row))
-    return left, largest
+    return left, tuple(frozenset(name for op in run for name in kept.get(op, ())).difference(left) for run in runs)
+
+
+def largest_line(sizes: Mapping[str, Line], groups: Iterable[Iterable[str]]) -> Line:
+    """Bytes of the largest of some groups of tensors, by rows."""
+    return Line.largest(size_line(sizes, names) for names in groups)
 
 
 def size_line(sizes: Mapping[str, Line], names: Iterable[str]) -> Line:
@@ -94,7 +89,8 @@ def saved_lines(
     What only its own ops keep goes; what it reads from outside and nobody else keeps comes.
 
     Args:
-        sizes, kept: as in `kept_names`.
+        sizes: per op of the graph, the bytes of its outputs.
+        kept: as in `kept_names`.
         segments: runs of the ops.
     """
     keepers = Counter(name for op in ops for name in kept.get(op, ()))
@@ -112,5 +108,4 @@ def saved_lines(
 
 def working_line(sizes: Mapping[str, Line], ops: Iterable[str]) -> Line:
     """Bytes of the largest op's output, twice: the value and its gradient exist beside what is kept."""
-    lines = [sizes[name] for name in ops]
-    return Line(2 * max((line.fixed for line in lines), default=0.0), 2 * max((line.per_row for line in lines), default=0.0))
+    return Line.largest(sizes[name] for name in ops) * 2

@@ -66,4 +66,17 @@ class Recompute:
     num_alive: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """How many micro-batches a stage holds something of at once.
+
+    Attributes:
+        in_flight: all of them, from F to the last of B or W.
+        waiting: those among them that may be between I and W.
+    """
+
+    in_flight: int
+    waiting: int = 0
+
+
 NOTHING = Recompute()

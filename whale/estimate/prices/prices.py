@@ -17,10 +17,10 @@ from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import Floats, OpTable, op_table, output_line, output_lines
 from whale.estimate.costs.started import Started
-from whale.estimate.memory.kept import activations_of, kept_tensors, places_line
-from whale.estimate.memory.memory import kept_names, size_line, state_bytes, working_line
+from whale.estimate.memory.kept import activations_of, kept_for_weights, kept_tensors, places_line
+from whale.estimate.memory.memory import kept_names, largest_line, size_line, state_bytes, working_line
 from whale.estimate.prices.local_graph import local_graph
-from whale.estimate.prices.part import NOTHING, Part, Recompute
+from whale.estimate.prices.part import NOTHING, Alive, Part, Recompute
 from whale.estimate.prices.traffic import WorkOnParts, work_on_parts
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import ModelGraph, Op
@@ -35,14 +35,44 @@ class PartCost:
     Attributes:
         parameter_bytes: weights, gradients and optimizer state.
         activation: bytes kept for backward, by rows of one micro-batch, received and handed on tensors among them.
+        for_weights: bytes from I to W, where these are apart, by rows of one micro-batch.
         working: bytes of the op at work, of the activations that were computed again, and of what is on its way.
         sends: per source stage, bytes that arrive forward and return as gradients, by rows, and in how many messages.
     """
 
     parameter_bytes: int
     activation: Line
+    for_weights: Line
     working: Line
     sends: tuple[tuple[int, Line, int], ...]
+
+    def with_copies(self, copies: Line, recompute: Recompute) -> PartCost:
+        """With forms of its tensors that are kept beside them, as often as those are."""
+        if recompute.num_alive:
+            return replace(self, working=self.working + copies * recompute.num_alive)
+        return replace(self, activation=self.activation + copies)
+
+    def with_rows(self, share: float) -> PartCost:
+        """The same bytes, by rows of which the part takes this share."""
+
+        def scaled(line: Line) -> Line:
+            return Line(line.fixed, line.per_row * share)
+
+        return replace(self, activation=scaled(self.activation), for_weights=scaled(self.for_weights), working=scaled(self.working))
+
+    @property
+    def waits(self) -> Line:
+        """Bytes by which a micro-batch between I and W holds more than before."""
+        return Line.largest((Line(), self.for_weights + self.activation * -1))
+
+    def held(self, alive: Alive) -> Line:
+        """Bytes beside the micro-batch at work, by rows."""
+        waiting = max(0, alive.waiting - 1)
+        return Line(float(self.parameter_bytes)) + self.activation * alive.in_flight + self.waits * waiting
+
+    def at_work(self, alive: Alive) -> Line:
+        """Bytes of the micro-batch at work: of its I, or of its W."""
+        return Line.largest((self.working, self.waits)) if alive.waiting else self.working
 
 
 @dataclass(eq=False)
@@ -202,14 +232,19 @@ class Prices:
         return self._parts[key]
 
     def _price_part(self, part: Part, recompute: Recompute) -> PartCost:
-        names, largest = kept_names(self.graph, self.outputs, part.ops, self.kept, recompute.segments)
+        names, inside = kept_names(self.graph, part.ops, self.kept, recompute.segments)
         crossing = dict.fromkeys(part.crossing(self.graph)) if self.training else {}
-        activation, again = size_line(self.outputs, names | crossing) + places_line(self.graph, self.outputs, part.ops), largest
+        activation, again = (
+            size_line(self.outputs, names | crossing) + places_line(self.graph, self.outputs, part.ops),
+            largest_line(self.outputs, inside),
+        )
         if recompute.num_alive:
             activation, again = size_line(self.outputs, crossing), activation * recompute.num_alive
+        apart = kept_for_weights(self.graph, part.ops) if self.training and not recompute.num_alive else ()
         return PartCost(
             parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters),
             activation=activation,
+            for_weights=size_line(self.outputs, apart),
             working=working_line(self.outputs, part.ops) + again + self._on_the_way(part),
             sends=tuple((source, *self._both_ways(tensors)) for source, tensors in part.received),
         )

@@ -151,7 +151,7 @@ class Works:
         if key.shards:
             again = self._again(key)
             copies, forms = again.copies(position), again.forms(position, num_rows)
-        names = frozenset(kept_names(prices.graph, prices.outputs, key.part.ops, prices.kept, key.segments)[0]) if prices.training else None
+        names = frozenset(kept_names(prices.graph, key.part.ops, prices.kept, key.segments)[0]) if prices.training else None
         return *_kept(prices, key, num_rows, names, copies), self._beside(prices, key, num_rows, names, forms)
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
+from typing import Protocol
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from whale.errors import ConfigError, raise_faults
 from whale.estimate import Line
 from whale.estimate.costs.op_table import Floats
 from whale.estimate.memory.memory import saved_lines
-from whale.estimate.prices.part import Recompute, Segment
+from whale.estimate.prices.part import NOTHING, Alive, Recompute, Segment
 from whale.estimate.prices.prices import PartCost, Prices
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
@@ -93,6 +94,19 @@ def kept_under(prices: Prices, policy: Policy) -> Mapping[str, tuple[str, ...]]:
     return kept
 
 
+class PricesParts(Protocol):
+    """Tells what each device of a stage that is split needs, once its cuts are chosen."""
+
+    def __call__(self, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Recomputes) -> Sequence[PartCost]:
+        """The parts.
+
+        Args:
+            placed: the devices of each rank.
+            num_rows: of a micro-batch.
+            recomputes: per stage, what it computes again; of stages on other devices it is no matter.
+        """
+
+
 @dataclass(frozen=True)
 class Chooser:
     """Chooses what each stage of a replica recomputes.
@@ -101,11 +115,13 @@ class Chooser:
         prices: what ops and parts cost.
         pipeline: the shape.
         policy: what is asked for.
+        price_parts: tells of the stages that are split.
     """
 
     prices: Prices
     pipeline: PipelineShape
     policy: Policy
+    price_parts: PricesParts
 
     def choose(self, placed: Placed, assignment: Assignment, num_rows: int, margin: float) -> Recomputes:
         """What each stage recomputes.
@@ -135,7 +151,7 @@ class Chooser:
     def _share(self, placed: Placed, assignment: Assignment, stage: int, num_rows: int) -> Recompute:
         if stage in self.policy.selective:
             return Recompute(self._cores(assignment, stage))
-        blocks = self._by_worth(placed, assignment, {stage: self._blocks(placed, assignment, stage, num_rows)}, num_rows)
+        blocks = self._by_worth(placed, assignment, {stage: self._blocks(assignment, stage, num_rows)}, num_rows)
         return self._first(assignment, blocks, ceil(self.policy.share(stage) * len(blocks) - 1e-9), (stage,))[stage]
 
     def _as_needed(self, placed: Placed, assignment: Assignment, rank: int, num_rows: int, margin: float) -> dict[int, Recompute]:
@@ -143,15 +159,15 @@ class Chooser:
         stages = self.pipeline.stages_of(rank)
         fitting: list[tuple[float, dict[int, Recompute]]] = []
         everything: dict[int, Recompute] = {}
-        for find in (self._cores, lambda assignment, stage: self._blocks(placed, assignment, stage, num_rows)):
+        for find in (self._cores, lambda assignment, stage: self._blocks(assignment, stage, num_rows)):
             candidates = self._by_worth(placed, assignment, {stage: find(assignment, stage) for stage in stages}, num_rows)
             few, many = 0, len(candidates)
             everything = self._first(assignment, candidates, many, stages)
-            if margin == 0 or not self._fits(placed[rank], assignment, everything, num_rows, margin):
+            if margin == 0 or not self._fits(placed, assignment, rank, everything, num_rows, margin):
                 continue
             while few < many:
                 middle = (few + many) // 2
-                if self._fits(placed[rank], assignment, self._first(assignment, candidates, middle, stages), num_rows, margin):
+                if self._fits(placed, assignment, rank, self._first(assignment, candidates, middle, stages), num_rows, margin):
                     many = middle
                 else:
                     few = middle + 1
@@ -159,9 +175,8 @@ class Chooser:
             fitting.append((sum(self._seconds(placed[rank], assignment, stage, again, num_rows) for stage, again in found.items()), found))
         return min(fitting, key=lambda each: each[0])[1] if fitting else everything
 
-    def _blocks(self, placed: Placed, assignment: Assignment, stage: int, num_rows: int) -> tuple[Segment, ...]:
-        rows = self._rows(placed[self.pipeline.stage_rank[stage]], num_rows)
-        prices = self.prices
+    def _blocks(self, assignment: Assignment, stage: int, num_rows: int) -> tuple[Segment, ...]:
+        rows, prices = self._rows(stage, num_rows), self.prices
         ops = assignment.parts[stage].ops
         return find_blocks(prices.graph, prices.outputs, ops, prices.kept, self.pipeline.in_flight[stage], rows)
 
@@ -178,7 +193,7 @@ class Chooser:
         ranked = []
         for stage, found in segments.items():
             names = placed[self.pipeline.stage_rank[stage]]
-            rows, in_flight = self._rows(names, num_rows), self.pipeline.in_flight[stage]
+            rows, in_flight = self._rows(stage, num_rows), self.pipeline.in_flight[stage]
             lines = saved_lines(self.prices.graph, self.prices.outputs, assignment.parts[stage].ops, self.prices.kept, found)
             for index, (segment, line) in enumerate(zip(found, lines, strict=True)):
                 saved = in_flight * line.at(rows)
@@ -199,31 +214,50 @@ class Chooser:
         return found
 
     def _fits(
-        self, names: Sequence[str], assignment: Assignment, recomputes: Mapping[int, Recompute], num_rows: int, margin: float
+        self, placed: Placed, assignment: Assignment, rank: int, recomputes: Mapping[int, Recompute], num_rows: int, margin: float
     ) -> bool:
-        """Whether the devices of a rank can between them take the rows of a micro-batch."""
-        costs = [
-            (self.prices.part(assignment.parts[stage], recompute), self.pipeline.in_flight[stage])
-            for stage, recompute in recomputes.items()
+        """Whether the devices of a rank, or its split groups, can between them take the rows of a micro-batch."""
+        width = max(map(self.pipeline.width, recomputes))
+        needs = self._needs(placed, assignment, rank, recomputes, num_rows)
+        room = [
+            floor((margin * self.prices.capacity(name) - need.fixed) / max(need.per_row, 1e-9))
+            for name, need in zip(placed[rank], needs, strict=True)
         ]
-        need = rank_memory(costs)
-        rows = [floor((margin * self.prices.capacity(name) - need.fixed) / max(need.per_row, 1e-9)) for name in names]
+        rows = [min(room[start : start + width]) for start in range(0, len(room), width)]
         return min(rows) >= 1 and sum(min(count, num_rows) for count in rows) >= num_rows
 
+    def _needs(
+        self, placed: Placed, assignment: Assignment, rank: int, recomputes: Mapping[int, Recompute], num_rows: int
+    ) -> Iterator[Line]:
+        """Per device of a rank its bytes, by the rows that it takes with its split group."""
+        pipeline, count = self.pipeline, len(placed[rank])
+        width = max(map(pipeline.width, recomputes))
+        if width == 1:
+            costs = [(self.prices.part(assignment.parts[stage], own), pipeline.alive(stage)) for stage, own in recomputes.items()]
+            yield from [rank_memory(costs)] * count
+            return
+        every = tuple(recomputes.get(stage, NOTHING) for stage in range(pipeline.num_stages))
+        parts = {stage: self.price_parts(assignment, stage, placed, num_rows, every) for stage in recomputes}
+        for index in range(count):
+            # where a stage is split over fewer devices than another on them, each takes its part of the rows of the wider group
+            own = ((part[index].with_rows(pipeline.width(stage) / width), pipeline.alive(stage)) for stage, part in parts.items())
+            yield rank_memory(own)
+
     def _seconds(self, names: Sequence[str], assignment: Assignment, stage: int, recompute: Recompute, num_rows: int) -> float:
-        rows = self._rows(names, num_rows)
+        rows = self._rows(stage, num_rows)
         device = self.prices.cluster.by_name[names[0]]
         return self.prices.again(assignment.parts[stage], recompute, device, rows).device.at(rows)
 
-    @staticmethod
-    def _rows(names: Sequence[str], num_rows: int) -> float:
-        return max(1.0, num_rows / len(names))
+    def _rows(self, stage: int, num_rows: int) -> float:
+        """Of a micro-batch that a device of a stage takes, or a split group."""
+        return max(1.0, num_rows / self.pipeline.num_groups(stage))
 
 
 def expected_bytes(pipeline: PipelineShape, policy: Policy, stage: int, received: Floats, inside: Floats, entering: float) -> Floats:
     """What pieces of a model would keep as a stage, before its blocks are known.
 
-    n blocks of which all recompute leave in_flight x n x entering + inside / n; the best n makes both terms equal.
+    n blocks of which all recompute leave in_flight x n x entering + inside / n; the best n makes both terms equal. What was computed again
+    waits for W, where that is apart.
 
     Args:
         received: bytes that enter a piece, for one micro-batch.
@@ -235,16 +269,15 @@ def expected_bytes(pipeline: PipelineShape, policy: Policy, stage: int, received
         return in_flight * received + pipeline.recomputed[stage] * inside
     again = policy.share(stage) * np.maximum(inside, 0.0)
     blocks = np.minimum(in_flight * again, 2 * np.sqrt(in_flight * entering * again))
-    result: Floats = in_flight * (received + inside - again) + blocks
+    result: Floats = in_flight * (received + inside - again) + blocks + pipeline.waiting[stage] * again
     return result
 
 
-def rank_memory(costs: Iterable[tuple[PartCost, int]]) -> Line:
+def rank_memory(costs: Iterable[tuple[PartCost, Alive]]) -> Line:
     """Bytes on a device of one rank, by its rows: all stages keep their micro-batches in flight, one is at work.
 
     Args:
-        costs: per stage, what it needs, and its micro-batches in flight.
+        costs: per stage, what it needs, and the micro-batches that it holds.
     """
     given = list(costs)
-    kept = Line.sum(Line(float(cost.parameter_bytes)) + cost.activation * in_flight for cost, in_flight in given)
-    return kept + Line(max(cost.working.fixed for cost, _ in given), max(cost.working.per_row for cost, _ in given))
+    return Line.sum(cost.held(alive) for cost, alive in given) + Line.largest(cost.at_work(alive) for cost, alive in given)

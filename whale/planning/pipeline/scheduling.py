@@ -8,12 +8,13 @@ from functools import cached_property
 from whale.config import Config
 from whale.config.keys import Shares
 from whale.errors import AnnotationError, ConfigError
+from whale.estimate.prices.part import Alive
 from whale.ir.plan import Choice, Pipeline
 from whale.ir.schedule import Kind, Schedule
 from whale.ir.scope import Scope
 from whale.planning.annotations.scope_tree import Copies
 from whale.planning.annotations.taskgraphs import Annotations, num_chunks
-from whale.schedules import BUILDERS, build, count_recomputed, insert_recompute, peak_in_flight, placement
+from whale.schedules import BUILDERS, build, count_recomputed, insert_recompute, most_waiting, peak_in_flight, placement
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class PipelineShape(Pipeline):
     Attributes:
         devices: per rank, how many devices it has.
         in_flight: per stage, micro-batches whose activations it holds at once.
+        waiting: per stage, how many of these may wait for their W at once; 0 where B computes weight gradients, too.
         copies: how the ranks nest.
         recomputed: per stage that recomputes as a whole, by R actions, how many recomputed micro-batches it holds at
             once; 0 for the others.
@@ -60,6 +62,7 @@ class PipelineShape(Pipeline):
 
     devices: tuple[int, ...]
     in_flight: tuple[int, ...]
+    waiting: tuple[int, ...]
     copies: Copies
     recomputed: tuple[int, ...]
     splits: tuple[Split, ...] = ()
@@ -78,6 +81,10 @@ class PipelineShape(Pipeline):
     def width(self, stage: int) -> int:
         """Devices of a split group; 1 where every device takes rows of its own."""
         return self.splits[stage].width if self.splits else 1
+
+    def alive(self, stage: int) -> Alive:
+        """The micro-batches that a stage holds at once."""
+        return Alive(self.in_flight[stage], self.waiting[stage])
 
     def num_groups(self, stage: int) -> int:
         """Among how many the rows of a micro-batch are divided."""
@@ -137,12 +144,15 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         stage_rank = annotations.places if chunks == 1 else stage_rank
         splits = _splits(annotations)
         _check_chunks_alike(annotations, stage_rank, devices)
-    peaks = peak_in_flight(
-        wanted.schedule,
-        num_ranks=num_ranks,
-        num_micro_batch=wanted.num_micro_batch,
-        num_chunks=wanted.num_chunks,
-        group_size=group_size,
+    peaks, waiting = (
+        count(
+            wanted.schedule,
+            num_ranks=num_ranks,
+            num_micro_batch=wanted.num_micro_batch,
+            num_chunks=wanted.num_chunks,
+            group_size=group_size,
+        )
+        for count in (peak_in_flight, most_waiting)
     )
     in_flight = tuple(-(-peaks[rank] // chunks) for rank in stage_rank)
     recomputed, inserted = recomputed_stages(config, stage_rank)
@@ -155,6 +165,7 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         inserted,
         devices=devices,
         in_flight=in_flight,
+        waiting=tuple(waiting[rank] for rank in stage_rank),
         copies=copies,
         recomputed=recomputed,
         splits=splits,

@@ -48,10 +48,6 @@ class DeviceCost:
                 found = found + replace(each, device=each.device * (1 - BESIDE)).waiting(rows)
         return found
 
-    def memory(self, in_flight: int) -> Line:
-        """Bytes kept, without the op at work."""
-        return Line(float(self.part.parameter_bytes)) + self.part.activation * in_flight
-
 
 def stage_costs(
     prices: Prices, assignment: Assignment, stage: int, devices: Sequence[Sequence[str]], num_rows: float, recompute: Recompute = NOTHING

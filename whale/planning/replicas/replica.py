@@ -15,6 +15,7 @@ from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice, pro
 from whale.planning.annotations.scope_tree import Copies
 from whale.planning.pipeline.balance import Curve, MemoryShortage, combine, device_curve, divide_units
 from whale.planning.pipeline.placement import Placed
+from whale.planning.pipeline.recompute import rank_memory
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.stage_costs import DeviceCost
 from whale.planning.shard.overlapping import Overlapping
@@ -97,7 +98,7 @@ def _lane_curves(
         own = tuple(costs[stage][position] for stage in (*stages, *others))
         if own not in found:
             elsewhere = sum(
-                costs[stage][position].memory(pipeline.in_flight[stage]).at(rows_about / pipeline.num_groups(stage)) for stage in others
+                costs[stage][position].part.held(pipeline.alive(stage)).at(rows_about / pipeline.num_groups(stage)) for stage in others
             )
             found[own] = _device_curve(pipeline, own[: len(stages)], stages, most, elsewhere, name)
         curves.append(found[own])
@@ -113,9 +114,8 @@ def _device_curve(
         elsewhere: bytes that it holds for other stages.
     """
     seconds = Line.sum(cost.seconds for cost in own)
-    kept = Line.sum(cost.memory(pipeline.in_flight[stage]) for stage, cost in zip(stages, own, strict=True))
-    working = Line(max(cost.part.working.fixed for cost in own), max(cost.part.working.per_row for cost in own))
-    curve = device_curve(most, seconds, kept + working + Line(elsewhere), own[0].capacity, f"{name} (stage {stages[0]})")
+    memory = rank_memory((cost.part, pipeline.alive(stage)) for stage, cost in zip(stages, own, strict=True))
+    curve = device_curve(most, seconds, memory + Line(elsewhere), own[0].capacity, f"{name} (stage {stages[0]})")
     units = np.arange(most + 1, dtype=np.float64)
     return replace(curve, seconds=curve.seconds + np.sum([cost.waiting(units) for cost in own], axis=0))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -152,7 +152,8 @@ class Solver:
         assert assignment is not None
         key = (self._likeness(placed), partition.bounds if partition else None, largest, keeping)
         if key not in self._models:
-            recomputes = Chooser(self.prices, self.pipeline, self.policy).choose(placed, assignment, largest, keeping)
+            chooser = Chooser(self.prices, self.pipeline, self.policy, partial(self.pricing.parts, self.pipeline))
+            recomputes = chooser.choose(placed, assignment, largest, keeping)
             self._models[key] = model_replica(self.pricing, self.pipeline, placed, assignment, recomputes, self.num_rows, largest)
         return dataclasses.replace(self._models[key], placed=placed, assignment=assignment), partition
 

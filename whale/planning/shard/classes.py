@@ -7,7 +7,7 @@ each op and each tensor counts. Coarse classes only leave out choices that treat
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -82,17 +82,23 @@ class Tensors:
 
     Attributes:
         node: index of the class that makes them.
-        first: the op that makes one of them.
-        count: how many there are.
+        ops: that make them.
         forms: per label of the class, the kind along which they lie.
         users: what reads them.
     """
 
     node: int
-    first: Op
-    count: int
+    ops: tuple[Op, ...]
     forms: tuple[int, ...]
     users: tuple[User, ...]
+
+    @property
+    def first(self) -> Op:
+        return self.ops[0]
+
+    @property
+    def count(self) -> int:
+        return len(self.ops)
 
 
 class Classes:
@@ -170,9 +176,8 @@ class Classes:
         """All tensors of the stage that something reads."""
         found: dict[Hashable, list[Op]] = {}
         users: dict[Hashable, tuple[User, ...]] = {}
-        readers = self._readers()
         for name, node in self.node_of.items():
-            own = tuple(dict.fromkeys(self._user(name, reader) for reader in readers.get(name, ())))
+            own = tuple(dict.fromkeys(self._user(name, reader) for reader in self.readers.get(name, ())))
             if name in self.scene.returned:
                 op = self.scene.graph.by_name[name]
                 rows = self.space.kind_of.get(BATCH, WHOLE) if name in self.scene.rows_leaving else WHOLE
@@ -182,9 +187,7 @@ class Classes:
                 key = node, self._forms(name), frozenset(own), op.outputs
                 found.setdefault(key, []).append(op)
                 users.setdefault(key, own)
-        return tuple(
-            Tensors(self.node_of[ops[0].name], ops[0], len(ops), self._forms(ops[0].name), users[key]) for key, ops in found.items()
-        )
+        return tuple(Tensors(self.node_of[ops[0].name], tuple(ops), self._forms(ops[0].name), users[key]) for key, ops in found.items())
 
     @cached_property
     def bridges(self) -> tuple[Mapping[tuple[int, Use], Bridge], ...]:
@@ -194,7 +197,9 @@ class Classes:
     def _forms(self, name: str) -> tuple[int, ...]:
         return tuple(self.form(name, label) for label in self.nodes[self.node_of[name]].labels)
 
-    def _readers(self) -> dict[str, list[str]]:
+    @cached_property
+    def readers(self) -> Mapping[str, Sequence[str]]:
+        """Per op and source of the stage, the ops that read it, in order."""
         found: dict[str, list[str]] = {}
         for name in self.scene.ops:
             op = self.scene.graph.by_name[name]

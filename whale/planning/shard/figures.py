@@ -12,7 +12,7 @@ For n units of an axis on a device, of a micro-batch:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,6 +28,7 @@ from whale.ir.cluster import Device
 from whale.ir.graph import Op
 from whale.ir.plan import BATCH
 from whale.planning.shard.classes import WHOLE, Classes, Label, Tensors, Use
+from whale.planning.shard.held import NOTHING_REPEATED, Divisible, Held, Repeated
 from whale.planning.shard.program import LabelFigures, Pair, Program, Selection, TensorFigures, UserFigures
 from whale.planning.shard.solve import solve
 from whale.sharding.bridges import Bridge
@@ -51,12 +52,19 @@ class Load:
         in_flight: micro-batches whose activations are held.
         taken: bytes of the device's memory that are for its other stages.
         share: of the rest, how much is for this stage: other split stages of the device have theirs.
+        repeated: what is computed again.
     """
 
     num_bytes: float
     in_flight: int
     taken: float = 0.0
     share: float = 1.0
+    repeated: Repeated = NOTHING_REPEATED
+
+    @property
+    def repetition(self) -> Hashable:
+        """Of two loads with equal ones, of which something is computed again, labels hold the same bytes."""
+        return self.repeated, self.share, self.in_flight if self.repeated.num_alive else 1
 
     def capacity(self, memory: int) -> int:
         """Bytes that the stage may use of a device's memory; below nothing where its other stages overflow it."""
@@ -72,31 +80,16 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Divisible:
-    """Bytes of a node that lie in parts, each with the kind along which.
-
-    Attributes:
-        held: at all times.
-        kept: for each micro-batch in flight.
-    """
-
-    held: tuple[tuple[int, float], ...] = ()
-    kept: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class AtLabel:
     """What a node does at one of its labels, whatever the sizes.
 
     Attributes:
         sums: seconds of combining its results.
-        divisible: bytes that lie in parts.
         kinds: that it makes use of.
         divides: whether it divides arithmetic or parameters.
     """
 
     sums: float
-    divisible: Divisible
     kinds: frozenset[int]
     divides: bool
 
@@ -114,9 +107,10 @@ class Figures:
         self.classes, self.prices, self.site = classes, prices, site
         self.tolls = Tolls(prices, site)
         self.workers = tuple(_workers(prices, site))
-        self._programs: dict[tuple[Sizes, tuple[int, ...]], Program] = {}
+        self._held: dict[Repeated, Held] = {}
+        self._programs: dict[tuple[Sizes, tuple[int, ...], Hashable], Program] = {}
         self._found: dict[tuple[Sizes, tuple[int, ...], frozenset[int] | None], Selection | None] = {}
-        self._fitting: dict[tuple[Sizes, tuple[int, ...], frozenset[int] | None], list[tuple[Program, Selection]]] = {}
+        self._fitting: dict[tuple[Sizes, tuple[int, ...], frozenset[int] | None, Repeated], list[tuple[Program, Selection]]] = {}
         self._by_share: dict[tuple[int, Device], Floats] = {}
         self._curves: dict[tuple[int, frozenset[int] | None], tuple[Floats, ...]] = {}
         self.capacity = tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
@@ -205,9 +199,10 @@ class Figures:
             insisted: kinds along which every op works that may.
             load: what the devices hold; None where memory is no matter.
         """
-        key = sizes, insisted
+        again = None if load is None or not load.repeated else load
+        key = sizes, insisted, None if again is None else again.repetition
         if key not in self._programs:
-            self._programs[key] = self._program(sizes, insisted)
+            self._programs[key] = self._program(sizes, insisted) if again is None else self._repeating(sizes, insisted, again)
         found = self._programs[key]
         if load is None:
             return found
@@ -215,11 +210,34 @@ class Figures:
         return replace(found, num_bytes=load.num_bytes, in_flight=load.in_flight, capacity=capacity, working_share=load.share)
 
     def _program(self, sizes: Sizes, insisted: Collection[int]) -> Program:
-        shares = np.array([np.array(own) / self.size(kind) for kind, own in enumerate(sizes)]).reshape(len(sizes), self.site.width)
+        shares = self._shares(sizes)
         along = self._times(shares)
         nodes = tuple(tuple(self._labels(number, along, shares)) for number in range(len(self.classes.nodes)))
-        tensors = tuple(self._tensor(each, shares) for each in self._crossed)
+        tensors = tuple(self._tensor(each, shares) for _, each in self._crossed)
         return Program(nodes, tensors, len(sizes), 0.0, (BOUNDLESS,) * self.site.width, tuple(self._insisted(insisted)))
+
+    def _shares(self, sizes: Sizes) -> NDArray[np.float64]:
+        """Per kind, per position, what devices have of the axes."""
+        return np.array([np.array(own) / self.size(kind) for kind, own in enumerate(sizes)]).reshape(len(sizes), self.site.width)
+
+    def _repeating(self, sizes: Sizes, insisted: tuple[int, ...], load: Load) -> Program:
+        """The same problem where something is computed again: less is kept, and fewer copies, in the same seconds."""
+        program, shares, held = self.program(sizes, insisted), self._shares(sizes), self._held_where(load.repeated)
+        nodes = tuple(
+            tuple(
+                replace(label, num_bytes=num_bytes, kept=kept)
+                for label, (num_bytes, kept) in zip(labels, (self._held_bytes(each, shares, load.share) for each in own), strict=True)
+            )
+            for labels, own in zip(program.nodes, held.divisible, strict=True)
+        )
+        pairs = zip((tensors for tensors, _ in self._crossed), program.tensors, strict=True)
+        tensors = tuple(_with_kept(held, tensors, figures, load.in_flight) for tensors, figures in pairs)
+        return replace(program, nodes=nodes, tensors=tensors)
+
+    def _held_where(self, repeated: Repeated) -> Held:
+        if repeated not in self._held:
+            self._held[repeated] = Held(self.classes, self.prices, self.site.num_rows, repeated)
+        return self._held[repeated]
 
     def best(
         self, sizes: Sizes, insisted: tuple[int, ...], load: Load | None = None, other_than: frozenset[int] | None = None
@@ -236,7 +254,7 @@ class Figures:
         found = self._found[key]
         if found is None or load is None:
             return found
-        within, fitting = self.program(sizes, insisted, load), self._fitting.setdefault(key, [])
+        within, fitting = self.program(sizes, insisted, load), self._fitting.setdefault((*key, load.repeated), [])
         for roomier, best in [(None, found), *fitting]:  # what is best of more is best of fewer, if it is among them
             placed = within.evaluate(best.labels) if roomier is None or roomier.has_room_of(within) else None
             if placed is not None and placed.excess <= 0:
@@ -271,10 +289,11 @@ class Figures:
         node = self.classes.nodes[number]
         nothing = np.zeros(len(self.workers))
         is_call = node.first.kind == "call"
-        for label, known in zip(node.labels, self._at_labels[number], strict=True):
+        held = self._held_where(NOTHING_REPEATED)
+        for label, known, divisible in zip(node.labels, self._at_labels[number], held.divisible[number], strict=True):
             lane = label.work if is_call else WHOLE
             seconds = along.get((lane, number), nothing) if lane != WHOLE else self._whole_seconds[number]
-            num_bytes, kept = self._held_bytes(known.divisible, shares)
+            num_bytes, kept = self._held_bytes(divisible, shares)
             yield LabelFigures(
                 seconds=tuple(seconds),
                 lane=lane,
@@ -283,7 +302,7 @@ class Figures:
                 kinds=known.kinds,
                 divides=known.divides,
                 kept=kept,
-                working=self._working_bytes(number, label, shares) if is_call else (),
+                working=tuple(held.working(number, label, shares)) if is_call else (),
             )
 
     @cached_property
@@ -295,7 +314,6 @@ class Figures:
         is_call = node.first.kind == "call"
         return AtLabel(
             sums=len(node.ops) * self._sum_seconds(node.first, label) if is_call else 0.0,
-            divisible=self._divisible(number, label),
             kinds=frozenset({label.work, label.scattered}) - {WHOLE},
             divides=is_call and label.work != WHOLE and self._counts(node.first, label),
         )
@@ -331,43 +349,21 @@ class Figures:
         forward, backward = self.tolls.both_ways(bridge)
         return (forward + backward).at(self.site.num_rows)
 
-    def _held_bytes(self, divisible: Divisible, shares: NDArray[np.float64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Per position, what a label holds more or less than if everything were whole: at all times, and per micro-batch in flight."""
+    def _held_bytes(
+        self, divisible: Divisible, shares: NDArray[np.float64], share: float = 1.0
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Per position, what a label holds more or less than if everything were whole: at all times, and per micro-batch in flight.
+
+        Args:
+            share: of what is computed again, how much is this stage's.
+        """
 
         def saved(held: Sequence[tuple[int, float]]) -> tuple[float, ...]:
             positions = range(self.site.width)
             return tuple(sum(-num_bytes * (1 - shares[kind, position]) for kind, num_bytes in held) for position in positions)
 
-        return saved(divisible.held), saved(divisible.kept) if divisible.kept else ()
-
-    def _working_bytes(self, number: int, label: Label, shares: NDArray[np.float64]) -> tuple[float, ...]:
-        """Per position, what the largest member works on: its result and the gradient of that (`working_line`)."""
-        found = np.zeros(self.site.width)
-        for member in self.classes.members[self.classes.nodes[number].first.name]:
-            kind = self.classes.form(member, label)
-            found = np.maximum(found, 2 * self._activation_bytes(member) * (shares[kind] if kind != WHOLE else 1.0))
-        return tuple(found)
-
-    def _divisible(self, number: int, label: Label) -> Divisible:
-        """What lies in parts at a label."""
-        node = self.classes.nodes[number]
-        if node.first.kind in ("parameter", "buffer"):
-            held = sum(self.prices.parameter_bytes(self.prices.graph.parameter_by_name[op.target].name) for op in node.ops)
-            return Divisible(held=((label.work, float(held)),)) if label.work != WHOLE else Divisible()
-        found: list[tuple[int, float]] = []
-        for member in self.classes.members[node.first.name]:
-            kind = self.classes.form(member, label)
-            if kind != WHOLE and member in self._kept:
-                found.append((kind, len(node.ops) * self._activation_bytes(member)))
-        return Divisible(kept=tuple(found))
-
-    def _activation_bytes(self, name: str) -> float:
-        """Of one micro-batch."""
-        return self.tolls.payload(self.prices.graph.by_name[name]).at(self.site.num_rows)
-
-    @cached_property
-    def _kept(self) -> frozenset[str]:
-        return frozenset(name for op in self.classes.scene.ops for name in self.prices.kept.get(op, ()))
+        again = tuple((kind, share * num_bytes) for kind, num_bytes in divisible.again)
+        return saved((*divisible.held, *again, *divisible.waiting)), saved(divisible.kept) if divisible.kept else ()
 
     def held_at(self, labels: Sequence[int], insisted: tuple[int, ...], load: Load) -> tuple[float, float]:
         """Bytes that a device of the stage holds at some labels (indices) with no unit of any axis, and with all of them."""
@@ -383,10 +379,11 @@ class Figures:
         return range(len(self.classes.space.kinds))
 
     @cached_property
-    def _crossed(self) -> tuple[TensorFigures, ...]:
+    def _crossed(self) -> tuple[tuple[Tensors, TensorFigures], ...]:
         """The tensors that bridges can stand at, with what these cost; copies as if every device had all of the new form."""
-        found = (self._with_bridges(tensors, bridges) for tensors, bridges in zip(self.classes.tensors, self.classes.bridges, strict=True))
-        return tuple(figures for figures in found if figures.pairs)
+        both = zip(self.classes.tensors, self.classes.bridges, strict=True)
+        found = ((tensors, self._with_bridges(tensors, bridges)) for tensors, bridges in both)
+        return tuple((tensors, figures) for tensors, figures in found if figures.pairs)
 
     def _with_bridges(self, tensors: Tensors, bridges: Mapping[tuple[int, Use], Bridge]) -> TensorFigures:
         users = tuple(UserFigures(user.node, user.uses, user.has_gradient, user.keeps, user.is_rigid) for user in tensors.users)
@@ -401,7 +398,7 @@ class Figures:
         """What a bridge costs."""
         op = tensors.first
         forward, backward = (line.at(self.site.num_rows) * tensors.count for line in self.tolls.both_ways(bridge))
-        num_bytes = tensors.count * self._activation_bytes(op.name) if bridge.forward else 0.0
+        num_bytes = tensors.count * self._held_where(NOTHING_REPEATED).num_bytes(op.name) if bridge.forward else 0.0
         return Pair(forward, backward, (num_bytes,) * self.site.width, bool(bridge.forward))
 
     def _tensor(self, figures: TensorFigures, shares: NDArray[np.float64]) -> TensorFigures:
@@ -414,6 +411,18 @@ class Figures:
             return pair
         copy = tuple(num_bytes * shares[kind, position] for position, num_bytes in enumerate(pair.copy))
         return Pair(pair.forward, pair.backward, copy, pair.moves)
+
+
+def _with_kept(held: Held, tensors: Tensors, figures: TensorFigures, in_flight: int) -> TensorFigures:
+    """The bridges of some alike tensors, with the copies that are kept."""
+    gathered, others = (held.kept_copies(tensors, in_flight, is_gathered=is_gathered) for is_gathered in (True, False))
+    entered = held.is_entered(tensors)
+    pairs = {
+        (form, use): replace(pair, copy=tuple((gathered if use[0] == WHOLE != form else others) * num_bytes for num_bytes in pair.copy))
+        for (form, use), pair in figures.pairs.items()
+    }
+    users = tuple(replace(user, keeps=user.keeps or entered) for user in figures.users)
+    return replace(figures, users=users, pairs=pairs)
 
 
 def _workers(prices: Prices, site: Site) -> Iterator[Worker]:

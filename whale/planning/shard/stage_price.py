@@ -10,7 +10,7 @@ from whale.estimate import Line, edge_line
 from whale.estimate.costs.started import Started
 from whale.estimate.prices.again import Again
 from whale.estimate.prices.part import Part, Recompute
-from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.prices import PartCost, Prices
 from whale.estimate.prices.tolls import Site, Tolls
 from whale.ir.cluster import Device
 from whale.ir.plan import BATCH, Shard
@@ -18,6 +18,7 @@ from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.stage_costs import DeviceCost, cost_alone, received_line, stage_costs
 from whale.planning.shard.figures import Load
+from whale.planning.shard.held import repeated_of
 from whale.planning.shard.overlapping import Overlapper, Overlapping
 from whale.planning.shard.sharding import Group, Sharder, StageSharding, group_of
 from whale.planning.shard.space import Scene
@@ -122,19 +123,27 @@ class StagePricing:
         sharding = self.sharder.choose(scene, site, load, split.scopes, split.asked)
         return self._of_parts(pipeline, assignment, stage, devices, CutStage(assignment.parts[stage], scene, site, sharding, recompute))
 
+    def parts(
+        self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Sequence[Recompute]
+    ) -> tuple[PartCost, ...]:
+        """What each device of a stage needs; takes what `price` does."""
+        return tuple(cost.part for cost in self.price(pipeline, assignment, stage, placed, num_rows, recomputes).costs)
+
     def _load(self, pipeline: PipelineShape, assignment: Assignment, stage: int, num_rows: float, recomputes: Sequence[Recompute]) -> Load:
         """What a device of a split stage holds; split stages of one device share its memory by what they hold if nothing is cut."""
         kept, beside, taken = dict[int, float](), 0.0, 0.0
         for own in pipeline.stages_of(pipeline.stage_rank[stage]):
             part, rows = self.prices.part(assignment.parts[own], recomputes[own]), max(1.0, num_rows / pipeline.num_groups(own))
-            held = (Line(float(part.parameter_bytes)) + part.activation * pipeline.in_flight[own]).at(rows)
+            held, waits = part.held(pipeline.alive(own)).at(rows), part.waits.at(rows) * (pipeline.waiting[own] > 0)
             if pipeline.width(own) == 1:
                 taken += held
             else:
                 at_work = 2 * max(self.prices.outputs[name].at(rows) for name in assignment.parts[own].ops)  # that is cut with the ops
-                kept[own], beside = held, max(beside, part.working.at(rows) - at_work)
+                kept[own], beside = held + waits, max(beside, part.working.at(rows) - at_work - waits)
         share = kept[stage] / sum(kept.values())
-        return Load(kept[stage] + beside * share, pipeline.in_flight[stage], taken, share)
+        waits = self.prices.part(assignment.parts[stage], recomputes[stage]).waits.per_row
+        repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waits > 0 else 0)
+        return Load(kept[stage] + beside * share, pipeline.in_flight[stage], taken, share, repeated)
 
     def _of_parts(
         self,
@@ -170,14 +179,14 @@ class StagePricing:
         sums = Line.sum(tolls.synchronized(prices.graph.by_name[name]) for name in labels.synchronized if prices.training)
         twice = Again(prices, labels, bridges, recompute.segments)
         repeated = tuple(bridges if recompute.num_alive else twice.exchanged())
-        copies = [Line() if recompute.num_alive else twice.copies(position) for position in range(site.width)]
+        copies = [twice.copies(position) for position in range(site.width)]
         whole = []
         for (_, kind), own in alone.items():
             (forward, backward), (again, _) = tolls.started(bridges, kind.handling), tolls.started(repeated, kind.handling)
             whole.append((own.forward + forward, own.backward + backward + again + Started(sums)))
         overlapping, seconds = self.overlapper.choose(tolls, scene, shards, bridges, tuple(whole), recompute)
         costs = {
-            key: replace(own, forward=there, backward=back, part=replace(own.part, activation=own.part.activation + copies[key[0]]))
+            key: replace(own, forward=there, backward=back, part=own.part.with_copies(copies[key[0]], recompute))
             for (key, own), (there, back) in zip(alone.items(), seconds, strict=True)
         }
         return PricedParts(costs, overlapping)

@@ -17,6 +17,11 @@ def nothing_else(shape: Shape) -> list[ConfigError]:
     return []
 
 
+def none_wait(shape: Shape, rank: int) -> int:
+    """Weight gradients are computed with the others."""
+    return 0
+
+
 @dataclass(frozen=True)
 class Builder:
     """One kind of schedule.
@@ -26,6 +31,7 @@ class Builder:
         order: the computations (F, B or I and W, R) of one rank, in order. Where R runs before the
             gradient is awaited, a RECV_B between R and B says so.
         peak: the most chunk activations that a rank holds at once, from F to the last of B or W; never exceeded.
+        waiting: the most micro-batches of one of its stages whose weight gradients wait for their W at once; never exceeded.
         placement: the rank of each stage.
         chunks: stages per rank; None where any number will do.
         takes_group: whether `Shape.group_size` means anything to it.
@@ -39,6 +45,7 @@ class Builder:
     chunks: int | None = 1
     takes_group: bool = False
     check: Callable[[Shape], list[ConfigError]] = nothing_else
+    waiting: Callable[[Shape, int], int] = none_wait
 
 
 def with_sync_and_step(order: Iterable[Action]) -> tuple[Action, ...]:

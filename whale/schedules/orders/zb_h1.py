@@ -36,4 +36,9 @@ def peak(shape: Shape, rank: int) -> int:
     return min(shape.num_ranks, shape.num_micro_batch)
 
 
-ZB_H1 = Builder("zb_h1", order, peak)
+def waiting(shape: Shape, rank: int) -> int:
+    """Stage s is s backwards ahead of its W."""
+    return min(rank + 1, shape.num_micro_batch)
+
+
+ZB_H1 = Builder("zb_h1", order, peak, waiting=waiting)

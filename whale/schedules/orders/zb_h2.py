@@ -40,4 +40,9 @@ def peak(shape: Shape, rank: int) -> int:
     return min(2 * shape.num_ranks - 1, shape.num_micro_batch)
 
 
-ZB_H2 = Builder("zb_h2", order, peak)
+def waiting(shape: Shape, rank: int) -> int:
+    """Stage s is 2 s backwards ahead of its W."""
+    return min(2 * rank + 1, shape.num_micro_batch)
+
+
+ZB_H2 = Builder("zb_h2", order, peak, waiting=waiting)

@@ -65,4 +65,9 @@ def peak(shape: Shape, rank: int) -> int:
     return min(2 * shape.num_ranks, 2 * shape.num_micro_batch, shape.num_micro_batch + rank + 1)
 
 
-ZB_V = Builder("zb_v", order, peak, v_shape, chunks=2)
+def waiting(shape: Shape, rank: int) -> int:
+    """At the end, where they fill the gaps; of each chunk."""
+    return min(rank + 1, shape.num_micro_batch)
+
+
+ZB_V = Builder("zb_v", order, peak, v_shape, chunks=2, waiting=waiting)

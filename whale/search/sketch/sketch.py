@@ -16,7 +16,7 @@ import numpy as np
 from whale.estimate import Line, optimizer_seconds, pipeline_seconds
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
-from whale.schedules import BUILDERS, peak_in_flight, placement
+from whale.schedules import BUILDERS, most_waiting, peak_in_flight, placement
 from whale.search.arrangement import Arrangement, Order, Team, sums_in_backward
 from whale.search.sketch.cutting import Cut, Stage, cut
 from whale.search.sketch.links import Ties
@@ -176,6 +176,7 @@ class Sketches:
         largest = math.ceil(own - 1e-9)  # micro-batches differ by a row
         kept, received = pieces.kept(largest), self.pieces.crossing.at(largest) / 2
         peaks = (0,) * team.num_ranks if scale == math.inf else self.in_flight(order, team.num_ranks, m)
+        waiting = most_waiting(order.schedule, num_ranks=team.num_ranks, num_micro_batch=m, num_chunks=order.num_chunks) if again else peaks
         seconds = {kind: pieces.seconds(kind, own, team.width, again=again) for kind in team.numbers}
         rooms = {kind: scale * self.prices.costs.capacity(kind) * team.width / order.num_chunks for kind in team.numbers}
         for stage, rank in enumerate(ranks):
@@ -183,7 +184,7 @@ class Sketches:
             room = rooms[kind] - alive * received * (stage > 0) + pieces.twice * (len(ranks) == 1)
             if again:
                 room -= 2 * math.sqrt(alive * received * kept[-1] / len(ranks))
-            stages.append(Stage(*seconds[kind], pieces.parameters, kept, 0 if again else alive, room))
+            stages.append(Stage(*seconds[kind], pieces.parameters, kept, waiting[rank] if again else alive, room))
         return cut(stages, pieces.num_units, may_be_empty=scale == math.inf)
 
     def _pieces_for(self, num_stages: int) -> Pieces:

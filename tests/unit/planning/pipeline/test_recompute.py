@@ -63,7 +63,7 @@ def test_what_a_segment_saves_alone_is_what_the_stage_keeps_less(num_blocks: int
     ops, kept, sizes = calls(graph), kept_tensors(graph), output_lines(graph)
     segment = tuple(ops[start : start + length]) or tuple(ops[-1:])
     (saved,) = saved_lines(graph, sizes, ops, kept, [segment])
-    before, after = (size_line(sizes, kept_names(graph, sizes, ops, kept, runs)[0]) for runs in ([], [segment]))
+    before, after = (size_line(sizes, kept_names(graph, ops, kept, runs)[0]) for runs in ([], [segment]))
     assert saved.at(ROWS) == pytest.approx(before.at(ROWS) - after.at(ROWS))
 
 
