@@ -1,6 +1,7 @@
 """What messages take of a CPU rank's own time: the processor time of sums in which all ranks take part, by the share of a core that it has.
 
-    rank of a third of a core    |sum: 2 ms of the processor|      6 ms in which it cannot compute
+    | addition | sum | addition | sum |  less  | addition | addition |      the caches are cold for each sum, as they are in a step
+    rank of a third of a core: 2 ms of the processor for a sum are 6 ms in which it cannot compute
 
 Processor time is the same on a busy machine as on a quiet one, but for caches. A GPU moves what it sends beside its computing, or lends it
 a part that nobody has measured: nothing is said of it.
@@ -23,6 +24,10 @@ from whale.measure.samples import Clock, Samples, own_time
 HANDLING, HANDLED_BYTES = "handling of a message", "handling of bytes"
 PERIODS = 0.1
 """Seconds of computing by which a rank's share of a core is told: some periods of what gives it its share."""
+SWEPT_BYTES = 1 << 22
+"""Of each of the three tensors of an addition: about what caches of one core hold."""
+LEAST_OF_SUM = 0.05
+"""So much of the time of an addition and a sum is the sum's, at least: less is noise."""
 
 
 def handling_samples(clock: Clock) -> Iterator[Samples]:
@@ -30,11 +35,13 @@ def handling_samples(clock: Clock) -> Iterator[Samples]:
     world = clock.world
     with world.speaking("measuring what messages take of a rank"):
         share = _share_of_core(clock)
-        sums = (partial(_sum, torch.zeros(size // 4)) for size in (SMALL_BYTES, LARGE_BYTES))
-        small, large = (exchange_rounds(clock, call, time.process_time) for call in sums)
+        tensors = (torch.zeros(size // 4) for size in (SMALL_BYTES, LARGE_BYTES))
+        calls = (partial(_add_and_sum, *_swept(), tensor) for tensor in (None, *tensors))
+        alone, *both = (exchange_rounds(clock, call, time.process_time) for call in calls)
+    small, large = (seconds_of_bytes(each, median(alone), LEAST_OF_SUM) for each in both)
     count = 4 * (world.size - 1)  # messages around the ring and around again, each sent and received
     yield Samples(HANDLING, "s", tuple(each / count / share for each in small))
-    rest = seconds_of_bytes([each / share for each in large], median(small) / share)
+    rest = [each / share for each in seconds_of_bytes(large, median(small))]
     yield Samples.rates(HANDLED_BYTES, "B/s", LARGE_BYTES * count / world.size, rest)
 
 
@@ -56,5 +63,12 @@ def _share(numbers: Tensor) -> float:
     return (now() - own) / (time.perf_counter() - wall)
 
 
-def _sum(tensor: Tensor) -> None:
-    dist.all_reduce(tensor)
+def _swept() -> tuple[Tensor, Tensor, Tensor]:
+    a, b, total = (torch.zeros(SWEPT_BYTES // 4) for _ in range(3))
+    return a, b, total
+
+
+def _add_and_sum(a: Tensor, b: Tensor, total: Tensor, tensor: Tensor | None) -> None:
+    torch.add(a, b, out=total)
+    if tensor is not None:
+        dist.all_reduce(tensor)

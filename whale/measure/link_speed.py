@@ -84,14 +84,15 @@ def link_samples(clock: Clock, phase: Phase) -> Iterator[Samples]:
     yield Samples.rates(f"{BANDWIDTH}, {phase.how}", "B/s", LARGE_BYTES - SMALL_BYTES, rest)
 
 
-def seconds_of_bytes(large: Sequence[float], latency: float) -> list[float]:
+def seconds_of_bytes(large: Sequence[float], latency: float, least: float = LEAST_SHARE) -> list[float]:
     """What large messages take beside the latency.
 
     Args:
         large: seconds of each.
         latency: of small messages as usual; where it is more than a share of a large one, it was noise.
+        least: the rest is at least this share of each.
     """
-    return [max(each - latency, each * LEAST_SHARE) for each in large]
+    return [max(each - latency, each * least) for each in large]
 
 
 def exchange_rounds(clock: Clock, call: Callable[[], None] | None, now: Callable[[], float] = time.perf_counter) -> tuple[float, ...]:
