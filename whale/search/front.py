@@ -140,14 +140,22 @@ class Front:
 
     def _looks(self, group: Group, likely: Sequence[float]) -> Iterator[Look]:
         for arrangement, own in zip(group.own, likely, strict=True):
-            yield Look(arrangement, group.near, group.bound, self.bound, self._fits, own, effort_of(arrangement))
+            yield Look(arrangement, group.near, group.bound, (self._bound, self._bound_of_cuts), self._fits, own, effort_of(arrangement))
 
     def bound(self, arrangement: Arrangement) -> float:
-        """What none of its plans is below: alike replicas have the mean of the rows, and the slowest stage of some cut."""
-        seconds = self.bounds.of(arrangement)
-        if len(arrangement.teams) == 1:
-            rows = self.bounds.num_rows / arrangement.num_replicas
-            seconds = max(seconds, self.sketches.least(arrangement.teams[0], arrangement.order, arrangement.num_micro_batch, rows))
+        """What none of its plans is below."""
+        return max(self._bound(arrangement), self._bound_of_cuts(arrangement))
+
+    def _bound(self, arrangement: Arrangement) -> float:
+        """The closed form."""
+        return self.objective.at_least(arrangement, self.bounds.of(arrangement))
+
+    def _bound_of_cuts(self, arrangement: Arrangement) -> float:
+        """Alike replicas have the mean of the rows, and the slowest stage of some cut."""
+        if len(arrangement.teams) > 1:
+            return 0.0
+        rows = self.bounds.num_rows / arrangement.num_replicas
+        seconds = self.sketches.least(arrangement.teams[0], arrangement.order, arrangement.num_micro_batch, rows)
         return self.objective.at_least(arrangement, seconds)
 
     def _fits(self, arrangement: Arrangement, share: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
@@ -49,7 +48,7 @@ class Look:
         arrangement: what it is.
         near: the rule by which its devices get names; None for every way.
         bound: what none of its plans is below, by the objective: first that of its line-up.
-        refine: works out its own bound.
+        own_bounds: work out bounds of its own, each dearer than the one before.
         fits: whether it would fit, roughly, in this share of the memory.
         likely: what its plans come to, roughly; infinite where they seem not to fit.
         effort: how many small plans take as long to make as one of its own.
@@ -59,17 +58,27 @@ class Look:
     arrangement: Arrangement
     near: bool | None
     bound: float
-    refine: Callable[[Arrangement], float]
+    own_bounds: Sequence[Callable[[Arrangement], float]]
     fits: Callable[[Arrangement, float], bool]
     likely: float
     effort: float
     is_must: bool = False
-    is_refined: bool = field(default=False, init=False)
+    _num_known: int = field(default=0, init=False)
+
+    @property
+    def is_refined(self) -> bool:
+        """Whether its bound is the best that there is."""
+        return self._num_known == len(self.own_bounds)
+
+    def refine(self) -> None:
+        """Works out the next bound of its own."""
+        self.bound = max(self.bound, self.own_bounds[self._num_known](self.arrangement))
+        self._num_known += 1
 
     def may_be_below(self, value: float) -> bool:
-        """Whether one of its plans may be, by its own bound."""
-        if self.bound < value and not self.is_refined:
-            self.bound, self.is_refined = max(self.bound, self.refine(self.arrangement)), True
+        """Whether one of its plans may be, by its own bounds."""
+        while self.bound < value and not self.is_refined:
+            self.refine()
         return self.bound < value
 
 
@@ -151,7 +160,7 @@ class Run(Progress):
         heapify(heap)
         while heap and not looks[heap[0][1]].is_refined:
             number = heap[0][1]
-            looks[number].may_be_below(math.inf)
+            looks[number].refine()
             heapreplace(heap, (looks[number].bound, number))
         return sorted(bound for bound, _ in heap if bound < self.best.value)
 

@@ -66,6 +66,7 @@ class Bounds:
     points: CutPoints
     num_rows: int
     _curves: dict[tuple[Team, Order, int, Summing], Floats] = field(default_factory=dict, init=False)
+    _found: dict[tuple[tuple[Team, ...], Order, int], float] = field(default_factory=dict, init=False)
     _known: dict[tuple[Device, int, int, tuple[float, ...]], Passes] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -86,7 +87,11 @@ class Bounds:
 
     def of(self, arrangement: Arrangement) -> float:
         """Seconds that a step of any plan of this arrangement takes at least."""
-        return self._together(arrangement.teams, arrangement.order, arrangement.num_micro_batch, self._summing(arrangement.teams))
+        teams, m = arrangement.teams, arrangement.num_micro_batch
+        key = teams, first_alike(arrangement.order, max(team.num_ranks for team in teams), m), m
+        if key not in self._found:
+            self._found[key] = self._together(teams, arrangement.order, m, self._summing(teams))
+        return self._found[key]
 
     def of_lineup(self, teams: Sequence[Team], num_micro_batch: int) -> float:
         """Seconds that a step of these replicas takes at least in any order, with so many micro-batches or more."""
@@ -159,9 +164,11 @@ class Bounds:
         passes = {kind: self._passes(kind, team.width, num_micro_batch, rows) for kind in team.numbers}
         order = first_alike(order, team.num_ranks, num_micro_batch)
         pipeline = Pipeline(team.runs, passes, self.columns.counts, num_micro_batch)
-        found, waited = pipeline.computed(), pipeline.waited(order, training=self.prices.training)
-        if waited is not None:
-            found = np.maximum(found, waited - self._beside(team.num_ranks * order.num_chunks, passes))
+        found = pipeline.waited(order, training=self.prices.training)
+        if found is None or len(self._loose):  # else hardly anything is known by what they compute alone
+            computed = pipeline.computed()
+            beside = 0.0 if found is None else self._beside(team.num_ranks * order.num_chunks, passes)
+            found = computed if found is None else np.maximum(computed, found - beside)
         if not self.prices.training:
             return found
         ends_with_backward = order.fills or order.fills_forward
