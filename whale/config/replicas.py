@@ -16,6 +16,7 @@ replicas:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -87,6 +88,15 @@ class ReplicaBlock:
     def at(self, *way: str | int) -> object:
         """The user's line of a key, or of what lies inside of it; None where it is not known."""
         return None if self.place is None else self.place(*way)
+
+    @contextmanager
+    def placed_here(self) -> Iterator[None]:
+        """Gives faults that come without a line that of the block."""
+        try:
+            yield
+        except WhaleError as fault:
+            fault.where = self.at() if fault.where is None else fault.where
+            raise
 
     def as_data(self) -> dict[str, Any]:
         """In the form of a recipe."""

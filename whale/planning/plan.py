@@ -120,7 +120,9 @@ def _solver(
     asked: ReplicaBlock | None = None,
 ) -> Solver:
     """The solver of replicas of one shape; `asked` is the block that they are written in."""
-    prices, graph, policy = pricing.prices, pricing.prices.graph, read_policy(config.recompute.policy, pipeline)
+    prices, graph = pricing.prices, pricing.prices.graph
+    with contextlib.nullcontext() if asked is None else asked.placed_here():
+        policy = read_policy(config.recompute.policy, pipeline)
     if asked is not None:
         check_written_axes(asked, prices)
     if asked is not None and asked.blocks is not None:

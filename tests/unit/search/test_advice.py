@@ -78,6 +78,21 @@ def test_a_search_that_finds_nothing_better_says_so(monkeypatch: pytest.MonkeyPa
     assert link.says.startswith("links between hosts twice as fast: nothing better was found (")
 
 
+def test_a_search_that_loses_the_plan_on_faster_links_does_not_make_it_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = made([[(1e9, GIB)], [(1e9, GIB)]], network=1e8)
+    monkeypatch.setattr(advice, "FACTOR", 100)
+    own = search(GRAPH, cluster, Config(), rows=16)
+    alone = search(GRAPH, cluster.only(["h0/0"]), Config(), rows=16)
+
+    def searched(self: object, what: str, there: Cluster) -> object:
+        return alone if what.startswith("links") else own
+
+    monkeypatch.setattr(advice._Adviser, "searched", searched)
+    (link,) = about(advised(cluster), "link")
+    assert alone.value > own.value and link.beside == own.value and link.value is not None and link.value < own.value
+    assert link.says.startswith("links between hosts twice as fast: ") and "x (" in link.says
+
+
 def with_memory(cluster: Cluster, num_bytes: int) -> Cluster:
     hosts = (replace(host, devices=tuple(replace(own, memory=num_bytes) for own in host.devices)) for host in cluster.hosts)
     return replace(cluster, hosts=tuple(hosts))

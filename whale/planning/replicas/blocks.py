@@ -54,9 +54,10 @@ def read_replicas(graph: ModelGraph, cluster: Cluster, config: Config, num_rows:
     found: list[tuple[ReplicaBlock, Shape, tuple[str, ...]]] = []
     for number, asked in enumerate(config.replicas):
         try:
-            for shape, names in _read(graph, cluster, config, asked, free, f"replica {number}"):
-                found.append((asked, shape, names))
-                free = free[len(names) :] if not asked.names else free
+            with asked.placed_here():
+                for shape, names in _read(graph, cluster, config, asked, free, f"replica {number}"):
+                    found.append((asked, shape, names))
+                    free = free[len(names) :] if not asked.names else free
         except WhaleError as fault:
             faults.append(fault)
     raise_faults(faults)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from whale.config import Config, ReplicaBlock, StageBlock, did_you_mean
 from whale.config.keys import Shares
@@ -47,7 +48,11 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
     """
     found = _Written(graph, cluster, config)
     raise_faults(list(_other_models(graph, config)))
-    raise_faults([fault for block in config.replicas for fault in found.faults(block)])
+    faults: list[WhaleError] = []
+    for block in config.replicas:
+        with block.placed_here():
+            faults += found.faults(block)
+    raise_faults(faults)
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
     replicas = tuple(found.replica(index, block) for index, block in enumerate(config.replicas))
     stated = sum(block.rows or 0 for block in config.replicas) or graph.num_rows
@@ -161,9 +166,28 @@ class _Written:
                     f"split: {stage.split})",
                     where=block.at("stages", number, "cut", shard.axis),
                 )
-        for key, runs in (("ops", stage.ops), ("recompute", stage.recompute)):
-            for run in runs:
-                yield from self._run_faults(run, name, block.at("stages", number, key))
+        runs_by_key = {"ops": stage.ops, "recompute": stage.recompute}
+        faults = [
+            fault
+            for key, runs in runs_by_key.items()
+            for run in runs
+            for fault in self._run_faults(run, name, block.at("stages", number, key))
+        ]
+        yield from faults or self._recompute_faults(stage, name, block.at("stages", number, "recompute"))
+
+    def _recompute_faults(self, stage: StageBlock, name: str, where: object) -> Iterator[WhaleError]:
+        """Runs that are computed again are among the stage's ops, one behind the other."""
+        position = {op: index for index, op in enumerate(self._ops(stage.ops))}
+        foreign = [op for op in dict.fromkeys(op for run in stage.recompute for op in run) if op not in position]
+        for op in foreign:
+            yield ConfigError(f"a stage computes again what it has computed ({name}: {op} is none of its ops)", where=where)
+        if foreign:
+            return
+        for before, run in pairwise(stage.recompute):
+            if position[run[0]] <= position[before[1]]:
+                yield ConfigError(
+                    f"runs of ops that are computed again follow one another ({name}: {show_run(before)}, {show_run(run)})", where=where
+                )
 
     def _run_faults(self, run: Run, name: str, where: object) -> Iterator[WhaleError]:
         unknown = [op for op in dict.fromkeys(run) if op not in self._position]

@@ -13,7 +13,7 @@ from typing import Literal
 
 from whale.config import Config
 from whale.errors import AnnotationError, ConfigError, PlanError
-from whale.estimate import Costs, StepEstimate
+from whale.estimate import Costs, StepEstimate, estimate
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica
@@ -214,11 +214,20 @@ class _Adviser:
         hosts = self.cluster.hosts
         if len(hosts) > 1:
             faster = faster_between(self.cluster, FACTOR)
-            yield self._changed(found, "link", "between hosts", "links between hosts twice as fast", faster)
+            yield self._changed(found, "link", "between hosts", "links between hosts twice as fast", faster, self._as_it_is(found, faster))
         if any(len(host.devices) > 1 for host in hosts):
-            yield self._changed(found, "link", "inside hosts", "links inside hosts twice as fast", faster_inside(self.cluster, FACTOR))
+            faster = faster_inside(self.cluster, FACTOR)
+            yield self._changed(found, "link", "inside hosts", "links inside hosts twice as fast", faster, self._as_it_is(found, faster))
 
-    def _changed(self, found: Found | None, about: About, subject: str, what: str, cluster: Cluster) -> Advice:
+    def _as_it_is(self, found: Found, cluster: Cluster) -> float:
+        """What the plan comes to on a cluster of the same devices: a search there need not come by it again."""
+        costs = Costs.for_model(self.config, self.graph, cluster)
+        return found.objective.of(found.plan, estimate(found.plan, self.graph, cluster, costs))
+
+    def _changed(
+        self, found: Found | None, about: About, subject: str, what: str, cluster: Cluster, as_it_is: float | None = None
+    ) -> Advice:
+        """What a search on a changed cluster brings; `as_it_is`: what the plan that there is comes to there, where it is known."""
         try:
             changed = self.searched(what, cluster)
         except PlanError:
@@ -228,13 +237,14 @@ class _Adviser:
                 return Advice(about, subject, f"{what}: nothing fits with it either", None, None)
             return Advice(about, subject, f"{what}: then it fits ({changed.objective.text(changed.value)})", changed.value, None)
         text = found.objective.text
-        if changed is None:
+        values = [value for value in (as_it_is, None if changed is None else changed.value) if value is not None]
+        if not values:
             return Advice(about, subject, f"{what}: nothing better was found ({text(found.value)} now)", None, found.value)
-        numbers = f"({text(changed.value)}, {text(found.value)} now)"
-        if changed.value > found.value:
-            says = f"{what}: nothing better was found ({text(found.value)} now; the best of that search: {text(changed.value)})"
-            return Advice(about, subject, says, changed.value, found.value)
-        return Advice(about, subject, f"{what}: {found.value / changed.value:.2f}x {numbers}", changed.value, found.value)
+        value = min(values)
+        if value > found.value:
+            says = f"{what}: nothing better was found ({text(found.value)} now; the best of that search: {text(value)})"
+            return Advice(about, subject, says, value, found.value)
+        return Advice(about, subject, f"{what}: {found.value / value:.2f}x ({text(value)}, {text(found.value)} now)", value, found.value)
 
     def memory(self, found: Found | None) -> Advice:
         """With how little memory on each device the model would train."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.examples import at_most
 from tests.unit.planning.graphs import chain, cluster, scope
-from whale.config import Config
+from whale.config import Config, read_plan
 from whale.errors import BatchError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json, to_json
@@ -140,6 +141,15 @@ SCOPED = chain(8, [(scope(index // 4, 1, f"part{index // 4}"),) for index in ran
 
 def scoped(*blocks: dict[str, Any]) -> Plan:
     return make_plan(SCOPED, FOUR, Config({"replicas": list(blocks)}), rows=32)
+
+
+@pytest.mark.parametrize("said", ["num_chunks: 2", "recompute: {5: blocks}"])
+def test_what_does_not_go_with_the_stages_is_said_with_its_line(said: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"num_stages: 2\n{said}\n")
+    with pytest.raises(ConfigError) as caught:
+        make_plan(chain(4), cluster((1e12, 1e12)), Config(read_plan(path)), rows=12)
+    assert str(caught.value.where) == f"{path}:1"
 
 
 def test_scopes_say_the_stages_and_blocks_the_rest() -> None:
