@@ -13,7 +13,7 @@ from whale.search.bounds.bounds import Bounds
 from whale.search.climb import climbed
 from whale.search.objective import Objective
 from whale.search.run import Look, effort_of
-from whale.search.sketch.rough import Rough
+from whale.search.sketch.rough import RULES, Rough
 from whale.search.sketch.sketch import Sketches
 from whale.search.space.space import Lineup, Space
 
@@ -108,7 +108,7 @@ class Front:
     @cached_property
     def _left(self) -> list[tuple[float, int, Group]]:
         """A heap of what was not looked at: the least that one of a group roughly comes to, and its number."""
-        found = [group for lineup in self.lineups if not any(map(self.bounds.shortage, lineup)) for group in self._groups(lineup)]
+        found = list(self._groups([lineup for lineup in self.lineups if not any(map(self.bounds.shortage, lineup))]))
         heap = [(min(group.rough), -number, group) for number, group in enumerate(found)]  # of equal ones the deepest first
         heapify(heap)
         return heap
@@ -116,27 +116,30 @@ class Front:
     def _next(self) -> Group:
         return heappop(self._left)[2]
 
-    def _groups(self, lineup: Lineup) -> Iterator[Group]:
+    def _groups(self, lineups: Sequence[Lineup]) -> Iterator[Group]:
+        """The arrangements of line-ups."""
+        found = [(lineup, by_order) for lineup in lineups if (by_order := self._by_order(lineup))]
+        counts = sorted({each.num_micro_batch for _, by_order in found for own in by_order.values() for each in own})
+        orders, rules = self.space.freedom.orders, [self.space.rules(lineup) for lineup, _ in found]
+        fills = [[near is not False for near in asked] for asked in rules]
+        seconds = Rough(self.sketches).seconds([lineup for lineup, _ in found], orders, counts, fills)
+        place = {count: index for index, count in enumerate(counts)}
+        for (lineup, by_order), asked, of_lineup in zip(found, rules, seconds.tolist(), strict=True):
+            first = next(iter(by_order.values()))[0]
+            bound = self.objective.at_least(first, self.bounds.of_lineup(lineup, first.num_micro_batch))
+            for near in asked:
+                for order, own in by_order.items():
+                    rough = of_lineup[orders.index(order)][RULES.index(near is not False)]
+                    likely = (self.objective.likely(each, rough[place[each.num_micro_batch]]) for each in own)
+                    yield Group(tuple(own), near, bound, tuple(likely))
+
+    def _by_order(self, lineup: Lineup) -> dict[Order, list[Arrangement]]:
         """The arrangements of a line-up."""
-        by_order: dict[Order, list[Arrangement]] = {}
+        found: dict[Order, list[Arrangement]] = {}
         for arrangement in self.space.arrangements(lineup):
             self.num_arrangements += 1
-            by_order.setdefault(arrangement.order, []).append(arrangement)
-        if not by_order:
-            return
-        first = next(iter(by_order.values()))[0]
-        bound = self.objective.at_least(first, self.bounds.of_lineup(lineup, first.num_micro_batch))
-        rules = self.space.rules(lineup)
-        counts = sorted({each.num_micro_batch for own in by_order.values() for each in own})
-        seconds = self._roughly.seconds(lineup, tuple(by_order), counts, [near is not False for near in rules]).tolist()
-        for near, of_rule in zip(rules, seconds, strict=True):
-            for own, of_order in zip(by_order.values(), of_rule, strict=True):
-                at = dict(zip(counts, of_order, strict=True))
-                yield Group(tuple(own), near, bound, tuple(self.objective.likely(each, at[each.num_micro_batch]) for each in own))
-
-    @cached_property
-    def _roughly(self) -> Rough:
-        return Rough(self.sketches)
+            found.setdefault(arrangement.order, []).append(arrangement)
+        return found
 
     def _looks(self, group: Group, likely: Sequence[float]) -> Iterator[Look]:
         for arrangement, own in zip(group.own, likely, strict=True):

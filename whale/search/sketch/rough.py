@@ -22,10 +22,13 @@ STEPS = 2
 AGAIN = 1 + (1 - BACKWARD)
 """So many times as long takes what is computed again in the backward pass."""
 
+RULES = (True, False)
+"""Whether replicas fill hosts; else those who hold the same stage are neighbours."""
+
 
 @dataclass(eq=False)
 class Rough:
-    """Rough times of all arrangements of a line-up.
+    """Rough times of all arrangements of line-ups.
 
     Args:
         sketches: of them, which know what all is about.
@@ -34,28 +37,46 @@ class Rough:
     sketches: Sketches
     _totals: dict[tuple[Device, int], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
 
-    def seconds(self, teams: Sequence[Team], orders: Sequence[Order], micro_batches: Sequence[int], rules: Sequence[bool]) -> Floats:
-        """Seconds of a step, ``[rules, orders, numbers of micro-batches]``; infinite where it seems not to fit.
+    def seconds(
+        self, lineups: Sequence[Sequence[Team]], orders: Sequence[Order], micro_batches: Sequence[int], rules: Sequence[Sequence[bool]]
+    ) -> Floats:
+        """Seconds of a step, ``[line-ups, orders, RULES, numbers of micro-batches]``; infinite where it seems not to fit.
+
+        What is not asked for, or is in no arrangement, has some number.
 
         Args:
-            rules: whether replicas fill hosts; else those who hold the same stage are neighbours.
+            rules: per line-up, those that are asked for.
         """
         m = np.array(micro_batches, dtype=np.float64)
-        shares = [np.maximum(m, share) for share in self.sketches.shares(teams)]
-        ranks = [self._rank(team, share / m) for team, share in zip(teams, shares, strict=True)]
-        speeds = np.zeros((len(rules), len(orders), len(m)))
-        for team, share, rank in zip(teams, shares, ranks, strict=True):
-            speeds += team.count * share / self._pipeline(team, orders, m, share / m, rank, rules)
+        speeds = np.zeros((len(lineups), len(orders), len(RULES), len(m)))
+        ends = np.zeros((len(lineups), len(RULES), len(m)))
+        rates = np.zeros((len(lineups), len(RULES), 1))
+        hides = np.array([[BACKWARD if sums_in_backward(lineup) else 0.0] for lineup in lineups])
+        if self.sketches.prices.training:
+            for number, (lineup, asked) in enumerate(zip(lineups, rules, strict=True)):
+                for near in asked:
+                    rates[number, RULES.index(near)] = self.sketches.ties.sum_rate(lineup, near=near)
+        for team, (places, found) in self._shares(lineups).items():
+            share = np.maximum(m, np.array(found)[:, None])
+            rank = self._rank(team, share / m)
+            speeds[places] += team.count * share[:, None, None] / self._pipeline(team, orders, m, share / m, rank)
+            hiding = hides[places] * np.where(np.isfinite(rank), rank, 0.0)  # what does not fit hides nothing
+            if self.sketches.prices.training:
+                ends[places] = np.maximum(ends[places], self._end(team, hiding[:, None], rates[places]))
         passes = np.full_like(speeds, np.inf)  # no speed at all where nothing fits
         np.divide(self.sketches.num_rows, speeds, out=passes, where=speeds > 0)
-        if not self.sketches.prices.training:
-            return passes
-        rates = np.array([self.sketches.ties.sum_rate(teams, near=near) for near in rules])
-        hides = BACKWARD if sums_in_backward(teams) else 0.0
-        hiding = [hides * np.where(np.isfinite(rank), rank, 0.0) for rank in ranks]  # what does not fit hides nothing
-        ends = [self._end(team, own, rates[:, None]) for team, own in zip(teams, hiding, strict=True)]
-        result: Floats = passes + np.max(ends, axis=0)[:, None, :]
+        result: Floats = passes + ends[:, None]
         return result
+
+    def _shares(self, lineups: Sequence[Sequence[Team]]) -> dict[Team, tuple[list[int], list[float]]]:
+        """Per team the line-ups that have it, by number, and the rows of one of its replicas there."""
+        found: dict[Team, tuple[list[int], list[float]]] = {}
+        for number, lineup in enumerate(lineups):
+            for team, share in zip(lineup, self.sketches.shares(lineup), strict=True):
+                places, shares = found.setdefault(team, ([], []))
+                places.append(number)
+                shares.append(share)
+        return found
 
     def _rank(self, team: Team, rows: Floats) -> Floats:
         """A rank for one micro-batch of so many rows each, with what its split groups exchange; infinite where there is no room."""
@@ -85,30 +106,31 @@ class Rough:
         result: Floats = pieces.parameters[-1] + alive * kept <= room
         return result
 
-    def _pipeline(self, team: Team, orders: Sequence[Order], m: Floats, rows: Floats, rank: Floats, rules: Sequence[bool]) -> Floats:
-        """All micro-batches, with fill, drain and messages: ``[rules, orders, numbers of micro-batches]``, or what stands for that."""
-        p = team.num_ranks
+    def _pipeline(self, team: Team, orders: Sequence[Order], m: Floats, rows: Floats, rank: Floats) -> Floats:
+        """All micro-batches, with fill, drain and messages: ``[line-ups, orders, RULES, numbers of micro-batches]``."""
+        p, rank = team.num_ranks, rank[:, None, None]
         if p == 1:
-            return m * rank
+            return np.broadcast_to(m * rank, (len(rows), len(orders), len(RULES), len(m)))
         sketches = self.sketches
-        v = np.array([[order.num_chunks] for order in orders])
-        most = np.array([[sketches.in_flight(order, p, 2 * p)[0]] for order in orders])
-        passes = (m + (p - 1) / v) * rank
-        borders = [sketches.ties.borders(team, near=near) for near in rules]
-        latency, per_byte, narrowest = np.array([(each.latency, each.per_byte, each.narrowest) for each in borders]).T[:, :, None, None]
-        num_bytes = (sketches.pieces.crossing.fixed + sketches.pieces.crossing.per_row * rows) / team.width
-        waiting = 2 * latency + num_bytes * per_byte
-        ahead = np.minimum(m, most / v)
-        result: Floats = np.maximum(np.maximum(passes + waiting, m * (p * rank + v * waiting) / ahead), m * v * num_bytes / 2 * narrowest)
+        v = np.array([order.num_chunks for order in orders])[:, None, None]
+        known = [p * order.num_chunks <= sketches.pieces.num_units for order in orders]  # others are in no arrangement
+        most = [sketches.in_flight(order, p, 2 * p)[0] if is_known else p for order, is_known in zip(orders, known, strict=True)]
+        borders = [sketches.ties.borders(team, near=near) for near in RULES]
+        latency, per_byte, narrowest = np.array([(each.latency, each.per_byte, each.narrowest) for each in borders]).T[:, :, None]
+        num_bytes = ((sketches.pieces.crossing.fixed + sketches.pieces.crossing.per_row * rows) / team.width)[:, None, None]
+        passes, waiting = (m + (p - 1) / v) * rank, 2 * latency + num_bytes * per_byte
+        ahead = np.minimum(m, np.array(most)[:, None, None] / v)
+        back = m * (p * rank + v * waiting) / ahead
+        result: Floats = np.maximum(np.maximum(passes + waiting, back), m * v * num_bytes / 2 * narrowest)
         return result
 
     def _end(self, team: Team, hiding: Floats, rates: Floats) -> Floats:
-        """What the last backward passes do not hide of the sums of gradients, and the optimizer: ``[rules, numbers of micro-batches]``."""
+        """What the last backward passes do not hide of the sums of gradients, and the optimizer: ``[line-ups, RULES, numbers]``."""
         sketches, p = self.sketches, team.num_ranks * team.width
         states = sketches.prices.costs.optimizer_states
         update = min(optimizer_seconds(kind, 1.0, 1.0, states) for kind in team.numbers) * sketches.pieces.trained[-1] / p
         if team.num_ranks > 1:
             return np.maximum(0.0, sketches.pieces.trained[-1] / p * rates - hiding) + update + sketches.pieces.tied * rates
         num_bytes, left = sketches.pieces.columns.last_sums(team.kinds[0], sketches.num_rows)
-        exposed: Floats = np.max(rates[:, :, None] * num_bytes / p - hiding[:, None] * left, axis=2)
+        exposed: Floats = np.max(rates[..., None] * num_bytes / p - hiding[..., None] * left, axis=-1)
         return exposed + update

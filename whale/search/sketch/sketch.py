@@ -64,6 +64,7 @@ class Sketches:
     num_rows: int
     again: tuple[bool, ...]
     _lanes: dict[tuple[Team, Order, int, float], Lane | None] = field(default_factory=dict, init=False)
+    _speeds: dict[Team, float] = field(default_factory=dict, init=False)
     _peaks: dict[tuple[Order, int, int], tuple[int, ...]] = field(default_factory=dict, init=False)
     _cuts: dict[tuple[Team, Order, int, float, float, bool], Cut | None] = field(default_factory=dict, init=False)
 
@@ -87,9 +88,15 @@ class Sketches:
 
     def shares(self, teams: Sequence[Team]) -> list[float]:
         """Rows of a replica of each team, if its devices took as many as they are fast."""
-        speeds = [team.width * sum(number / self._work(kind) for kind, number in team.numbers.items()) for team in teams]
+        speeds = [self._speed(team.one) for team in teams]
         total = sum(speed * team.count for speed, team in zip(speeds, teams, strict=True))
         return [self.num_rows * speed / total for speed in speeds]
+
+    def _speed(self, one: Team) -> float:
+        """Of a replica: how often its devices would do the work on all rows in a second."""
+        if one not in self._speeds:
+            self._speeds[one] = one.width * sum(number / self._work(kind) for kind, number in one.numbers.items())
+        return self._speeds[one]
 
     def _work(self, kind: Device) -> float:
         """Seconds of a device for all rows."""
