@@ -134,33 +134,28 @@ def profile_model(
 def _timed(
     clock: Clock, inputs: Inputs, wanted: Mapping[str, Op], rows: Sequence[int], tell: Callable[[str], None]
 ) -> tuple[dict[str, tuple[OpRounds, ...]], tuple[PassRounds, ...]]:
-    """Ops, and the passes: half of their rounds before the ops and half after them, since a core may be slow for some seconds.
+    """Ops, and the passes: a round before the ops, one after them, the others in between, since a core may be slow for some seconds.
 
     Ops are timed by the rank's own time, and stretched as the passes are, which last long enough to show what the wall adds.
     """
-    later = clock.num_rounds // 2
-    passes = tuple(_passes(replace(clock, num_rounds=clock.num_rounds - later), inputs, rows, tell))
-    ops = dict(_ops(replace(clock, now=own_time(clock.world.device)), inputs, wanted, rows, tell))
-    if later:
-        again = _passes(replace(clock, num_rounds=later), inputs, rows, tell)
-        passes = tuple(map(PassRounds.joined, passes, again))
+    once, own = replace(clock, num_rounds=1), replace(clock, now=own_time(clock.world.device))
+    if rows:
+        tell("the whole model at these rows, before, between and after the ops")
+    passes, ops = tuple(_passes(once, inputs, rows)), dict[str, tuple[OpRounds, ...]]()
+    names, num_gaps = tuple(wanted), max(clock.num_rounds - 1, 1)
+    for gap in range(num_gaps):
+        for name in names[gap * len(names) // num_gaps : (gap + 1) * len(names) // num_gaps]:
+            ops[name] = tuple(time_op(own, inputs, wanted[name], num_rows) for num_rows in rows)
+            if len(ops) % TOLD == 0:
+                tell(f"{len(ops)} of {len(wanted)} ops are measured")
+        if clock.num_rounds > 1:
+            passes = tuple(map(PassRounds.joined, passes, _passes(once, inputs, rows)))
     stretch = passes[-1].stretch if passes else 1.0
     return {name: tuple(each.stretched(stretch) for each in rounds) for name, rounds in ops.items()}, passes
 
 
-def _ops(
-    clock: Clock, inputs: Inputs, wanted: Mapping[str, Op], rows: Sequence[int], tell: Callable[[str], None]
-) -> Iterator[tuple[str, tuple[OpRounds, ...]]]:
-    for number, (name, op) in enumerate(wanted.items(), 1):
-        yield name, tuple(time_op(clock, inputs, op, num_rows) for num_rows in rows)
-        if number % TOLD == 0:
-            tell(f"{number} of {len(wanted)} ops are measured")
-
-
-def _passes(clock: Clock, inputs: Inputs, rows: Sequence[int], tell: Callable[[str], None]) -> Iterator[PassRounds]:
-    for num_rows in rows:
-        tell(f"the whole model, {num_rows} row(s)")
-        yield time_passes(clock, inputs, num_rows)
+def _passes(clock: Clock, inputs: Inputs, rows: Sequence[int]) -> Iterator[PassRounds]:
+    return (time_passes(clock, inputs, num_rows) for num_rows in rows)
 
 
 def machine_name(device: torch.device) -> str:

@@ -127,7 +127,7 @@ def test_ops_take_longer_by_what_waiting_for_the_core_adds_to_the_passes(monkeyp
     assert {op.forward for op in kind.ops} == {(3.0, 3.0, 3.0)} and {op.backward for op in kind.ops} == {(9.0, 9.0, 9.0)}
 
 
-def test_half_of_the_rounds_of_a_pass_come_after_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_of_a_pass_come_before_between_and_after_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     graph, own = inputs()
     order: list[str] = []
@@ -143,10 +143,13 @@ def test_half_of_the_rounds_of_a_pass_come_after_the_ops(monkeypatch: pytest.Mon
     monkeypatch.setattr(profiling, "time_passes", passes)
     monkeypatch.setattr(profiling, "time_op", op)
     (kind,) = profile_model(ALONE, devices_at_hand(1), graph, own, Known(None, again=False), 3, lambda _: None).kinds
-    num_ops = 3 * len(distinct_ops(graph))
-    assert order == ["pass"] * 3 + ["op"] * num_ops + ["pass"] * 3
+    num_ops = len(distinct_ops(graph))
+    first = num_ops // 2
+    passes = ["pass"] * 3
+    assert order == [*passes, *["op"] * 3 * first, *passes, *["op"] * 3 * (num_ops - first), *passes]
     assert {figure.num_samples for figure in kind.forward} == {3}
-    assert {each.forward[0] for each in kind.ops} == {(2 * 3 + 1 * (6 + num_ops)) / 3}, "stretched by what all rounds say"
+    stretch = (3 + (6 + 3 * first) + (9 + 3 * num_ops)) / 3
+    assert [each.forward[0] for each in kind.ops] == pytest.approx([stretch] * len(kind.ops)), "stretched by what all rounds say"
 
 
 def test_passes_that_had_no_room_once_have_no_figures() -> None:
