@@ -72,6 +72,12 @@ def test_the_overhead_benchmark_writes_its_ratios(tmp_path: Path) -> None:
     assert results["single"]["ratio"] > 0
 
 
+def test_the_tracing_benchmark_says_what_a_recorded_step_takes_more(tmp_path: Path) -> None:
+    file = tmp_path / "tracing.json"
+    said = run(str(BENCHMARKS / "tracing.py"), *SMALL, "--pairs", "1", "--warmup", "1", "--json", str(file))
+    assert "ms more" in said and json.loads(file.read_text())["num_pairs"] == 1
+
+
 def predict(rank: int, num_ranks: int, options: argparse.Namespace) -> Any:
     """The plans of the prediction benchmark for so many ranks."""
     sys.path.append(str(BENCHMARKS))
