@@ -78,7 +78,8 @@ class Front:
             best = min(best, *(look.likely for look in looks))
             found += looks
         found = self._in_turn(found)
-        return sorted(found, key=lambda look: (look is not found[0], not look.is_must))
+        first = min(found, key=lambda look: look.likely, default=None)  # it is planned whatever effort it takes
+        return sorted(found, key=lambda look: (look is not first, not look.is_must))
 
     def closed(self, value: float) -> list[float]:
         """The bounds below a value of the arrangements that were not looked at."""

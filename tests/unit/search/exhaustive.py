@@ -18,7 +18,7 @@ from whale.planning.plan import Draft, draft_as_set
 from whale.planning.seating import Seater, Seating
 from whale.search.arrangement import Order
 from whale.search.space.freedom import ORDERS, freedom_of
-from whale.search.space.space import powers_of_two
+from whale.search.space.space import micro_batch_counts, powers_of_two
 
 
 def least(
@@ -46,7 +46,7 @@ def every_seating(cluster: Cluster, num_rows: int) -> Iterator[tuple[Seating, ..
     names = [device.name for device in cluster.devices]
     for replicas in replicas_of(names):
         for placed in all_grouped(replicas, cluster):
-            for num_micro_batch in powers_of_two(num_rows // len(placed)):
+            for num_micro_batch in micro_batch_counts(num_rows, num_rows // len(placed)):
                 deepest = max(map(len, placed))
                 for order in ORDERS[: 1 if deepest == 1 or num_micro_batch == 1 else None]:
                     yield tuple(
@@ -117,7 +117,7 @@ def every_division(
     """Devices that may be taken, those of each rank of each replica, orders, and numbers of micro-batches."""
     names = [device.name for device in cluster.devices]
     asked = sizes_of(graph, config, len(names), ORDERS[0])
-    for number, order, num_micro_batch in product(range(1, len(names) + 1), ORDERS, powers_of_two(num_rows)):
+    for number, order, num_micro_batch in product(range(1, len(names) + 1), ORDERS, micro_batch_counts(num_rows, num_rows)):
         plain = len(asked) == 1 or num_micro_batch == 1
         if sizes_of(graph, config, number, ORDERS[0]) != asked or (order != ORDERS[0] and plain):
             continue

@@ -15,7 +15,7 @@ from whale.ir.cluster import Cluster
 from whale.planning.seating import Seating
 from whale.search import search
 from whale.search.space.freedom import freedom_of
-from whale.search.space.space import powers_of_two
+from whale.search.space.space import micro_batch_counts, powers_of_two
 from whale.workloads import GPT
 
 GRAPH = GPT(layers=4, hidden=256, heads=4, sequence=128, vocabulary=1000).graph()
@@ -54,7 +54,7 @@ def takeaways(cluster: Cluster, num_rows: int) -> Iterator[tuple[Seating, ...]]:
         width = min(size, len(cluster.hosts[0].devices))
         replicas = [names[start : start + size] for start in range(0, len(names), size)]
         placed = [tuple(tuple(own[start : start + width]) for start in range(0, size, width)) for own in replicas]
-        for num_micro_batch in powers_of_two(num_rows // len(placed)):
+        for num_micro_batch in micro_batch_counts(num_rows, num_rows // len(placed)):
             yield tuple(Seating("1f1b", 1, num_micro_batch, width, own) for own in placed)
 
 

@@ -108,7 +108,7 @@ class Bounds:
         curves = [self._curve(team, order, m, summing) for team in teams]
         times = np.unique(np.concatenate(curves))
         taken = sum(count * self._rows_within(curve, times) for count, curve in zip(counts, curves, strict=True))
-        floor = max(float(curve[np.searchsorted(self._grid, m)]) for curve in curves)
+        floor = max(float(curve[np.searchsorted(self._grid, m, side="right") - 1]) for curve in curves)
         return max(floor, float(times[min(int(np.searchsorted(taken, self.num_rows)), len(times) - 1)]))
 
     def share_of(self, team: Team) -> float:

@@ -21,7 +21,7 @@ class Freedom:
 
     Attributes:
         orders: schedules with their chunks.
-        micro_batches: their number; None for any power of two.
+        micro_batches: their number; None for any power of two or divisor of the rows between.
         num_ranks: of each replica; None for any.
         near: whether replicas stay on one host where they can (True), or like devices are dealt out (False); None for both.
         alike: whether replicas must be alike, because samples depend on one another: then they are joined.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice, permutations, product
 
 from whale.ir.cluster import Cluster, Device
@@ -21,6 +22,9 @@ FRONT = 4
 
 DEEPEST = 64
 """Replicas over several kinds have at most so many ranks, where there are many devices."""
+
+HALF_WAY = 2**0.5
+"""From a power of two to the next."""
 
 Lineup = tuple[Team, ...]
 Counts = Mapping[Device, int]
@@ -85,7 +89,7 @@ class Space:
     def _micro_batches(self, lineup: Lineup, most: int) -> Sequence[int]:
         fixed = self.freedom.micro_batches
         if fixed is None:
-            return powers_of_two(most)
+            return micro_batch_counts(self.num_rows, most)
         return (fixed,) if fixed <= most else ()
 
     def _orders(self, lineup: Lineup, num_micro_batch: int) -> Iterator[Order]:
@@ -208,6 +212,21 @@ def divisions(total: int, rooms: Sequence[int]) -> Iterator[tuple[int, ...]]:
             left = (number for number in numbers if taken[number] < rooms[number])
             taken[min(left, key=lambda number: taken[number] / rooms[number])] += 1
         yield tuple(taken)
+
+
+def micro_batch_counts(num_rows: int, most: int) -> tuple[int, ...]:
+    """Numbers of micro-batches up to a most: powers of two, and between two of them the divisor of the rows that is about half way."""
+    known = _counts_of(num_rows)
+    return known[: bisect_right(known, most)]
+
+
+@cache
+def _counts_of(num_rows: int) -> tuple[int, ...]:
+    found = set(powers_of_two(num_rows))
+    for low in powers_of_two(num_rows):
+        between = (count for count in range(low + 1, min(2 * low, num_rows + 1)) if num_rows % count == 0)
+        found |= set(sorted(between, key=lambda count: abs(count / low - HALF_WAY))[:1])
+    return tuple(sorted(found))
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from whale.planning.pipeline.placement import Placed
 from whale.search.arrangement import Order
 from whale.search.space.freedom import Freedom
 from whale.search.space.naming import host_looks
-from whale.search.space.space import COMPLETE, powers_of_two
+from whale.search.space.space import COMPLETE, micro_batch_counts
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Ways:
 
     def _rows(self) -> Iterator[tuple[Way, ...]]:
         fixed = self.freedom.micro_batches
-        numbers = powers_of_two(self.num_rows) if fixed is None else (fixed,)
+        numbers = micro_batch_counts(self.num_rows, self.num_rows) if fixed is None else (fixed,)
         for devices, policy in product(self._subsets(), self.freedom.policies):
             for order in self._orders(len(devices)):
                 own = numbers if order in (None, self.freedom.orders[0]) else [number for number in numbers if number > 1]
