@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.unit.planning.graphs import Graph
 from tests.unit.search.test_bounds import front_of
-from tests.unit.search.test_search import NETWORKS, clusters, is_exhaustive
+from tests.unit.search.test_search import GIB, NETWORKS, clusters, is_exhaustive, made
 from whale.config import Config
 from whale.errors import WhaleError
-from whale.ir.cluster import Cluster, Link
+from whale.ir.cluster import Cluster, Handling, Link
 from whale.ir.graph import ModelGraph
 from whale.search import search
 
@@ -105,6 +105,13 @@ def check_bounds(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     ):
         assert front.bound(arrangement) <= seconds * (1 + 1e-9), str(arrangement)
         assert front.bounds.of_lineup(arrangement.teams, arrangement.num_micro_batch) <= seconds * (1 + 1e-9), str(arrangement)
+
+
+def test_bounds_hold_where_messages_take_time_of_devices() -> None:
+    cluster = made([[(1e9, GIB), (5e8, GIB)]], network=1e9)
+    (host,) = cluster.hosts
+    handled = tuple(replace(device, handling=Handling(seconds, 1e-8)) for device, seconds in zip(host.devices, (1e-5, 1e-3), strict=True))
+    check_bounds(encoder_decoder(1), replace(cluster, hosts=(replace(host, devices=handled),)), rows=4)
 
 
 @settings(max_examples=3)
