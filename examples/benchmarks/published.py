@@ -16,7 +16,7 @@ from pathlib import Path
 from figure import Figure
 from megatron import megatron_studies
 from runs import Run, simulate, written
-from whale_paper import bert_pipelines, m6, many_classes, sharding_patterns, unlike_devices
+from whale_paper import bert_pipelines, bridges, m6, many_classes, sharding_patterns, unlike_devices
 
 from whale.estimate import ActionTimes, StateBytes, bubble_rate, state_bytes
 from whale.estimate import simulate as simulate_schedule
@@ -105,7 +105,7 @@ def all_in_all_out() -> Iterator[Figure]:
 
 BLOCKS = (
     bubbles, recomputations, all_in_all_out, zero_memory, activations, megatron_studies,
-    many_classes, sharding_patterns, bert_pipelines, m6, unlike_devices,
+    many_classes, sharding_patterns, bridges, bert_pipelines, m6, unlike_devices,
 )  # fmt: skip
 
 
@@ -113,7 +113,6 @@ LEFT_OUT = """Not set beside predictions, and why:
 
 - Fold3D's gain of 25 to 42 % over networks of commodity clouds, and Merak's of 39 to 61 % on 64 GPUs: no models or testbeds were at hand.
 - Whale's GNMT and T5-Large, and M6 with 1 and 10 trillion parameters (mixtures of experts): there is no graph of their sizes here.
-- Whale's share of bridges in a step: no numbers were at hand.
 - Merak's shifted critical path with shares of stages computed again: its schedule computes whole stages again, by actions of their own;
   parts of stages are computed again inside the backward pass, and both together are refused.
 - The curves of Megatron's studies, which are drawn only: of tensor and pipeline parallelism beside data parallelism their direction is

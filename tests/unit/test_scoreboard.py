@@ -55,6 +55,7 @@ def test_scores() -> None:
 def test_a_bound_is_told_as_one() -> None:
     assert str(Figure("a", 2.0, 2.2)) == "| a | 2 | 2.2 | +10.0% |"
     assert str(Figure("a", 2.0, 1.9, "up to")) == "| a | up to 2 | 1.9 | -5.0% |"
+    assert str(Figure("a", None, 0.5)) == "| a | - | 0.5 | - |", "nothing to set beside it"
 
 
 @pytest.mark.slow
