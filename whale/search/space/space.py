@@ -83,7 +83,7 @@ class Space:
             return (None,)
         if self.freedom.near is not None:
             return (self.freedom.near,)
-        is_one_way = all(team.count == 1 or team.num_ranks * team.width == 1 for team in lineup)
+        is_one_way = all(team.count == 1 or max(team.numbers.values()) == 1 for team in lineup)  # the next device of each kind by both
         return (True,) if is_one_way else (True, False)
 
     def _micro_batches(self, lineup: Lineup, most: int) -> Sequence[int]:
