@@ -15,6 +15,7 @@ weights of a mean are those that make all ops together equally dear on every ran
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -29,8 +30,8 @@ from whale.search.arrangement import Order
 
 Runs = Sequence[tuple[Device, int]]
 
-CHUNK_SHARES = (0.5, 1.0)
-"""Of the mean of an order with chunks, these shares go to waits for second chunks, the rest to those for first ones."""
+MANY = 4
+"""With so many times as many micro-batches as ranks the waits for chunks are hardly known to be anything."""
 
 TINY = 1e-6
 """A share of which nothing is left in a difference."""
@@ -53,7 +54,7 @@ def first_alike(order: Order, num_ranks: int, num_micro_batch: int) -> Order:
         return PLAIN
     if order.fills_forward:
         return Order("zb_h1")
-    return order if order.fills or (order == CHUNKS and num_micro_batch < 2 * num_ranks) else NO_ORDER
+    return order if order.fills or (order == CHUNKS and num_micro_batch < MANY * num_ranks) else NO_ORDER
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Pipeline:
         if order.fills_forward:
             return self.first({kind: own.fewest.forward for kind, own in self.passes.items()})
         if order == CHUNKS and training:
-            return reduce(np.maximum, map(self.chunks, CHUNK_SHARES))
+            return np.maximum(self.computed(), self.chunks())
         return None
 
     def first(self, filling: Mapping[Device, Floats]) -> Floats:
@@ -150,16 +151,26 @@ class Pipeline:
         result: Floats = (np.min(least, axis=0) @ self.counts) / total
         return result
 
-    def chunks(self, share: float) -> Floats:
-        """Ranks of two chunks each, with groups of micro-batches as large as can be."""
-        once = {kind: own.fewest.both for kind, own in self.passes.items()}
-        ends, total = self._weights({kind: share * own.fewest.whole for kind, own in self.passes.items()})
-        least = []
-        for kind, x, after in ends:
-            both = self.passes[kind].mean.both
-            least.append(x[:, None] * both + (share * after)[:, None] * once[kind])
-            least.append(((1 - share) * x)[:, None] * both + ((1 - share) * after + share * total)[:, None] * once[kind])
-        result: Floats = (np.min(least, axis=0) @ self.counts) / total
+    def chunks(self) -> Floats:
+        """Ranks of two chunks each, with groups of micro-batches as large as can be.
+
+        From the last rank to the first: one weight for the wait for first chunks, that makes an op in a first chunk as dear as wanted, and
+        one for that for second chunks, likewise. The sum of the latter is guessed first: that of equal ranks.
+        """
+        m, ratio = self.num_micro_batch, self.num_ranks / self.num_micro_batch
+        wanted = {kind: 1 / own.mean.whole for kind, own in self.passes.items()}
+        guess = reduce(np.minimum, wanted.values()) * (1 - math.exp(-ratio) * (1 + ratio)) / (1 - ratio * math.exp(-ratio))
+        first, second, ranks = np.zeros_like(guess), np.zeros_like(guess), list[tuple[Device, Floats, Floats, Floats, Floats]]()
+        for kind in (kind for kind, number in reversed(self.runs) for _ in range(number)):
+            own = np.maximum(0.0, wanted[kind] - guess - first)
+            both = np.maximum(own, wanted[kind] - second)
+            ranks.append((kind, own, first, both, second))
+            first, second = first + own / m, second + (both - own) / m
+        prices = list[Floats]()
+        for kind, own, before, both, behind in ranks:
+            mean, once = self.passes[kind].mean.both, self.passes[kind].fewest.both
+            prices += [own[:, None] * mean + (before + second)[:, None] * once, both[:, None] * mean + behind[:, None] * once]
+        result: Floats = (reduce(np.minimum, prices) @ self.counts) / (first + second)
         return result
 
     def _weights(self, filling: Mapping[Device, Floats]) -> tuple[list[tuple[Device, Floats, Floats]], Floats]:
