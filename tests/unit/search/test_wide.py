@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.planning.graphs import Graph
 from tests.unit.search.test_bounds import front_of
-from tests.unit.search.test_search import GIB, NETWORKS, clusters, is_exhaustive, made
+from tests.unit.search.test_search import GIB, NETWORKS, clusters, is_exhaustive, layers, made
 from whale.config import Config
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster, Handling, Link
@@ -125,3 +125,9 @@ def test_equals_the_best_of_all_plans_on_two_devices(graph: ModelGraph, cluster:
 @given(graph=models, cluster=uneven_clusters(3), rows=st.integers(1, 4))
 def test_equals_the_best_of_all_plans_on_three_devices(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_exhaustive(graph, cluster, rows)
+
+
+def test_hosts_of_one_kind_are_left_out_where_the_network_is_slow() -> None:
+    hosts = [[(1e9, GIB)] * 3] * 2
+    one, both = (search(layers([64] * 6), made(own, network=1e5), Config(), rows=12) for own in (hosts[:1], hosts))
+    assert both.value <= one.value and len(both.plan.devices) <= 3

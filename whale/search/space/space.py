@@ -54,10 +54,15 @@ class Space:
     @cached_property
     def widths(self) -> Mapping[Device, tuple[int, ...]]:
         """Per kind, the sizes of split groups that fit on a host: powers of two."""
+        return {kind: powers_of_two(count) for kind, count in self.in_one_host.items()}
+
+    @cached_property
+    def in_one_host(self) -> Counts:
+        """Devices of each kind, on the host that has most of them."""
         most: Counter[Device] = Counter()
         for host in self.cluster.hosts:
             most |= Counter(device.kind for device in host.devices)
-        return {kind: powers_of_two(count) for kind, count in most.items()}
+        return most
 
     def lineups(self, bounds: Bounds) -> Iterator[Lineup]:
         """Which replicas there are, each line-up once.
@@ -137,7 +142,7 @@ class Space:
         """Replicas of one kind each, of every kind its own; and replicas over several kinds, like devices in a row."""
         for team in (team for kind in self.counts for team in self._of_one_kind(kind)):
             yield (team,)
-            for count in powers_of_two(team.count - 1) if self.freedom.fewer else ():
+            for count in self._fewer(team):
                 yield (replace(team, count=count),)
         for used in product(*([None, *self._front(kind, bounds)] for kind in self.counts)):
             lineup = tuple(team for team in used if team is not None)
@@ -150,6 +155,12 @@ class Space:
                 rest = tuple(Team((kind,), 1, count) for kind, count in left.items() if count)
                 if rest:
                     yield (mixed, *rest)
+
+    def _fewer(self, team: Team) -> Sequence[int]:
+        """Numbers of replicas of one kind that leave others of it out: those of one host, and any where fewer may be the best."""
+        of_host = self.in_one_host[team.kinds[0]] // (team.num_ranks * team.width)
+        counts = {of_host, *(powers_of_two(team.count - 1) if self.freedom.fewer else ())}
+        return sorted(count for count in counts if 0 < count < team.count)
 
     def _of_one_kind(self, kind: Device) -> Iterator[Team]:
         """As many replicas as there are devices for, of each depth and width."""
