@@ -113,8 +113,8 @@ LEFT_OUT = """Not set beside predictions, and why:
 
 - Fold3D's gain of 25 to 42 % over networks of commodity clouds, and Merak's of 39 to 61 % on 64 GPUs: no models or testbeds were at hand.
 - Whale's GNMT and T5-Large, and M6 with 1 and 10 trillion parameters (mixtures of experts): there is no graph of their sizes here.
-- Merak's shifted critical path with shares of stages computed again: its schedule computes whole stages again, by actions of their own;
-  parts of stages are computed again inside the backward pass, and both together are refused.
+- Merak's shifted critical path with shares of stages computed again: it is planned, simulated and run (`recompute: {0: full, 1: 0.5}`,
+  [how](../schedules.md#recomputation)), and no figure of it is published.
 - The curves of Megatron's studies, which are drawn only: of tensor and pipeline parallelism beside data parallelism their direction is
   taken."""
 

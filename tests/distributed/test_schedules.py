@@ -122,6 +122,8 @@ CASES = {
     "kinds, three ranks": pipeline("gpipe", 3, 3, (1.0, 1.0, 1.0), recompute__policy={0: "blocks", 1: "selective", 2: "full"}),
     "kinds, interleaved": pipeline("interleaved", 2, 4, (1.0, 1.0), recompute__policy={0: "full", 1: "blocks", 3: "full"}),
     "kinds, zero bubble": pipeline("zb_h1", 2, 4, (1.0, 1.0), recompute__policy={0: "blocks", 1: "full"}),
+    "kinds, early": pipeline("recompute_early", 2, 4, (1.0, 2.0), recompute__policy={0: 0.5, 1: "full"}),
+    "kinds, shifted": pipeline("shifted_critical_path", 4, 6, (1.0,) * 4, recompute__policy={0: "full", 1: "blocks", 2: "full"}),
     "stages, gpipe": pipeline("gpipe", 2, 3, (1.0, 1.0), recompute__policy="full"),
     "stages, aiao": pipeline("aiao", 2, 3, (1.0, 1.0), recompute__policy="full"),
     "stages, zero bubble": pipeline("zb_h1", 2, 4, (1.0, 1.0), recompute__policy="full"),
@@ -129,7 +131,14 @@ CASES = {
 }
 
 
-KINDS = {"kinds": (0,), "kinds, three ranks": (2,), "kinds, interleaved": (0, 3), "kinds, zero bubble": (1,)}
+KINDS = {
+    "kinds": (0,),
+    "kinds, three ranks": (2,),
+    "kinds, interleaved": (0, 3),
+    "kinds, zero bubble": (1,),
+    "kinds, early": (1,),
+    "kinds, shifted": (0, 2),
+}
 """Cases by kinds, with the stages that are computed again as a whole."""
 
 
@@ -148,9 +157,11 @@ def cases(draw: st.DrawFn) -> Case:
     description = draw(descriptions(max_devices=1))
     schedule = draw(st.sampled_from(SCHEDULES))
     num_ranks = draw(st.integers(1, 2 if len(description.blocks) >= 4 else 1))
-    policies: list[object] = ["full", "none"]
+    policies: list[object] = ["full", "none", {0: "full"}]
+    if num_ranks > 1 and description.placement == "none":
+        policies += [{0: 0.5, 1: "full"}, {0: "full", 1: "selective"}]
     if schedule not in RECOMPUTING:
-        policies += ["selective", "auto", {0: 1}, {0: 0.5}, {0: "full"}, {0: "selective"}]
+        policies += ["selective", "auto", {0: 1}, {0: 0.5}, {0: "selective"}]
     m = draw(st.integers(1, 3))
     config = {
         "pipeline.schedule": schedule,

@@ -14,9 +14,9 @@ from rich.text import Text
 from whale.cli.tables import make_console
 from whale.errors import ConfigError, ScheduleError, WhaleError, raise_faults
 from whale.estimate import ActionTimes, bubble, bubble_rate, draw, simulate
-from whale.ir.schedule import Kind, Schedule
+from whale.ir.schedule import Schedule
 from whale.ir.timeline import Timeline
-from whale.schedules import BUILDERS, build, insert_communication, insert_recompute, verify
+from whale.schedules import BUILDERS, build, insert_communication, insert_recompute, recomputes, verify
 
 _COLOURS = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow", "R": "magenta", "SYNC": "red"}
 _TIMES = (
@@ -91,7 +91,7 @@ def _build(arguments: argparse.Namespace) -> Schedule:
         num_chunks=1 if arguments.chunks is None else arguments.chunks,
         group_size=arguments.group,
     )
-    return insert_recompute(schedule) if arguments.recompute and not _recomputes(schedule) else schedule
+    return insert_recompute(schedule) if arguments.recompute and not recomputes(schedule) else schedule
 
 
 def _refuse_words_of_build(arguments: argparse.Namespace) -> None:
@@ -115,10 +115,6 @@ def _read(path: str) -> tuple[Schedule, tuple[str, ...]]:
     return schedule, tuple(f"{path}:{number}" for number in lines[1:])
 
 
-def _recomputes(schedule: Schedule) -> bool:
-    return any(action.kind is Kind.RECOMPUTE for actions in schedule.ranks for action in actions)
-
-
 def _time(arguments: argparse.Namespace, word: str) -> float | None:
     time: float | None = getattr(arguments, word.replace("-", "_"))
     return time
@@ -132,7 +128,7 @@ def _costs(arguments: argparse.Namespace, schedule: Schedule) -> ActionTimes:
         faults.append(ConfigError("--forward and --backward-input are given together or not at all"))
     if inputs is None and weights is not None:
         faults.append(ConfigError("--backward-weight needs --backward-input"))
-    if arguments.file is not None and recompute and not _recomputes(schedule):
+    if arguments.file is not None and recompute and not recomputes(schedule):
         faults.append(ConfigError("--recompute is for a schedule with R actions; the file has none", where=arguments.file))
     raise_faults(faults)
     if forward is None or inputs is None:

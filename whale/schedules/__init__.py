@@ -10,7 +10,7 @@ from whale.schedules.orders.builder import Builder
 from whale.schedules.orders.forward_only import forward_only
 from whale.schedules.orders.shape import Shape
 from whale.schedules.orders.table import BUILDERS, build, most_waiting, peak_in_flight, placement
-from whale.schedules.recompute import insert_recompute
+from whale.schedules.recompute import insert_recompute, recomputes
 from whale.schedules.releases import Releases, releases
 from whale.schedules.rendezvous import Blocked, replay
 from whale.schedules.verify import verify
@@ -39,6 +39,7 @@ __all__ = [
     "peak_in_flight",
     "placement",
     "places",
+    "recomputes",
     "releases",
     "replay",
     "schedules_of",

@@ -14,7 +14,7 @@ from whale.schedules.communication import insert_communication
 from whale.schedules.orders.builder import with_sync_and_step
 from whale.schedules.orders.forward_only import forward_only
 from whale.schedules.orders.table import build
-from whale.schedules.recompute import insert_recompute
+from whale.schedules.recompute import recompute_only
 from whale.schedules.verify import verify
 
 Pairs = tuple[tuple[int, int], ...]
@@ -76,7 +76,7 @@ def training_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
         _check_places(pipeline, order)
         order = expand(order, stage_rank)
     if pipeline.recomputed_stages:
-        order = insert_recompute(order, pipeline.recomputed_stages)
+        order = recompute_only(order, pipeline.recomputed_stages)
     schedule = insert_communication(order, pairs)
     verify(schedule, pairs)
     return schedule

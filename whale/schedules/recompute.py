@@ -22,6 +22,23 @@ def insert_recompute(schedule: Schedule, stages: Iterable[int] | None = None) ->
     return replace(schedule, ranks=tuple(tuple(before_backward(actions, wanted)) for actions in schedule.ranks))
 
 
+def recompute_only(schedule: Schedule, stages: Iterable[int]) -> Schedule:
+    """R before every B or I of these stages, and of no other, where it is if the schedule has one already.
+
+    Args:
+        schedule: with or without communication.
+        stages: that recompute.
+    """
+    wanted = frozenset(stages)
+    ranks = ((each for each in actions if each.kind is not Kind.RECOMPUTE or each.stage in wanted) for actions in schedule.ranks)
+    return insert_recompute(replace(schedule, ranks=tuple(map(tuple, ranks))), wanted)
+
+
+def recomputes(schedule: Schedule) -> bool:
+    """Whether it has R actions."""
+    return any(action.kind is Kind.RECOMPUTE for actions in schedule.ranks for action in actions)
+
+
 def before_backward(
     actions: Iterable[Action], stages: Container[int | None], early: Container[tuple[int | None, int | None]] = ()
 ) -> Iterator[Action]:

@@ -18,7 +18,7 @@ class Pipeline:
         stage_rank: per stage, its position among the virtual devices of the replica.
         num_chunks: stages per virtual device that an interleaved schedule runs in turn.
         group_size: of an interleaved schedule; None for others.
-        recomputed_stages: those whose backward passes get R actions that the schedule has not of its own.
+        recomputed_stages: those that are computed again as a whole, by R actions; empty where that is left to the schedule.
     """
 
     schedule: str

@@ -62,7 +62,7 @@ def read_policy(policy: str | Shares, pipeline: PipelineShape) -> Policy:
         asked = policy if isinstance(policy, str) else dict(policy)
         raise ConfigError(
             f"schedule {pipeline.schedule} recomputes whole stages (recompute.policy: {asked})",
-            hint="recompute.policy: full goes with it; parts of stages recompute under the other schedules",
+            hint="recompute.policy: full goes with it, or by stage, full for one of them at least; parts alone recompute under the others",
         )
     if policy == "blocks":
         return Policy("shares", dict.fromkeys(range(pipeline.num_stages), 1.0))

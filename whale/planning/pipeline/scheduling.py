@@ -187,14 +187,14 @@ def smallest_group(config: Config, num_ranks: int) -> int | None:
 
 
 def recomputed_stages(config: Config, stage_rank: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What recomputes as a whole: what the schedule says, or the stages whose policy is ``full``.
+    """What recomputes as a whole: the stages whose policy is ``full``; where none is said by stage, what the schedule says, if it does.
 
     Args:
         stage_rank: per stage, its position among the virtual devices.
 
     Returns:
         per stage, how many recomputed micro-batches it holds at once, 0 for those that do not recompute so; and the stages before whose
-        backward passes R actions are to go.
+        backward passes, and no other, R actions are to go; none where that is left to the schedule.
     """
     wanted, num_ranks = config.pipeline, max(stage_rank) + 1
     small = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=1, num_chunks=wanted.num_chunks)
@@ -204,9 +204,11 @@ def recomputed_stages(config: Config, stage_rank: tuple[int, ...]) -> tuple[tupl
         return found if order.num_stages == len(stage_rank) else tuple(found[rank] for rank in stage_rank)  # some share a place
 
     alive, full = by_stage(small), _full_stages(config.recompute.policy, len(stage_rank))
-    if any(alive) or not full:
+    if not full or (any(alive) and isinstance(config.recompute.policy, str)):
         return alive, ()
-    if any(action.kind is Kind.BACKWARD_WEIGHT for actions in small.ranks for action in actions):
+    if any(alive):
+        alive = by_stage(insert_recompute(small))
+    elif any(action.kind is Kind.BACKWARD_WEIGHT for actions in small.ranks for action in actions):
         order = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=wanted.num_micro_batch, num_chunks=wanted.num_chunks)
         alive = by_stage(insert_recompute(order))
     else:

@@ -19,6 +19,7 @@ from whale.planning.verify.names import name_faults
 from whale.planning.verify.shape import shape_faults
 from whale.planning.verify.shards import shard_faults
 from whale.planning.verify.states import state_faults
+from whale.schedules import count_recomputed, edge_pairs, training_schedule
 from whale.units import format_bytes
 
 
@@ -183,8 +184,11 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
                 f"segments cover the ops of a stage, in order and each once ({_name(replica, stage)}, {len(stage.ops)} ops: "
                 f"{', '.join(f'{own.first} .. {own.last}' for own in stage.program) or 'no segment'})"
             )
-        elif stage.recomputed and stage.index in replica.pipeline.recomputed_stages:
-            yield PlanError(f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)})")
+        elif stage.recomputed and count_recomputed(training_schedule(replica.pipeline, edge_pairs(replica)))[stage.index]:
+            yield PlanError(
+                f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)}, schedule {replica.pipeline.order})",
+                hint="full for the stages that the schedule is to compute again, parts for others; or a schedule that recomputes nothing",
+            )
         elif stage.recomputed:
             yield from _recomputed(graph, replica, stage)
 

@@ -123,15 +123,8 @@ class _Written:
                 where=block.at("recompute"),
                 hint="recompute: full goes with them, for whole stages by R actions; or each stage says its own",
             )
-        recomputes = any(recomputed_stages(self._config(block, "none"), _places(block))[0])
         for number, stage in enumerate(block.stages):
             yield from self._stage_faults(block, number, stage)
-            if stage.recomputes_whole and recomputes:
-                yield ConfigError(
-                    f"the schedule says which stages it recomputes as a whole (stage {number}, recompute: {FULL})",
-                    where=block.at("stages", number, "recompute"),
-                    hint="stages say it under schedules that recompute nothing by themselves",
-                )
         scopes = self.scopes(block)
         if scopes is not None and scopes.num_stages != len(block.stages):
             yield ConfigError(
@@ -222,7 +215,9 @@ class _Written:
 
     def replica(self, index: int, block: ReplicaBlock) -> Replica:
         """A block as a replica of the plan; what depends on its rows is still open."""
-        pipeline, parts, scopes = self._pipeline(block), self._parts_of(block), self.scopes(block)
+        with block.placed_here():
+            pipeline = self._pipeline(block)
+        parts, scopes = self._parts_of(block), self.scopes(block)
         stages = []
         for number, (stage, part) in enumerate(zip(block.stages, parts, strict=True)):
             names = ("model",) if scopes is None else scopes.names_of(number)

@@ -38,12 +38,10 @@ def _block(replica: Replica, calls: Sequence[str], position: Mapping[str, int]) 
     pipeline = replica.pipeline
     said = ((name, getattr(pipeline, name)) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size"))
     again = pipeline.recomputed_stages
-    is_whole = len(again) == len(replica.stages)
     return ReplicaBlock(
         rows=replica.share,
         pipeline=tuple((name, value) for name, value in said if value is not None),
-        recompute="full" if is_whole else None,
-        stages=tuple(_stage(stage, calls, position, not is_whole and stage.index in again) for stage in replica.stages),
+        stages=tuple(_stage(stage, calls, position, stage.index in again) for stage in replica.stages),
     )
 
 

@@ -19,13 +19,14 @@ from whale.estimate.memory.memory import saved_lines
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import Plan, Segment, program_of
+from whale.ir.schedule import Kind
 from whale.ir.serialization import from_json, to_json
 from whale.planning import MemoryShortage, make_plan
 from whale.planning.pipeline.recompute import read_policy
 from whale.planning.pipeline.scheduling import shape_pipeline
 from whale.planning.pipeline.segments import find_blocks, find_cores, find_ground
 from whale.planning.verify import verify
-from whale.schedules import peak_in_flight
+from whale.schedules import count_recomputed, edge_pairs, peak_in_flight, training_schedule
 
 TWO_STAGES = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}
 
@@ -201,6 +202,7 @@ def test_each_device_recomputes_as_its_own_memory_demands(golden: Callable[[str,
     [
         ({"recompute.policy": {2: 0.5}}, r"recompute\.policy gives shares to stages of the pipeline \(stage 2: the last is 1\)"),
         ({"recompute.policy": "selective", "pipeline.schedule": "recompute_early"}, "schedule recompute_early recomputes whole stages"),
+        ({"recompute.policy": {0: 0.5}, "pipeline.schedule": "recompute_early"}, "schedule recompute_early recomputes whole stages"),
         ({"pipeline.schedule": "interleaved", "pipeline.num_chunks": 5}, r"with 5 chunks on 2 ranks needs 10 TaskGraphs \(the model"),
     ],
 )
@@ -229,6 +231,24 @@ def test_stages_hold_what_the_schedule_promises(schedule: str) -> None:
     whole = shape_pipeline(config.with_values({"recompute.policy": "full"}), None, 3)
     assert any(whole.recomputed) and bool(whole.recomputed_stages) != any(pipeline.recomputed)
     assert read_policy("full", whole) == read_policy("none", pipeline)
+
+
+@pytest.mark.parametrize("schedule", ["recompute_early", "last_no_recompute", "shifted_critical_path"])
+def test_stages_say_what_they_recompute_under_schedules_that_recompute_by_themselves(schedule: str) -> None:
+    config = Config({"pipeline.schedule": schedule, "pipeline.num_stages": 3, "pipeline.num_micro_batch": 4})
+    graph, there = thick(9), cluster((1e9,) * 3)
+    every = make_plan(graph, there, config, rows=32).replicas[0]
+    some = make_plan(graph, there, config.with_values({"recompute.policy": {0: "full", 1: 0.5}}), rows=32).replicas[0]
+    assert every.pipeline.recomputed_stages == () and some.pipeline.recomputed_stages == (0,)
+    assert not any(stage.recomputed for stage in every.stages)
+    assert [bool(stage.recomputed) for stage in some.stages] == [False, True, False]
+    order = training_schedule(some.pipeline, edge_pairs(some))
+    assert count_recomputed(order) == (1, 0, 0)
+    own, of_all = (
+        [[each for each in actions if each.kind in (Kind.FORWARD, Kind.BACKWARD)] for actions in schedule.ranks]
+        for schedule in (order, training_schedule(every.pipeline, edge_pairs(every)))
+    )
+    assert own == of_all
 
 
 @given(st.integers(0, 12), st.sets(st.integers(0, 12), max_size=6), st.booleans())

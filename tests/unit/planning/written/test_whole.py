@@ -138,8 +138,21 @@ def test_stages_recompute_as_a_whole_or_in_parts(tmp_path: Path) -> None:
     assert same(made, read_back(made, model(), tmp_path))
     both = written(tmp_path, [FIRST | {"recompute": "full"}, LAST | {"recompute": "full"}], num_micro_batch=3)
     assert both.replicas == written(tmp_path, [FIRST, LAST], num_micro_batch=3, recompute="full").replicas
-    with pytest.raises(ConfigError, match=r"the schedule says which stages it recomputes as a whole \(stage 0, recompute: full\)"):
-        written(tmp_path, [FIRST | {"recompute": "full"}, LAST], schedule="last_no_recompute", num_micro_batch=3)
+
+
+def test_stages_say_it_where_the_schedule_recomputes_by_itself(tmp_path: Path) -> None:
+    parts = LAST | {"recompute": ["layer_norm_4 .. add_6"]}
+    made = written(tmp_path, [FIRST | {"recompute": "full"}, parts], schedule="recompute_early", num_micro_batch=3)
+    assert made.replicas[0].pipeline.recomputed_stages == (0,)
+    assert same(made, read_back(made, model(), tmp_path))
+    every = written(
+        tmp_path, [FIRST | {"recompute": "full"}, LAST | {"recompute": "full"}], schedule="last_no_recompute", num_micro_batch=3
+    )
+    assert every.replicas[0].pipeline.recomputed_stages == (0, 1) and same(every, read_back(every, model(), tmp_path))
+    left = written(tmp_path, [FIRST, LAST], schedule="last_no_recompute", num_micro_batch=3)
+    assert left.replicas[0].pipeline.recomputed_stages == () and left.step_seconds < every.step_seconds
+    with pytest.raises(PlanError, match=r"as a whole or in parts, not both \(replica 0, stage 1"):
+        written(tmp_path, [FIRST, parts], schedule="recompute_early", num_micro_batch=3)
 
 
 @pytest.mark.parametrize("asked", [12, 30])
