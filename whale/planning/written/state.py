@@ -123,6 +123,7 @@ class _Written:
                 where=block.at("recompute"),
                 hint="recompute: full goes with them, for whole stages by R actions; or each stage says its own",
             )
+        yield from self._settings_beside(block)
         for number, stage in enumerate(block.stages):
             yield from self._stage_faults(block, number, stage)
         scopes = self.scopes(block)
@@ -131,6 +132,17 @@ class _Written:
                 f"a replica has the stages of the model's scopes (scopes: {scopes.num_stages}, written: {len(block.stages)})",
                 where=block.at("stages"),
             )
+
+    def _settings_beside(self, block: ReplicaBlock) -> Iterator[WhaleError]:
+        """Settings of the pipeline that say other than what is written, which they would not change."""
+        stated = {f"pipeline.{name}": value for name, value in block.pipeline}
+        for name, value in self.config.explicit_items():
+            if name in stated and value != stated[name]:
+                yield ConfigError(
+                    f"what a plan that is written down says no setting changes (plan: {stated[name]}, {name}: {value})",
+                    where=block.at(name.partition(".")[2]),
+                    hint="change it in the plan, or leave the setting out",
+                )
 
     def _stage_faults(self, block: ReplicaBlock, number: int, stage: StageBlock) -> Iterator[WhaleError]:
         name = f"stage {number}"

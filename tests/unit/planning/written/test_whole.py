@@ -155,6 +155,15 @@ def test_stages_say_it_where_the_schedule_recomputes_by_itself(tmp_path: Path) -
         written(tmp_path, [FIRST, parts], schedule="recompute_early", num_micro_batch=3)
 
 
+def test_settings_do_not_change_what_is_written(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"replicas": [{"num_micro_batch": 3, "stages": [FIRST, LAST]}]}))
+    written_down = read_plan(tmp_path / "plan.yaml")
+    beside = {"pipeline.num_micro_batch": 3, "pipeline.schedule": "gpipe"}
+    assert make_plan(model(), MIXED, Config(written_down | beside), rows=12).replicas[0].pipeline.schedule == "gpipe"
+    with pytest.raises(ConfigError, match=r"plan: 3, pipeline.num_micro_batch: 4\)\n  at .*plan.yaml:\d+"):
+        make_plan(model(), MIXED, Config(written_down | {"pipeline.num_micro_batch": 4}), rows=12)
+
+
 @pytest.mark.parametrize("asked", [12, 30])
 def test_rows_are_those_of_the_batch_that_is_planned(asked: int, tmp_path: Path) -> None:
     """Left out they are equal; stated for another batch they are weights: edges and shares are of what each replica takes."""
