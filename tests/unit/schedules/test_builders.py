@@ -50,7 +50,7 @@ def test_built_schedules_are_complete_deadlock_free_and_as_large_as_promised(sch
 
 
 @given(schedules())
-def test_no_more_weight_gradients_wait_than_promised(schedule: Schedule) -> None:
+def test_as_many_weight_gradients_wait_as_promised(schedule: Schedule) -> None:
     counts = {"num_micro_batch": schedule.num_micro_batch, "num_chunks": schedule.num_stages // schedule.num_ranks}
     promised = most_waiting(schedule.name, num_ranks=schedule.num_ranks, **counts)
     for actions, most in zip(schedule.ranks, promised, strict=True):
@@ -58,7 +58,7 @@ def test_no_more_weight_gradients_wait_than_promised(schedule: Schedule) -> None
         for action in actions:
             waiting[action.stage] += (action.kind is Kind.BACKWARD_INPUT) - (action.kind is Kind.BACKWARD_WEIGHT)
             peak = max(peak, waiting[action.stage])
-        assert peak <= most <= peak + (schedule.name == "zb_v")
+        assert peak == most
 
 
 @given(schedules(), st.data())

@@ -20,9 +20,13 @@ def order(shape: Shape, rank: int) -> Iterator[Action]:
     The order is laid out for at least 2 p - 1 micro-batches, which it needs to be full; of a smaller number
     the actions that there are run in that order.
     """
-    for action in _full(Shape(shape.num_ranks, max(shape.num_micro_batch, 2 * shape.num_ranks - 1)), rank):
+    for action in _full(Shape(shape.num_ranks, _num_laid_out(shape)), rank):
         if (action.micro_batch or 0) < shape.num_micro_batch:
             yield action
+
+
+def _num_laid_out(shape: Shape) -> int:
+    return max(shape.num_micro_batch, 2 * shape.num_ranks - 1)
 
 
 def _full(shape: Shape, rank: int) -> Iterator[Action]:
@@ -66,8 +70,9 @@ def peak(shape: Shape, rank: int) -> int:
 
 
 def waiting(shape: Shape, rank: int) -> int:
-    """At the end, where they fill the gaps; of each chunk."""
-    return min(rank + 1, shape.num_micro_batch)
+    """At the end, where they fill the gaps of the last p; of the chunk on the way down."""
+    num_of_last = shape.num_ranks - (_num_laid_out(shape) - shape.num_micro_batch)
+    return max(1, min(rank + 1, num_of_last))
 
 
 ZB_V = Builder("zb_v", order, peak, v_shape, chunks=2, waiting=waiting)
