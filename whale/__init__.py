@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from whale import workloads
     from whale.api import Engine, init, parallelize
     from whale.axes import register_rule
     from whale.capture import replicate, set_default_strategy, split, tag
@@ -50,6 +51,7 @@ __all__ = [
     "set_default_strategy",
     "split",
     "tag",
+    "workloads",
 ]
 
 _HOMES = {
@@ -66,6 +68,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "workloads":
+        return import_module("whale.workloads")
     home = _HOMES.get(name, "whale.errors" if name in __all__ else None)
     if home is None:
         raise AttributeError(f"module 'whale' has no attribute {name!r}")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from whale.workloads.repeat import repeat_blocks
 
 if TYPE_CHECKING:
-    from whale.workloads.decoder import GPT
+    from whale.workloads.decoder import GPT, gpt
 
-__all__ = ["GPT", "repeat_blocks"]
+__all__ = ["GPT", "gpt", "repeat_blocks"]
 
 
-def __getattr__(name: str) -> type[GPT]:
-    if name != "GPT":
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
         raise AttributeError(f"module 'whale.workloads' has no attribute {name!r}")
-    from whale.workloads.decoder import GPT  # torch is loaded only where a model is captured
-
-    return GPT
+    return getattr(import_module("whale.workloads.decoder"), name)  # torch is loaded only where a model is captured

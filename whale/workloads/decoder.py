@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +85,18 @@ class GPT:
             yield ConfigError(f"attention of a gpt is one of {', '.join(get_args(Attention))} ({self.attention!r} is not)")
         if isinstance(self.dropout, bool) or not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             yield ConfigError(f"dropout of a gpt is a number from 0 and below 1 ({self.dropout!r} is not)")
+
+
+def gpt(**sizes: Any) -> ModelGraph:
+    """The graph of a GPT.
+
+    Args:
+        sizes: the attributes of `GPT`, by name.
+
+    Raises:
+        ConfigError: as `GPT`.
+    """
+    return GPT(**sizes).graph()
 
 
 class _Attention(nn.Module):

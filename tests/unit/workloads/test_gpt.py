@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 
+import whale
 from tests.examples import slow
 from tests.unit.planning import decoders
 from whale.errors import ConfigError
@@ -65,6 +66,13 @@ def test_the_loss_of_half_precision_is_computed_in_float32() -> None:
 
 def test_tying_saves_the_output_layer() -> None:
     assert num_parameters(in_half_precision(False)) - num_parameters(in_half_precision(True)) == 32 * 16
+
+
+def test_it_is_at_hand_without_an_import_of_its_own() -> None:
+    sizes: dict[str, int] = {"layers": 3, "hidden": 16, "heads": 2, "sequence": 8, "vocabulary": 32}
+    assert whale.workloads.gpt(**sizes, dtype="bfloat16") == GPT(**sizes, dtype="bfloat16").graph()
+    with pytest.raises(AttributeError, match="'bert'"):
+        whale.workloads.bert  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
