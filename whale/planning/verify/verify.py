@@ -175,6 +175,8 @@ def _held(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleErro
 
 def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
     """Segments cover the ops of a stage; none recomputes where the whole stage does, nor what must not be computed twice."""
+    in_parts = any(own.recompute for stage in replica.stages for own in stage.program)
+    as_a_whole = count_recomputed(training_schedule(replica.pipeline, edge_pairs(replica))) if in_parts else ()
     for stage in replica.stages:
         position = {name: index for index, name in enumerate(stage.ops)}
         ends = [(position.get(own.first, -1), position.get(own.last, -1)) for own in stage.program]
@@ -184,7 +186,7 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
                 f"segments cover the ops of a stage, in order and each once ({_name(replica, stage)}, {len(stage.ops)} ops: "
                 f"{', '.join(f'{own.first} .. {own.last}' for own in stage.program) or 'no segment'})"
             )
-        elif stage.recomputed and count_recomputed(training_schedule(replica.pipeline, edge_pairs(replica)))[stage.index]:
+        elif stage.recomputed and as_a_whole[stage.index]:
             yield PlanError(
                 f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)}, schedule {replica.pipeline.order})",
                 hint="full for the stages that the schedule is to compute again, parts for others; or a schedule that recomputes nothing",
