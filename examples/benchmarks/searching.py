@@ -78,21 +78,26 @@ CASES = (
 )
 
 
+MIDDLE = (12, 24, 3)
+"""Hosts, layers and kinds of the case from which the others grow."""
+
+
 def growing(num_hosts: int, layers: int, num_kinds: int) -> Case:
     """Hosts of 8 devices, about as many of each kind."""
     numbers = [(num_hosts + num_kinds - 1 - index) // num_kinds for index in range(num_kinds)]
     hosts = ", ".join(
         f"{{name: k{index}-, count: {number}, devices: 8 x {KINDS[index]}}}" for index, number in enumerate(numbers) if number
     )
-    name = f"{8 * num_hosts} devices, {layers} layers, {num_kinds} kinds"
+    name = f"{8 * num_hosts} devices, {layers} layers, {num_kinds} kind{'s' * (num_kinds > 1)}"
     return Case(name, f"[{hosts}]", "ethernet-50g", replace(DEEP, layers=layers), 32 * num_hosts)
 
 
 def growth() -> Iterator[Case]:
     """One middle case, and from it in three directions."""
-    yield from (growing(num_hosts, 24, 3) for num_hosts in (3, 6, 12, 24, 48, 96))
-    yield from (growing(12, layers, 3) for layers in (12, 48, 96, 192))
-    yield from (growing(12, 24, num_kinds) for num_kinds in (1, 2, 4, 5))
+    hosts, layers, kinds = MIDDLE
+    yield from (growing(num_hosts, layers, kinds) for num_hosts in (3, 6, 12, 24, 48, 96))
+    yield from (growing(hosts, num_layers, kinds) for num_layers in (12, 48, 96, 192))
+    yield from (growing(hosts, layers, num_kinds) for num_kinds in (1, 2, 4, 5))
 
 
 @dataclass(frozen=True)
