@@ -19,13 +19,15 @@ from torch import Tensor, nn
 
 import whale
 
-BlockKind = Literal["linear", "feed_forward", "norm", "attention", "convolution", "gelu", "buffer", "in_place", "batch_norm"]
+PlainKind = Literal["linear", "feed_forward", "norm", "attention", "convolution", "gelu", "buffer", "in_place"]
+BlockKind = PlainKind | Literal["batch_norm", "recurrent", "experts", "gated"]
 LossKind = Literal["cross_entropy", "mse", "pair", "late_pair", "two_terms", "penalty", "whole_mean", "clamped", "plain_sum"]
 Placement = Literal["construction", "forward", "none"]
 
 CLASSES = 11
 IGNORED = -100
-BLOCKS: tuple[BlockKind, ...] = ("linear", "feed_forward", "norm", "attention", "convolution", "gelu", "buffer", "in_place")
+BLOCKS: tuple[BlockKind, ...] = get_args(PlainKind)
+MORE_BLOCKS: tuple[BlockKind, ...] = (*BLOCKS, "recurrent", "experts", "gated")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,20 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(rows, length, width))
 
 
+class Experts(nn.Module):
+    """A mixture of three experts, of which every token takes all, weighted."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 3, bias=False)
+        self.rise = nn.Parameter(torch.randn(3, width, 2 * width) * width**-0.5)
+        self.fall = nn.Parameter(torch.randn(3, 2 * width, width) * width**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(torch.einsum("bsd,edf->besf", x, self.rise))
+        return torch.einsum("besf,efd,bse->bsd", hidden, self.fall, self.gate(x).softmax(-1))
+
+
 class Step(nn.Module):
     """One block of the chain."""
 
@@ -135,6 +151,12 @@ class Step(nn.Module):
             self.layer = Attention(width)
         elif kind == "convolution":
             self.layer = nn.Conv1d(width, width, 3, padding=1)
+        elif kind == "recurrent":
+            self.layer = nn.GRU(width, width, batch_first=True)
+        elif kind == "experts":
+            self.layer = Experts(width)
+        elif kind == "gated":
+            self.layer = nn.Linear(width, 2 * width)
         elif kind == "buffer":
             self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
             self.register_buffer("offset", torch.linspace(-0.1, 0.1, width), persistent=False)
@@ -148,6 +170,11 @@ class Step(nn.Module):
             return self.layer(x.transpose(1, 2)).transpose(1, 2)
         if self.kind == "feed_forward":
             return x + self.back(F.gelu(self.layer(x)))
+        if self.kind == "recurrent":
+            return self.layer(x)[0]
+        if self.kind == "gated":
+            gate, value = self.layer(x).chunk(2, dim=-1)
+            return gate.sigmoid() * value
         if self.kind == "in_place":
             y = self.layer(x)
             y += x
