@@ -75,10 +75,10 @@ def print_plan(found: Planned) -> None:
 
 
 def _choices(plan: Plan) -> Iterator[str]:
-    """What was searched for, and what a step takes, of all that `whale explain` tells."""
+    """Where the plan is from, and what a step takes, of all that `whale explain` tells."""
     for choice in plan.choices:
-        if choice.pass_name == "search":
-            yield from paragraph("search: ", f"{choice.decision}; {choice.bound}")
+        if choice.pass_name == "search" or choice.subject == "figures":
+            yield from paragraph(f"{choice.pass_name}: ", f"{choice.decision}; {choice.bound}")
         if choice.pass_name == "estimate":
             yield from paragraph(f"{choice.subject}: ", f"{choice.decision}; {choice.cost}")
 

@@ -199,6 +199,10 @@ class Cluster:
             return None
         return sum(device.price_per_hour or 0.0 for device in own) + sum(host.price_per_hour or 0.0 for host in hosts)
 
+    def models_of(self, devices: Iterable[str]) -> tuple[str, ...]:
+        """What some devices are, by their names."""
+        return tuple(self.by_name[name].model for name in devices)
+
     def price_share(self, device: Device) -> float:
         """What a device costs an hour, with an equal part of its host's price."""
         host = self.host_by_name[device.host]

@@ -327,6 +327,7 @@ class _Outcome:
             batch_axes=axes,
             planned_rows=solver.num_rows,
             parameter_states=solver.pricing.prices.states,
+            device_models=self.cluster.models_of(devices_of(replicas)),
         )
         plan, step = with_estimate(plan, solver.prices)
         refuse_overfull(step, self.cluster)

@@ -10,17 +10,16 @@ from pathlib import Path
 from whale.config import Config, read_plan
 from whale.config.keys import range_of
 from whale.errors import BatchError, ConfigError, PlanError, WhaleError
-from whale.estimate import Costs, StepEstimate
+from whale.estimate import StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan
-from whale.ir.serialization import from_json
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
-from whale.planning.verify.verify import verify
 from whale.search.batches import best_batch
 from whale.search.divided import is_divided
 from whale.search.found import Found
+from whale.search.given import given_plan
 from whale.search.pins import with_blame
 from whale.search.searching import search
 from whale.search.space.freedom import pin_of
@@ -69,18 +68,7 @@ def decide(
         except (PlanError, ConfigError, BatchError) as fault:
             raise with_blame(fault, graph, settings, planned) from None
     _check_asked("a plan that was made before", config, runner_up)
-    given = plan if isinstance(plan, Plan) else _read_plan(Path(plan))
-    if rows not in (None, given.planned_rows):
-        raise PlanError(
-            f"a plan that was made before has rows of its own (plan: {given.planned_rows}, asked for: {rows})",
-            hint="write it down (whale plan --output FILE.yaml), and plan again with other rows",
-        )
-    if given.model != graph.fingerprint:
-        raise PlanError(
-            f"a plan serves the model it was made for (plan: {given.model}, this model: {graph.fingerprint})",
-            hint="plan again: the model, its scopes or the example batch have changed",
-        )
-    return given, verify(given, graph, cluster, costs=Costs.for_model(config, graph, cluster))
+    return given_plan(plan, graph, cluster, config, rows)
 
 
 def _searched(
@@ -143,15 +131,3 @@ def _check_asked(pin: str, config: Config, runner_up: int | None) -> None:
     asked = _asked(config, runner_up)
     if asked is not None:
         raise ConfigError(f"{asked} needs a search, and what is set leaves none: {pin}", hint="take it out, or what needs the search")
-
-
-_WRITES_ONE = "whale plan ... --output FILE writes one"
-
-
-def _read_plan(path: Path) -> Plan:
-    try:
-        return from_json(Plan, path.read_text())
-    except OSError as error:
-        raise PlanError(f"cannot read the plan {path}: {error.strerror}", hint=_WRITES_ONE) from error
-    except (ValueError, TypeError) as error:  # not JSON is a ValueError too
-        raise PlanError(f"{path} is not a plan: {error}", hint=f"{_WRITES_ONE}; one that is written by hand is a FILE.yaml") from error

@@ -32,6 +32,7 @@ class Plan:
         cluster: name of the cluster.
         devices: the devices in use, by rank; replica by replica, stage by stage.
         idle_devices: devices of the cluster left over.
+        device_models: what each device in use is (``V100-32GB``), by rank; empty in plans that were made before this was written down.
         task_graphs: the TaskGraphs of the model.
         replicas: the outer data parallelism, each with a pipeline of its own.
         batch_axes: per tensor that crosses stages, where its batch is; tensors without one are whole.
@@ -52,6 +53,7 @@ class Plan:
     step_seconds: float = 0.0
     choices: tuple[Choice, ...] = ()
     parameter_states: tuple[ParameterState, ...] = plain_states()
+    device_models: tuple[str, ...] = ()
 
     @cached_property
     def rank_of(self) -> dict[str, int]:

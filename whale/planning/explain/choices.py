@@ -64,7 +64,7 @@ def _placement(best: Solution, others: Mapping[str, str]) -> Choice:
         "placement",
         "devices of the stages",
         f"{len(best.replicas)} replica(s) of {sizes} device(s), {best.placement.rule}",
-        cost=f"priced at {format_seconds(best.step_seconds)} per step",
+        cost=f"ranked at {format_seconds(best.step_seconds)} per step, by a closed form that hides no sums" if others else "",
         bound=f"{used} of {used + len(best.placement.idle)} devices",
         runner_up="; ".join(f"{rule}: {price}" for rule, price in others.items()),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from whale.axes import Axes, discover
@@ -83,6 +84,8 @@ def needs_axes(plan: Plan) -> bool:
 
 def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
     unknown = sorted({name for name in plan.devices if name not in cluster.by_name})
+    if not unknown:
+        yield from _models(plan, cluster)
     if unknown:
         yield PlanError(
             f"a plan names devices of the cluster ({', '.join(unknown)} not in {cluster.name})",
@@ -100,6 +103,18 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
     for replica in plan.replicas:
         if any(replica.stages[a].virtual_device != replica.stages[b].virtual_device for a, b in _chunk_pairs(replica.pipeline)):
             yield PlanError(f"stages of one rank share their virtual device (replica {replica.index})")
+
+
+def _models(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
+    """Devices of the same names that are others: rows, cuts and what is computed again were chosen for those of the plan."""
+    there = zip(plan.devices, plan.device_models, cluster.models_of(plan.devices), strict=False)
+    others = Counter((planned, own) for _, planned, own in there if planned != own)
+    if others:
+        said = ", ".join(f"{count} x {planned} in the plan, {own} in {cluster.name}" for (planned, own), count in others.items())
+        yield PlanError(
+            f"a plan runs on devices of the kinds that it was made for ({said})",
+            hint="plan again for this cluster; a plan that is written down (whale plan --output FILE.yaml) is taken for any kinds",
+        )
 
 
 def _chunk_pairs(pipeline: Pipeline) -> Iterator[tuple[int, int]]:

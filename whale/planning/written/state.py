@@ -67,6 +67,7 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
         batch_axes=find_batch_axes(graph, replicas, prices),
         planned_rows=stated if rows is None else rows,
         parameter_states=prices.states,
+        device_models=cluster.models_of(used),
     )
     plan = bare if shape_faults(bare) else _with_rows(bare, prices)
     try:
