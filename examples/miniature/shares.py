@@ -2,7 +2,7 @@
 
     share 0.33    |###......|###......|###......|      periods of 20 ms
 
-A share of 1 is left alone. Each process is pinned to one core, on which the shares add up to at most 1. What was changed is undone at
+A group has the priority of its process: the kernel weighs groups, not what is in them, against other work. A share of 1 is left alone. Each process is pinned to one core, on which the shares add up to at most 1. What was changed is undone at
 the end, whatever happens in between; what a killed process could not undo is undone by the next.
 """
 
@@ -93,7 +93,17 @@ def _pin(pid: int, cores: Collection[int]) -> None:
 def _quota(pid: int, share: float) -> contextlib.AbstractContextManager[None]:
     period = int(1e6 * PERIOD_SECONDS)
     own = int(period * share)
-    return _group("cpu", pid, {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": own}, {"cpu.max": f"{own} {period}"})
+    first = {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": own, "cpu.shares": _weight(pid)}
+    return _group("cpu", pid, first, {"cpu.max": f"{own} {period}", "cpu.weight.nice": _priority(pid)})
+
+
+def _priority(pid: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
+def _weight(pid: int) -> int:
+    """Of a process beside one of priority 0, which weighs 1,024: each step of priority is a quarter more."""
+    return round(1024 * 1.25 ** -_priority(pid))
 
 
 @contextlib.contextmanager

@@ -44,6 +44,14 @@ def test_a_share_is_kept_by_a_quota_and_undone(process: subprocess.Popen[bytes])
     assert quota_of(process.pid) == []
 
 
+def test_a_group_weighs_as_much_as_its_process(process: subprocess.Popen[bytes]) -> None:
+    os.setpriority(os.PRIO_PROCESS, process.pid, 5)
+    with shares.slowed([process.pid], [0.25]) as how:
+        found = [path.read_text().strip() for path in shares.CGROUPS.glob(f"**/{name_of(process.pid)}/cpu.[sw]*[se]")]
+        if how == "quota":
+            assert set(found) & {"336", "5"}
+
+
 def test_without_control_groups_it_is_stopped_and_goes_on(process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "CGROUPS", Path("/nowhere"))
     with shares.slowed([process.pid], [0.25]) as how:
