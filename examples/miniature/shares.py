@@ -2,8 +2,9 @@
 
     share 0.33    |###......|###......|###......|      periods of 20 ms
 
-A group has the priority of its process: the kernel weighs groups, not what is in them, against other work. A share of 1 is left alone. Each process is pinned to one core, on which the shares add up to at most 1. What was changed is undone at
-the end, whatever happens in between; what a killed process could not undo is undone by the next.
+A group has the priority of its process: the kernel weighs groups, not what is in them, against other work. A share of 1 is left
+alone. Each process is pinned to one core, on which the shares add up to at most 1. What was changed is undone at the end, whatever
+happens in between; what a killed process could not undo is undone by the next.
 """
 
 from __future__ import annotations
