@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from whale.comm.backend import backend_of
+from whale.comm.heap import keep_freed_memory
 from whale.comm.lines import say_why
 from whale.comm.waiting import Waits
 from whale.errors import ConfigError, OpFault, RuntimeFault, WhaleError
@@ -106,6 +107,8 @@ class World:
 def connect(timeout_seconds: float) -> World:
     """Joins the process group that is there, or makes it from torchrun's environment, or is a world of one.
 
+    A rank of a group that computes on its CPU keeps the memory that it frees.
+
     Args:
         timeout_seconds: the longest that any wait may take.
 
@@ -122,6 +125,8 @@ def connect(timeout_seconds: float) -> World:
         return World(0, 1, 0, 1, device, timeout)
     _check_group()
     atexit.register(_say_why)
+    if device.type == "cpu":
+        keep_freed_memory()
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     return World(dist.get_rank(), size, local_rank, local_size, device, timeout)
