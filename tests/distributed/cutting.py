@@ -20,10 +20,10 @@ from whale.axes import Axes, Dimension, axes_of, discover
 from whale.axes.labels import may_scatter
 from whale.axes.values import may_lie_in_parts
 from whale.capture import Program, capture
+from whale.deferred import WeightQueue
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Shard
 from whale.ir.writes import MemoryWrites
-from whale.runtime.program.deferred import WeightQueue
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
 from whale.runtime.program.shard import GROUP, Group, ShardProgram, lower_shards
 from whale.runtime.program.shard.communication import enter

@@ -25,7 +25,7 @@ LINES = (
     ("schedules",),
     ("sharding",),
     ("axes", "hardware"),
-    ("comm",),
+    ("comm", "deferred"),
     ("config",),
     ("ir",),
     ("errors", "telling", "units"),

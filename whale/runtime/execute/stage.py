@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from whale.deferred import WeightQueue
 from whale.ir.schedule import Kind
 from whale.runtime.execute.loss import NUM_ROWS
 from whale.runtime.execute.randomness import seeded
-from whale.runtime.program.deferred import WeightQueue
 from whale.runtime.program.lowering import QUEUE, StageProgram
 from whale.runtime.program.shard import GROUP, Gate, Group
 from whale.runtime.state.updates import StepBuffers

@@ -11,11 +11,11 @@ from torch import fx
 
 from whale.axes import Axes
 from whale.axes.halving import Halving
+from whale.deferred import defer_weights
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Shard
 from whale.ir.writes import written_buffers
-from whale.runtime.program.deferred import defer_weights
-from whale.runtime.program.marks import NUM_DIMS, OP
+from whale.runtime.program.marks import NUM_DIMS, OP, num_dims_of
 from whale.runtime.program.overlap import overlap
 from whale.runtime.program.regather import keep_parts
 from whale.runtime.program.segments import with_segments
@@ -71,7 +71,7 @@ def lower(
         received: ops of earlier stages whose values it is handed.
         outputs: values it returns.
         device: every ``device=`` argument becomes this.
-        splits_backward: weight gradients wait in a queue (see `whale.runtime.program.deferred`), which the program takes first.
+        splits_backward: weight gradients wait in a queue (see `whale.deferred`), which the program takes first.
         segments: runs of its ops that keep only their inputs and are computed again in the backward pass. Where there are any, other
             ops of a split stage keep the own parts of what was gathered for them, and gather again.
         shards: of a split stage: its program works on this device's parts, and takes the split group first.
@@ -92,7 +92,7 @@ def lower(
     if splits_backward:
         with local.inserting_before(next(iter(local.nodes))):
             queue = local.placeholder(QUEUE)
-        defer_weights(local, _trainable(model, read), queue)
+        defer_weights(local, _trainable(model, read), queue, num_dims_of)
         first = (QUEUE, *first)
     if shards is not None and segments:
         keep_parts(local, model, wanted, {name for segment in segments for name in segment})

@@ -17,9 +17,9 @@ from tests.wire import Device, on_devices
 from whale.axes import Axes, discover
 from whale.axes.values import axes_of
 from whale.capture import Program, capture
+from whale.deferred import WeightQueue
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Shard
-from whale.runtime.program.deferred import WeightQueue
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
 from whale.runtime.program.regather import KeepingParts, Whole
 

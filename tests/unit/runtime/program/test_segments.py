@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from whale.runtime.program.deferred import WeightQueue, defer_weights
-from whale.runtime.program.marks import NUM_DIMS, OP
+from whale.deferred import WeightQueue, defer_weights
+from whale.runtime.program.marks import NUM_DIMS, OP, num_dims_of
 from whale.runtime.program.segments import with_segments
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ def graph_of(queue: bool = False, count: Callable[[Tensor], Tensor] | None = Non
     for node in graph.nodes:
         node.meta = {OP: node.name, NUM_DIMS: 2}
     if waiting is not None:
-        defer_weights(graph, {"w"}, waiting)
+        defer_weights(graph, {"w"}, waiting, num_dims_of)
     return graph
 
 

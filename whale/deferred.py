@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from whale.runtime.program.marks import num_dims_of
-
 aten = torch.ops.aten
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -177,27 +175,36 @@ def deferred(queue: WeightQueue, target: Any, *args: Any) -> torch.Tensor:
     return output
 
 
-def defer_weights(graph: fx.Graph, parameters: Collection[str], queue: fx.Node) -> None:
-    """Replaces, in a stage's graph, the ops that have a rule and read trainable parameters directly.
+def defer_weights(graph: fx.Graph, parameters: Collection[str], queue: fx.Node, num_dims: Callable[[fx.Node], int]) -> int:
+    """Replaces, in a graph, the ops that have a rule and read trainable parameters directly.
 
     Args:
-        graph: of the stage, its nodes marked with their dimensions; changed in place.
+        graph: of a stage, or of a whole model; changed in place.
         parameters: the placeholders of trainable parameters.
         queue: the placeholder of the `WeightQueue`.
+        num_dims: of a node's value, asked of nodes as they were.
+
+    Returns:
+        How many were replaced.
     """
-    for node in list(graph.nodes):
-        rule = RULES.get(node.target) if node.op == "call_function" else None
-        if rule is None or node.kwargs:
-            continue
-        weights = [node.args[p] for p in rule.weights if p < len(node.args) and node.args[p] is not None]
-        is_direct = all(_brings(weight, parameters) for weight in weights)
-        data = node.args[rule.data]
-        if is_direct and isinstance(data, fx.Node) and not _brings(data, parameters) and _fits(node):
-            with graph.inserting_before(node):
-                replacement = graph.call_function(deferred, (queue, node.target, *node.args))
-            replacement.meta = dict(node.meta)
-            node.replace_all_uses_with(replacement)
-            graph.erase_node(node)
+    found = [node for node in graph.nodes if _can_wait(node, parameters, num_dims)]
+    for node in found:
+        with graph.inserting_before(node):
+            replacement = graph.call_function(deferred, (queue, node.target, *node.args))
+        replacement.meta = dict(node.meta)
+        node.replace_all_uses_with(replacement)
+        graph.erase_node(node)
+    return len(found)
+
+
+def _can_wait(node: fx.Node, parameters: Collection[str], num_dims: Callable[[fx.Node], int]) -> bool:
+    rule = RULES.get(node.target) if node.op == "call_function" else None
+    if rule is None or node.kwargs:
+        return False
+    weights = [node.args[p] for p in rule.weights if p < len(node.args) and node.args[p] is not None]
+    is_direct = all(_brings(weight, parameters) for weight in weights)
+    data = node.args[rule.data]
+    return is_direct and isinstance(data, fx.Node) and not _brings(data, parameters) and _fits(node, num_dims)
 
 
 def _brings(argument: Any, parameters: Collection[str]) -> bool:
@@ -205,9 +212,9 @@ def _brings(argument: Any, parameters: Collection[str]) -> bool:
     return isinstance(argument, fx.Node) and argument.op == "placeholder" and argument.target in parameters
 
 
-def _fits(node: fx.Node) -> bool:
+def _fits(node: fx.Node, num_dims: Callable[[fx.Node], int]) -> bool:
     """Whether the op is of the plain form that the rule is for."""
-    dims = [num_dims_of(argument) if isinstance(argument, fx.Node) else None for argument in node.args]
+    dims = [num_dims(argument) if isinstance(argument, fx.Node) else None for argument in node.args]
     if node.target is aten.matmul.default:
         return dims[1] == 2 and (dims[0] or 0) >= 2
     if node.target is aten.linear.default:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from whale.runtime.program.deferred import RULES, WeightQueue, defer_weights, deferred
-from whale.runtime.program.marks import NUM_DIMS
+from whale.deferred import RULES, WeightQueue, defer_weights, deferred
+from whale.runtime.program.marks import NUM_DIMS, num_dims_of
 
 aten = torch.ops.aten
 
@@ -91,6 +91,6 @@ def test_only_direct_uses_of_parameters_are_replaced() -> None:
     queue, *_ = graph.nodes
     for node in graph.nodes:
         node.meta[NUM_DIMS] = 2
-    defer_weights(graph, {"w"}, queue)
+    assert defer_weights(graph, {"w"}, queue, num_dims_of) == 1
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     assert targets.count(deferred) == 1 and targets.count(aten.linear.default) == 1
