@@ -67,6 +67,7 @@ class KindProfile:
         ops: each distinct op.
         forward, backward: the whole model's passes on one device, per number of rows; empty where it does not fit there. The backward
             pass is empty, too, where the noise was larger than it.
+        apart: by which the passes take longer where weight gradients wait, per number of rows; empty where none can, or nobody measured it.
     """
 
     device: Device
@@ -76,6 +77,7 @@ class KindProfile:
     ops: tuple[OpTimes, ...]
     forward: tuple[Figure, ...] = ()
     backward: tuple[Figure, ...] = ()
+    apart: tuple[float, ...] = ()
 
     @cached_property
     def by_signature(self) -> dict[str, OpTimes]:

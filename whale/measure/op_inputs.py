@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from whale.deferred import defer_weights
 from whale.ir.graph import ModelGraph, Op, TensorSpec
 
 WEIGHT = 0.02
@@ -38,6 +39,19 @@ class Inputs:
     def node_of(self) -> dict[str, fx.Node]:
         """Nodes by name."""
         return {node.name: node for node in self.nodes.nodes}
+
+    @cached_property
+    def waiting(self) -> fx.GraphModule | None:
+        """The whole graph with weight gradients that wait in a queue, which it takes first; None where none can."""
+        nodes = fx.Graph()
+        queue = nodes.placeholder("weight_queue")
+        nodes.output(nodes.graph_copy(self.nodes, {}))
+        parameters = {op.name for op in self.graph.ops if op.kind == "parameter" and op.requires_grad}
+        found = defer_weights(nodes, parameters, queue, self._num_dims)
+        return fx.GraphModule(nn.Module(), nodes) if found else None
+
+    def _num_dims(self, node: fx.Node) -> int:
+        return len(self.graph.by_name[node.name].outputs[0].shape)
 
     def of_op(self, op: Op, num_rows: int) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """Arguments to call an op with, and those among them that have a gradient; their numbers mean nothing."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from whale.deferred import WeightQueue
 from whale.ir.graph import Op
 from whale.measure.op_inputs import Inputs
 from whale.measure.samples import Clock, own_time
@@ -76,11 +77,13 @@ class PassRounds:
     Attributes:
         forward, both: passes: forward; forward and backward.
         stretch: seconds by the wall / by the rank's own time, of both: what waiting for its core adds.
+        apart: by which both take longer, of the rank's own time, where weight gradients wait and are computed last; empty where none can.
     """
 
     forward: Rounds = ()
     both: Rounds = ()
     stretch: float = 1.0
+    apart: Rounds = ()
 
     def joined(self, later: PassRounds) -> PassRounds:
         """These rounds and later ones; empty where one of them had no room."""
@@ -88,26 +91,30 @@ class PassRounds:
             return PassRounds()
         first, second = len(self.both), len(later.both)
         stretch = (first * self.stretch + second * later.stretch) / (first + second)
-        return PassRounds(self.forward + later.forward, self.both + later.both, stretch)
+        return PassRounds(self.forward + later.forward, self.both + later.both, stretch, self.apart + later.apart)
 
 
 def time_passes(clock: Clock, inputs: Inputs, num_rows: int) -> PassRounds:
     """Times the whole graph on all ranks at once."""
-    module, reason = fx.GraphModule(nn.Module(), inputs.nodes), ""
+    module, reason, apart = fx.GraphModule(nn.Module(), inputs.nodes), "", None
     try:
         arguments, parameters = inputs.of_graph(num_rows)
         both = partial(_forward_and_backward, module, arguments, parameters)
         both()
+        if inputs.waiting is not None:
+            apart = partial(_with_weights_apart, inputs.waiting, arguments, parameters)
+            apart()
     except torch.OutOfMemoryError as error:
         reason = str(error)
     if any(clock.world.gather_objects(reason)):
         return PassRounds()
     watched = _Watched(both, own_time(clock.world.device))
-    return PassRounds(
-        clock.rounds(partial(module, *arguments)),
-        clock.rounds(watched),
-        watched.wall / max(watched.own, 1e-9),
-    )
+    forward, together = clock.rounds(partial(module, *arguments)), clock.rounds(watched)
+    added: Rounds = ()
+    if apart is not None:
+        own = replace(clock, now=own_time(clock.world.device))
+        added = tuple(longer - shorter for longer, shorter in zip(own.rounds(apart), own.rounds(both), strict=True))
+    return PassRounds(forward, together, watched.wall / max(watched.own, 1e-9), added)
 
 
 class _Watched:
@@ -129,5 +136,17 @@ class _Watched:
 
 
 def _forward_and_backward(module: fx.GraphModule, arguments: list[Any], parameters: list[Tensor]) -> None:
-    made = [each for each in pytree.tree_leaves(module(*arguments)) if isinstance(each, Tensor) and each.requires_grad]
-    torch.autograd.grad(sum(each.sum() for each in made), parameters, allow_unused=True)  # type: ignore[arg-type]
+    torch.autograd.grad(_total(module(*arguments)), parameters, allow_unused=True)
+
+
+def _with_weights_apart(module: fx.GraphModule, arguments: list[Any], parameters: list[Tensor]) -> None:
+    queue = WeightQueue()
+    torch.autograd.grad(_total(module(queue, *arguments)), parameters, allow_unused=True)
+    queue.run()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _total(outputs: Any) -> Tensor:
+    made = [each for each in pytree.tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
+    return sum(each.sum() for each in made)  # type: ignore[return-value]

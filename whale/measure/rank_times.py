@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 
@@ -42,7 +43,8 @@ def pooled_kind(ranks: Sequence[RankTimes], before: KindProfile, signatures: Ite
     first = ranks[0]
     ops = tuple(_times(name, [rank.ops[name] for rank in ranks]) if name in first.ops else before.by_signature[name] for name in signatures)
     forward, backward = (before.forward, before.backward) if not first.passes else _passes([rank.passes for rank in ranks], rows)
-    return KindProfile(first.kind, first.machine, torch.__version__, rows, ops, forward, backward)
+    apart = before.apart if not first.passes else _apart([rank.passes for rank in ranks])
+    return KindProfile(first.kind, first.machine, torch.__version__, rows, ops, forward, backward, apart)
 
 
 def _times(name: str, ranks: Sequence[tuple[OpRounds, ...]]) -> OpTimes:
@@ -79,6 +81,18 @@ def _passes(ranks: Sequence[tuple[PassRounds, ...]], rows: tuple[int, ...]) -> t
 def _pass(name: str, num_rows: int, ranks: Sequence[Sequence[float]]) -> Figure:
     """Of each round the slowest rank: a step waits for it."""
     return Figure.of(f"{name}, {num_rows} row(s)", "s", [max(seconds) for seconds in zip(*ranks, strict=True)])
+
+
+def _apart(ranks: Sequence[tuple[PassRounds, ...]]) -> tuple[float, ...]:
+    """What weight gradients that wait add, per number of rows; none where none can.
+
+    By the ranks' own time, and stretched as ops are: it is less than what waiting for a core makes of a pass.
+    """
+    found = []
+    for each in zip(*ranks, strict=True):
+        samples = [seconds * passes[-1].stretch for rounds, passes in zip(each, ranks, strict=True) for seconds in rounds.apart]
+        found += [max(median(samples), 0.0)] if samples else []
+    return tuple(found) if len(found) == len(ranks[0]) else ()
 
 
 def _rest(both: Figure, forward: Figure, num_rows: int) -> Figure:

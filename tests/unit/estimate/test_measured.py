@@ -14,7 +14,11 @@ from whale.config import Config
 from whale.errors import ConfigError
 from whale.estimate import Costs, estimate, op_seconds, op_table
 from whale.estimate.costs.measured import KindTimes, Measured, measured
+from whale.estimate.costs.started import Started
+from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.traffic import work_on_parts
+from whale.estimate.step.work import Works
+from whale.estimate.step.workers import stage_key
 from whale.ir.cluster import Cluster
 from whale.ir.figure import Figure
 from whale.ir.graph import ModelGraph
@@ -77,6 +81,22 @@ def test_ops_add_up_to_the_whole_pass() -> None:
     computing = [op_table(made).position[name] for name in ("layer0", "layer1")]
     assert found.forward[computing].sum(axis=0) == pytest.approx([3e-3, 9e-3, 3e-2])
     assert found.backward[computing].sum(axis=0) == pytest.approx([4e-3, 16e-3, 4e-2])
+
+
+def test_weights_that_wait_take_what_was_measured_of_all_or_python_of_the_host() -> None:
+    graph = chain(2)
+    found = profile(graph)
+    found = replace(found, kinds=tuple(replace(kind, apart=(6e-3, 12e-3, 36e-3)) for kind in found.kinds))
+    known = Prices(graph, HERE, replace(Costs(), measured=measured(found, graph, HERE)))
+    device = HERE.devices[0]
+    assert known.waiting(device, 4).line(4).at(4) == pytest.approx(12e-3 / 3 / 2), "of two ops, in three passes"
+    assert Prices(graph, HERE, Costs()).waiting(device, 4) == Started(host=Costs().waiting_seconds)
+    plan = make_plan(graph, HERE, Config({"planning.search": "off"}), rows=16)
+    key = stage_key(plan.replicas[0], plan.replicas[0].stages[0])
+    works = Works(known, plan.parameter_states, frozenset())
+    together, apart = (works.of(each, ("h0/0",), 0, 4) for each in (key, replace(key, defers_weights=True)))
+    for name in ("forward", "backward_input", "backward_weight"):
+        assert getattr(apart, name) - getattr(together, name) == pytest.approx(4e-3)
 
 
 def test_one_number_of_rows_is_a_line_through_nothing() -> None:

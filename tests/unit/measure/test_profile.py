@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from whale.capture import capture
 from whale.cli import main
 from whale.comm import World
+from whale.deferred import WeightQueue, deferred
 from whale.errors import ClusterError
+from whale.estimate.memory.kept import weight_share
 from whale.hardware import DeviceProfile, parse_cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import KindProfile, Profile, read_profile
@@ -207,6 +209,30 @@ def test_the_verb_writes_what_the_other_verbs_take(
 def test_a_captured_model_cannot_be_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "model.json", "--output", "p.json"]) == 1
     assert "whale profile runs the model's own code" in capsys.readouterr().err
+
+
+def test_what_waiting_weights_add_is_a_median_of_all_ranks_and_never_less_than_nothing() -> None:
+    (kind,) = parse_cluster("hosts: [{devices: cpu}]").devices
+    few, many = PassRounds((2.0,), (3.0,), 1.0, (-0.2,)), PassRounds((4.0,), (7.0,), 3.0, (0.5,))
+    ranks = [RankTimes(kind, "here", {}, (few, each)) for each in (many, dataclasses.replace(many, stretch=1.0))]
+    known = KindProfile(kind, "here", "", (1, 4), ())
+    assert pooled_kind(ranks, known, (), (1, 4)).apart == (0.0, 1.0), "in the stretch of each rank"
+    nothing = [dataclasses.replace(each, passes=(PassRounds((2.0,), (3.0,)),)) for each in ranks]
+    assert pooled_kind(nothing, known, (), (4,)).apart == ()
+
+
+def test_passes_with_and_without_waiting_weights_are_the_same_passes() -> None:
+    graph, own = inputs()
+    waiting = own.waiting
+    assert waiting is not None
+    assert [node.target for node in waiting.graph.nodes].count(deferred) == sum(weight_share(graph, op.name) > 0 for op in graph.ops)
+    arguments, parameters = own.of_graph(4)
+    whole, queue = fx.GraphModule(nn.Module(), own.nodes), WeightQueue()
+    expected = torch.autograd.grad(whole(*arguments)[0], parameters)
+    waiting(queue, *arguments)[0].backward()
+    queue.run()
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 @pytest.mark.parametrize(("both", "backward"), [((3.0, 5.0, 4.0), (2.0,)), ((3.0, 1.0, 2.0), ())], ids=["longer", "lost in noise"])

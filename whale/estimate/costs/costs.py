@@ -19,6 +19,8 @@ class Costs:
         launch_seconds: what one kernel costs beside its work, on the device itself.
         message_seconds: what starting one message or collective costs beside the latency of its link; inside a split group it takes
             as long of the host, which runs ahead.
+        waiting_seconds: what an op whose weight gradients wait costs the host in each of its passes, forward, I and W, beside starting
+            its kernels, where that was not measured: Python runs it (26 us for all three on a current CPU core; of GPUs nothing is known).
         backward_traffic: memory traffic of a backward pass relative to its forward pass: the gradient and the saved values
             are both read.
         optimizer_states: tensors that the optimizer keeps per parameter (Adam 2).
@@ -33,6 +35,7 @@ class Costs:
 
     launch_seconds: float = 4e-6
     message_seconds: float = 0.0
+    waiting_seconds: float = 8e-6
     backward_traffic: float = 2.0
     fuses_pointwise: bool = False
     allows_tf32: bool = False

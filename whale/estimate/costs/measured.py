@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whale.errors import ConfigError
+from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import Floats, is_free
 from whale.ir.cluster import NO_HANDLING, Cluster, Device
 from whale.ir.figure import Figure
@@ -24,11 +25,13 @@ class KindTimes:
     Attributes:
         rows: numbers of rows, ascending.
         forward, backward: per op of the graph, in its order, and number of rows; no number where nothing was measured.
+        apart: per number of rows, what the passes of the whole graph take longer where weight gradients wait; empty likewise.
     """
 
     rows: Floats
     forward: Floats
     backward: Floats
+    apart: Floats = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,14 @@ class Measured:
         known = self.kinds[device.kind]
         fixed, per_row = _lines(known.rows, (known.backward if backward else known.forward)[ops], num_rows * shares)
         return fixed, per_row * shares
+
+    def apart(self, device: Device, num_rows: float) -> Line | None:
+        """Seconds about a number of rows by which the passes of the whole graph are longer where weight gradients wait; None as above."""
+        known = self.kinds[device.kind]
+        if not len(known.apart):
+            return None
+        (fixed,), (per_row,) = _lines(known.rows, known.apart[None], np.array([num_rows]))
+        return Line(float(fixed), float(per_row))
 
 
 def _lines(rows: Floats, seconds: Floats, at: Floats) -> tuple[Floats, Floats]:
@@ -109,6 +120,7 @@ def _times(profile: KindProfile, graph: ModelGraph) -> KindTimes:
         np.array(profile.rows, dtype=np.float64),
         _adding_up(forward, priced, profile.forward),
         _adding_up(backward, trained, profile.backward),
+        np.array(profile.apart),
     )
 
 

@@ -30,6 +30,10 @@ class Started:
         """Both as one pass: the host is ahead from the first into the second."""
         return Started(self.device + other.device, self.host + other.host)
 
+    def __mul__(self, count: float) -> Started:
+        """So many of it as one pass."""
+        return Started(self.device * count, self.host * count)
+
     def waiting(self, rows: Floats) -> Floats:
         """Seconds for which the device waits for its host, by rows."""
         found: Floats = np.maximum(self.host - self.device.fixed - self.device.per_row * rows, 0.0)

@@ -17,7 +17,7 @@ from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import Floats, OpTable, op_table, output_line, output_lines
 from whale.estimate.costs.started import Started
-from whale.estimate.memory.kept import activations_of, kept_for_weights, kept_tensors, places_line
+from whale.estimate.memory.kept import activations_of, kept_for_weights, kept_tensors, places_line, weight_share
 from whale.estimate.memory.memory import kept_names, largest_line, size_line, state_bytes, working_line
 from whale.estimate.prices.local_graph import local_graph
 from whale.estimate.prices.part import NOTHING, Alive, Part, Recompute
@@ -193,6 +193,21 @@ class Prices:
                 found = replace(found, backward_fixed=zero, backward_per_row=zero, backward_host=zero)
             self._seconds[key] = found
         return self._seconds[key]
+
+    def waiting(self, device: Device, num_rows: float) -> Started:
+        """What each of the passes forward, I and W takes longer for one op whose weight gradients wait.
+
+        Where it was measured of the whole graph, each of its ops has an equal part: of few rows it is Python, of many it is caches, since
+        what an op reads, and the gradient of what it makes, are cold when W comes.
+        """
+        known = None if self.costs.measured is None else self.costs.measured.apart(device, num_rows)
+        if known is None or not self._num_waiting:
+            return Started(host=self.costs.waiting_seconds)
+        return Started(known * (1 / (3 * self._num_waiting)))
+
+    @cached_property
+    def _num_waiting(self) -> int:
+        return sum(weight_share(self.graph, op.name) > 0 for op in self.graph.ops if op.kind == "call")
 
     def adding(self, device: Device) -> Floats:
         """Per op, the seconds of a backward pass in which it adds its gradients of parameters to what earlier micro-batches gave."""

@@ -176,7 +176,9 @@ class Works:
         index = prices.positions(key.part.ops)
         weights = np.array([weight_share(prices.graph, name) for name in key.part.ops])
         repeated = found.started_forward(prices.positions(name for run in key.segments for name in run))
-        return found.started_forward(index), found.started_backward(index, 1 - weights) + repeated, found.started_backward(index, weights)
+        waiting = prices.waiting(prices.cluster.by_name[device], num_rows) * (int(np.count_nonzero(weights)) if key.defers_weights else 0)
+        inputs = found.started_backward(index, 1 - weights) + repeated + waiting
+        return found.started_forward(index) + waiting, inputs, found.started_backward(index, weights) + waiting
 
     def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """Seconds of F, I and W of a split group, whose devices wait for one another: of the slowest, with what they exchange."""
