@@ -64,12 +64,11 @@ def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequ
         links: what each is by itself.
         wires: between the workers.
     """
-    of_worker, of_link = _number(workers), _number(links)
     bundles, bundle_of = _bundles(wires)
-    of_bundle = _number(bundle.kind for bundle in bundles)
     party = _Meetings(((number, each) for number, bundle in enumerate(bundles) for each in bundle.with_roles), len(bundles), len(workers))
     passed = ((number, (each, (load,))) for number, bundle in enumerate(bundles) for each, load in bundle.links)
     link = _Meetings(passed, len(bundles), len(links))
+    of_worker, of_link, of_bundle = _nearly(_number(workers), _number(links), _number(bundle.kind for bundle in bundles), party, link)
     count = 0
     while (now := sum(max(colours, default=-1) for colours in (of_worker, of_link, of_bundle))) != count:
         count = now
@@ -99,11 +98,45 @@ def _bundles(wires: Sequence[Wire]) -> tuple[list[Wire], list[int]]:
     return bundles, numbers
 
 
+def _nearly(
+    workers: list[int], links: list[int], bundles: list[int], party: _Meetings, link: _Meetings
+) -> tuple[list[int], list[int], list[int]]:
+    """Colours that are told apart by sums of what is met, mixed to numbers of 64 bits: unlike ones might share a sum, like ones always do.
+
+    So these colours are the classes, or, by a chance that is next to none, coarser: they are where to begin.
+    """
+    of_worker, of_link, of_bundle = (np.array(colours, dtype=np.int64) for colours in (workers, links, bundles))
+    count = 0
+    while (now := sum(int(colours.max(initial=-1)) for colours in (of_worker, of_link, of_bundle))) != count:
+        count = now
+        of_bundle = _colours(of_bundle, party.sums_at_wires(of_worker), link.sums_at_wires(of_link))
+        of_worker = _colours(of_worker, party.sums_at_others(of_bundle))
+        of_link = _colours(of_link, link.sums_at_others(of_bundle))
+    return _number(of_worker.tolist()), _number(of_link.tolist()), _number(of_bundle.tolist())
+
+
+def _colours(before: NDArray[np.int64], *sums: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Numbers that are equal for equal colours with equal sums."""
+    found = before.astype(np.uint64)
+    for own in sums:
+        found = _mixed(found) + own
+    return np.unique(found, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Each number scattered over 64 bits: the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    result: NDArray[np.uint64] = numbers ^ (numbers >> np.uint64(31))
+    return result
+
+
 class _Meetings:
     """Which wires meet which workers, or links, in which roles; of tens of thousands, so in arrays.
 
     Args:
-        met: wire, and whom it meets in which role.
+        met: wire, and whom it meets in which role, wire by wire.
         num_wires, num_others: how many there are.
     """
 
@@ -112,6 +145,11 @@ class _Meetings:
         self._num_wires, self._num_others = num_wires, num_others
         self._wire, self._other = (np.array([row[index] for row in rows], dtype=np.int64) for index in (0, 1))
         self._role = np.array(_number(role for _, _, role in rows), dtype=np.int64)
+        self._by_other = np.argsort(self._other, kind="stable")
+        self._wire_ends, self._other_ends = (
+            np.searchsorted(own, np.arange(number + 1))
+            for own, number in ((self._wire, num_wires), (self._other[self._by_other], num_others))
+        )
 
     def at_wires(self, colours: Sequence[int]) -> list[bytes]:
         """Per wire, whom it meets: equal for equal roles of others of equal colours."""
@@ -121,6 +159,17 @@ class _Meetings:
         """Per worker or link, the wires that it meets, likewise."""
         return self._sorted(self._other, self._num_others, self._wire, colours)
 
+    def sums_at_wires(self, colours: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Per wire, a number that is equal for equal roles of others of equal colours."""
+        return _between(self._each(colours[self._other], len(colours)), self._wire_ends)
+
+    def sums_at_others(self, colours: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Per worker or link, a number for the wires that it meets, likewise."""
+        return _between(self._each(colours[self._wire], len(colours))[self._by_other], self._other_ends)
+
+    def _each(self, colours: NDArray[np.int64], num_colours: int) -> NDArray[np.uint64]:
+        return _mixed((self._role * num_colours + colours).astype(np.uint64))
+
     def _sorted(self, owners: NDArray[np.int64], num_owners: int, met: NDArray[np.int64], colours: Sequence[int]) -> list[bytes]:
         """Per owner, roles and colours of what it meets, as numbers in order."""
         found = self._role * len(colours) + np.array(colours, dtype=np.int64)[met]
@@ -129,6 +178,13 @@ class _Meetings:
         bounds = np.searchsorted(ordered, np.arange(num_owners + 1) * width).tolist()
         data, size = (ordered % width).tobytes(), ordered.itemsize
         return [data[size * start : size * stop] for start, stop in pairwise(bounds)]
+
+
+def _between(numbers: NDArray[np.uint64], ends: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The sums of the numbers from one end to the next, which run over."""
+    sums = np.concatenate((np.zeros(1, dtype=np.uint64), np.cumsum(numbers, dtype=np.uint64)))[ends]
+    result: NDArray[np.uint64] = sums[1:] - sums[:-1]
+    return result
 
 
 def _number(colours: Iterable[Hashable]) -> list[int]:

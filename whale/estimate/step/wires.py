@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from whale.estimate.costs.collectives import Way, fastest_way
@@ -16,8 +16,8 @@ from whale.estimate.step.crossings import Crossings
 from whale.estimate.step.sync import first_uses, ready_share
 from whale.ir.cluster import Device, Link
 from whale.ir.graph import DTYPE_BYTES
-from whale.ir.plan import TRAINED, Plan, Stage
-from whale.sharding.buckets import Bucket
+from whale.ir.plan import TRAINED, Plan, Replica, Stage
+from whale.sharding.buckets import Bucket, Places
 
 _SENDS_AND_RECEIVES: tuple[Role, ...] = ((0,), (1,))
 _BEYOND = ", network"
@@ -83,71 +83,115 @@ class Links:
 
     def __init__(self, prices: Prices) -> None:
         self._prices = prices
-        self._number: dict[tuple[str, str, Link | None], int] = {}
+        self._number: dict[tuple[str, str, int | None], int] = {}
+        self._alike: dict[Link, int] = {}
+        self._between: dict[tuple[str, str], tuple[Link, int]] = {}
         self.found: list[tuple[str, float]] = []
 
     def path(self, source: str, target: str) -> Path:
         """The links that a message passes: one side of each device, and of each host's card; inside a host its bus, where it has one."""
-        by_name, link = self._prices.cluster.by_name, self._prices.link(source, target)
+        by_name = self._prices.cluster.by_name
         hosts = by_name[source].host, by_name[target].host
-        if hosts[0] == hosts[1] and link.shared:
-            return ((self._side(hosts[0], "bus", link, link.bandwidth), 1.0),)
-        where = "" if hosts[0] == hosts[1] else _BEYOND
-        passed = [self._side(source, "out", link, link.bandwidth, where), self._side(target, "in", link, link.bandwidth, where)]
-        if hosts[0] != hosts[1]:
-            passed += [*self._card(hosts[0], "out"), *self._card(hosts[1], "in")]
+        link, alike = self._link(source, target, hosts)
+        if hosts[0] == hosts[1]:
+            if link.shared:
+                return ((self._side(hosts[0], "bus", link, alike), 1.0),)
+            return (self._side(source, "out", link, alike), 1.0), (self._side(target, "in", link, alike), 1.0)
+        passed = [self._side(source, "out", link, alike, _BEYOND), self._side(target, "in", link, alike, _BEYOND)]
+        passed += [*self._card(hosts[0], "out"), *self._card(hosts[1], "in")]
         return tuple((number, 1.0) for number in passed)
+
+    def _link(self, source: str, target: str, hosts: tuple[str, str]) -> tuple[Link, int]:
+        """The link between two devices, on these hosts, and a number that equal links share."""
+        if hosts not in self._between:
+            link = self._prices.link(source, target)
+            self._between[hosts] = link, self._alike.setdefault(link, len(self._alike))
+        return self._between[hosts]
 
     def collective(self, devices: Sequence[str], way: Way) -> Path:
         """The links that a collective passes: inside each host from device to device, and from host to host by all of them."""
         by_name, members = self._prices.cluster.by_name, dict[str, list[str]]()
         for name in devices:
             members.setdefault(by_name[name].host, []).append(name)
-        firsts = [names[0] for names in members.values()]
+        hosts = list(members)
         passed = dict[int, float]()
         for position, (host, names) in enumerate(members.items()):
-            inner = self._prices.cluster.host_by_name[host].link
+            inner, alike = self._inside(host)
             if len(names) > 1 and inner.shared:
-                passed[self._side(host, "bus", inner, inner.bandwidth)] = way.inside * len(names)
+                passed[self._side(host, "bus", inner, alike)] = way.inside * len(names)
             for name, side in product(names if len(names) > 1 and not inner.shared else (), ("out", "in")):
-                passed[self._side(name, side, inner, inner.bandwidth)] = way.inside
+                passed[self._side(name, side, inner, alike)] = way.inside
             if len(members) == 1:
                 continue
-            for side, other in (("out", firsts[(position + 1) % len(firsts)]), ("in", firsts[position - 1])):
-                link = self._prices.link(names[0], other)
-                passed |= {self._side(name, side, link, link.bandwidth, _BEYOND): way.between / len(names) for name in names}
+            for side, other in (("out", hosts[(position + 1) % len(hosts)]), ("in", hosts[position - 1])):
+                link, alike = self._link(names[0], members[other][0], (host, other))
+                passed |= {self._side(name, side, link, alike, _BEYOND): way.between / len(names) for name in names}
                 passed |= dict.fromkeys(self._card(host, side), way.between)
         return tuple((number, load) for number, load in passed.items() if load > 0)
 
+    def _inside(self, host: str) -> tuple[Link, int]:
+        own = self._prices.cluster.host_by_name[host]
+        return self._link(own.devices[0].name, own.devices[0].name, (host, host))
+
     def _card(self, host: str, side: str) -> tuple[int, ...]:
         card = self._prices.cluster.card(host)
-        return () if card is None else (self._side(f"{host} card", side, None, card),)
+        return () if card is None else (self._numbered((f"{host} card", side, None), f"{host} card {side}", card),)
 
-    def _side(self, owner: str, way: str, link: Link | None, bandwidth: float, where: str = "") -> int:
-        key = owner, way, link
+    def _side(self, owner: str, way: str, link: Link, alike: int, where: str = "") -> int:
+        key = owner, way, alike
+        known = self._number.get(key)
+        return self._numbered(key, f"{owner} {way}{where}", link.bandwidth) if known is None else known
+
+    def _numbered(self, key: tuple[str, str, int | None], name: str, bandwidth: float) -> int:
         if key not in self._number:
             self._number[key] = len(self.found)
-            self.found.append((f"{owner} {way}{where}", bandwidth))
+            self.found.append((name, bandwidth))
         return self._number[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """What one device of a replica hands to another; alike replicas hand on alike.
+
+    Attributes:
+        source, target: the stages, and the devices by position in them.
+        kind: the message, but for the latency of the link.
+    """
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    kind: Crosses
 
 
 def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str, int]) -> Iterator[Wire]:
     """What stages hand to one another, both ways."""
-    crossings = Crossings(prices.graph)
+    crossings, known, kinds = Crossings(prices.graph), dict[Hashable, tuple[_Handed, ...]](), dict[tuple[int, float], Crosses]()
     for replica, rows in zip(plan.replicas, plan.all_micro_batch_rows(plan.planned_rows), strict=True):
-        sizes = sorted({stop - start for start, stop in rows})
-        for edge in replica.edges:
-            for backward in (False, True) if prices.training else (False,):
-                ends = (edge.target, edge.source) if backward else (edge.source, edge.target)
-                devices = [replica.stages[end].virtual_device.devices for end in ends]
-                for size in sizes:
-                    for crossing in crossings.of(edge, replica.stages, size, backward=backward):
-                        source, target = devices[0][crossing.source], devices[1][crossing.target]
-                        if source == target:
-                            continue  # it stays where it is
-                        latency = crossing.num_messages * (prices.link(source, target).latency + prices.costs.message_seconds)
-                        kind = Crosses(*ends, size, crossing.num_bytes, crossing.num_messages, latency, replica.is_local(edge))
-                        yield Wire(kind, (number[source], number[target]), _SENDS_AND_RECEIVES, links.path(source, target))
+        sizes = tuple(sorted({stop - start for start, stop in rows}))
+        look = replica.edges, sizes, replica.pipeline.stage_rank, tuple((own.shares, own.split, own.shards) for own in replica.stages)
+        if look not in known:
+            known[look] = tuple(_handed(replica, sizes, crossings, training=prices.training))
+        devices = [stage.virtual_device.devices for stage in replica.stages]
+        for each in known[look]:
+            source, target = (devices[stage][position] for stage, position in (each.source, each.target))
+            if source == target:
+                continue  # it stays where it is
+            latency = prices.link(source, target).latency
+            if (id(each), latency) not in kinds:
+                beside = each.kind.num_messages * (latency + prices.costs.message_seconds)
+                kinds[id(each), latency] = replace(each.kind, latency=beside)
+            yield Wire(kinds[id(each), latency], (number[source], number[target]), _SENDS_AND_RECEIVES, links.path(source, target))
+
+
+def _handed(replica: Replica, sizes: Sequence[int], crossings: Crossings, *, training: bool) -> Iterator[_Handed]:
+    """What the stages of a replica hand to one another, with micro-batches of these numbers of rows."""
+    for edge in replica.edges:
+        for backward in (False, True) if training else (False,):
+            source, target = (edge.target, edge.source) if backward else (edge.source, edge.target)
+            for size in sizes:
+                for own in crossings.of(edge, replica.stages, size, backward=backward):
+                    kind = Crosses(source, target, size, own.num_bytes, own.num_messages, 0.0, replica.is_local(edge))
+                    yield _Handed((source, own.source), (target, own.target), kind)
 
 
 def sum_wires(plan: Plan, prices: Prices, links: Links, summed: Iterable[Bucket]) -> Iterator[Wire]:
@@ -177,34 +221,52 @@ def _gradient_bytes(plan: Plan, prices: Prices, bucket: Bucket) -> float:
     return bucket.num_bytes * factor
 
 
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """What owners of a bucket are alike in.
+
+    Attributes:
+        stages: of theirs that use it.
+        look: of the last of them, whose share theirs is; None where they come to it at unlike places.
+    """
+
+    stages: tuple[int, ...]
+    look: int | None
+
+
 class _Roles:
     """The roles of the owners of buckets: see `Sums`."""
 
     def __init__(self, plan: Plan, prices: Prices) -> None:
         self._plan, self._prices = plan, prices
         self._looks: dict[tuple[tuple[str, ...], Device, int], int] = {}
-        self._look_of: dict[tuple[int, int], int] = {}
+        self._places: list[tuple[int, Stage]] = []
+        self._owners: dict[tuple[Places, tuple[int, ...], bool], tuple[tuple[_Owner, ...], tuple[int, ...]]] = {}
         self._first: dict[tuple[str, ...], dict[str, int]] = {}
         self._last_rows = [stop - start for *_, (start, stop) in plan.all_micro_batch_rows(plan.planned_rows)]
 
     def of(self, bucket: Bucket) -> tuple[Role, ...]:
         """Per owner, its role."""
-        found: dict[str, Role] = {}
+        key = bucket.stages, bucket.owners, bucket.is_at_one_place
+        if key not in self._owners:
+            self._owners[key] = self._alike(bucket)
+        unlike, owners = self._owners[key]
+        looks = dict.fromkeys(own.look for own in unlike if own.look is not None)
+        shares: dict[int | None, float] = {look: self._share(*self._places[look], bucket.names) for look in looks}
+        roles = [(own.stages, shares.get(own.look, 1.0), not bucket.is_at_one_place) for own in unlike]
+        return tuple(roles[number] for number in owners)
+
+    def _alike(self, bucket: Bucket) -> tuple[tuple[_Owner, ...], tuple[int, ...]]:
+        """The unlike owners of the buckets of these stages, and per owner the number of its like."""
         by_replica: dict[int, list[int]] = {}
         for replica, index in bucket.stages:
             by_replica.setdefault(replica, []).append(index)
-        shares: dict[int, float] = {}
+        numbers, found = dict[_Owner, int](), dict[str, int]()
         for replica, indices in by_replica.items():
-            own = tuple(indices)
-            for index in own:
-                stage, share = self._plan.replicas[replica].stages[index], 1.0
-                if bucket.is_at_one_place:
-                    look = self._look(replica, stage)
-                    if look not in shares:
-                        shares[look] = self._share(replica, stage, bucket.names)
-                    share = shares[look]
-                found |= dict.fromkeys(stage.virtual_device.devices, (own, share, not bucket.is_at_one_place))
-        return tuple(found[self._plan.devices[owner]] for owner in bucket.owners)
+            for stage in (self._plan.replicas[replica].stages[index] for index in indices):
+                own = _Owner(tuple(indices), self._look(replica, stage) if bucket.is_at_one_place else None)
+                found |= dict.fromkeys(stage.virtual_device.devices, numbers.setdefault(own, len(numbers)))
+        return tuple(numbers), tuple(found[self._plan.devices[owner]] for owner in bucket.owners)
 
     def _share(self, replica: int, stage: Stage, names: tuple[str, ...]) -> float:
         if stage.ops not in self._first:
@@ -212,13 +274,13 @@ class _Roles:
         return ready_share(self._prices, stage, self._num_rows(replica, stage), names, self._first[stage.ops])
 
     def _look(self, replica: int, stage: Stage) -> int:
-        """A number that stages of equal ops on equal devices with equally many rows share."""
-        place = replica, stage.index
-        if place not in self._look_of:
-            kind = self._prices.cluster.by_name[stage.virtual_device.devices[0]].kind
-            look = stage.ops, kind, self._num_rows(replica, stage)
-            self._look_of[place] = self._looks.setdefault(look, len(self._looks))
-        return self._look_of[place]
+        """A number that stages of equal ops on equal devices with equally many rows share: the place of the first of them."""
+        kind = self._prices.cluster.by_name[stage.virtual_device.devices[0]].kind
+        look = stage.ops, kind, self._num_rows(replica, stage)
+        if look not in self._looks:
+            self._looks[look] = len(self._places)
+            self._places.append((replica, stage))
+        return self._looks[look]
 
     def _num_rows(self, replica: int, stage: Stage) -> int:
         """Of the last micro-batch, on the first device."""
