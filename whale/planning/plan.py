@@ -29,7 +29,7 @@ from whale.planning.replicas.blocks import Block, read_replicas
 from whale.planning.replicas.group_size import Outcome, choose_group
 from whale.planning.replicas.joining import join_replicas, needs_joining, why_apart
 from whale.planning.replicas.micro_batches import count_by_rows
-from whale.planning.replicas.replica import make_replica
+from whale.planning.replicas.replica import make_replicas
 from whale.planning.replicas.solve import Solution, Solver, solve_together
 from whale.planning.replicas.written import assign_by_blocks, check_written_axes
 from whale.planning.shard.insisting import check_axes
@@ -274,10 +274,8 @@ def draft_plan(
         PlanError: it does not fit in memory, or a tensor cannot travel.
     """
     solver, best = found.solver, found.best
-    replicas = tuple(
-        make_replica(solver.prices, model, _stage_names(model.pipeline, annotations[index]), index, share)
-        for index, (model, share) in enumerate(zip(best.replicas, best.rows, strict=True))
-    )
+    names = [_stage_names(model.pipeline, own) for model, own in zip(best.replicas, annotations, strict=True)]
+    replicas = make_replicas(solver.prices, best.replicas, names, best.rows)
     borders: tuple[Choice, ...] = ()
     is_split = any(model.pipeline.splits for model in best.replicas)
     if is_split:

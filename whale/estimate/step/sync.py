@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
+from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Plan, Stage
 from whale.schedules import alike_schedules
@@ -19,21 +22,38 @@ def buckets(plan: Plan, prices: Prices) -> tuple[Bucket, ...]:
     return plan_buckets(found, prices.graph, alike_schedules(plan), prices.costs.bucket_bytes)
 
 
-def ready_share(prices: Prices, stage: Stage, num_rows: int, names: Sequence[str], first: Mapping[str, int]) -> float:
-    """The share of a stage's backward pass after which the gradients of some parameters are final.
+@dataclass(frozen=True)
+class Readiness:
+    """When in a stage's backward pass gradients are final: once it has come to the first op that reads the parameter.
 
-    A gradient is final once the backward pass has come to the first op that reads the parameter.
+    Attributes:
+        backward: seconds of each op.
+        first: per parameter, the position among the ops of the first that reads it.
+    """
+
+    backward: Floats
+    first: Mapping[str, int]
+
+    @cached_property
+    def total(self) -> float:
+        """Seconds of all ops."""
+        return float(self.backward.sum())
+
+    def share(self, names: Sequence[str]) -> float:
+        """The share of the pass after which the gradients of some parameters are final."""
+        start = min((self.first[name] for name in names if name in self.first), default=0)
+        return float(self.backward[start:].sum()) / self.total if self.total > 0 else 1.0
+
+
+def readiness(prices: Prices, stage: Stage, num_rows: int, first: Mapping[str, int]) -> Readiness:
+    """When the gradients of a stage are final.
 
     Args:
         num_rows: of the micro-batch on the stage's first device.
         first: `first_uses` of the stage.
     """
-    index = prices.positions(stage.ops)
     seconds = prices.seconds(prices.cluster.by_name[stage.virtual_device.devices[0]], num_rows)
-    backward = (seconds.backward_fixed + num_rows * seconds.backward_per_row)[index]
-    total = float(backward.sum())
-    start = min((first[name] for name in names if name in first), default=0)
-    return float(backward[start:].sum()) / total if total > 0 else 1.0
+    return Readiness((seconds.backward_fixed + num_rows * seconds.backward_per_row)[prices.positions(stage.ops)], first)
 
 
 def first_uses(prices: Prices, stage: Stage) -> dict[str, int]:

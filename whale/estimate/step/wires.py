@@ -13,7 +13,7 @@ from whale.estimate.costs.line import Line
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Path, Role, Wire
 from whale.estimate.step.crossings import Crossings
-from whale.estimate.step.sync import first_uses, ready_share
+from whale.estimate.step.sync import Readiness, first_uses, readiness
 from whale.ir.cluster import Device, Link
 from whale.ir.graph import DTYPE_BYTES
 from whale.ir.plan import TRAINED, Plan, Replica, Stage
@@ -240,7 +240,7 @@ class _Roles:
     def __init__(self, plan: Plan, prices: Prices) -> None:
         self._plan, self._prices = plan, prices
         self._looks: dict[tuple[tuple[str, ...], Device, int], int] = {}
-        self._places: list[tuple[int, Stage]] = []
+        self._ready: list[Readiness] = []
         self._owners: dict[tuple[Places, tuple[int, ...], bool], tuple[tuple[_Owner, ...], tuple[int, ...]]] = {}
         self._first: dict[tuple[str, ...], dict[str, int]] = {}
         self._last_rows = [stop - start for *_, (start, stop) in plan.all_micro_batch_rows(plan.planned_rows)]
@@ -252,7 +252,7 @@ class _Roles:
             self._owners[key] = self._alike(bucket)
         unlike, owners = self._owners[key]
         looks = dict.fromkeys(own.look for own in unlike if own.look is not None)
-        shares: dict[int | None, float] = {look: self._share(*self._places[look], bucket.names) for look in looks}
+        shares: dict[int | None, float] = {look: self._ready[look].share(bucket.names) for look in looks}
         roles = [(own.stages, shares.get(own.look, 1.0), not bucket.is_at_one_place) for own in unlike]
         return tuple(roles[number] for number in owners)
 
@@ -268,20 +268,13 @@ class _Roles:
                 found |= dict.fromkeys(stage.virtual_device.devices, numbers.setdefault(own, len(numbers)))
         return tuple(numbers), tuple(found[self._plan.devices[owner]] for owner in bucket.owners)
 
-    def _share(self, replica: int, stage: Stage, names: tuple[str, ...]) -> float:
-        if stage.ops not in self._first:
-            self._first[stage.ops] = first_uses(self._prices, stage)
-        return ready_share(self._prices, stage, self._num_rows(replica, stage), names, self._first[stage.ops])
-
     def _look(self, replica: int, stage: Stage) -> int:
-        """A number that stages of equal ops on equal devices with equally many rows share: the place of the first of them."""
-        kind = self._prices.cluster.by_name[stage.virtual_device.devices[0]].kind
-        look = stage.ops, kind, self._num_rows(replica, stage)
+        """A number that stages of equal ops on equal devices with equally many rows share, those of the last micro-batch."""
+        kind, num_rows = self._prices.cluster.by_name[stage.virtual_device.devices[0]].kind, stage.rows(self._last_rows[replica])[0]
+        look = stage.ops, kind, num_rows
         if look not in self._looks:
-            self._looks[look] = len(self._places)
-            self._places.append((replica, stage))
+            if stage.ops not in self._first:
+                self._first[stage.ops] = first_uses(self._prices, stage)
+            self._looks[look] = len(self._ready)
+            self._ready.append(readiness(self._prices, stage, num_rows, self._first[stage.ops]))
         return self._looks[look]
-
-    def _num_rows(self, replica: int, stage: Stage) -> int:
-        """Of the last micro-batch, on the first device."""
-        return stage.rows(self._last_rows[replica])[0]

@@ -209,6 +209,30 @@ def _copy_curve(node: Copies, own: Curves, num_rows: int) -> Curve:
     )
 
 
+def make_replicas(
+    prices: Prices, models: Sequence[ReplicaModel], names: Sequence[Sequence[Sequence[str]]], rows: Sequence[int]
+) -> tuple[Replica, ...]:
+    """`make_replica` of each; those that were priced as one differ in their devices alone."""
+    known: dict[tuple[int, int, int, tuple[tuple[str, ...], ...]], Replica] = {}
+    found = []
+    for index, (model, own, num_rows) in enumerate(zip(models, names, rows, strict=True)):
+        key = id(model.lanes), id(model.assignment), num_rows, tuple(map(tuple, own))
+        if key in known:
+            found.append(_on(known[key], index, model.placed))
+        else:
+            found.append(make_replica(prices, model, own, index, num_rows))
+            known[key] = found[-1]
+    return tuple(found)
+
+
+def _on(replica: Replica, index: int, placed: Placed) -> Replica:
+    """The same replica on other devices."""
+    virtual_devices = [VirtualDevice(names) for names in placed]
+    ranks = replica.pipeline.stage_rank
+    stages = (replace(stage, virtual_device=virtual_devices[rank]) for stage, rank in zip(replica.stages, ranks, strict=True))
+    return replace(replica, index=index, stages=tuple(stages))
+
+
 def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[str]], index: int, num_rows: int) -> Replica:
     """The replica as the plan states it.
 

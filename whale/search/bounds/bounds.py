@@ -128,6 +128,11 @@ class Bounds:
         rows = (max(self.share_of(team), num_micro_batch),)
         return float(self._team_seconds(team, order, num_micro_batch, rows, self._summing((team,)))[0])
 
+    def computing(self, team: Team, num_micro_batch: int) -> float:
+        """What `alone` is not below: all micro-batches, if the ranks of the team wait for nothing and share the work as they are fast."""
+        rows = max(self.share_of(team), num_micro_batch) / num_micro_batch
+        return num_micro_batch / team.width / sum(number / self._work(kind, rows) for kind, number in team.numbers.items())
+
     def _work(self, kind: Device, rows: float) -> float:
         times = self.columns.seconds(kind, float(rows))
         return float((times.forward + times.backward) @ self.columns.counts)

@@ -23,6 +23,9 @@ FRONT = 4
 DEEPEST = 64
 """Replicas over several kinds have at most so many ranks, where there are many devices."""
 
+ROUNDING = 1e-9
+"""By so large a share sums may differ that are equal but for the order of their terms."""
+
 HALF_WAY = 2**0.5
 """From a power of two to the next."""
 
@@ -178,13 +181,27 @@ class Space:
 
     def _front(self, kind: Device, bounds: Bounds) -> Sequence[Team]:
         """The replicas of one kind that take least time for their share of the rows, and copies of the model, as far as they fit."""
-
-        def seconds(team: Team) -> float:
-            counts = self._micro_batches((team,), int(bounds.share_of(team))) or (1,)
-            return min(bounds.alone(team, self.freedom.orders[0], count) for count in counts)
-
         teams = [team for team in self._of_one_kind(kind) if self._is_allowed((team,)) and not bounds.shortage(team)]
-        return sorted(teams, key=lambda team: (team.num_ranks * team.width > 1, seconds(team)))[:FRONT]
+        plain = [team for team in teams if team.num_ranks * team.width == 1]
+        return [*plain, *self._fastest([team for team in teams if team not in plain], FRONT - len(plain), bounds)]
+
+    def _fastest(self, teams: Sequence[Team], number: int, bounds: Bounds) -> Sequence[Team]:
+        """So many teams that take least time alone, fastest first, with their best numbers of micro-batches.
+
+        What a team only computes is quickly known: in the order of that they are looked at, until enough take less than it.
+        """
+        looks = [
+            (bounds.computing(team, count), place, count)
+            for place, team in enumerate(teams)
+            for count in self._micro_batches((team,), int(bounds.share_of(team))) or (1,)
+        ]
+        found: dict[int, float] = {}
+        for computing, place, count in sorted(looks):
+            if sum(seconds < computing * (1 - ROUNDING) for seconds in found.values()) >= number:
+                break
+            seconds = bounds.alone(teams[place], self.freedom.orders[0], count)
+            found[place] = min(seconds, found.get(place, seconds))
+        return [teams[place] for place in sorted(found, key=lambda place: (found[place], place))][:number]
 
     def _sequences(self) -> Iterator[tuple[Device, ...]]:
         for number in range(2, len(self.counts) + 1):
