@@ -46,9 +46,9 @@ def fabric(cluster: Cluster, devices: Sequence[str]) -> Fabric:
     What the devices of a host share, a card or a bus, is taken as if all of them talked at once, as they do in a step: each
     has an equal part of it.
     """
-    members: dict[str, list[str]] = {}
+    members, by_name = dict[str, list[str]](), cluster.by_name
     for name in devices:
-        members.setdefault(cluster.by_name[name].host, []).append(name)
+        members.setdefault(by_name[name].host, []).append(name)
     inside, inside_latency, between, between_latency = inf, 0.0, inf, 0.0
     counts = [len(names) for names in members.values()]
     for host, names in members.items():

@@ -128,10 +128,13 @@ class Bounds:
         rows = (max(self.share_of(team), num_micro_batch),)
         return float(self._team_seconds(team, order, num_micro_batch, rows, self._summing((team,)))[0])
 
-    def computing(self, team: Team, num_micro_batch: int) -> float:
-        """What `alone` is not below: all micro-batches, if the ranks of the team wait for nothing and share the work as they are fast."""
+    def about_alone(self, team: Team, order: Order, num_micro_batch: int) -> float:
+        """About what `alone` comes to at least, of a team of one kind whose ops are all cut alike; quickly worked out."""
         rows = max(self.share_of(team), num_micro_batch) / num_micro_batch
-        return num_micro_batch / team.width / sum(number / self._work(kind, rows) for kind, number in team.numbers.items())
+        whole, ranks = self._work(team.kinds[0], rows) / team.width, team.num_ranks
+        if ranks == 1 or not order.fills:
+            return num_micro_batch * whole / ranks
+        return whole / (1 - (1 - 1 / num_micro_batch) ** ranks)  # the ranks before each fill and drain the pipeline
 
     def _work(self, kind: Device, rows: float) -> float:
         times = self.columns.seconds(kind, float(rows))

@@ -23,8 +23,8 @@ FRONT = 4
 DEEPEST = 64
 """Replicas over several kinds have at most so many ranks, where there are many devices."""
 
-ROUNDING = 1e-9
-"""By so large a share sums may differ that are equal but for the order of their terms."""
+ABOUT = 0.05
+"""What a team takes is not below what it takes about at least by a larger share: micro-batches differ by a row."""
 
 HALF_WAY = 2**0.5
 """From a power of two to the next."""
@@ -188,18 +188,19 @@ class Space:
     def _fastest(self, teams: Sequence[Team], number: int, bounds: Bounds) -> Sequence[Team]:
         """So many teams that take least time alone, fastest first, with their best numbers of micro-batches.
 
-        What a team only computes is quickly known: in the order of that they are looked at, until enough take less than it.
+        What a team takes about at least is quickly known: in the order of that they are looked at, until enough take surely less.
         """
+        order = self.freedom.orders[0]
         looks = [
-            (bounds.computing(team, count), place, count)
+            (bounds.about_alone(team, order, count), place, count)
             for place, team in enumerate(teams)
             for count in self._micro_batches((team,), int(bounds.share_of(team))) or (1,)
         ]
         found: dict[int, float] = {}
-        for computing, place, count in sorted(looks):
-            if sum(seconds < computing * (1 - ROUNDING) for seconds in found.values()) >= number:
+        for about, place, count in sorted(looks):
+            if sum(seconds < about * (1 - ABOUT) for seconds in found.values()) >= number:
                 break
-            seconds = bounds.alone(teams[place], self.freedom.orders[0], count)
+            seconds = bounds.alone(teams[place], order, count)
             found[place] = min(seconds, found.get(place, seconds))
         return [teams[place] for place in sorted(found, key=lambda place: (found[place], place))][:number]
 
