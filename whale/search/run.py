@@ -105,10 +105,17 @@ class Run(Progress):
         """Plans what may be better than the best plan by its bound, one after another, as far as the effort goes."""
         for look in looks:
             is_done = False
+            if self._is_beyond(look):  # most are, of thousands
+                self.unproven.append(look)
+                continue
             with self.kept():
                 is_done = not self.was_interrupted and self._is_worth(look) and self._plan(look)
             if not is_done:
                 self.unproven.append(look)
+
+    def _is_beyond(self, look: Look) -> bool:
+        """Whether there is a plan, and no effort left for this one."""
+        return self.best is not None and look.effort > self.effort and not look.is_must
 
     def _is_worth(self, look: Look) -> bool:
         """Whether to plan what may be better, and a few that are not, to have something beside the best plan.
@@ -119,7 +126,7 @@ class Run(Progress):
         if not self.drafts and not self.faults:
             return True
         if effort > self.effort and not look.is_must:
-            return self.best is None and self._is_roomy(look)
+            return self._is_roomy(look)
         if self.best is None:
             return True
         is_beside = len(self.drafts) <= NUM_RUNNERS_UP and effort * FEW <= self.effort

@@ -46,6 +46,13 @@ class Pattern:
         """Shards by their axes."""
         return {shard.axis: shard for shard in self.shards}
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.parameters, self.split, self.shards, self.partial))
+
+    def __hash__(self) -> int:  # alike replicas share their patterns, which are long
+        return self._hash
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -222,6 +229,7 @@ def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Par
         axes: of the model; None where no stage is sharded.
     """
     partial: dict[tuple[tuple[str, ...], tuple[Shard, ...]], frozenset[str]] = {}
+    patterns: dict[tuple[int, int, int, frozenset[str]], Pattern] = {}
     holders = []
     for replica in plan.replicas:
         for stage in replica.stages:
@@ -233,7 +241,10 @@ def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Par
                     partial[key] = label(graph, axes, stage.ops, stage.shards).partial_parameters
                 own = partial[key] | shared_parameters(replica, stage)
             devices = tuple(plan.rank_of[device] for device in stage.virtual_device.devices)
-            holders.append(Holder((replica.index, stage.index), devices, Pattern(stage.parameters, stage.split, stage.shards, own)))
+            look = id(stage.parameters), stage.split, id(stage.shards), own
+            if look not in patterns:
+                patterns[look] = Pattern(stage.parameters, stage.split, stage.shards, own)
+            holders.append(Holder((replica.index, stage.index), devices, patterns[look]))
     return ParameterShardings(tuple(holders), axes, plan.devices)
 
 

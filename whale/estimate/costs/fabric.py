@@ -8,12 +8,12 @@ card ===================== card             between   all devices of a host toge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,20 @@ def fabric(cluster: Cluster, devices: Sequence[str]) -> Fabric:
             known = cluster.host_by_name[host]
             inside = min(inside, known.link.bandwidth / (len(known.devices) if known.link.shared else 1))
             inside_latency = max(inside_latency, known.link.latency)
-    firsts = [names[0] for names in members.values()]
-    for a, b in pairwise([*firsts, firsts[0]] if len(firsts) > 1 else firsts):
-        link = cluster.link(a, b)
-        between = min(between, min(counts) * link.bandwidth)
-        between_latency = max(between_latency, link.latency)
+    if len(members) > 1:
+        for link in _between(cluster, [names[0] for names in members.values()]):
+            between = min(between, min(counts) * link.bandwidth)
+            between_latency = max(between_latency, link.latency)
     if len(members) > 1:
         between = min(between, *(_part_of_card(cluster, host, len(names)) for host, names in members.items()))
     return Fabric(len(devices), len(members), max(counts), min(counts), inside, between, inside_latency, between_latency)
+
+
+def _between(cluster: Cluster, firsts: Sequence[str]) -> Iterable[Link]:
+    """The unlike links from host to host, all around, of one device of each."""
+    if not cluster.pairs and cluster.network is not None:  # it is the one that there is
+        return (cluster.network,)
+    return dict.fromkeys(cluster.link(a, b) for a, b in pairwise([*firsts, firsts[0]]))
 
 
 def _part_of_card(cluster: Cluster, host: str, count: int) -> float:

@@ -221,6 +221,8 @@ class _Backward:
             self._let_go(name)
 
     def _at(self, beside: float = 0.0) -> Fullest:
+        if not self.passes.forms:
+            return Fullest(self._freed, self._recomputed, self._stays, self._on_their_way + beside)
         forms, place = self.passes.formed, self._place
         freed, again, gradients = (float(each[place]) for each in (forms.freed, forms.again, forms.gradients))
         return Fullest(self._freed + freed, self._recomputed + again, self._stays, self._on_their_way + gradients + beside)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +26,7 @@ from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import ParameterState, Shard, plain_states
 from whale.sharding.bridges import Bridge, find_bridges
+from whale.sharding.buckets import Bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class Prices:
     _parts: dict[tuple[Part, Recompute], PartCost] = field(default_factory=dict, init=False)
     _started: dict[tuple[Part, Device, float], tuple[Started, Started]] = field(default_factory=dict, init=False)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict, init=False)
+    _buckets: tuple[Hashable, tuple[Bucket, ...]] | None = field(default=None, init=False)
     _locals: dict[tuple[tuple[str, ...], tuple[Shard, ...], tuple[tuple[int, int], ...]], Prices] = field(default_factory=dict, init=False)
     _labels: dict[tuple[tuple[str, ...], tuple[Shard, ...]], Labels] = field(default_factory=dict, init=False)
     _works: dict[tuple[tuple[str, ...], tuple[Shard, ...]], WorkOnParts] = field(default_factory=dict, init=False)
@@ -284,12 +286,31 @@ class Prices:
         """How many of these tensors have a gradient that returns."""
         return sum(self.training and self.graph.by_name[name].requires_grad for name in tensors)
 
+    def buckets(self, held: Hashable, make: Callable[[], tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
+        """The buckets of a plan. Those of the last one are kept: a search makes plans in a row whose devices hold the same.
+
+        Args:
+            held: what devices hold, and which schedules are alike: equal for plans of equal buckets.
+            make: finds them.
+        """
+        if self._buckets is None or self._buckets[0] != held:
+            self._buckets = held, make()
+        return self._buckets[1]
+
+    @cached_property
+    def kinds(self) -> Mapping[str, Device]:
+        """The kind of each device, by name: one value for all that are equal."""
+        known: dict[Device, Device] = {}
+        return {device.name: known.setdefault(device.kind, device.kind) for device in self.cluster.devices}
+
     def link(self, a: str, b: str) -> Link:
         """The link between two devices."""
-        hosts = self.cluster.by_name[a].host, self.cluster.by_name[b].host
-        if hosts not in self._links:
-            self._links[hosts] = self.cluster.link(a, b)
-        return self._links[hosts]
+        by_name = self.cluster.by_name
+        hosts = by_name[a].host, by_name[b].host
+        known = self._links.get(hosts)
+        if known is None:
+            known = self._links[hosts] = self.cluster.link(a, b)
+        return known
 
     def again(self, part: Part, recompute: Recompute, device: Device, num_rows: float) -> Started:
         """What a part computes a second time, by rows about a number of them."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.prices import Prices
-from whale.ir.plan import Plan, Stage
+from whale.ir.plan import Plan, Replica, Stage
 from whale.schedules import alike_schedules
 from whale.sharding.buckets import Bucket, plan_buckets
 from whale.sharding.parameters import parameter_shardings
@@ -18,8 +18,20 @@ def buckets(plan: Plan, prices: Prices) -> tuple[Bucket, ...]:
     """All buckets, in the order in which they start."""
     if not prices.training:
         return ()
-    found = parameter_shardings(plan, prices.graph, prices.axes if plan.is_sharded else None)
-    return plan_buckets(found, prices.graph, alike_schedules(plan), prices.costs.bucket_bytes)
+    alike = alike_schedules(plan)
+
+    def make() -> tuple[Bucket, ...]:
+        found = parameter_shardings(plan, prices.graph, prices.axes if plan.is_sharded else None)
+        return plan_buckets(found, prices.graph, alike, prices.costs.bucket_bytes)
+
+    return prices.buckets((alike, plan.devices, tuple(map(_held, plan.replicas))), make)
+
+
+def _held(replica: Replica) -> Hashable:
+    """What a replica holds where: plans that differ in their micro-batches alone have the same buckets."""
+    return tuple(
+        (stage.virtual_device, stage.parameters, stage.split, stage.shards, stage.ops if stage.shards else None) for stage in replica.stages
+    )
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,13 @@ def waiting(number: int, gathered: Gathered, program: Program, found: Run) -> tu
     """
     times, received, sent = found.tasks[number], list[Waiting](), list[Waiting]()
     posted, used = dict[int, float](), dict[int, float]()
-    for position, task in enumerate(program.tasks[number]):
-        posted |= dict.fromkeys(task.posts, times[position - 1][1] if position else 0.0)
-        used |= dict.fromkeys(task.needs, times[position][0])
+    ended = 0.0
+    for task, (start, end) in zip(program.tasks[number], times, strict=True):
+        for transfer in task.posts:
+            posted[transfer] = ended
+        for transfer in task.needs:
+            used[transfer] = start
+        ended = end
     worker = gathered.workers[program.members[number][0]]
     let_go = _let_go(gathered, worker, program.computations[number], times)
     for transfer in program.at[number]:

@@ -163,7 +163,7 @@ class Works:
 
     def likeness(self, group: Sequence[str]) -> tuple[tuple[Device, ...], tuple[Link, ...]]:
         """What is equal for equal groups: the kinds of their devices, and the links between neighbours."""
-        kinds = tuple(self.prices.cluster.by_name[name].kind for name in group)
+        kinds = tuple(self.prices.kinds[name] for name in group)
         return kinds, tuple(self.prices.link(a, b) for a, b in pairwise(group))
 
     def _prices(self, key: StageKey, position: int) -> Prices:

@@ -80,7 +80,8 @@ def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence
 def shortest_backward(replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> float:
     """Seconds of the backward pass of one micro-batch on the rank where it is shortest, so where it hides least."""
     found = []
-    for replica, share in zip(replicas, rows, strict=True):
+    unlike = {(id(replica.costs), id(replica.pipeline), share): (replica, share) for replica, share in zip(replicas, rows, strict=True)}
+    for replica, share in unlike.values():
         pipeline = replica.pipeline
         taken = share / pipeline.num_micro_batch
         for rank in range(pipeline.num_ranks):
@@ -109,12 +110,14 @@ def _owner_sets(prices: Prices, replicas: Sequence[ReplicaModel]) -> dict[tuple[
 def _shardings(prices: Prices, replicas: Sequence[ReplicaModel]) -> ParameterShardings:
     """Where the parameters of these replicas lie; devices are numbered as in the cluster."""
     number = {device.name: index for index, device in enumerate(prices.cluster.devices)}
-    holders = []
+    holders, patterns = [], dict[tuple[int, int, int], Pattern]()
     for index, replica in enumerate(replicas):
         for stage, part in enumerate(replica.assignment.parts):
             sharding, pipeline = replica.shardings[stage], replica.pipeline
-            pattern = Pattern(part.parameters, pipeline.width(stage), sharding.shards if sharding else ())
+            look = id(part), pipeline.width(stage), id(sharding)
+            if look not in patterns:
+                patterns[look] = Pattern(part.parameters, pipeline.width(stage), sharding.shards if sharding else ())
             devices = tuple(number[device] for device in replica.placed[pipeline.stage_rank[stage]])
-            holders.append(Holder((index, stage), devices, pattern))
+            holders.append(Holder((index, stage), devices, patterns[look]))
     is_sharded = any(holder.pattern.shards for holder in holders)
     return ParameterShardings(tuple(holders), prices.axes if is_sharded else None, tuple(number))
