@@ -71,6 +71,11 @@ class _Binder:
 
     def _solve(self, term: Term, size: int) -> Dim:
         """The dimension that a term stands for, where it must have this size; binds the one letter that is still unknown."""
+        if len(term) == 1 and term[0] in self.bound:  # most are
+            dim = self.bound[term[0]]
+            if self.atoms.size(dim) != size or not size:
+                raise Misfit("its sizes do not fit its rule")
+            return dim
         unknown = [letter for letter in term if letter not in self.bound]
         for letter in [letter for letter in unknown if letter in self.rule.sizes]:
             self.bound[letter] = self.atoms.fresh(self.rule.sizes[letter])

@@ -70,6 +70,8 @@ class Checker:
 
 def leaves_of_unknown_size(graph: ModelGraph, outcomes: Mapping[str, Outcome], atoms: Atoms) -> Set[int]:
     """Leaves that are dimensions of which only the example's size is known, and are in no others."""
+    if all(factor >= 0 for op in graph.ops for spec in op.outputs for factor in spec.row_factors):
+        return frozenset()
     found: set[int] = set()
     known: set[int] = set()
     for op in graph.ops:

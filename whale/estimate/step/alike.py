@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,9 +65,9 @@ def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequ
         wires: between the workers.
     """
     bundles, bundle_of = _bundles(wires)
-    party = _Meetings(((number, each) for number, bundle in enumerate(bundles) for each in bundle.with_roles), len(bundles), len(workers))
-    passed = ((number, (each, (load,))) for number, bundle in enumerate(bundles) for each, load in bundle.links)
-    link = _Meetings(passed, len(bundles), len(links))
+    party = _Meetings([bundle.parties for bundle in bundles], [role for bundle in bundles for role in bundle.roles], len(workers))
+    passed = [bundle.links for bundle in bundles]
+    link = _Meetings([[each for each, _ in own] for own in passed], [load for own in passed for _, load in own], len(links))
     of_worker, of_link, of_bundle = _nearly(_number(workers), _number(links), _number(bundle.kind for bundle in bundles), party, link)
     count = 0
     while (now := sum(max(colours, default=-1) for colours in (of_worker, of_link, of_bundle))) != count:
@@ -84,18 +84,22 @@ def _bundles(wires: Sequence[Wire]) -> tuple[list[Wire], list[int]]:
 
     They meet the same, so that bundles are alike where all their wires are.
     """
-    found: dict[tuple[tuple[int, ...], Path], list[Wire]] = {}
+    found: list[list[Wire]] = []
     bundle_of: dict[tuple[tuple[int, ...], Path], int] = {}
     numbers = []
     for wire in wires:
-        key = wire.parties, wire.links
-        numbers.append(bundle_of.setdefault(key, len(bundle_of)))
-        found.setdefault(key, []).append(wire)
-    bundles = [
-        Wire(tuple(wire.kind for wire in own), parties, tuple(zip(*(wire.roles for wire in own), strict=True)), links)
-        for (parties, links), own in found.items()
-    ]
-    return bundles, numbers
+        number = bundle_of.setdefault((wire.parties, wire.links), len(found))
+        numbers.append(number)
+        if number == len(found):
+            found.append([wire])
+        else:
+            found[number].append(wire)
+    return [own[0] if len(own) == 1 else _bundle(own) for own in found], numbers
+
+
+def _bundle(own: Sequence[Wire]) -> Wire:
+    roles = tuple(zip(*(wire.roles for wire in own), strict=True))
+    return Wire(tuple(wire.kind for wire in own), own[0].parties, roles, own[0].links)
 
 
 def _nearly(
@@ -136,20 +140,20 @@ class _Meetings:
     """Which wires meet which workers, or links, in which roles; of tens of thousands, so in arrays.
 
     Args:
-        met: wire, and whom it meets in which role, wire by wire.
-        num_wires, num_others: how many there are.
+        met: per wire, whom it meets.
+        roles: in which role each of them, wire by wire.
+        num_others: how many there are.
     """
 
-    def __init__(self, met: Iterable[tuple[int, tuple[int, Role]]], num_wires: int, num_others: int) -> None:
-        rows = [(wire, other, role) for wire, (other, role) in met]
-        self._num_wires, self._num_others = num_wires, num_others
-        self._wire, self._other = (np.array([row[index] for row in rows], dtype=np.int64) for index in (0, 1))
-        self._role = np.array(_number(role for _, _, role in rows), dtype=np.int64)
+    def __init__(self, met: Sequence[Sequence[int]], roles: Iterable[Hashable], num_others: int) -> None:
+        self._num_wires, self._num_others = len(met), num_others
+        sizes = np.fromiter(map(len, met), dtype=np.int64, count=len(met))
+        self._wire = np.repeat(np.arange(len(met), dtype=np.int64), sizes)
+        self._other = np.fromiter(chain.from_iterable(met), dtype=np.int64, count=int(sizes.sum()))
+        self._role = np.array(_number(roles), dtype=np.int64)
         self._by_other = np.argsort(self._other, kind="stable")
-        self._wire_ends, self._other_ends = (
-            np.searchsorted(own, np.arange(number + 1))
-            for own, number in ((self._wire, num_wires), (self._other[self._by_other], num_others))
-        )
+        self._wire_ends = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(sizes)))
+        self._other_ends = np.searchsorted(self._other[self._by_other], np.arange(num_others + 1))
 
     def at_wires(self, colours: Sequence[int]) -> list[bytes]:
         """Per wire, whom it meets: equal for equal roles of others of equal colours."""

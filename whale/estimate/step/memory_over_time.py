@@ -78,8 +78,13 @@ def memory_over_time(
         changes += (each.start, each.num_bytes, ("received", each.stage)), (each.end, -each.num_bytes, ("received", each.stage))
     for each in sent:
         changes += (each.start, each.num_bytes, ("sent", each.stage)), (each.end, -each.num_bytes, ("sent", each.stage))
-    changes.sort(key=lambda change: (change[0], change[1] > 0))
+    changes.sort(key=_in_turn)
     return _follow(worker, changes)
+
+
+def _in_turn(change: Change) -> tuple[float, bool]:
+    """At one time what is let go comes first."""
+    return change[0], change[1] > 0
 
 
 @dataclass
