@@ -12,7 +12,7 @@ from whale.search.arrangement import Arrangement, Order
 from whale.search.bounds.bounds import Bounds
 from whale.search.climb import climbed
 from whale.search.objective import Objective
-from whale.search.run import Look, effort_of
+from whale.search.run import Look, effort
 from whale.search.sketch.rough import RULES, Rough
 from whale.search.sketch.sketch import Sketches
 from whale.search.space.space import Lineup, Space
@@ -143,8 +143,11 @@ class Front:
         return found
 
     def _looks(self, group: Group, likely: Sequence[float]) -> Iterator[Look]:
+        first, bounds = group.own[0], (self._bound, self._bound_of_cuts)
+        num_devices, is_split, num_stages = first.num_devices, first.is_split, first.num_tasks // first.num_micro_batch
         for arrangement, own in zip(group.own, likely, strict=True):
-            yield Look(arrangement, group.near, group.bound, (self._bound, self._bound_of_cuts), self._fits, own, effort_of(arrangement))
+            work = effort(num_devices, num_stages * arrangement.num_micro_batch, is_split=is_split)
+            yield Look(arrangement, group.near, group.bound, bounds, self._fits, own, work)
 
     def bound(self, arrangement: Arrangement) -> float:
         """What none of its plans is below."""

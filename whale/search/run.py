@@ -187,11 +187,6 @@ class Run(Progress):
         )
 
 
-def effort_of(arrangement: Arrangement) -> float:
-    """How many small plans take as long to make as one of this arrangement."""
-    return effort(arrangement.num_devices, arrangement.num_tasks, is_split=arrangement.is_split)
-
-
 def effort(num_devices: int, num_tasks: int, *, is_split: bool) -> float:
     """How many small plans take as long to make as one of so many devices and tasks of the simulation."""
     plan = 1 + num_devices / DEVICES_PER_PLAN + num_tasks / TASKS_PER_PLAN

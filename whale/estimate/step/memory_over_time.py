@@ -32,6 +32,12 @@ Change = tuple[float, float, tuple[What, int]]
 """A time, the bytes that are taken then (let go, below zero), and of which kind and stage. Plain: there are many."""
 
 
+_Change = tuple[int, float, tuple[What, int]]
+"""A `Change` at the start, or at the end, of a computation."""
+
+_START, _END = 0, 1
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """Bytes of a message that lie on a device from one time to another."""
@@ -73,7 +79,7 @@ def memory_over_time(
         received: tensors from the time at which their receives are posted to that of their use.
         sent: gradients from the time at which they are made to that of their arrival.
     """
-    changes = [*_Changes(worker, order).over(times)]
+    changes = _Changes(worker, order).over(times)
     for each in received:
         changes += (each.start, each.num_bytes, ("received", each.stage)), (each.end, -each.num_bytes, ("received", each.stage))
     for each in sent:
@@ -89,60 +95,76 @@ def _in_turn(change: Change) -> tuple[float, bool]:
 
 @dataclass
 class _Changes:
-    """The changes that the computations of a device make."""
+    """The changes that the computations of a device make; those of like computations are found once."""
 
     worker: Worker
     order: Sequence[Computation]
     _passed: set[tuple[int, Kind]] = field(default_factory=set)
     _given: float = 0.0
+    _known: dict[tuple[int, Kind, int, bool], tuple[_Change, ...]] = field(default_factory=dict)
 
-    def over(self, times: Sequence[tuple[float, float]]) -> Iterator[Change]:
+    def over(self, times: Sequence[tuple[float, float]]) -> list[Change]:
         """All of them, the computations being at these times."""
         again = {(each.action.stage, each.action.micro_batch) for each in self.order if each.action.kind is Kind.RECOMPUTE}
         goes_back = {each.action.stage for each in self.order if each.action.kind in _BACKWARD}
-        for each, (start, end) in zip(self.order, times, strict=True):
-            kind, stage = each.action.kind, each.action.stage
+        found = list[Change]()
+        for each, ends in zip(self.order, times, strict=True):
+            kind, stage, micro_batch = each.action.kind, each.action.stage, each.action.micro_batch
             if stage is None:
                 continue
-            work, is_again = work_of(self.worker, each.action), (stage, each.action.micro_batch) in again
-            if kind is Kind.FORWARD:
-                yield from _during(start, end, "working", stage, work.beside.forward)
-                if stage in goes_back:
-                    yield start, work.left if is_again else work.kept, ("activations", stage)
-            elif kind is Kind.RECOMPUTE:
-                yield from _during(start, end, "working", stage, work.beside.again)
-                yield start, work.kept - work.left, ("recomputed", stage)
-            elif kind is Kind.BACKWARD_WEIGHT:
-                yield from self._weights(start, end, stage, work)
-            else:
-                yield from self._backward(start, end, stage, work, kind, is_again=is_again)
-            self._passed.add((stage, kind))
+            assert micro_batch is not None
+            is_again = (stage, micro_batch) in again
+            key = stage, kind, self.worker.rows[micro_batch], is_again
+            own = self._known.get(key)
+            if own is None:
+                is_first = (stage, kind) not in self._passed
+                work = work_of(self.worker, each.action)
+                own = tuple(self._of(kind, stage, work, is_again=is_again, is_first=is_first, goes_back=stage in goes_back))
+                self._passed.add((stage, kind))
+                if not is_first:
+                    self._known[key] = own
+            for place, num_bytes, what in own:
+                found.append((ends[place], num_bytes, what))
+        return found
 
-    def _backward(self, start: float, end: float, stage: int, work: Work, kind: Kind, *, is_again: bool) -> Iterator[Change]:
+    def _of(self, kind: Kind, stage: int, work: Work, *, is_again: bool, is_first: bool, goes_back: bool) -> Iterator[_Change]:
+        """The changes of one computation."""
+        if kind is Kind.FORWARD:
+            yield from _during("working", stage, work.beside.forward)
+            if goes_back:
+                yield _START, work.left if is_again else work.kept, ("activations", stage)
+        elif kind is Kind.RECOMPUTE:
+            yield from _during("working", stage, work.beside.again)
+            yield _START, work.kept - work.left, ("recomputed", stage)
+        elif kind is Kind.BACKWARD_WEIGHT:
+            yield from self._weights(stage, work, is_first=is_first)
+        else:
+            yield from self._backward(stage, work, kind, is_again=is_again, is_first=is_first)
+
+    def _backward(self, stage: int, work: Work, kind: Kind, *, is_again: bool, is_first: bool) -> Iterator[_Change]:
         """A B or I, all the time as it is when it has most."""
-        is_first = (stage, kind) not in self._passed
         fullest, own = work.beside.first if is_first else work.beside.later, _let_go(is_again)
-        yield start, -fullest.freed, (own, stage)
-        yield from _during(start, end, "working", stage, fullest.working)
-        yield from _during(start, end, "recomputed", stage, fullest.recomputed)
-        yield end, -(work.kept - (work.left if is_again else 0.0) - fullest.freed), (own, stage)
+        yield _START, -fullest.freed, (own, stage)
+        yield from _during("working", stage, fullest.working)
+        yield from _during("recomputed", stage, fullest.recomputed)
+        yield _END, -(work.kept - (work.left if is_again else 0.0) - fullest.freed), (own, stage)
         if is_again:
-            yield end, -work.left, ("activations", stage)
+            yield _END, -work.left, ("activations", stage)
         if kind is Kind.BACKWARD_INPUT:
-            yield from _during(start, end, "gradients", stage, fullest.gradients)
-            yield end, work.for_weights, ("activations", stage)
+            yield from _during("gradients", stage, fullest.gradients)
+            yield _END, work.for_weights, ("activations", stage)
         elif is_first:
             made = self._make(work)
-            yield start, min(fullest.gradients, made), ("gradients", stage)
-            yield end, made - min(fullest.gradients, made), ("gradients", stage)
+            yield _START, min(fullest.gradients, made), ("gradients", stage)
+            yield _END, made - min(fullest.gradients, made), ("gradients", stage)
 
-    def _weights(self, start: float, end: float, stage: int, work: Work) -> Iterator[Change]:
+    def _weights(self, stage: int, work: Work, *, is_first: bool) -> Iterator[_Change]:
         """A W: all that it waited with is there to its end."""
-        if (stage, Kind.BACKWARD_WEIGHT) in self._passed:
-            yield from _during(start, end, "working", stage, work.beside.weight)
+        if not is_first:
+            yield from _during("working", stage, work.beside.weight)
         else:
-            yield start, self._make(work), ("gradients", stage)
-        yield end, -work.for_weights, ("activations", stage)
+            yield _START, self._make(work), ("gradients", stage)
+        yield _END, -work.for_weights, ("activations", stage)
 
     def _make(self, work: Work) -> float:
         """The gradients that a stage makes first: of a parameter that several stages of the device hold, one of them does."""
@@ -156,9 +178,9 @@ def _let_go(is_again: bool) -> What:
     return "recomputed" if is_again else "activations"
 
 
-def _during(start: float, end: float, what: What, stage: int, num_bytes: float) -> Iterator[Change]:
-    yield start, num_bytes, (what, stage)
-    yield end, -num_bytes, (what, stage)
+def _during(what: What, stage: int, num_bytes: float) -> Iterator[_Change]:
+    yield _START, num_bytes, (what, stage)
+    yield _END, -num_bytes, (what, stage)
 
 
 def _follow(worker: Worker, changes: Sequence[Change]) -> MemoryOverTime:

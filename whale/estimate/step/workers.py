@@ -93,6 +93,7 @@ class Workers:
         self._of_kind: dict[int, set[tuple[int | None, Kind]]] = {}
         self._keys: dict[StageKey, StageKey] = {}
         self._known: dict[Hashable, tuple[Worker, ...]] = {}
+        self._same: dict[Hashable, tuple[Worker, ...]] = {}
 
     def of(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[tuple[str, Worker]]:
         """The devices of a replica, each with what it does: that of equal replicas on equal devices is found once.
@@ -101,17 +102,16 @@ class Workers:
             schedule: of the replica.
             number: of that schedule among all.
         """
-        look = self._look(replica, number)
-        if look not in self._known:
-            self._known[look] = tuple(self._found(replica, schedule, number))
-        firsts = (replica.stages[schedule.stages_of(rank)[0]] for rank in range(schedule.num_ranks))
-        return zip((device for stage in firsts for device in stage.virtual_device.devices), self._known[look], strict=True)
-
-    def _look(self, replica: Replica, number: int) -> Hashable:
-        """All that its workers are made of: its stages and rows, and the kinds of its devices with the links between neighbours."""
-        stages = tuple((own.ops, own.parameters, own.program, own.shards, own.shares, own.split) for own in replica.stages)
         groups = tuple(self._works.likeness(group) for stage in replica.stages for group in stage.groups)
-        return number, stages, replica.edges, groups, self._sizes(replica)
+        stages = [(own.ops, own.parameters, own.program, own.shards, own.shares, own.split) for own in replica.stages]
+        same = number, groups, self._sizes(replica), id(replica.edges), tuple(id(part) for own in stages for part in own)
+        if same not in self._same:  # else what they are made of, which is long, is one for both
+            look = number, groups, self._sizes(replica), replica.edges, tuple(stages)
+            if look not in self._known:
+                self._known[look] = tuple(self._found(replica, schedule, number))
+            self._same[same] = self._known[look]
+        firsts = (replica.stages[schedule.stages_of(rank)[0]] for rank in range(schedule.num_ranks))
+        return zip((device for stage in firsts for device in stage.virtual_device.devices), self._same[same], strict=True)
 
     def _sizes(self, replica: Replica) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self._rows[replica.index])
