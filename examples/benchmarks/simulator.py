@@ -134,20 +134,24 @@ What falls short, and the likely reason:
   3.94 s in this source and 3.70 s in SC'21.
 - 8 tensor-parallel devices with 64 rows at once took twice as long as with 32, though half of their memory should be free; with 2 rows,
   twice as long for a row as with 4.
-- On one host, a block of hidden 2,048 took these milliseconds for a micro-batch (medians of plans of one stage; other plans are alike; in
-  brackets what is predicted, no less than the 3.5 of its host):
+- On one host, a block of hidden 2,048 took these milliseconds for a micro-batch, and what is not of blocks, the output layer above all, the
+  second figures: from two plans of one stage that differ in their depth alone (or in replicas, which is 0.3 %). In brackets what is
+  predicted, of a block no less than the 3.2 to 3.5 of its host:
 
   | rows | 1 device | 2 tensor-parallel | 4 | 8 |
   | --- | --- | --- | --- | --- |
-  | 1 | 3.8 (3.7) | 3.6 (3.5) | 3.3 (3.5) | 4.9 (3.5) |
-  | 2 | 5.9 (5.5) | **5.0 (3.7)** | **3.1 (3.5)** | 4.1 (3.5) |
-  | 4 | 10.5 (10.6) | 6.8 (6.3) | **5.5 (4.1)** | 4.9 (3.5) |
-  | 8 | 20.7 (20.7) | 11.5 (12.0) | 8.1 (7.7) | - |
+  | 1 | 3.3 (3.2), 11 (6) | 3.4 (3.6), 6 (2) | 3.0 (3.5), 4 (2) | **4.8 (3.5)**, 3 (2) |
+  | 2 | 4.9 (5.7), 19 (11) | **4.7 (3.5)**, 6 (6) | **2.9 (3.5)**, 5 (2) | 3.9 (3.5), 4 (2) |
+  | 4 | 9.2 (10.7), 37 (21) | 6.4 (6.3), 9 (11) | **5.0 (4.1)**, 8 (6) | - |
+  | 8 | 17.1 (20.8), 72 (41) | 10.9 (12.1), 16 (21) | 7.5 (7.7), 12 (12) | - |
 
-  With 2 devices and 2 rows all 17 runs are predicted 16 to 22 % too short, with 4 devices and 2 rows all 12 are 10 to 21 % too long: so
+  With 2 devices and 2 rows all 17 runs are predicted 19 to 22 % too short, with 4 devices and 2 rows all 12 are 8 to 21 % too long: so
   worse plans are picked among those, and no one run is to blame. Bytes, sizes of products and rows per device do not order the
-  differences; other kernels of the libraries may. With 8 devices and 1 row, 16 heads leave 2 products, and the fused softmax of
-  Megatron-LM takes multiples of 4 only: without it some four more kernels are started in each pass, about what is missing.
+  differences; other kernels of the libraries may ([what was tried](picks.md)). The output layer on one device is as slow as if the
+  vocabulary were the 50,257 tokens that the source's own simulator starts from: odd, which tensor cores multiply slowly; half of it is a
+  multiple of 8, and fast. The source does not say whether the runs had it. In a pipeline of single devices the last stage is then slow.
+  With 8 devices and 1 row, 16 heads leave 2 products, and the fused softmax of Megatron-LM takes multiples of 4 only: without it some four
+  more kernels are started in each pass, about what is missing.
 - Numbers of tiles of products on 108 multiprocessors, a host that is not always ahead where it needs about as long as the device, and 8
   to 12 us of the device for a kernel in place of 4 were tried, alone and together, with what A100 reach fitted anew: at best multi-node
   A100 came to 7.4 %, and SC'21 further off by more than that.

@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 
 from figure import Figure
+from picks import by_blocks, by_chance, calibrated, missed, picks, repeats
 from runs import Run, a100_runs, simulate, written
 from simulator import Result, constant_mfu_error, page, rank_correlation, score
 
@@ -50,6 +51,37 @@ def test_scores() -> None:
     assert constant_mfu_error([RUN, RUN]) < 0.05
     text = page({"16 T4": results}, {"16 T4": found}, "command")
     assert "| 16 T4 | 4 | 1 |" in text and "-50.0%" in text
+
+
+def of_depth(layers: int, stages: int, rows: int) -> Result:
+    """A run whose block takes 1 s for a row, and the rest of the last stage 3 s for a micro-batch."""
+    run = replace(RUN, layers=layers, plan=written(1, 2, stages, rows))
+    micro_batches = run.batch // 2 // rows
+    return Result(replace(run, seconds=(micro_batches + stages - 1) * layers / stages * rows + 3 * micro_batches), None, 1e9, 8e10, False)
+
+
+def test_predictions_are_set_right_by_runs_of_other_depths() -> None:
+    runs = [of_depth(layers, stages, rows) for layers in (4, 8, 12) for stages in (1, 2) for rows in (1, 2)]
+    results = [replace(each, predicted=each.run.seconds * (0.7 if each.run.plan["micro_batch_rows"] == 1 else 1.5)) for each in runs]
+    assert any(pick.loss > 0.03 for pick in picks(results))
+    for found in (calibrated(results), by_blocks(results)):
+        assert [each.predicted for each in found] == pytest.approx([each.run.seconds for each in results])
+        assert all(pick.loss == 0 for pick in picks(found))
+    alone = results[:4]
+    assert calibrated(alone) == by_blocks(alone) == alone, "no other depth was measured"
+
+
+def test_misses_are_told() -> None:
+    other = replace(result(2.0, 1.0).run, plan=written(2, 1, 1, 4))
+    rows = list(missed({"16 T4": list(picks([result(1.0, 1.1), Result(other, 1.0, 1e9, 8e10, False)]))}))
+    assert rows[2:] == ["| t2 d1 p1 b4 | 2 x 64 | 2 | 8 | 2.000 s | -50% | t1 d2 p1 b2 | 1.000 s | +10% | 100.0% |"]
+
+
+def test_what_noise_there_is() -> None:
+    more = replace(RUN, num_devices=4, batch=16, plan=written(1, 4, 1, 2), seconds=0.0101)
+    assert repeats([RUN, more]) == pytest.approx([-0.005, 0.005], rel=0.01)
+    assert repeats([RUN, replace(more, batch=8)]) == [], "another number of micro-batches"
+    assert by_chance([result(1.0, 1.0), result(2.0, 2.0)], 1e-6) == (1.0, 0.0)
 
 
 def test_a_bound_is_told_as_one() -> None:
