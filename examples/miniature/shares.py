@@ -1,6 +1,9 @@
 """A process at a stated share of a core: by a quota of the kernel where one may be set, else by stopping it in every period.
 
-    share 0.33    |###......|###......|###......|      periods of 20 ms
+    share 0.33    |###......|###......|###......|      periods of 5 ms
+
+What a process has left of its share when it waits is there when it goes on: so much of the next thing runs as on a whole core. A slow
+device has nothing of the kind, so periods are short.
 
 A group has the priority of its process: the kernel weighs groups, not what is in them, against other work. A share of 1 is left
 alone. Each process is pinned to one core, on which the shares add up to at most 1. What was changed is undone at the end, whatever
@@ -19,7 +22,12 @@ from pathlib import Path
 
 from miniature.owners import NAME, is_left_over, name_of
 
-PERIOD_SECONDS = 0.02
+PERIOD_SECONDS = 0.005
+"""Of a quota; longer where the share of it would be less than `LEAST_SECONDS`."""
+LEAST_SECONDS = 0.001
+"""Of a core in a period: less is no quota to the kernel."""
+STOPS_SECONDS = 0.02
+"""From one stop of a process to the next, where there are no quotas."""
 CGROUPS = Path("/sys/fs/cgroup")
 ROUNDING = 1e-9
 """By which shares that are written with a few digits may add up to more than a core."""
@@ -92,8 +100,8 @@ def _pin(pid: int, cores: Collection[int]) -> None:
 
 
 def _quota(pid: int, share: float) -> contextlib.AbstractContextManager[None]:
-    period = int(1e6 * PERIOD_SECONDS)
-    own = int(period * share)
+    period = round(1e6 * max(PERIOD_SECONDS, LEAST_SECONDS / share))
+    own = round(period * share)
     first = {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": own, "cpu.shares": _weight(pid)}
     return _group("cpu", pid, first, {"cpu.max": f"{own} {period}", "cpu.weight.nice": _priority(pid)})
 
@@ -146,7 +154,7 @@ def _remove(group: Path) -> None:
         except OSError:
             if time.monotonic() > until:
                 raise
-            time.sleep(PERIOD_SECONDS)
+            time.sleep(STOPS_SECONDS)
 
 
 @contextlib.contextmanager
@@ -155,9 +163,9 @@ def _stopped(pid: int, share: float) -> Iterator[None]:
 
     def beat() -> None:
         with contextlib.suppress(ProcessLookupError):
-            while not ended.wait(PERIOD_SECONDS * share):
+            while not ended.wait(STOPS_SECONDS * share):
                 os.kill(pid, signal.SIGSTOP)
-                ended.wait(PERIOD_SECONDS * (1 - share))
+                ended.wait(STOPS_SECONDS * (1 - share))
                 os.kill(pid, signal.SIGCONT)
 
     thread = threading.Thread(target=beat, daemon=True)

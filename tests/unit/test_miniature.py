@@ -34,11 +34,12 @@ def quota_of(pid: int) -> list[str]:
     return []
 
 
-def test_a_share_is_kept_by_a_quota_and_undone(process: subprocess.Popen[bytes]) -> None:
+@pytest.mark.parametrize(("share", "quota"), [(0.25, "1250"), (0.05, "1000")], ids=["of 5 ms", "the least there is"])
+def test_a_share_is_kept_by_a_quota_and_undone(process: subprocess.Popen[bytes], share: float, quota: str) -> None:
     before = os.sched_getaffinity(process.pid)
-    with pytest.raises(KeyError), shares.slowed([process.pid], [0.25]) as how:
+    with pytest.raises(KeyError), shares.slowed([process.pid], [share]) as how:
         if how == "quota":
-            assert quota_of(process.pid) == ["5000"]
+            assert quota_of(process.pid) == [quota]
         assert len(os.sched_getaffinity(process.pid)) == 1 <= len(before)
         raise KeyError
     assert quota_of(process.pid) == []
