@@ -19,6 +19,7 @@ from whale.planning.seating import Seater, Seating
 from whale.search.arrangement import Order
 from whale.search.space.freedom import ORDERS, freedom_of
 from whale.search.space.space import micro_batch_counts, powers_of_two
+from whale.search.space.ways import Way
 
 
 def least(
@@ -100,15 +101,19 @@ def room(kinds: set[object], cluster: Cluster) -> int:
 
 def least_divided(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> float | None:
     """The fastest step of any plan around the scopes of a graph; None where there is none."""
-    settings = freedom_of(config, mixes_samples=False).config
+    return min((seconds for _, seconds in every_plan_divided(graph, cluster, config, num_rows)), default=None)
+
+
+def every_plan_divided(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> Iterator[tuple[Way, float]]:
+    """All plans around the scopes of a graph, with the seconds of a step."""
+    freedom = freedom_of(config, mixes_samples=False)
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
-    found = list[float]()
     for devices, placed, order, num_micro_batch in every_division(graph, cluster, config, num_rows):
-        own = settings.with_values(of_order(order) | {"pipeline.num_micro_batch": num_micro_batch})
+        own = freedom.config.with_values(of_order(order) | {"pipeline.num_micro_batch": num_micro_batch})
         with contextlib.suppress(WhaleError):
             seats = Seats(cluster, cluster.only(devices), stated=placed)
-            found.append(draft_as_set(prices, own, num_rows, seats).plan.step_seconds)
-    return min(found, default=None)
+            seconds = draft_as_set(prices, own, num_rows, seats).plan.step_seconds
+            yield Way((), devices, num_micro_batch, freedom.policies[0], order, placed), seconds
 
 
 def every_division(

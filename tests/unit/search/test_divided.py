@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import whale.search.divided
 from tests.examples import at_most
 from tests.unit.planning.graphs import Graph, scope
-from tests.unit.search.exhaustive import least_divided
+from tests.unit.search.exhaustive import every_plan_divided, least_divided, seater_of
 from tests.unit.search.test_search import GIB, SPEEDS, clusters, layers, made
 from whale.config import Config
 from whale.errors import AnnotationError, WhaleError
@@ -24,6 +24,8 @@ from whale.ir.plan import Plan
 from whale.planning import MemoryShortage, make_plan
 from whale.search import Found, decide, search
 from whale.search.advice.advice import advise
+from whale.search.bounds.bounds import Bounds
+from whale.search.bounds.scoped import ScopedBounds
 
 FRONT, BACK = scope(0, 1, "front"), scope(1, 1, "back")
 
@@ -92,6 +94,21 @@ def test_equals_the_best_of_all_plans_on_two_devices(widths: list[int], counts: 
 @given(widths=widths, counts=st.sampled_from(COUNTS), cluster=clusters(3), rows=st.integers(1, 9))
 def test_equals_the_best_of_all_plans_on_three_devices(widths: list[int], counts: Sequence[int], cluster: Cluster, rows: int) -> None:
     is_exhaustive(scoped(widths, counts), cluster, rows)
+
+
+def bounds_hold(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
+    """No plan is below the bound of its way, whichever of its devices have which rank, or where it is known."""
+    seater = seater_of(graph, cluster, Config(), rows)
+    bounds = ScopedBounds(Bounds(seater.prices, seater.structure, seater.points, rows), Config())
+    for way, seconds in every_plan_divided(graph, cluster, Config(), rows):
+        assert bounds.of(way) <= seconds * (1 + 1e-9) and bounds.of_placed(way, way.placed) <= seconds * (1 + 1e-9), str(way)
+
+
+@at_most(6)
+@given(widths=widths, counts=st.sampled_from(COUNTS), cluster=clusters(3), rows=st.integers(1, 9))
+@example(widths=[64] * 4, counts=(1, 1), cluster=made([[(1e9, GIB)] * 2], network=1e9), rows=7)  # micro-batches of unlike rows
+def test_no_plan_is_below_the_bound_of_its_way(widths: list[int], counts: Sequence[int], cluster: Cluster, rows: int) -> None:
+    bounds_hold(scoped(widths, counts), cluster, rows)
 
 
 def test_micro_batches_are_searched_for() -> None:

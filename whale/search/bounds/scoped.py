@@ -3,11 +3,17 @@
 Let T_r be the time in which a device would do alone, for all rows of the batch, what rank r of a replica does. The devices of a rank
 share that, so a rank for whose devices 1 / T_r comes to R takes 1 / R for all rows at least:
 
-    a replica with all rows     the largest, over the ranks r, of    1 / R_r  +  f x (1 / R_1 + ... + 1 / R_r-1) / m
+    a replica with all rows     a + w, of the rank r where that is most    a = 1 / R_r,  w = f x (1 / R_1 + ... + 1 / R_r-1) / m
     a step                      1 / (the sum of 1 / these over the replicas), for they divide the rows
 
 where f is 1 if each rank waits for those before it, as in `whale.search.bounds.bounds`. Where it is not said which devices a rank
 has, it has the fastest.
+
+It waits for a micro-batch that may have the fewest rows, of n rows of a replica floor(n / m). With N rows in all that makes of w:
+
+    one replica      w x floor(N / m) / (N / m)
+    several          w x the least of floor(n / m) / (n / m), which is that of n = 2m - 1 where a replica may have so many;
+                     or w less m - 1 rows of it, for floor(n / m) >= (n - m + 1) / m, whichever says more
 """
 
 from __future__ import annotations
@@ -90,17 +96,25 @@ class ScopedBounds:
 
     def of_placed(self, way: Way, placed: Sequence[Placed]) -> float:
         """Seconds that a step takes at least on these devices of each rank of each replica."""
-        return 1 / sum(1 / self._replica(way, replica) for replica in placed)
+        m, num_rows = way.num_micro_batch, self.bounds.num_rows
+        ranks = [tuple(self._ranks(way, replica)) for replica in placed]
+        most = num_rows if len(placed) == 1 else min(2 * m - 1, max(m, num_rows - m * (len(placed) - 1)))
+        fewest = most // m * m / most
+        found = 1 / sum(1 / max(own + fewest * waiting for own, waiting in each) for each in ranks)
+        if len(placed) == 1:
+            return found
+        longest = [max(each, key=sum) for each in ranks]
+        taken_off = (m - 1) / num_rows * sum(waiting / (own + waiting) for own, waiting in longest)
+        return max(found, (1 - taken_off) / sum(1 / (own + waiting) for own, waiting in longest))
 
-    def _replica(self, way: Way, placed: Placed) -> float:
-        """Seconds of a replica that had all rows."""
-        own, slowest, before = self.scoped(way), 0.0, 0.0
+    def _ranks(self, way: Way, placed: Placed) -> Iterable[tuple[float, float]]:
+        """Of each rank of a replica that had all rows, seconds of computing, and of waiting for micro-batches of the mean rows."""
+        own, before = self.scoped(way), 0.0
         fill = own.is_chain and way.order is not None and way.order.fills
         for rank, names in enumerate(placed):
             seconds = 1 / sum(self._speed(way, rank, kind) for kind in self._kinds(names))
-            slowest = max(slowest, seconds + fill * before / way.num_micro_batch)
+            yield seconds, fill * before / way.num_micro_batch
             before += seconds
-        return slowest
 
     def _kinds(self, names: Iterable[str]) -> Iterable[Device]:
         return (self.bounds.prices.cluster.by_name[name].kind for name in names)
