@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from hypothesis import HealthCheck, assume, event, given, note
+from hypothesis import HealthCheck, assume, event, example, given, note
 from hypothesis import strategies as st
 
 import whale
@@ -17,7 +17,7 @@ from tests.captures import captured_once
 from tests.distributed.training import OPTIMIZERS, largest_of
 from tests.distributed.world import World
 from tests.examples import at_most
-from tests.models import MORE_BLOCKS, Description, build, descriptions, make_batch
+from tests.models import MORE_BLOCKS, Block, Description, build, descriptions, make_batch
 from whale.config import Config
 from whale.errors import WhaleError
 from whale.estimate import Costs
@@ -130,7 +130,20 @@ def train(rank: int, num_ranks: int, case: Case, cluster: Cluster) -> tuple[refe
         engine.close()
 
 
+NORMALISED = Description(
+    tokens=False,
+    blocks=(Block("linear"), Block("linear", frozen=True), Block("buffer"), Block("batch_norm")),
+    sequence=2,
+    loss="mse",
+    placement="construction",
+)
+UNLIKE = Cluster("unlike", (Host("host0", (_device("host0/0", "host0", 1e5), _device("host0/1", "host0", 1e6)), Link(1e5, 1e-5)),), None)
+SHORT = Case(NORMALISED, (7, 4), UNLIKE, 1.0, (("planning.effort", EFFORT),), "sgd")
+"""Replicas that compute again as much as their own memory asks for would each normalise its own rows."""
+
+
 @at_most(6, suppress_health_check=list(HealthCheck))
+@example(case=SHORT)
 @given(case=cases())
 def test_law(world: World, case: Case) -> None:
     note(f"{case!r}")

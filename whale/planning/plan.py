@@ -27,7 +27,7 @@ from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing.estimating import with_estimate
 from whale.planning.replicas.blocks import Block, read_replicas
 from whale.planning.replicas.group_size import Outcome, choose_group
-from whale.planning.replicas.joining import join_replicas, needs_joining, why_apart
+from whale.planning.replicas.joining import join_replicas, needs_joining, why_apart, with_one_program
 from whale.planning.replicas.micro_batches import count_by_rows
 from whale.planning.replicas.replica import make_replicas
 from whale.planning.replicas.solve import Solution, Solver, solve_together
@@ -283,10 +283,11 @@ def draft_plan(
     outcome = _Outcome(graph, cluster, annotations, found, replicas, borders)
     if not needs_joining(replicas, solver.prices):
         return outcome.drafted(replicas)
-    reason = why_apart(replicas) if gather_rows else "communication.gather_rows is false"
+    alike = with_one_program(replicas)
+    reason = why_apart(alike) if gather_rows else "communication.gather_rows is false"
     if not reason:
         try:
-            return outcome.drafted(join_replicas(replicas, solver.prices))
+            return dataclasses.replace(outcome, apart=alike).drafted(join_replicas(alike, solver.prices))
         except PlanError as error:  # what is gathered may not fit in memory
             reason = error.message
     return outcome.drafted(replicas, (explain_apart(reason),))

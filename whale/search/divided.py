@@ -51,7 +51,6 @@ class DividedRun(Progress):
     Attributes:
         seen: ways that were looked at, with what the objective says of them; infinite where they have no plan.
         short: those of them that do not fit in memory, with why.
-        is_together: whether the plan without a search keeps samples that depend on one another together; then all others do.
     """
 
     prices: Prices
@@ -60,7 +59,6 @@ class DividedRun(Progress):
     bounds: ScopedBounds
     seen: dict[Way, float] = field(default_factory=dict, init=False)
     short: dict[Way, MemoryShortage] = field(default_factory=dict, init=False)
-    is_together: bool = field(default=False, init=False)
     _placements: dict[tuple[tuple[str, ...], Order | None], tuple[tuple[Placed, ...], ...]] = field(default_factory=dict, init=False)
 
     def look(self) -> None:
@@ -159,7 +157,7 @@ class DividedRun(Progress):
             if isinstance(fault, MemoryShortage):
                 self.short[self.ways.first] = fault
             return
-        self.is_together = not draft.reasons
+        self.takes_apart = bool(draft.reasons)
         own = self.add(self.ways.used(self.ways.first, draft.plan.devices), draft)
         if self.ways.sizes is None:  # nothing else is to be ordered
             self.seen[self.ways.first] = own.value
@@ -187,9 +185,10 @@ class DividedRun(Progress):
             if isinstance(fault, MemoryShortage):
                 self.short[way] = fault
             return math.inf
-        if draft.reasons and self.is_together:
+        own = self.add(self.ways.used(way, draft.plan.devices), draft)
+        if draft.reasons and not self.takes_apart:
             return math.inf
-        self.seen[way] = self.add(self.ways.used(way, draft.plan.devices), draft).value
+        self.seen[way] = own.value
         self.seen[replace(way, placed=draft.outcome.found.best.placement.replicas)] = self.seen[way]
         self.tell_all()
         return self.seen[way]

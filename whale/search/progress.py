@@ -30,6 +30,8 @@ class Progress:
     Attributes:
         best: the best plan so far.
         drafts: the best plan of each arrangement.
+        apart: likewise of plans that keep samples apart which the model mixes: they are taken only where no other is found.
+        takes_apart: whether what is set keeps them apart in any case, so that these are plans like others.
         faults: why others have none.
         num_planned: plans that were made and estimated.
         was_interrupted: whether the user ended it.
@@ -41,6 +43,8 @@ class Progress:
     tell: Callable[[str], None] | None
     best: Candidate | None = field(default=None, init=False)
     drafts: dict[Arrangement | Way, Candidate] = field(default_factory=dict, init=False)
+    apart: dict[Arrangement | Way, Candidate] = field(default_factory=dict, init=False)
+    takes_apart: bool = field(default=False, init=False)
     faults: list[WhaleError] = field(default_factory=list, init=False)
     num_planned: int = field(default=0, init=False)
     was_interrupted: bool = field(default=False, init=False)
@@ -49,10 +53,23 @@ class Progress:
         """Keeps a plan if it is the best of its arrangement."""
         self.num_planned += 1
         own = Candidate(arrangement, draft, self.objective)
-        known = self.drafts.setdefault(arrangement, own)
-        self.drafts[arrangement] = own if own.rank < known.rank else known
+        if draft.reasons and not self.takes_apart:
+            self._keep(self.apart, own)
+            return own
+        self._keep(self.drafts, own)
         self.best = own if self.best is None or own.rank < self.best.rank else self.best
         return own
+
+    @staticmethod
+    def _keep(found: dict[Arrangement | Way, Candidate], own: Candidate) -> None:
+        known = found.setdefault(own.arrangement, own)
+        found[own.arrangement] = own if own.rank < known.rank else known
+
+    def settle(self) -> None:
+        """Takes plans that keep samples apart, where there is no other: the plan says so."""
+        if self.best is None and self.apart:
+            self.drafts |= self.apart
+            self.best = min(self.apart.values(), key=lambda each: each.rank)
 
     def tell_all(self) -> None:
         """Tells what was seen so far."""
@@ -66,6 +83,7 @@ class Progress:
         try:
             yield
         except KeyboardInterrupt:
+            self.settle()
             if self.best is None:
                 raise
             self.was_interrupted = True

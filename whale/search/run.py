@@ -123,7 +123,7 @@ class Run(Progress):
         The very first plan is made whatever it takes. The more of the effort that is left another takes, the more it must promise.
         """
         effort = look.effort
-        if not self.drafts and not self.faults:
+        if not self.num_planned and not self.faults:
             return True
         if effort > self.effort and not look.is_must:
             return self._is_roomy(look)

@@ -94,10 +94,12 @@ def search(
     run = Run(
         freedom=freedom, cluster=cluster, seater=seater, objective=objective, effort=left, num_arrangements=num_arrangements, tell=tell
     )
+    run.takes_apart = (freedom.micro_batches or 1) > 1 or not config.communication.gather_rows
     run.look_at(promising)
     with run.kept():
         if not run.was_interrupted:
             run.look_at(front.below(math.inf if run.best is None else run.best.value))
+    run.settle()
     if run.best is None:
         raise failure(run.faults, space, front.lineups, bounds, sketches)
     value = run.best.value
@@ -110,6 +112,7 @@ def search(
 
 def _found_divided(run: DividedRun, front: Front) -> Found:
     run.look()
+    run.settle()
     if run.best is None:
         nearest = run.nearest()
         if nearest is None:

@@ -46,6 +46,26 @@ def why_apart(replicas: Sequence[Replica]) -> str:
     return ""
 
 
+def with_one_program(replicas: Sequence[Replica]) -> tuple[Replica, ...]:
+    """Replicas of the same stages as they are where all compute again what the one does that computes most again: then they are alike.
+
+    What each computes again follows from its own memory. What the others keep beyond that is no more than they have room for.
+    """
+    forms = {tuple(stage.ops for stage in replica.stages) for replica in replicas}
+    if len(forms) > 1:
+        return tuple(replicas)
+    alike = [max(own, key=_num_recomputed).program for own in zip(*(replica.stages for replica in replicas), strict=True)]
+    return tuple(
+        replace(replica, stages=tuple(replace(stage, program=program) for stage, program in zip(replica.stages, alike, strict=True)))
+        for replica in replicas
+    )
+
+
+def _num_recomputed(stage: Stage) -> int:
+    """Ops that it computes again."""
+    return sum(map(len, stage.recomputed))
+
+
 def join_replicas(replicas: Sequence[Replica], prices: Prices) -> tuple[Replica, ...]:
     """Joins replicas that can be joined (`why_apart`)."""
     graph, axes = prices.graph, prices.axes
