@@ -14,9 +14,9 @@ import torch
 from tests.pages import FENCE, PAGES, ROOT, Block, blocks, run_python
 from tests.printed import quotes
 from whale.cli import main
+from whale.cli.command import make_parser
 from whale.cli.diff import kind_of
 from whale.cli.launch import make_parser as make_run_parser
-from whale.cli.main import make_parser
 from whale.config import load_config, read_plan
 from whale.hardware import load_cluster
 

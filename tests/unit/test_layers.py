@@ -230,7 +230,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_planning_leaves_torch_out() -> None:
-    statement = "import whale, whale.planning, whale.estimate, whale.cli.main; whale.Config; whale.WhaleError"
+    statement = "import whale, whale.planning, whale.estimate, whale.cli.command; whale.Config; whale.WhaleError"
     assert "torch" not in loaded_by(statement)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import whale
 from whale.axes import discover
 from whale.capture import capture
-from whale.cli.main import main
+from whale.cli import main
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 

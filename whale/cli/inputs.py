@@ -136,7 +136,7 @@ def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, ob
     faults: list[WhaleError] = [CaptureError(f"{source} takes no {name!r}", hint=did_you_mean(name, by_name)) for name in unknown]
     missing = [name for name, each in by_name.items() if each.default is each.empty and name not in values]
     if missing and not unknown:
-        faults.append(CaptureError(f"{source} needs {', '.join(missing)}", hint=f"KEY=VALUE; it takes {shown}"))
+        faults.append(CaptureError(f"{source} needs {', '.join(missing)}", hint=f"--arg {missing[0]}=VALUE; it takes {shown}"))
     raise_faults(faults)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -271,6 +272,16 @@ def test_ctrl_c_keeps_the_best_plan_so_far(
     assert capsys.readouterr().err.endswith("whale: interrupted\n")
 
 
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Importing(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "whale.cli.command", Importing("whale.cli.command"))
+    assert main(["plan", "model.json"]) == 130
+    assert capsys.readouterr().err == "whale: interrupted\n"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -279,7 +290,7 @@ def test_ctrl_c_keeps_the_best_plan_so_far(
         (["plan", "verb_model.py:build", "--cluster", "none.yaml"], "none.yaml"),
         (["plan", "verb_model.py:build", "--arg", "widht=1"], "did you mean 'width'?"),
         (["plan", "gpt:layer=2"], "gpt takes no 'layer'\n  hint: did you mean 'layers'?"),
-        (["plan", "gpt:layers=2"], "gpt needs hidden, heads, sequence, vocabulary\n  hint: KEY=VALUE; it takes layers, hidden,"),
+        (["plan", "gpt:layers=2"], "gpt needs hidden, heads, sequence, vocabulary\n  hint: --arg hidden=VALUE; it takes layers, hidden,"),
         (["plan", "verb_model.py:buid"], "did you mean 'build'?"),
         (["plan", "nowhere.py:build", "--cluster", "pair.yaml", "--ranks", "2"], "--ranks is for the devices at hand (pair.yaml"),
         (["plan", "nowhere.py:build", "--recipe", "elsewhere.yaml"], "at elsewhere.yaml\n  hint: cluster.file names it"),

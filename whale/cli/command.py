@@ -26,23 +26,19 @@ from whale.cli.unknown import refuse_unknown
 from whale.config import did_you_mean
 from whale.errors import WhaleError, is_debugging
 
-INTERRUPTED = 130
-"""The command's end after Ctrl-C, as shells have it."""
 
-
-def main(argv: Sequence[str] | None = None) -> int:
+def run(words: Sequence[str]) -> int:
     """Runs one ``whale`` command.
 
     Args:
-        argv: the words after ``whale``; those of the process by default.
+        words: after ``whale``.
 
     Returns:
-        0 if all went well, 1 if Whale or the run reported a fault, 130 after Ctrl-C; a wrong command line exits with 2.
+        0 if all went well, 1 if Whale or the run reported a fault; a wrong command line exits with 2.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["run"]:  # its words after SCRIPT belong to the script, so torchrun's own parser reads them
-            return launch.run(words[1:])
+            return launch.run(list(words[1:]))
         if not words:
             make_parser().print_help()
             return 0
@@ -56,9 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"whale: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # a search that has a plan keeps it, and says so
-        print("whale: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:  # `whale plan ... | head`
         sys.stderr.close()
         return 1
