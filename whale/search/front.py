@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop
 
+from whale.ir.cluster import Device
 from whale.search.arrangement import Arrangement, Order
 from whale.search.bounds.bounds import Bounds
 from whale.search.climb import climbed
@@ -65,6 +67,20 @@ class Front:
     def lineups(self) -> tuple[Lineup, ...]:
         """All line-ups."""
         return tuple(self.space.lineups(self.bounds))
+
+    def known(self, arrangements: Sequence[Arrangement]) -> list[Look]:
+        """Arrangements that are good elsewhere, and that there are devices for; they need not be in the space."""
+        found = list[Look]()
+        for each in arrangements:
+            taken = Counter[Device]()
+            for team in each.teams:
+                taken.update(team.taken)
+            if all(self.space.counts.get(kind, 0) >= number for kind, number in taken.items()):
+                work = effort(each.num_devices, each.num_tasks, is_split=each.is_split)
+                bounds = self._bound, self._bound_of_cuts
+                for near in self.space.rules(each.teams):
+                    found.append(Look(each, near, 0.0, bounds, self._fits, 0.0, work, is_must=True))
+        return found
 
     def promising(self) -> list[Look]:
         """The arrangements that may be the best plan, as far as sketches tell; those that promise most first.

@@ -24,6 +24,7 @@ from whale.ir.plan import Choice
 from whale.planning.collecting import without_collecting
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
+from whale.search.arrangement import Arrangement
 from whale.search.bounds.bounds import Bounds
 from whale.search.bounds.scoped import ScopedBounds
 from whale.search.divided import DividedRun, is_divided
@@ -49,6 +50,7 @@ def search(
     *,
     rows: int | None = None,
     effort: float | None = None,
+    start: Sequence[Arrangement] = (),
     tell: Callable[[str], None] | None = None,
 ) -> Found:
     """Finds the best plan, where scopes and the configuration leave a choice: by ``planning.objective``.
@@ -63,6 +65,8 @@ def search(
         rows: of the global batch; None for the example's.
         effort: how many plans to make at most, large ones counting for several, and six more while nothing fits; None for
             ``planning.effort``.
+        start: arrangements that are good on a cluster like this one: they are planned first, whatever effort that takes, wherever scopes
+            leave arrangements to the search.
         tell: is called after each arrangement with what was seen so far, in words.
 
     Raises:
@@ -95,7 +99,10 @@ def search(
         freedom=freedom, cluster=cluster, seater=seater, objective=objective, effort=left, num_arrangements=num_arrangements, tell=tell
     )
     run.takes_apart = (freedom.micro_batches or 1) > 1 or not config.communication.gather_rows
-    run.look_at(promising)
+    known = front.known(start)
+    run.look_at(known)
+    planned = {look.arrangement for look in known}
+    run.look_at([look for look in promising if look.arrangement not in planned])
     with run.kept():
         if not run.was_interrupted:
             run.look_at(front.below(math.inf if run.best is None else run.best.value))

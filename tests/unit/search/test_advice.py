@@ -20,7 +20,8 @@ from whale.planning import make_plan
 from whale.search import search
 from whale.search.advice import advice
 from whale.search.advice.advice import About, Advice, Advised, advise, why_slower
-from whale.search.advice.changes import faster_between
+from whale.search.advice.changes import faster_between, one_more
+from whale.search.arrangement import Arrangement
 
 GRAPH = layers([64] * 4)
 
@@ -54,6 +55,17 @@ def test_more_devices_and_faster_links_never_make_it_worse() -> None:
     assert memory.value is not None and memory.beside is not None and memory.value < memory.beside
 
 
+def test_a_search_that_starts_from_a_good_plan_is_never_worse_on_more_devices() -> None:
+    """The line-ups of five devices are fewer than those of four: unlike ones need not be among them."""
+    few = made([[(3e9, GIB)], [(1e10, 100_000)], [(1e10, GIB), (3e9, 60_000)]], network=1e9)
+    more, _ = one_more(few, few.devices[0].kind)
+    known = search(GRAPH, few, Config(), rows=16)
+    assert isinstance(known.arrangement, Arrangement)
+    assert search(GRAPH, more, Config(), rows=16, effort=1).value > 1.05 * known.value
+    assert search(GRAPH, more, Config(), rows=16, effort=1, start=[known.arrangement]).value <= known.value * (1 + 1e-9)
+    assert search(GRAPH, few.only(["h0/0"]), Config(), rows=4, effort=1, start=[known.arrangement]).value  # there are no devices for it
+
+
 def test_a_pipeline_over_several_kinds_says_who_is_in_front() -> None:
     cluster = made([[(1e9, 200_000)], [(3e9, 200_000)]], network=1e8)
     found = advised(cluster, effort=30)
@@ -84,7 +96,7 @@ def test_a_search_that_loses_the_plan_on_faster_links_does_not_make_it_worse(mon
     own = search(GRAPH, cluster, Config(), rows=16)
     alone = search(GRAPH, cluster.only(["h0/0"]), Config(), rows=16)
 
-    def searched(self: object, what: str, there: Cluster) -> object:
+    def searched(self: object, what: str, there: Cluster, start: object = ()) -> object:
         return alone if what.startswith("links") else own
 
     monkeypatch.setattr(advice._Adviser, "searched", searched)

@@ -6,7 +6,7 @@ Each piece compares two searches, or two plans of one, and has the numbers of bo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -18,7 +18,8 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica
 from whale.search.advice.changes import faster_between, faster_inside, one_more, with_plenty
-from whale.search.found import Found
+from whale.search.arrangement import Arrangement
+from whale.search.found import Candidate, Found
 from whale.search.searching import search
 from whale.search.space.freedom import pin_of
 from whale.units import format_bytes, format_seconds
@@ -111,12 +112,13 @@ class _Adviser:
     rows: int | None
     tell: Callable[[str], None] | None
 
-    def searched(self, what: str, cluster: Cluster) -> Found:
-        """The outcome of a search on a cluster, told before it begins."""
+    def searched(self, what: str, cluster: Cluster, start: Sequence[Candidate | Found] = ()) -> Found:
+        """The outcome of a search on a cluster, told before it begins; what is known to be good there is where it starts."""
         if self.tell is not None:
             self.tell(what)
         effort = None if "planning.effort" in self.config.explicit else EFFORT
-        return search(self.graph, cluster, self.config, rows=self.rows, effort=effort)
+        known = [each.arrangement for each in start if isinstance(each.arrangement, Arrangement)]
+        return search(self.graph, cluster, self.config, rows=self.rows, effort=effort, start=known)
 
     def groups(self, found: Found) -> Iterator[Advice]:
         """Whether each kind of device is worth using."""
@@ -133,7 +135,8 @@ class _Adviser:
             return self._fewer(found, name, subject)
         text = found.objective.text
         try:
-            without = self.searched(f"without the {name}", self.cluster.only(others)).value
+            known = [each for each in found.others if not self._uses(each.draft.plan, kind)][:1]
+            without = self.searched(f"without the {name}", self.cluster.only(others), known).value
         except (PlanError, AnnotationError):  # nothing fits, or scopes ask for more devices
             return Advice(
                 "devices", name, f"use {subject}: without them there is no plan ({text(found.value)} with them)", found.value, None
@@ -229,7 +232,7 @@ class _Adviser:
     ) -> Advice:
         """What a search on a changed cluster brings; `as_it_is`: what the plan that there is comes to there, where it is known."""
         try:
-            changed = self.searched(what, cluster)
+            changed = self.searched(what, cluster, [] if found is None else [found])
         except PlanError:
             changed = None
         if found is None:
