@@ -118,6 +118,12 @@ class Prices:
         return dict(kept_tensors(self.graph))
 
     @cached_property
+    def weight_shares(self) -> Floats:
+        """Per op, in the order of `positions`, the share of its backward pass that is its weight gradients."""
+        found: Floats = np.array([weight_share(self.graph, op.name) for op in self.graph.ops])
+        return found
+
+    @cached_property
     def activations(self) -> frozenset[str]:
         """The ops whose values depend on the batch."""
         return activations_of(self.graph)
@@ -150,7 +156,7 @@ class Prices:
             labels = self.labels(ops, cuts)
             named = {shard.axis: part for shard, part in zip(shards, parts, strict=True)}
             local = Prices(local_graph(labels, named), self.cluster, self.costs, self.spared)
-            local._links, local.kept = self._links, self.kept
+            local._links, local.kept, local.weight_shares = self._links, self.kept, self.weight_shares
             unlike = (own for own, whole in zip(local.graph.ops, self.graph.ops, strict=True) if own is not whole)
             local.outputs = self.outputs | {own.name: output_line(own, self.graph.num_rows) for own in unlike}
             shares = {axis: size / self.axes.by_name[axis].size for axis, (size, _) in named.items()}

@@ -12,7 +12,7 @@ import numpy as np
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.started import Started
 from whale.estimate.memory.forms import Form
-from whale.estimate.memory.kept import kept_for_weights, places_line, weight_share
+from whale.estimate.memory.kept import kept_for_weights, places_line
 from whale.estimate.memory.memory import kept_names, size_line, state_bytes
 from whale.estimate.memory.passes import Fullest, Passes
 from whale.estimate.prices.again import Again
@@ -174,7 +174,7 @@ class Works:
         """F, I and W of the ops alone."""
         found = prices.seconds(prices.cluster.by_name[device], float(num_rows))
         index = prices.positions(key.part.ops)
-        weights = np.array([weight_share(prices.graph, name) for name in key.part.ops])
+        weights = prices.weight_shares[index]
         repeated = found.started_forward(prices.positions(name for run in key.segments for name in run))
         waiting = prices.waiting(prices.cluster.by_name[device], num_rows) * (int(np.count_nonzero(weights)) if key.defers_weights else 0)
         inputs = found.started_backward(index, 1 - weights) + repeated + waiting

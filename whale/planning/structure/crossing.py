@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from whale.axes import Axes, batch_axes, discover
+from whale.axes.batch import batch_axis
 from whale.errors import PlanError, WhaleError
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
@@ -66,5 +67,6 @@ def find_batch_axes(graph: ModelGraph, replicas: Sequence[Replica], prices: Pric
     travelling = crossing(replicas)
     if not travelling:
         return ()
-    found = batch_axes(graph, prices.axes if prices else discover(graph))
-    return tuple((name, found[name]) for name in travelling if name in found)
+    axes = prices.axes if prices else discover(graph)
+    found = ((name, batch_axis(graph.by_name[name], axes)) for name in travelling)
+    return tuple((name, axis) for name, axis in found if axis is not None)

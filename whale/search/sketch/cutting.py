@@ -39,6 +39,12 @@ class Stage:
         """Bytes that a piece holds."""
         return self.parameters[stop] - self.parameters[start] + self.in_flight * (self.kept[stop] - self.kept[start])
 
+    def takes(self, start: int, stop: int, limit: float) -> bool:
+        """Whether it can take a piece within a time."""
+        if self.seconds[stop] > self.seconds[start] + limit or self.started[stop] > self.started[start] + limit:
+            return False
+        return self.held(start, stop) <= self.room
+
     def reach(self, start: int, limit: float) -> int:
         """The place up to which it can take what begins at one, within a time; its own where that is nothing."""
         stop = bisect_right(self.seconds, self.seconds[start] + limit, start + 1) - 1
@@ -125,6 +131,6 @@ def _filled(stages: Sequence[Stage], bounds: list[int], limit: float) -> list[in
         if bounds[number + 1] <= number:
             return None  # too few for those before it
         bounds[number] = min(bounds[number], bounds[number + 1] - 1)
-        if stages[number].reach(bounds[number], limit) < bounds[number + 1]:
+        if not stages[number].takes(bounds[number], bounds[number + 1], limit):
             return None
     return bounds

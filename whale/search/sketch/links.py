@@ -51,6 +51,7 @@ class Ties:
     _borders: dict[tuple[Team, bool], Way] = field(default_factory=dict, init=False)
     _insides: dict[tuple[Device, int], Way] = field(default_factory=dict, init=False)
     _rates: dict[tuple[tuple[Team, ...], bool], float] = field(default_factory=dict, init=False)
+    _rates_of: dict[tuple[str, ...], float] = field(default_factory=dict, init=False)
 
     @cached_property
     def _names(self) -> Mapping[Device, tuple[str, ...]]:
@@ -97,8 +98,14 @@ class Ties:
                 stride = team.width * (team.numbers[kind] if near else 1)
                 names += self._names[kind][taken[kind] :: stride][:count]
                 taken[kind] += stride * count
-            self._rates[key] = all_reduce_seconds(self.prices.cluster, names, SUMMED) / SUMMED if len(names) > 1 else 0.0
+            self._rates[key] = self._rate_of(tuple(names))
         return self._rates[key]
+
+    def _rate_of(self, names: tuple[str, ...]) -> float:
+        """`sum_rate` of these devices, which many teams share."""
+        if names not in self._rates_of:
+            self._rates_of[names] = all_reduce_seconds(self.prices.cluster, names, SUMMED) / SUMMED if len(names) > 1 else 0.0
+        return self._rates_of[names]
 
     def _beside(self, kind: Device, width: int) -> tuple[str, str]:
         """Two devices of the first host that has room for a split group of a kind."""
@@ -109,10 +116,11 @@ class Ties:
     def _firsts(self, team: Team, *, near: bool) -> list[str]:
         """The first device of each rank of the first replica."""
         taken: Counter[Device] = Counter()
-        found = []
-        for kind in team.kinds:
-            found.append(self._names[kind][taken[kind]])
-            taken[kind] += team.width * (1 if near else team.count)
+        found: list[str] = []
+        step = team.width * (1 if near else team.count)
+        for kind, number in team.runs:
+            found += self._names[kind][taken[kind] : taken[kind] + number * step : step]
+            taken[kind] += number * step
         return found
 
     def _sharing(self, name: str, link: Link) -> int:
