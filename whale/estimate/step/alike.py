@@ -69,7 +69,7 @@ def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequ
     passed = [bundle.links for bundle in bundles]
     link = _Meetings([[each for each, _ in own] for own in passed], [load for own in passed for _, load in own], len(links))
     of_worker, of_link, of_bundle = _nearly(_number(workers), _number(links), _number(bundle.kind for bundle in bundles), party, link)
-    count = 0
+    count = -1
     while (now := sum(max(colours, default=-1) for colours in (of_worker, of_link, of_bundle))) != count:
         count = now
         of_bundle = _number(zip(of_bundle, party.at_wires(of_worker), link.at_wires(of_link), strict=True))
@@ -110,7 +110,7 @@ def _nearly(
     So these colours are the classes, or, by a chance that is next to none, coarser: they are where to begin.
     """
     of_worker, of_link, of_bundle = (np.array(colours, dtype=np.int64) for colours in (workers, links, bundles))
-    count = 0
+    count = -1
     while (now := sum(int(colours.max(initial=-1)) for colours in (of_worker, of_link, of_bundle))) != count:
         count = now
         of_bundle = _colours(of_bundle, party.sums_at_wires(of_worker), link.sums_at_wires(of_link))
