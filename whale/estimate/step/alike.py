@@ -120,11 +120,14 @@ def _nearly(
 
 
 def _colours(before: NDArray[np.int64], *sums: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Numbers that are equal for equal colours with equal sums."""
-    found = before.astype(np.uint64)
+    """Numbers that are equal for equal colours with equal sums; what was told apart stays apart."""
     for own in sums:
-        found = _mixed(found) + own
-    return np.unique(found, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        before = _numbered(before * len(own) + _numbered(own))
+    return before
+
+
+def _numbered(values: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.int64]:
+    return np.unique(values, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
