@@ -10,10 +10,25 @@ from unittest import mock
 import pytest
 
 from tests import reference
-from tests.distributed.training import Case, largest_of, run_case, train_rank_and_plan, train_reference
+from tests.distributed.training import (
+    Case,
+    captured_case,
+    largest_of,
+    make_cluster,
+    make_engine,
+    run_case,
+    train_rank_and_plan,
+    train_reference,
+    trained,
+)
 from tests.distributed.world import World
 from tests.models import Block, Description, Segment
+from whale.config import Config
+from whale.estimate import Costs
+from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Plan
+from whale.planning.pipeline.placement import Placed
+from whale.planning.seating import Seater, Seating
 
 MODEL = Description(tokens=True, blocks=(Block("feed_forward"), Block("attention"), Block("linear", skip_from=1), Block("gelu")))
 EFFORT = (("planning.effort", 30),)
@@ -55,6 +70,30 @@ def test_law_around_scopes(world: World, speeds: tuple[float, ...], num_used: in
     assert plan.choices[0].decision.startswith("as it is divided")
     assert len(plan.devices) == num_used and plan.pipelines[0].num_ranks == 2 and plan.pipelines[0].num_micro_batch > 1
     check(runs, case)
+
+
+def seated(rank: int, num_ranks: int, case: Case, seatings: tuple[Seating, ...]) -> reference.Run:
+    """Trains by the plan for such replicas."""
+    made, cluster, config = captured_case(case), make_cluster(case.speeds), Config(dict(case.config))
+    graph = made.capture()[0]
+    seater = Seater(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config, case.rows[0])
+    plan, _ = seater.draft(seatings).finished()
+    assert [len(stage.virtual_device.devices) for stage in plan.replicas[0].stages[:2]] == [len(names) for names in seatings[0].placed]
+    return trained(make_engine(case, plan), case)
+
+
+FIRST, PAIR, LAST = ("host0/0",), ("host0/0", "host0/1"), ("host0/2",)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_chunks", "placed"),
+    [("1f1b", 1, (PAIR, LAST)), ("zb_h2", 1, (FIRST, ("host0/1", "host0/2"))), ("interleaved", 2, (PAIR, LAST))],
+)
+def test_law_of_ranks_that_are_split_over_unlike_numbers_of_devices(world: World, schedule: str, num_chunks: int, placed: Placed) -> None:
+    case = Case(MODEL, (8, 7), (0.002, 0.002, 0.002))
+    runs = run_case(world, seated, case, (Seating(schedule, num_chunks, 2, placed),))
+    error, where = largest_of([replace(run, gradients={}) for run in runs], replace(train_reference(case), gradients={}))
+    assert error < 1e-10, where
 
 
 def test_only_the_devices_that_are_named_train(world: World) -> None:

@@ -91,7 +91,13 @@ def train_rank(rank: int, num_ranks: int, case: Case) -> reference.Run:
 
 def train_rank_and_plan(rank: int, num_ranks: int, case: Case) -> tuple[reference.Run, Plan]:
     """Trains the case on one rank; also gives the plan."""
-    engine, batches = make_engine(case), case.batches
+    engine = make_engine(case)
+    return trained(engine, case), engine.plan
+
+
+def trained(engine: whale.Engine, case: Case) -> reference.Run:
+    """Trains the case by an engine, which is closed then."""
+    batches = case.batches
     try:
         losses: list[float] = []
         gradients: dict[str, torch.Tensor] = {}
@@ -105,7 +111,7 @@ def train_rank_and_plan(rank: int, num_ranks: int, case: Case) -> tuple[referenc
         if case.evaluates:
             evaluation, output = float(engine.evaluate(batches[0])), engine.predict(batches[0])
             run = replace(run, evaluation=evaluation, prediction=reference.tensors_of(output))
-        return run, engine.plan
+        return run
     finally:
         engine.close()
 

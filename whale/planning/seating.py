@@ -35,15 +35,18 @@ class Seating:
         schedule: name of the schedule kind.
         num_chunks: stages per rank.
         num_micro_batch: micro-batches of a step.
-        width: devices of a split group; each rank has one group.
-        placed: the devices of each rank, in the order of the pipeline.
+        placed: the devices of each rank, in the order of the pipeline; several are a split group.
     """
 
     schedule: str
     num_chunks: int
     num_micro_batch: int
-    width: int
     placed: Placed
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Devices of each rank."""
+        return tuple(map(len, self.placed))
 
 
 @dataclass(eq=False)
@@ -122,7 +125,7 @@ class Seater:
 
     def _solver(self, seating: Seating, policy: str | Shares) -> Solver:
         """The solver of a pipeline of this shape, whatever its devices are."""
-        key = seating.schedule, seating.num_chunks, seating.num_micro_batch, seating.width, len(seating.placed), policy
+        key = seating.schedule, seating.num_chunks, seating.num_micro_batch, seating.widths, policy
         if key not in self._solvers:
             pipeline = self._shape(seating)
             read = read_policy(policy, pipeline)
@@ -141,10 +144,10 @@ class Seater:
             }
         )
         pipeline = shape_pipeline(config, None, num_ranks)
-        if seating.width == 1:
+        if max(seating.widths) == 1:
             return pipeline
-        devices, splits = (seating.width,) * num_ranks, (Split(seating.width),) * pipeline.num_stages
-        return dataclasses.replace(pipeline, devices=devices, splits=splits)
+        splits = tuple(Split(seating.widths[rank]) for rank in pipeline.stage_rank)
+        return dataclasses.replace(pipeline, devices=seating.widths, splits=splits)
 
     def _cut_points(self, policy: str) -> CutPoints:
         if policy not in self._points:

@@ -12,62 +12,101 @@ from whale.ir.cluster import Device
 
 
 @dataclass(frozen=True)
+class Group:
+    """The devices of a rank: one, or several that its stages are split over.
+
+    Attributes:
+        kind: of all of them.
+        width: how many.
+    """
+
+    kind: Device
+    width: int = 1
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.width))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True)
 class Team:
     """Replicas that are alike.
 
     Attributes:
-        kinds: of the devices of each rank, in the order of the pipeline.
-        width: devices of each rank: a split group, where there are several.
+        ranks: the devices of each rank, in the order of the pipeline.
         count: how many replicas.
     """
 
-    kinds: tuple[Device, ...]
-    width: int
+    ranks: tuple[Group, ...]
     count: int
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.kinds, self.width, self.count))
+        return hash((self.ranks, self.count))
 
     def __hash__(self) -> int:  # teams are keys of what was worked out about them, and long
         return self._hash
 
     @cached_property
     def num_ranks(self) -> int:
-        return len(self.kinds)
+        return len(self.ranks)
 
     @cached_property
     def num_devices(self) -> int:
         """Of all its replicas."""
-        return self.count * self.num_ranks * self.width
+        return self.count * sum(rank.width for rank in self.ranks)
+
+    @cached_property
+    def narrowest(self) -> int:
+        """Devices of the rank that has fewest."""
+        return min(rank.width for rank in self.numbers)
+
+    @cached_property
+    def is_split(self) -> bool:
+        return any(rank.width > 1 for rank in self.numbers)
 
     @cached_property
     def one(self) -> Team:
         """One of its replicas."""
-        return self if self.count == 1 else Team(self.kinds, self.width, 1)
+        return self if self.count == 1 else Team(self.ranks, 1)
 
     @cached_property
-    def runs(self) -> tuple[tuple[Device, int], ...]:
-        """The kinds along the pipeline, each with how many ranks of it follow one another."""
-        return tuple((kind, len(list(run))) for kind, run in groupby(self.kinds))
+    def runs(self) -> tuple[tuple[Group, int], ...]:
+        """The groups along the pipeline, each with how many alike ones follow one another."""
+        return tuple((rank, len(list(run))) for rank, run in groupby(self.ranks))
 
     @cached_property
     def taken(self) -> Mapping[Device, int]:
         """Devices of each kind that all its replicas take."""
-        return {kind: number * self.width * self.count for kind, number in self.numbers.items()}
+        taken: Counter[Device] = Counter()
+        for rank, number in self.numbers.items():
+            taken[rank.kind] += number * rank.width * self.count
+        return taken
 
     @cached_property
-    def numbers(self) -> Mapping[Device, int]:
-        """Ranks of each kind."""
-        numbers: Counter[Device] = Counter()
-        for kind, number in self.runs:
-            numbers[kind] += number
+    def numbers(self) -> Mapping[Group, int]:
+        """Ranks of each kind and width."""
+        numbers: Counter[Group] = Counter()
+        for rank, number in self.runs:
+            numbers[rank] += number
         return numbers
 
     def __str__(self) -> str:
-        stages = " -> ".join(f"{number} x {kind.model}" if number > 1 else kind.model for kind, number in self.runs)
-        split = f", each split over {self.width}" if self.width > 1 else ""
-        return f"{self.count} x ({stages}{split})"
+        widths = {rank.width for rank in self.numbers}
+        if len(widths) == 1:
+            stages = " -> ".join(f"{number} x {rank.kind.model}" if number > 1 else rank.kind.model for rank, number in self.runs)
+            split = f", each split over {max(widths)}" if self.is_split else ""
+            return f"{self.count} x ({stages}{split})"
+        return f"{self.count} x ({' -> '.join(_one_of_many(rank, number) for rank, number in self.runs)})"
+
+
+def _one_of_many(rank: Group, number: int) -> str:
+    """Of ranks with unlike widths."""
+    devices = f"{number} x {rank.kind.model}" if number > 1 else rank.kind.model
+    return f"{devices} split over {rank.width}" if rank.width > 1 else devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +160,7 @@ class Arrangement:
     @property
     def is_plain(self) -> bool:
         """Whether it is copies of the undivided model."""
-        return all(team.num_ranks * team.width == 1 for team in self.teams)
+        return all(team.one.num_devices == 1 for team in self.teams)
 
     @property
     def num_tasks(self) -> int:
@@ -130,7 +169,7 @@ class Arrangement:
 
     @property
     def is_split(self) -> bool:
-        return any(team.width > 1 for team in self.teams)
+        return any(team.is_split for team in self.teams)
 
     def __str__(self) -> str:
         order = f", {self.order}" if any(team.num_ranks > 1 for team in self.teams) else ""

@@ -23,7 +23,7 @@ from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.placement import Placed, Seats, every_placement
 from whale.planning.plan import Draft, draft_as_set
 from whale.planning.verify.refused import Refused
-from whale.search.arrangement import Arrangement, Order, Team
+from whale.search.arrangement import Arrangement, Group, Order, Team
 from whale.search.bounds.scoped import ScopedBounds
 from whale.search.climb import climbed
 from whale.search.found import NUM_RUNNERS_UP
@@ -133,7 +133,7 @@ class DividedRun(Progress):
         else:
             num_used = len(way.devices if self.best is None else self.best.draft.plan.devices)
         cheapest = sorted((cluster.by_name[name] for name in way.devices), key=cluster.price_share)[:num_used]
-        team = Team(tuple(device.kind for device in cheapest), 1, 1)
+        team = Team(tuple(Group(device.kind) for device in cheapest), 1)
         return self.objective.at_least(Arrangement((team,), way.order or Order(""), way.num_micro_batch), seconds)
 
     def _placed(self, way: Way) -> tuple[tuple[Placed, ...], ...]:

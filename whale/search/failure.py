@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from whale.errors import ConfigError, PlanError, WhaleError
 from whale.ir.cluster import Device
 from whale.planning.pipeline.balance import MemoryShortage, shortage
-from whale.search.arrangement import Team
+from whale.search.arrangement import Group, Team
 from whale.search.bounds.bounds import Bounds
 from whale.search.sketch.sketch import Sketches
 from whale.search.space.space import Lineup, Space
@@ -124,7 +124,7 @@ def _fewest(kind: Device, space: Space, sketches: Sketches) -> int | None:
     freedom = space.freedom
 
     def fits(number: int) -> bool:
-        return sketches.fits(Team((kind,) * number, 1, 1), space.num_rows, 1.0, freedom.micro_batches)
+        return sketches.fits(Team((Group(kind),) * number, 1), space.num_rows, 1.0, freedom.micro_batches)
 
     numbers = range(1, min(space.num_places, freedom.num_ranks or space.num_places) + 1)
     place = bisect_left(numbers, True, key=fits)

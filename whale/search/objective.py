@@ -134,7 +134,7 @@ class LeastMemory:
 
     def at_least(self, arrangement: Arrangement, seconds: float) -> float:
         """Somewhere is an equal part of the parameters, or more."""
-        return float(self.bounds.parameter_bytes / min(team.num_ranks * team.width for team in arrangement.teams))
+        return float(self.bounds.parameter_bytes / min(team.one.num_devices for team in arrangement.teams))
 
     def likely(self, arrangement: Arrangement, seconds: float) -> float:
         """With what the micro-batches in flight keep on the first rank; split groups hold most of that whole."""

@@ -182,8 +182,7 @@ class Run(Progress):
             return arrangement.order if num_ranks > 1 else self.freedom.orders[0]
 
         return tuple(
-            Seating(order(len(placed)).schedule, order(len(placed)).num_chunks, arrangement.num_micro_batch, team.width, placed)
-            for team, placed in seats
+            Seating(order(len(placed)).schedule, order(len(placed)).num_chunks, arrangement.num_micro_batch, placed) for _, placed in seats
         )
 
 

@@ -55,7 +55,6 @@ def every_seating(cluster: Cluster, num_rows: int) -> Iterator[tuple[Seating, ..
                             (order if len(own) > 1 else ORDERS[0]).schedule,
                             (order if len(own) > 1 else ORDERS[0]).num_chunks,
                             num_micro_batch,
-                            len(own[0]),
                             own,
                         )
                         for own in placed
@@ -78,7 +77,7 @@ def replicas_of(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
 
 
 def all_grouped(replicas: Sequence[tuple[str, ...]], cluster: Cluster) -> Iterator[tuple[Placed, ...]]:
-    """All ways to make split groups of neighbours in each row: of one kind, as large as some host has them."""
+    """All ways to make split groups of neighbours in each row: of one kind, as large as some host has them, each of any width."""
     if not replicas:
         yield ()
         return
@@ -88,11 +87,12 @@ def all_grouped(replicas: Sequence[tuple[str, ...]], cluster: Cluster) -> Iterat
 
 
 def grouped(row: Sequence[str], cluster: Cluster) -> Iterator[Placed]:
+    if not row:
+        yield ()
     for width in powers_of_two(len(row)):
-        groups = tuple(tuple(row[start : start + width]) for start in range(0, len(row), width))
-        kinds = [{cluster.by_name[name].kind for name in group} for group in groups]
-        if len(groups[-1]) == width and all(len(found) == 1 and room(found, cluster) >= width for found in kinds):
-            yield groups
+        group, kinds = tuple(row[:width]), {cluster.by_name[name].kind for name in row[:width]}
+        if len(kinds) == 1 and room(kinds, cluster) >= width:
+            yield from ((group, *others) for others in grouped(row[width:], cluster))
 
 
 def room(kinds: set[object], cluster: Cluster) -> int:

@@ -30,7 +30,7 @@ from whale.ir.cluster import Cluster, Handling, Host, Link
 from whale.ir.graph import ModelGraph
 from whale.planning.seating import Seating
 from whale.search import search
-from whale.search.arrangement import Arrangement, Order, Team
+from whale.search.arrangement import Arrangement, Group, Order, Team
 from whale.search.space.freedom import freedom_of
 
 CLOSE = 1e-9
@@ -114,17 +114,17 @@ def drawn_cluster(draw: random.Random, num_devices: int) -> Cluster:
 
 def arrangement_of(seatings: tuple[Seating, ...], cluster: Cluster) -> Arrangement:
     """What the search calls these replicas."""
-    teams = Counter(Team(tuple(cluster.by_name[names[0]].kind for names in seating.placed), seating.width, 1) for seating in seatings)
+    teams = Counter(Team(tuple(Group(cluster.by_name[names[0]].kind, len(names)) for names in seating.placed), 1) for seating in seatings)
     deepest = max(seatings, key=lambda seating: len(seating.placed))
     order = Order(deepest.schedule, deepest.num_chunks)
     return Arrangement(tuple(replace(team, count=count) for team, count in teams.items()), order, deepest.num_micro_batch)
 
 
 def shape_of(arrangement: Arrangement) -> str:
-    """Ranks and widths of its replicas, and their order, where there is one."""
-    teams = sorted((team.count, team.num_ranks, team.width) for team in arrangement.teams)
-    shape = " + ".join(f"{count} x {ranks} rank(s) of {width}" for count, ranks, width in teams)
-    return f"{shape}, {arrangement.order}" if any(ranks > 1 for _, ranks, _ in teams) else shape
+    """Widths of the ranks of its replicas, and their order, where there is one."""
+    teams = sorted((team.count, tuple(rank.width for rank in team.ranks)) for team in arrangement.teams)
+    shape = " + ".join(f"{count} x ({' -> '.join(map(str, widths))})" for count, widths in teams)
+    return f"{shape}, {arrangement.order}" if any(len(widths) > 1 for _, widths in teams) else shape
 
 
 def free_case(number: int, num_devices: int) -> Outcome:

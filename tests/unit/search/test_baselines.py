@@ -36,7 +36,7 @@ def test_four_stages_stand_in_the_best_order(text: str) -> None:
     settings = {"pipeline.num_stages": 4, "pipeline.num_micro_batch": 8, "pipeline.schedule": "1f1b"}
     seater = seater_of(GRAPH, cluster, freedom_of(Config(settings), mixes_samples=False).config, 32)
     every = permutations(device.name for device in cluster.devices)
-    best = min(seater.draft((Seating("1f1b", 1, 8, 1, tuple((name,) for name in names)),)).plan.step_seconds for names in every)
+    best = min(seater.draft((Seating("1f1b", 1, 8, tuple((name,) for name in names)),)).plan.step_seconds for names in every)
     found = search(GRAPH, cluster, Config(settings), rows=32, effort=1000)
     assert found.plan.step_seconds == pytest.approx(best) and found.gap == 0
 
@@ -55,7 +55,7 @@ def takeaways(cluster: Cluster, num_rows: int) -> Iterator[tuple[Seating, ...]]:
         replicas = [names[start : start + size] for start in range(0, len(names), size)]
         placed = [tuple(tuple(own[start : start + width]) for start in range(0, size, width)) for own in replicas]
         for num_micro_batch in micro_batch_counts(num_rows, num_rows // len(placed)):
-            yield tuple(Seating("1f1b", 1, num_micro_batch, width, own) for own in placed)
+            yield tuple(Seating("1f1b", 1, num_micro_batch, own) for own in placed)
 
 
 @pytest.mark.slow

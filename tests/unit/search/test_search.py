@@ -99,6 +99,26 @@ def test_equals_the_best_of_all_plans_on_four_devices(graph: ModelGraph, cluster
     is_exhaustive(graph, cluster, rows)
 
 
+def test_ranks_of_a_pipeline_may_be_split_over_unlike_numbers_of_devices() -> None:
+    """Two slow devices side by side are about as fast as the other: a pipeline of two equal halves."""
+    graph, cluster = dear_layers(4), made([[(1e9, GIB)] * 2, [(2e9, GIB)]], network=1e7)
+    found = search(graph, cluster, Config(), rows=8, effort=math.inf)
+    assert str(found.arrangement) == "1 x (1e+09 split over 2 -> 2e+09), zb_h2, 8 micro-batch(es)"
+    stages = found.plan.replicas[0].stages
+    assert [stage.virtual_device.devices for stage in stages] == [("h0/0", "h0/1"), ("h1/0",)]
+
+
+def dear_layers(depth: int, width: int = 64, work: int = 30) -> ModelGraph:
+    """Linear layers that compute so many times as much as the sizes of their values say."""
+    graph = Graph()
+    value = graph.input("x", width)
+    for index in range(depth):
+        weight = graph.parameter(f"layer{index}.weight", width, width)
+        value = graph.call(f"layer{index}", "aten.linear.default", value, weight, width=width, flops=8 * width * width * work)
+    graph.sum_loss(value)
+    return graph.build()
+
+
 def search_of(graph: ModelGraph, cluster: Cluster, rows: int, **settings: object) -> Found:
     return search(graph, cluster, Config({f"pipeline.{key}": value for key, value in settings.items()}), rows=rows)
 

@@ -27,7 +27,7 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.structure.structure import Structure
-from whale.search.arrangement import Arrangement, Order, Team, sums_in_backward
+from whale.search.arrangement import Arrangement, Group, Order, Team, sums_in_backward
 from whale.search.bounds.chain import loose_runs
 from whale.search.bounds.columns import Columns, columns_of
 from whale.search.bounds.waiting import NO_ORDER, Pass, Passes, Pipeline, first_alike
@@ -67,7 +67,7 @@ class Bounds:
     num_rows: int
     _curves: dict[tuple[Team, Order, int, Summing], Floats] = field(default_factory=dict, init=False)
     _found: dict[tuple[tuple[Team, ...], Order, int], float] = field(default_factory=dict, init=False)
-    _known: dict[tuple[Device, int, int, tuple[float, ...]], Passes] = field(default_factory=dict, init=False)
+    _known: dict[tuple[Group, int, tuple[float, ...]], Passes] = field(default_factory=dict, init=False)
 
     @cached_property
     def columns(self) -> Columns:
@@ -81,9 +81,8 @@ class Bounds:
 
     def shortage(self, team: Team) -> int:
         """Bytes by which the parameters alone overflow a replica of this team; 0 where they fit."""
-        return max(
-            0, self.parameter_bytes - sum(self.prices.costs.capacity(kind) * number for kind, number in team.numbers.items()) * team.width
-        )
+        room = sum(self.prices.costs.capacity(kind) * number for kind, number in team.one.taken.items())
+        return max(0, self.parameter_bytes - room)
 
     def of(self, arrangement: Arrangement) -> float:
         """Seconds that a step of any plan of this arrangement takes at least."""
@@ -113,7 +112,7 @@ class Bounds:
 
     def share_of(self, team: Team) -> float:
         """Rows that a replica of a team would take if all devices of the cluster took as many as they are fast."""
-        return self.num_rows * team.width * sum(self._speeds[kind] * number for kind, number in team.numbers.items())
+        return self.num_rows * sum(self._speeds[kind] * number for kind, number in team.one.taken.items())
 
     @cached_property
     def _speeds(self) -> Mapping[Device, float]:
@@ -131,7 +130,7 @@ class Bounds:
     def about_alone(self, team: Team, order: Order, num_micro_batch: int) -> float:
         """About what `alone` comes to at least, of a team of one kind whose ops are all cut alike; quickly worked out."""
         rows = max(self.share_of(team), num_micro_batch) / num_micro_batch
-        whole, ranks = self._work(team.kinds[0], rows) / team.width, team.num_ranks
+        whole, ranks = self._work(team.ranks[0].kind, rows) / team.ranks[0].width, team.num_ranks
         if ranks == 1 or not order.fills:
             return num_micro_batch * whole / ranks
         return whole / (1 - (1 - 1 / num_micro_batch) ** ranks)  # the ranks before each fill and drain the pipeline
@@ -169,7 +168,7 @@ class Bounds:
 
     def _team_seconds(self, team: Team, order: Order, num_micro_batch: int, rows: tuple[float, ...], summing: Summing) -> Floats:
         """The bound for replicas of a team with so many rows each, per number of rows."""
-        passes = {kind: self._passes(kind, team.width, num_micro_batch, rows) for kind in team.numbers}
+        passes = {rank: self._passes(rank, num_micro_batch, rows) for rank in team.numbers}
         order = first_alike(order, team.num_ranks, num_micro_batch)
         pipeline = Pipeline(team.runs, passes, self.columns.counts, num_micro_batch)
         found = pipeline.waited(order, training=self.prices.training)
@@ -181,20 +180,20 @@ class Bounds:
             return found
         ends_with_backward = order.fills or order.fills_forward
         if team.num_ranks == 1 and order.fills and not summing.is_last:
-            return np.maximum(found, self._end_of_one(team, passes[team.kinds[0]], num_micro_batch, summing.rate))
-        hidden = {kind: own.most.backward * (ends_with_backward and not summing.is_last) for kind, own in passes.items()}
+            return np.maximum(found, self._end_of_one(team.ranks[0], passes[team.ranks[0]], num_micro_batch, summing.rate))
+        hidden = {rank: own.most.backward * (ends_with_backward and not summing.is_last) for rank, own in passes.items()}
         rate = summing.rate if ends_with_backward or summing.is_last else 0.0
         return np.maximum(found, self._end(team, passes, hidden, num_micro_batch, rate))
 
-    def _passes(self, kind: Device, width: int, num_micro_batch: int, rows: tuple[float, ...]) -> Passes:
+    def _passes(self, rank: Group, num_micro_batch: int, rows: tuple[float, ...]) -> Passes:
         """Of a device of a split group, for micro-batches that differ by a row at most."""
-        key = kind, width, num_micro_batch, rows
+        key = rank, num_micro_batch, rows
         if key in self._known:
             return self._known[key]
 
         def of(sizes: Sequence[float]) -> Pass:
-            found = [self.columns.seconds(kind, number) for number in sizes]
-            forward, backward = (np.stack(own) / width for own in zip(*((each.forward, each.backward) for each in found), strict=True))
+            found = [self.columns.seconds(rank.kind, number) for number in sizes]
+            forward, backward = (np.stack(own) / rank.width for own in zip(*((each.forward, each.backward) for each in found), strict=True))
             return Pass(forward, backward, self.columns.counts)
 
         mean = [number / num_micro_batch for number in rows]
@@ -204,7 +203,7 @@ class Bounds:
         self._known[key] = Passes(equal, equal if fewest == mean else of(fewest), equal if most == mean else of(most))
         return self._known[key]
 
-    def _beside(self, num_stages: int, passes: Mapping[Device, Passes]) -> Floats:
+    def _beside(self, num_stages: int, passes: Mapping[Group, Passes]) -> Floats:
         """Seconds by which a stage waits less for those before it where some of these have only ops that nobody there waits for.
 
         Such a stage has no more than a run of them, so all together no more than the longest runs.
@@ -218,23 +217,23 @@ class Bounds:
         return loose_runs(self.prices.graph, self.points, self.columns)
 
     def _end(
-        self, team: Team, passes: Mapping[Device, Passes], hidden: Mapping[Device, Floats], num_micro_batch: int, sync_rate: float
+        self, team: Team, passes: Mapping[Group, Passes], hidden: Mapping[Group, Floats], num_micro_batch: int, sync_rate: float
     ) -> Floats:
         """The second bound, in the mean whose weights make every rank's share of the ops equally dear."""
         columns, costs = self.columns, self.prices.costs
-        per_byte = {kind: (optimizer_seconds(kind, 1.0, 1.0, costs.optimizer_states) + sync_rate) / team.width for kind in passes}
-        priced = {kind: num_micro_batch * own.mean.both - hidden[kind] + per_byte[kind] * columns.trained for kind, own in passes.items()}
-        wanted = {kind: 1 / (seconds @ columns.counts) for kind, seconds in priced.items()}
-        total = sum(wanted[kind] * number for kind, number in team.numbers.items())
-        result: Floats = np.min([(wanted[kind] / total)[:, None] * seconds for kind, seconds in priced.items()], axis=0) @ columns.counts
+        per_byte = {rank: (optimizer_seconds(rank.kind, 1.0, 1.0, costs.optimizer_states) + sync_rate) / rank.width for rank in passes}
+        priced = {rank: num_micro_batch * own.mean.both - hidden[rank] + per_byte[rank] * columns.trained for rank, own in passes.items()}
+        wanted = {rank: 1 / (seconds @ columns.counts) for rank, seconds in priced.items()}
+        total = sum(wanted[rank] * number for rank, number in team.numbers.items())
+        result: Floats = np.min([(wanted[rank] / total)[:, None] * seconds for rank, seconds in priced.items()], axis=0) @ columns.counts
         return result
 
-    def _end_of_one(self, team: Team, passes: Passes, num_micro_batch: int, sync_rate: float) -> Floats:
+    def _end_of_one(self, rank: Group, passes: Passes, num_micro_batch: int, sync_rate: float) -> Floats:
         """The second bound of a rank that has the whole model: of gradients that are whole late in the pass less of the sum can hide."""
-        columns, kind = self.columns, team.kinds[0]
-        hiding, (num_bytes, left) = passes.most.backward @ columns.counts, columns.last_sums(kind, self.num_rows)
-        update = optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) * num_bytes[-1] / team.width
-        exposed = np.max(sync_rate / team.width * num_bytes - hiding[:, None] * left, axis=1)
+        columns = self.columns
+        hiding, (num_bytes, left) = passes.most.backward @ columns.counts, columns.last_sums(rank.kind, self.num_rows)
+        update = optimizer_seconds(rank.kind, 1.0, 1.0, self.prices.costs.optimizer_states) * num_bytes[-1] / rank.width
+        exposed = np.max(sync_rate / rank.width * num_bytes - hiding[:, None] * left, axis=1)
         result: Floats = num_micro_batch * (passes.mean.both @ columns.counts) + exposed + update
         return result
 
@@ -257,7 +256,7 @@ class Bounds:
     def _num_hosts(self, teams: Sequence[Team]) -> int:
         """Hosts on which the replicas of these teams are at least, if of each there is a device of one of its kinds on one of them."""
         wanted, found = sum(team.count for team in teams), 0
-        rooms = {own: sum(min(team.count, sum(n for kind, n in own if kind in team.numbers)) for team in teams) for own in self._host_kinds}
+        rooms = {own: sum(min(team.count, sum(n for kind, n in own if kind in team.taken)) for team in teams) for own in self._host_kinds}
         for own, room in sorted(rooms.items(), key=lambda each: -each[1]):
             if wanted <= 0 or not room:
                 break

@@ -31,7 +31,7 @@ from whale.planning.annotations.taskgraphs import assign_by_scopes, read_scopes
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.structure.stages import Assignment
-from whale.search.arrangement import Order, Team
+from whale.search.arrangement import Group, Order, Team
 from whale.search.bounds.bounds import Bounds
 from whale.search.space.ways import Way
 
@@ -81,7 +81,7 @@ class ScopedBounds:
         """
         key = tuple(self._kinds(way.devices)), num_micro_batch
         if key not in self._whole:
-            self._whole[key] = self.bounds.of_lineup((Team(key[0], 1, 1),), num_micro_batch)
+            self._whole[key] = self.bounds.of_lineup((Team(tuple(map(Group, key[0])), 1),), num_micro_batch)
         return self._whole[key]
 
     def of(self, way: Way) -> float:

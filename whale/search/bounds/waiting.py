@@ -24,11 +24,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from whale.estimate.costs.op_table import Floats
-from whale.ir.cluster import Device
 from whale.schedules import peak_in_flight
-from whale.search.arrangement import Order
+from whale.search.arrangement import Group, Order
 
-Runs = Sequence[tuple[Device, int]]
+Runs = Sequence[tuple[Group, int]]
 
 MANY = 4
 """With so many times as many micro-batches as ranks the waits for chunks are hardly known to be anything."""
@@ -105,14 +104,14 @@ class Pipeline:
     """A replica.
 
     Attributes:
-        runs: the kinds along it, each with how many ranks of it follow one another.
-        passes: per kind.
+        runs: the groups along it, each with how many alike ones follow one another.
+        passes: per group.
         counts: ops of each column.
         num_micro_batch: of a step.
     """
 
     runs: Runs
-    passes: Mapping[Device, Passes]
+    passes: Mapping[Group, Passes]
     counts: Floats
     num_micro_batch: int
 
@@ -140,7 +139,7 @@ class Pipeline:
             return np.maximum(self.computed(), self.chunks())
         return None
 
-    def first(self, filling: Mapping[Device, Floats]) -> Floats:
+    def first(self, filling: Mapping[Group, Floats]) -> Floats:
         """Ranks wait until those before them have done once what `filling` says.
 
         From the last rank to the first: a rank whose work is dear enough through the ranks behind it has no weight, another the rest
@@ -160,7 +159,7 @@ class Pipeline:
         m, ratio = self.num_micro_batch, self.num_ranks / self.num_micro_batch
         wanted = {kind: 1 / own.mean.whole for kind, own in self.passes.items()}
         guess = reduce(np.minimum, wanted.values()) * (1 - math.exp(-ratio) * (1 + ratio)) / (1 - ratio * math.exp(-ratio))
-        first, second, ranks = np.zeros_like(guess), np.zeros_like(guess), list[tuple[Device, Floats, Floats, Floats, Floats]]()
+        first, second, ranks = np.zeros_like(guess), np.zeros_like(guess), list[tuple[Group, Floats, Floats, Floats, Floats]]()
         for kind in (kind for kind, number in reversed(self.runs) for _ in range(number)):
             own = np.maximum(0.0, wanted[kind] - guess - first)
             both = np.maximum(own, wanted[kind] - second)
@@ -173,12 +172,12 @@ class Pipeline:
         result: Floats = (reduce(np.minimum, prices) @ self.counts) / (first + second)
         return result
 
-    def _weights(self, filling: Mapping[Device, Floats]) -> tuple[list[tuple[Device, Floats, Floats]], Floats]:
+    def _weights(self, filling: Mapping[Group, Floats]) -> tuple[list[tuple[Group, Floats, Floats]], Floats]:
         """What ops pay on the first and the last rank of each run: m times its weight, and the weights of all ranks behind it; their sum.
 
         Between the two ends of a run both change in proportion.
         """
-        m, ends = self.num_micro_batch, list[tuple[Device, Floats, Floats]]()
+        m, ends = self.num_micro_batch, list[tuple[Group, Floats, Floats]]()
         after = np.zeros(len(next(iter(self.passes.values())).mean.forward))
         for kind, number in reversed(self.runs):
             whole = self.passes[kind].mean.whole

@@ -15,7 +15,7 @@ from itertools import pairwise
 from whale.estimate import all_reduce_seconds
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device, Link
-from whale.search.arrangement import Team
+from whale.search.arrangement import Group, Team
 
 SAMPLE = 64
 """Sums over more devices cost about as much per byte as over so many."""
@@ -49,7 +49,7 @@ class Ties:
 
     prices: Prices
     _borders: dict[tuple[Team, bool], Way] = field(default_factory=dict, init=False)
-    _insides: dict[tuple[Device, int], Way] = field(default_factory=dict, init=False)
+    _insides: dict[Group, Way] = field(default_factory=dict, init=False)
     _rates: dict[tuple[tuple[Team, ...], bool], float] = field(default_factory=dict, init=False)
     _rates_of: dict[tuple[str, ...], float] = field(default_factory=dict, init=False)
 
@@ -72,18 +72,14 @@ class Ties:
             self._borders[key] = way
         return self._borders[key]
 
-    def inside(self, team: Team) -> Way:
-        """The link between the devices of a split group, of the kind where it is slowest."""
-        return max((self._inside(kind, team.width) for kind in team.numbers), key=lambda way: way.per_byte)
-
-    def _inside(self, kind: Device, width: int) -> Way:
-        key = kind, width
-        if key not in self._insides:
-            a, b = self._beside(kind, width)
+    def inside(self, group: Group) -> Way:
+        """The link between the devices of a split group."""
+        if group not in self._insides:
+            a, b = self._beside(group)
             link = self.prices.link(a, b)
             per_byte = self._sharing(a, link) / link.bandwidth
-            self._insides[key] = Way(link.latency, per_byte, per_byte)
-        return self._insides[key]
+            self._insides[group] = Way(link.latency, per_byte, per_byte)
+        return self._insides[group]
 
     def sum_rate(self, teams: Sequence[Team], *, near: bool) -> float:
         """Seconds per byte of a gradient that all replicas of these teams add up."""
@@ -94,8 +90,8 @@ class Ties:
             taken: Counter[Device] = Counter()
             names: list[str] = []
             for team in teams:
-                kind, count = team.kinds[0], min(team.count, SAMPLE)
-                stride = team.width * (team.numbers[kind] if near else 1)
+                kind, count = team.ranks[0].kind, min(team.count, SAMPLE)
+                stride = team.one.taken[kind] if near else team.ranks[0].width
                 names += self._names[kind][taken[kind] :: stride][:count]
                 taken[kind] += stride * count
             self._rates[key] = self._rate_of(tuple(names))
@@ -107,20 +103,20 @@ class Ties:
             self._rates_of[names] = all_reduce_seconds(self.prices.cluster, names, SUMMED) / SUMMED if len(names) > 1 else 0.0
         return self._rates_of[names]
 
-    def _beside(self, kind: Device, width: int) -> tuple[str, str]:
-        """Two devices of the first host that has room for a split group of a kind."""
-        own = ([device.name for device in host.devices if device.kind == kind] for host in self.prices.cluster.hosts)
-        first, second, *_ = next(names for names in own if len(names) >= width)
+    def _beside(self, group: Group) -> tuple[str, str]:
+        """Two devices of the first host that has room for a split group."""
+        own = ([device.name for device in host.devices if device.kind == group.kind] for host in self.prices.cluster.hosts)
+        first, second, *_ = next(names for names in own if len(names) >= group.width)
         return first, second
 
     def _firsts(self, team: Team, *, near: bool) -> list[str]:
         """The first device of each rank of the first replica."""
         taken: Counter[Device] = Counter()
         found: list[str] = []
-        step = team.width * (1 if near else team.count)
-        for kind, number in team.runs:
-            found += self._names[kind][taken[kind] : taken[kind] + number * step : step]
-            taken[kind] += number * step
+        for rank, number in team.runs:
+            step = rank.width * (1 if near else team.count)
+            found += self._names[rank.kind][taken[rank.kind] : taken[rank.kind] + number * step : step]
+            taken[rank.kind] += number * step
         return found
 
     def _sharing(self, name: str, link: Link) -> int:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from whale.estimate import Line
 from whale.estimate.costs.op_table import Floats
-from whale.ir.cluster import Device
 from whale.planning.pipeline.cut_points import CutPoints
+from whale.search.arrangement import Group
 from whale.search.bounds.columns import Columns
 
 Sums = list[float]
@@ -37,7 +37,7 @@ class Pieces:
     columns: Columns
     points: CutPoints
     places: NDArray[np.int64]
-    _timed: dict[tuple[Device, float, int, bool], tuple[Sums, Sums]] = field(default_factory=dict, init=False)
+    _timed: dict[tuple[Group, float, bool], tuple[Sums, Sums]] = field(default_factory=dict, init=False)
     _kept: dict[float, Sums] = field(default_factory=dict, init=False)
 
     @property
@@ -53,25 +53,26 @@ class Pieces:
         few[[0, -1]] = True
         return Pieces(self.columns, self.points, self.places[few])
 
-    def seconds(self, kind: Device, rows: float, width: int, *, again: bool) -> tuple[Sums, Sums]:
+    def seconds(self, group: Group, rows: float, *, again: bool) -> tuple[Sums, Sums]:
         """Seconds of a micro-batch of so many rows, of a device of a split group and of the host that starts its kernels.
 
         Args:
-            width: of the group, whose devices have equal parts of the work.
+            group: its devices have equal parts of the work.
             again: whether everything is computed again in the backward pass.
         """
-        key = kind, rows, width, again
+        key = group, rows, again
         if key not in self._timed:
-            found, times = self.columns.seconds(kind, rows), 1 + again
+            found, times = self.columns.seconds(group.kind, rows), 1 + again
             own, started = found.forward * times + found.backward, found.started_forward * times + found.started_backward
-            sums = self._before @ np.stack([own / width, started], axis=1)
+            sums = self._before @ np.stack([own / group.width, started], axis=1)
             self._timed[key] = sums[:, 0].tolist(), sums[:, 1].tolist()
         return self._timed[key]
 
-    def total(self, kind: Device, rows: float, width: int) -> tuple[float, float]:
+    def total(self, group: Group, rows: float) -> tuple[float, float]:
         """The last of both sums of `seconds`, if nothing is computed again."""
-        found, counts = self.columns.seconds(kind, rows), self.columns.counts
-        return float((found.forward + found.backward) @ counts) / width, float((found.started_forward + found.started_backward) @ counts)
+        found, counts = self.columns.seconds(group.kind, rows), self.columns.counts
+        started = float((found.started_forward + found.started_backward) @ counts)
+        return float((found.forward + found.backward) @ counts) / group.width, started
 
     @cached_property
     def parameters(self) -> Sums:

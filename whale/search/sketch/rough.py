@@ -12,8 +12,7 @@ import numpy as np
 
 from whale.estimate import optimizer_seconds
 from whale.estimate.costs.op_table import Floats
-from whale.ir.cluster import Device
-from whale.search.arrangement import Order, Team, sums_in_backward
+from whale.search.arrangement import Group, Order, Team, sums_in_backward
 from whale.search.sketch.sketch import BACKWARD, Sketches
 
 STEPS = 2
@@ -35,7 +34,7 @@ class Rough:
     """
 
     sketches: Sketches
-    _totals: dict[tuple[Device, int], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
+    _totals: dict[Group, tuple[Floats, Floats]] = field(default_factory=dict, init=False)
 
     def seconds(
         self, lineups: Sequence[Sequence[Team]], orders: Sequence[Order], micro_batches: Sequence[int], rules: Sequence[Sequence[bool]]
@@ -81,28 +80,27 @@ class Rough:
     def _rank(self, team: Team, rows: Floats) -> Floats:
         """A rank for one micro-batch of so many rows each, with what its split groups exchange; infinite where there is no room."""
         allowed, fits = self.sketches.again, self._fits(team, rows)
-        seconds: Floats = 1 / np.sum([number / self._total(kind, team.width, rows) for kind, number in team.numbers.items()], axis=0)
-        if team.width > 1:
-            zero, one = (self.sketches.inside(team, each) for each in (0.0, 1.0))
+        seconds: Floats = 1 / np.sum([number / self._total(rank, rows) for rank, number in team.numbers.items()], axis=0)
+        if team.is_split:
+            zero, one = (max(self.sketches.inside(rank, each) for rank in team.numbers) / team.num_ranks for each in (0.0, 1.0))
             seconds = seconds + zero + (one - zero) * rows
         with_again: Floats = seconds * AGAIN if True in allowed else np.full_like(seconds, np.inf)
         return np.where(fits, seconds, with_again) if False in allowed else with_again
 
-    def _total(self, kind: Device, width: int, rows: Floats) -> Floats:
+    def _total(self, group: Group, rows: Floats) -> Floats:
         """Seconds of the whole model on a device of a split group."""
-        key = kind, width
-        if key not in self._totals:
+        if group not in self._totals:
             grid = 2.0 ** (np.arange(STEPS * self.sketches.num_rows.bit_length() + 1) / STEPS)
             pieces = self.sketches.pieces
-            self._totals[key] = grid, np.array([max(pieces.total(kind, float(own), width)) for own in grid])
-        return np.interp(rows, *self._totals[key])
+            self._totals[group] = grid, np.array([max(pieces.total(group, float(own))) for own in grid])
+        return np.interp(rows, *self._totals[group])
 
     def _fits(self, team: Team, rows: Floats) -> Floats:
         """Whether what all ranks hold is less than all that they may."""
         pieces, capacity = self.sketches.pieces, self.sketches.prices.costs.capacity
         alive = np.minimum((team.num_ranks + 1) / 2, self.sketches.num_rows / rows)
         kept = pieces.points.kept_fixed[-1] + pieces.points.kept_per_row[-1] * rows
-        room = sum(capacity(kind) * number for kind, number in team.numbers.items()) * team.width
+        room = sum(capacity(kind) * number for kind, number in team.one.taken.items())
         result: Floats = pieces.parameters[-1] + alive * kept <= room
         return result
 
@@ -117,7 +115,7 @@ class Rough:
         most = [sketches.in_flight(order, p, 2 * p)[0] if is_known else p for order, is_known in zip(orders, known, strict=True)]
         borders = [sketches.ties.borders(team, near=near) for near in RULES]
         latency, per_byte, narrowest = np.array([(each.latency, each.per_byte, each.narrowest) for each in borders]).T[:, :, None]
-        num_bytes = ((sketches.pieces.crossing.fixed + sketches.pieces.crossing.per_row * rows) / team.width)[:, None, None]
+        num_bytes = ((sketches.pieces.crossing.fixed + sketches.pieces.crossing.per_row * rows) / team.narrowest)[:, None, None]
         passes, waiting = (m + (p - 1) / v) * rank, 2 * latency + num_bytes * per_byte
         ahead = np.minimum(m, np.array(most)[:, None, None] / v)
         back = m * (p * rank + v * waiting) / ahead
@@ -126,11 +124,11 @@ class Rough:
 
     def _end(self, team: Team, hiding: Floats, rates: Floats) -> Floats:
         """What the last backward passes do not hide of the sums of gradients, and the optimizer: ``[line-ups, RULES, numbers]``."""
-        sketches, p = self.sketches, team.num_ranks * team.width
+        sketches, p = self.sketches, team.one.num_devices
         states = sketches.prices.costs.optimizer_states
-        update = min(optimizer_seconds(kind, 1.0, 1.0, states) for kind in team.numbers) * sketches.pieces.trained[-1] / p
+        update = min(optimizer_seconds(kind, 1.0, 1.0, states) for kind in team.taken) * sketches.pieces.trained[-1] / p
         if team.num_ranks > 1:
             return np.maximum(0.0, sketches.pieces.trained[-1] / p * rates - hiding) + update + sketches.pieces.tied * rates
-        num_bytes, left = sketches.pieces.columns.last_sums(team.kinds[0], sketches.num_rows)
+        num_bytes, left = sketches.pieces.columns.last_sums(team.ranks[0].kind, sketches.num_rows)
         exposed: Floats = np.max(rates[..., None] * num_bytes / p - hiding[..., None] * left, axis=-1)
         return exposed + update

@@ -17,7 +17,7 @@ from whale.estimate import Line, optimizer_seconds, pipeline_seconds
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.schedules import BUILDERS, most_waiting, peak_in_flight, placement
-from whale.search.arrangement import Arrangement, Order, Team, sums_in_backward
+from whale.search.arrangement import Arrangement, Group, Order, Team, sums_in_backward
 from whale.search.sketch.cutting import Cut, Stage, cut
 from whale.search.sketch.links import Ties
 from whale.search.sketch.pieces import Pieces
@@ -95,12 +95,12 @@ class Sketches:
     def _speed(self, one: Team) -> float:
         """Of a replica: how often its devices would do the work on all rows in a second."""
         if one not in self._speeds:
-            self._speeds[one] = one.width * sum(number / self._work(kind) for kind, number in one.numbers.items())
+            self._speeds[one] = sum(number / self._work(kind) for kind, number in one.taken.items())
         return self._speeds[one]
 
     def _work(self, kind: Device) -> float:
         """Seconds of a device for all rows."""
-        return self.pieces.seconds(kind, float(self.num_rows), 1, again=False)[0][-1]
+        return self.pieces.seconds(Group(kind), float(self.num_rows), again=False)[0][-1]
 
     def least(self, team: Team, order: Order, num_micro_batch: int, rows: float) -> float:
         """Seconds per step that the slowest rank of a replica with so many rows computes at least, whatever the cut and its memory."""
@@ -123,7 +123,7 @@ class Sketches:
         lane = self._lanes[key]
         if lane is None or team.num_ranks == 1:
             return lane
-        num_bytes = self.pieces.crossing.at(rows / m) / team.width
+        num_bytes = self.pieces.crossing.at(rows / m) / team.narrowest
         return replace(lane, pipeline=self._with_messages(team, order, m, lane, num_bytes, near=near))
 
     def _alone(self, team: Team, order: Order, m: int, rows: float) -> Lane | None:
@@ -133,10 +133,11 @@ class Sketches:
         if found is None:
             return None
         pieces = self._pieces_for(len(found.seconds))
-        seconds, trained = [self.inside(team, rows / m)] * team.num_ranks, [0.0] * team.num_ranks
+        exchanged = {group: self.inside(group, rows / m) / team.num_ranks for group in team.numbers}
+        seconds, trained = [exchanged[group] for group in team.ranks], [0.0] * team.num_ranks
         for own, rank, (start, stop) in zip(found.seconds, _stage_ranks(team, order), pairwise(found.bounds), strict=True):
             seconds[rank] += own
-            trained[rank] += (pieces.trained[stop] - pieces.trained[start]) / team.width
+            trained[rank] += (pieces.trained[stop] - pieces.trained[start]) / team.ranks[rank].width
         return Lane(tuple(seconds), tuple(trained), float(pipeline_seconds(order.schedule, seconds, m, order.num_chunks)))
 
     def _with_messages(self, team: Team, order: Order, m: int, lane: Lane, num_bytes: float, *, near: bool) -> float:
@@ -153,22 +154,22 @@ class Sketches:
         m, rate = arrangement.num_micro_batch, self.ties.sum_rate(arrangement.teams, near=near)
         hides = BACKWARD if sums_in_backward(arrangement.teams) else 0.0
         if team.num_ranks == 1:
-            return lane.pipeline + self._end_of_one(team, hides * lane.seconds[0], rate)
+            return lane.pipeline + self._end_of_one(team.ranks[0], hides * lane.seconds[0], rate)
         slowest, before = lane.pipeline, 0.0
-        updates = {kind: optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) for kind in team.numbers}
-        for kind, own, trained in zip(team.kinds, lane.seconds, lane.trained, strict=True):
-            update = trained * updates[kind]
+        updates = {kind: optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) for kind in team.taken}
+        for group, own, trained in zip(team.ranks, lane.seconds, lane.trained, strict=True):
+            update = trained * updates[group.kind]
             exposed = max(0.0, trained * rate - hides * own)
             slowest = max(slowest, lane.pipeline - BACKWARD * before + exposed + update, m * own + exposed + update)
             before += own / arrangement.order.num_chunks
-        tied = self.pieces.tied if team.num_ranks > 1 else 0.0
-        return slowest + tied * max(rate, self.ties.sum_rate((Team(team.kinds[:1], 1, 1), Team(team.kinds[-1:], 1, 1)), near=near))
+        ends = tuple(Team((Group(group.kind),), 1) for group in (team.ranks[0], team.ranks[-1]))
+        return slowest + self.pieces.tied * max(rate, self.ties.sum_rate(ends, near=near))
 
-    def _end_of_one(self, team: Team, hiding: float, rate: float) -> float:
+    def _end_of_one(self, group: Group, hiding: float, rate: float) -> float:
         """What one rank that has the whole model adds to its passes, if sums may hide behind so much of them."""
-        kind, (num_bytes, left) = team.kinds[0], self.pieces.columns.last_sums(team.kinds[0], self.num_rows)
-        update = optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) * num_bytes[-1]
-        return float(np.max(rate * num_bytes / team.width - hiding * left)) + float(update) / team.width
+        num_bytes, left = self.pieces.columns.last_sums(group.kind, self.num_rows)
+        update = optimizer_seconds(group.kind, 1.0, 1.0, self.prices.costs.optimizer_states) * num_bytes[-1]
+        return float(np.max(rate * num_bytes / group.width - hiding * left)) + float(update) / group.width
 
     def _cut(self, team: Team, order: Order, m: int, rows: float, scale: float, *, again: bool) -> Cut | None:
         """The cut of a replica whose devices have so many times the memory that they have."""
@@ -184,14 +185,14 @@ class Sketches:
         kept, received = pieces.kept(largest), self.pieces.crossing.at(largest) / 2
         peaks = (0,) * team.num_ranks if scale == math.inf else self.in_flight(order, team.num_ranks, m)
         waiting = most_waiting(order.schedule, num_ranks=team.num_ranks, num_micro_batch=m, num_chunks=order.num_chunks) if again else peaks
-        seconds = {kind: pieces.seconds(kind, own, team.width, again=again) for kind in team.numbers}
-        rooms = {kind: scale * self.prices.costs.capacity(kind) * team.width / order.num_chunks for kind in team.numbers}
+        seconds = {group: pieces.seconds(group, own, again=again) for group in team.numbers}
+        rooms = {group: scale * self.prices.costs.capacity(group.kind) * group.width / order.num_chunks for group in team.numbers}
         for stage, rank in enumerate(ranks):
-            kind, alive = team.kinds[rank], -(-peaks[rank] // order.num_chunks)
-            room = rooms[kind] - alive * received * (stage > 0) + pieces.twice * (len(ranks) == 1)
+            group, alive = team.ranks[rank], -(-peaks[rank] // order.num_chunks)
+            room = rooms[group] - alive * received * (stage > 0) + pieces.twice * (len(ranks) == 1)
             if again:
                 room -= 2 * math.sqrt(alive * received * kept[-1] / len(ranks))
-            stages.append(Stage(*seconds[kind], pieces.parameters, kept, waiting[rank] if again else alive, room))
+            stages.append(Stage(*seconds[group], pieces.parameters, kept, waiting[rank] if again else alive, room))
         return cut(stages, pieces.num_units, may_be_empty=scale == math.inf)
 
     def _pieces_for(self, num_stages: int) -> Pieces:
@@ -210,13 +211,13 @@ class Sketches:
             )
         return self._peaks[key]
 
-    def inside(self, team: Team, rows: float) -> float:
-        """What split groups exchange for one micro-batch: about one sum, both ways, for every two products with parameters."""
-        if team.width == 1:
+    def inside(self, group: Group, rows: float) -> float:
+        """What a split group exchanges for a micro-batch and all ops: about a sum, both ways, for every two products with parameters."""
+        if group.width == 1:
             return 0.0
         moved, count = self._products
-        link, steps = self.ties.inside(team), 2 * (team.width - 1)
-        return (steps * count * link.latency + steps / team.width * moved.at(rows) * link.per_byte) / team.num_ranks
+        link, steps = self.ties.inside(group), 2 * (group.width - 1)
+        return steps * count * link.latency + steps / group.width * moved.at(rows) * link.per_byte
 
     @cached_property
     def _products(self) -> tuple[Line, int]:

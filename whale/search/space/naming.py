@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from whale.ir.cluster import Cluster, Device, Host
 from whale.planning.pipeline.placement import Placed
-from whale.search.arrangement import Arrangement, Team
+from whale.search.arrangement import Arrangement, Group, Team
 from whale.search.space.space import COMPLETE
 
 Seats = tuple[tuple[Team, Placed], ...]
@@ -43,14 +42,16 @@ def _by_rule(arrangement: Arrangement, cluster: Cluster, *, near: bool) -> Seats
         free.setdefault(device.kind, []).append(device.name)
     seats: list[tuple[Team, Placed]] = []
     for team in arrangement.teams:
-        groups = {kind: iter(_groups(free[kind], cluster, team.width, number)) for kind, number in Counter(team.kinds * team.count).items()}
+        groups: dict[Group, Iterator[tuple[str, ...]]] = {}
+        for rank, number in sorted(team.numbers.items(), key=lambda each: -each[0].width):  # the widest first: they need most room
+            found = _groups(free[rank.kind], cluster, rank.width, number * team.count)
+            taken = {name for names in found for name in names}
+            groups[rank], free[rank.kind] = iter(found), [name for name in free[rank.kind] if name not in taken]
         if near:
-            placed = [tuple(next(groups[kind]) for kind in team.kinds) for _ in range(team.count)]
+            placed = [tuple(next(groups[rank]) for rank in team.ranks) for _ in range(team.count)]
         else:
-            ranks = [list(islice(groups[kind], team.count)) for kind in team.kinds]
+            ranks = [list(islice(groups[rank], team.count)) for rank in team.ranks]
             placed = list(zip(*ranks, strict=True))
-        taken = {name for replica in placed for names in replica for name in names}
-        free = {kind: [name for name in names if name not in taken] for kind, names in free.items()}
         seats += [(team, replica) for replica in placed]
     return tuple(seats)
 
@@ -71,14 +72,14 @@ def _groups(names: Sequence[str], cluster: Cluster, width: int, number: int) -> 
 
 def _every_naming(arrangement: Arrangement, cluster: Cluster) -> Iterator[Seats]:
     """All assignments of devices to ranks, devices that stand for one another once."""
-    slots = [(team, kind) for team in arrangement.teams for _ in range(team.count) for kind in team.kinds for _ in range(team.width)]
+    slots = [rank.kind for team in arrangement.teams for _ in range(team.count) for rank in team.ranks for _ in range(rank.width)]
     looks = host_looks(cluster)
 
     def seated(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         if len(names) == len(slots):
             yield names
             return
-        for name in _distinct(slots[len(names)][1], frozenset(names), cluster, looks):
+        for name in _distinct(slots[len(names)], frozenset(names), cluster, looks):
             yield from seated((*names, name))
 
     for names in seated(()):
@@ -86,7 +87,7 @@ def _every_naming(arrangement: Arrangement, cluster: Cluster) -> Iterator[Seats]
         seats: list[tuple[Team, Placed]] = []
         for team in arrangement.teams:
             for _ in range(team.count):
-                seats.append((team, tuple(tuple(islice(given, team.width)) for _ in team.kinds)))
+                seats.append((team, tuple(tuple(islice(given, rank.width)) for rank in team.ranks)))
         yield tuple(seats)
 
 

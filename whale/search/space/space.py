@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from itertools import islice, permutations, product
 
 from whale.ir.cluster import Cluster, Device
-from whale.search.arrangement import Arrangement, Order, Team
+from whale.search.arrangement import Arrangement, Group, Order, Team
 from whale.search.bounds.bounds import Bounds
 from whale.search.space.freedom import Freedom
 
@@ -25,6 +25,9 @@ DEEPEST = 64
 
 ABOUT = 0.05
 """What a team takes is not below what it takes about at least by a larger share: micro-batches differ by a row."""
+
+PAIR = 2
+"""Of more kinds along a pipeline all have split groups of one width, where there are many devices."""
 
 HALF_WAY = 2**0.5
 """From a power of two to the next."""
@@ -114,32 +117,31 @@ class Space:
 
     def _is_allowed(self, lineup: Lineup) -> bool:
         deep = all(team.num_ranks <= self.num_places and self._num_ranks in (None, team.num_ranks) for team in lineup)
-        return deep and (not self.freedom.alike or (len(lineup) == 1 and (lineup[0].width == 1 or lineup[0].count == 1)))
+        return deep and (not self.freedom.alike or (len(lineup) == 1 and (not lineup[0].is_split or lineup[0].count == 1)))
 
     def _every_lineup(self) -> Iterator[Lineup]:
         """All sets of replicas, by growing each with replicas that do not stand before its last."""
         words = list(self._words())
 
-        def grown(taken: Counter[tuple[tuple[Device, ...], int]], left: Counter[Device], start: int) -> Iterator[Lineup]:
+        def grown(taken: Counter[Team], left: Counter[Device], start: int) -> Iterator[Lineup]:
             for number in range(start, len(words)):
-                kinds, width = words[number]
-                need = Counter(kinds * width)
+                need = Counter(words[number].taken)
                 if need <= left:
                     more = taken + Counter([words[number]])
-                    yield tuple(Team(*word, count) for word, count in more.items())
+                    yield tuple(replace(team, count=count) for team, count in more.items())
                     yield from grown(more, left - need, number)
 
         yield from grown(Counter(), Counter(self.counts), 0)
 
-    def _words(self) -> Iterator[tuple[tuple[Device, ...], int]]:
-        """All replicas: kinds along the pipeline, and the width of its split groups."""
-        for width in sorted({width for widths in self.widths.values() for width in widths}):
-            room = Counter({kind: count // width for kind, count in self.counts.items() if width in self.widths[kind]})
-            ends: list[tuple[Device, ...]] = [()]
-            while ends:
-                ends = [(*word, kind) for word in ends for kind in room if word.count(kind) < room[kind]]
-                for word in ends:
-                    yield word, width
+    def _words(self) -> Iterator[Team]:
+        """All replicas: split groups of any width along the pipeline."""
+        groups = [Group(kind, width) for width in sorted({width for own in self.widths.values() for width in own}) for kind in self.counts]
+        groups = [group for group in groups if group.width in self.widths[group.kind]]
+        ends: list[Team] = [Team((), 1)]
+        while ends:
+            longer = (Team((*team.ranks, group), 1) for team in ends for group in groups)
+            ends = [team for team in longer if all(number <= self.counts[kind] for kind, number in team.taken.items())]
+            yield from ends
 
     def _lineups_in_a_row(self, bounds: Bounds) -> Iterator[Lineup]:
         """Replicas of one kind each, of every kind its own; and replicas over several kinds, like devices in a row."""
@@ -155,13 +157,13 @@ class Space:
             for mixed in self._of_kinds(kinds):
                 yield (mixed,)
                 left = {kind: count - mixed.taken.get(kind, 0) for kind, count in self.counts.items()}
-                rest = tuple(Team((kind,), 1, count) for kind, count in left.items() if count)
+                rest = tuple(Team((Group(kind),), count) for kind, count in left.items() if count)
                 if rest:
                     yield (mixed, *rest)
 
     def _fewer(self, team: Team) -> Sequence[int]:
         """Numbers of replicas of one kind that leave others of it out: those of one host, and any where fewer may be the best."""
-        of_host = self.in_one_host[team.kinds[0]] // (team.num_ranks * team.width)
+        of_host = self.in_one_host[team.ranks[0].kind] // team.one.num_devices
         counts = {of_host, *(powers_of_two(team.count - 1) if self.freedom.fewer else ())}
         return sorted(count for count in counts if 0 < count < team.count)
 
@@ -170,7 +172,7 @@ class Space:
         for width in self.widths[kind]:
             room = self.counts[kind] // width
             for num_ranks in self._depths(room):
-                yield Team((kind,) * num_ranks, width, room // num_ranks)
+                yield Team((Group(kind, width),) * num_ranks, room // num_ranks)
 
     def _depths(self, room: int) -> Sequence[int]:
         """Numbers of ranks of replicas that share so many: 1, 2, 4 ..., and what each of 1, 2, 4 ... replicas would have."""
@@ -182,7 +184,7 @@ class Space:
     def _front(self, kind: Device, bounds: Bounds) -> Sequence[Team]:
         """The replicas of one kind that take least time for their share of the rows, and copies of the model, as far as they fit."""
         teams = [team for team in self._of_one_kind(kind) if self._is_allowed((team,)) and not bounds.shortage(team)]
-        plain = [team for team in teams if team.num_ranks * team.width == 1]
+        plain = [team for team in teams if team.one.num_devices == 1]
         return [*plain, *self._fastest([team for team in teams if team not in plain], FRONT - len(plain), bounds)]
 
     def _fastest(self, teams: Sequence[Team], number: int, bounds: Bounds) -> Sequence[Team]:
@@ -209,13 +211,15 @@ class Space:
             yield from permutations(self.counts, number)
 
     def _of_kinds(self, kinds: tuple[Device, ...]) -> Iterator[Team]:
-        """Replicas that take of each of these kinds, as many as there are devices for."""
-        shared = set.intersection(*(set(self.widths[kind]) for kind in kinds))
-        for width in sorted(shared):
-            rooms = [self.counts[kind] // width for kind in kinds]
+        """Replicas that take of each of these kinds, as many as there are devices for; of two kinds each may have its own width."""
+        for widths in product(*(self.widths[kind] for kind in kinds)):
+            if len(kinds) > PAIR and len(set(widths)) > 1:
+                continue
+            rooms = [self.counts[kind] // width for kind, width in zip(kinds, widths, strict=True)]
             for depths in self._divisions(rooms):
                 count = min(room // depth for room, depth in zip(rooms, depths, strict=True))
-                yield Team(tuple(kind for kind, depth in zip(kinds, depths, strict=True) for _ in range(depth)), width, count)
+                groups = zip(kinds, widths, depths, strict=True)
+                yield Team(tuple(Group(kind, width) for kind, width, depth in groups for _ in range(depth)), count)
 
     def _divisions(self, rooms: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Ranks of each kind in a replica: what there is per replica, for every number of replicas that is worth it, and the deepest."""

@@ -34,7 +34,7 @@ def drafted(policy: str, memory: str = WHOLE_MEMORY, *, schedule: str = "1f1b", 
     config = Config({"recompute.policy": policy})
     seater = Seater(Prices(graph(), cluster, Costs.for_model(config, graph(), cluster)), config, ROWS)
     placed = (tuple(names[:width]), tuple(names[width:]))
-    return seater.draft([Seating(schedule, CHUNKS.get(schedule, 1), 8, width, placed)], policy)
+    return seater.draft([Seating(schedule, CHUNKS.get(schedule, 1), 8, placed)], policy)
 
 
 def fullest(draft: Draft) -> float:
