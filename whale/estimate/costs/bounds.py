@@ -27,7 +27,7 @@ RECOMPUTED_SHARE = 3 / 4
 def bubble_share(schedule: str, num_chunks: int = 1) -> float:
     """The part of the time per micro-batch of the ranks before it that passes while a rank cannot compute."""
     again = dict.fromkeys(("recompute_early", "last_no_recompute", "shifted_critical_path"), RECOMPUTED_SHARE)
-    shares = again | {"zb_h1": FORWARD_SHARE, "zb_h2": 0.0, "zb_v": 0.0, "interleaved": 1 / num_chunks, "aiao": 1 / num_chunks}
+    shares = again | {"zb_h1": FORWARD_SHARE, "zb_h2": FORWARD_SHARE, "zb_v": 0.0, "interleaved": 1 / num_chunks, "aiao": 1 / num_chunks}
     shares["aiao_early_loss"] = shares["aiao"]
     return shares.get(schedule, 1.0)
 

@@ -39,6 +39,21 @@ class Way:
     narrowest: float
 
 
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """The devices of a team that have one stage, one of each replica.
+
+    Attributes:
+        kind: theirs.
+        count: how many there are.
+        stride: from one to the next among the devices of their kind.
+    """
+
+    kind: Device
+    count: int
+    stride: int
+
+
 @dataclass(eq=False)
 class Ties:
     """The links of arrangements on one cluster.
@@ -50,8 +65,7 @@ class Ties:
     prices: Prices
     _borders: dict[tuple[Team, bool], Way] = field(default_factory=dict, init=False)
     _insides: dict[Group, Way] = field(default_factory=dict, init=False)
-    _rates: dict[tuple[tuple[Team, ...], bool], float] = field(default_factory=dict, init=False)
-    _rates_of: dict[tuple[str, ...], float] = field(default_factory=dict, init=False)
+    _rates: dict[tuple[Owners, ...], float] = field(default_factory=dict, init=False)
 
     @cached_property
     def _names(self) -> Mapping[Device, tuple[str, ...]]:
@@ -81,27 +95,37 @@ class Ties:
             self._insides[group] = Way(link.latency, per_byte, per_byte)
         return self._insides[group]
 
-    def sum_rate(self, teams: Sequence[Team], *, near: bool) -> float:
-        """Seconds per byte of a gradient that all replicas of these teams add up."""
+    def sum_rates(self, teams: Sequence[Team], own: Team, *, near: bool) -> Mapping[Group, float]:
+        """Seconds per byte of a gradient that all replicas of these teams add up, by the devices that have its stage in one of them.
+
+        The others have it as far along their pipelines as that one the first rank of such devices.
+        """
         if sum(team.count for team in teams) == 1:
-            return 0.0
-        key = tuple(teams), near
-        if key not in self._rates:
+            return dict.fromkeys(own.numbers, 0.0)
+        places, start = dict[Group, int](), 0
+        for rank, number in own.runs:
+            places.setdefault(rank, start)
+            start += number
+        return {rank: self._sum_rate(teams, place, own.num_ranks, near=near) for rank, place in places.items()}
+
+    def _sum_rate(self, teams: Sequence[Team], place: int, num_ranks: int, *, near: bool) -> float:
+        """Of the stage of one of so many ranks."""
+        ranks = (team.ranks[place * team.num_ranks // num_ranks] for team in teams)
+        return self._rate(tuple(_owners(team, rank, near=near) for rank, team in zip(ranks, teams, strict=True)))
+
+    def ends_rate(self, team: Team, *, near: bool) -> float:
+        """Seconds per byte of a gradient that the first and the last ranks of all replicas of a team add up."""
+        return self._rate(tuple(_owners(team, rank, near=near) for rank in (team.ranks[0], team.ranks[-1])))
+
+    def _rate(self, owners: tuple[Owners, ...]) -> float:
+        if owners not in self._rates:
             taken: Counter[Device] = Counter()
             names: list[str] = []
-            for team in teams:
-                kind, count = team.ranks[0].kind, min(team.count, SAMPLE)
-                stride = team.one.taken[kind] if near else team.ranks[0].width
-                names += self._names[kind][taken[kind] :: stride][:count]
-                taken[kind] += stride * count
-            self._rates[key] = self._rate_of(tuple(names))
-        return self._rates[key]
-
-    def _rate_of(self, names: tuple[str, ...]) -> float:
-        """`sum_rate` of these devices, which many teams share."""
-        if names not in self._rates_of:
-            self._rates_of[names] = all_reduce_seconds(self.prices.cluster, names, SUMMED) / SUMMED if len(names) > 1 else 0.0
-        return self._rates_of[names]
+            for own in owners:
+                names += self._names[own.kind][taken[own.kind] :: own.stride][: own.count]
+                taken[own.kind] += own.stride * own.count
+            self._rates[owners] = all_reduce_seconds(self.prices.cluster, names, SUMMED) / SUMMED if len(names) > 1 else 0.0
+        return self._rates[owners]
 
     def _beside(self, group: Group) -> tuple[str, str]:
         """Two devices of the first host that has room for a split group."""
@@ -123,3 +147,7 @@ class Ties:
         """How many devices share a link inside a host."""
         cluster = self.prices.cluster
         return len(cluster.host_by_name[cluster.by_name[name].host].devices) if link.shared else 1
+
+
+def _owners(team: Team, rank: Group, *, near: bool) -> Owners:
+    return Owners(rank.kind, min(team.count, SAMPLE), team.one.taken[rank.kind] if near else rank.width)

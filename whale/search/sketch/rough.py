@@ -5,12 +5,12 @@ t = 1 / (n_1 / T_1 + n_2 / T_2 + ...)      of a rank, where n_k ranks are of a k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from whale.estimate import optimizer_seconds
+from whale.estimate import bubble_share, optimizer_seconds
 from whale.estimate.costs.op_table import Floats
 from whale.search.arrangement import Group, Order, Team, sums_in_backward
 from whale.search.sketch.sketch import BACKWARD, Sketches
@@ -49,19 +49,15 @@ class Rough:
         m = np.array(micro_batches, dtype=np.float64)
         speeds = np.zeros((len(lineups), len(orders), len(RULES), len(m)))
         ends = np.zeros((len(lineups), len(RULES), len(m)))
-        rates = np.zeros((len(lineups), len(RULES), 1))
         hides = np.array([[BACKWARD if sums_in_backward(lineup) else 0.0] for lineup in lineups])
-        if self.sketches.prices.training:
-            for number, (lineup, asked) in enumerate(zip(lineups, rules, strict=True)):
-                for near in asked:
-                    rates[number, RULES.index(near)] = self.sketches.ties.sum_rate(lineup, near=near)
         for team, (places, found) in self._shares(lineups).items():
             share = np.maximum(m, np.array(found)[:, None])
             rank = self._rank(team, share / m)
             speeds[places] += team.count * share[:, None, None] / self._pipeline(team, orders, m, share / m, rank)
             hiding = hides[places] * np.where(np.isfinite(rank), rank, 0.0)  # what does not fit hides nothing
             if self.sketches.prices.training:
-                ends[places] = np.maximum(ends[places], self._end(team, hiding[:, None], rates[places]))
+                rates = self._rates(team, [(lineups[place], rules[place]) for place in places])
+                ends[places] = np.maximum(ends[places], self._end(team, hiding[:, None], rates))
         passes = np.full_like(speeds, np.inf)  # no speed at all where nothing fits
         np.divide(self.sketches.num_rows, speeds, out=passes, where=speeds > 0)
         result: Floats = passes + ends[:, None]
@@ -116,19 +112,34 @@ class Rough:
         borders = [sketches.ties.borders(team, near=near) for near in RULES]
         latency, per_byte, narrowest = np.array([(each.latency, each.per_byte, each.narrowest) for each in borders]).T[:, :, None]
         num_bytes = ((sketches.pieces.crossing.fixed + sketches.pieces.crossing.per_row * rows) / team.narrowest)[:, None, None]
-        passes, waiting = (m + (p - 1) / v) * rank, 2 * latency + num_bytes * per_byte
+        fills = [bubble_share(order.schedule, order.num_chunks) + sketches.unfilled(order, team.ranks[0].kind) for order in orders]
+        passes, waiting = (m + (p - 1) * np.array(fills)[:, None, None]) * rank, 2 * latency + num_bytes * per_byte
         ahead = np.minimum(m, np.array(most)[:, None, None] / v)
         back = m * (p * rank + v * waiting) / ahead
         result: Floats = np.maximum(np.maximum(passes + waiting, back), m * v * num_bytes / 2 * narrowest)
         return result
 
-    def _end(self, team: Team, hiding: Floats, rates: Floats) -> Floats:
+    def _rates(self, team: Team, asked: Sequence[tuple[Sequence[Team], Sequence[bool]]]) -> Mapping[Group, Floats]:
+        """Seconds per byte of a gradient that the replicas of line-ups add up, by who has it in a team: ``[line-ups, RULES, 1]``."""
+        found = {rank: np.zeros((len(asked), len(RULES), 1)) for rank in team.numbers}
+        for number, (lineup, rules) in enumerate(asked):
+            for near in rules:
+                for rank, rate in self.sketches.ties.sum_rates(lineup, team, near=near).items():
+                    found[rank][number, RULES.index(near)] = rate
+        return found
+
+    def _end(self, team: Team, hiding: Floats, rates: Mapping[Group, Floats]) -> Floats:
         """What the last backward passes do not hide of the sums of gradients, and the optimizer: ``[line-ups, RULES, numbers]``."""
-        sketches, p = self.sketches, team.one.num_devices
+        sketches, p, first = self.sketches, team.one.num_devices, team.ranks[0]
         states = sketches.prices.costs.optimizer_states
         update = min(optimizer_seconds(kind, 1.0, 1.0, states) for kind in team.taken) * sketches.pieces.trained[-1] / p
         if team.num_ranks > 1:
-            return np.maximum(0.0, sketches.pieces.trained[-1] / p * rates - hiding) + update + sketches.pieces.tied * rates
-        num_bytes, left = sketches.pieces.columns.last_sums(team.ranks[0].kind, sketches.num_rows)
-        exposed: Floats = np.max(rates[..., None] * num_bytes / p - hiding[..., None] * left, axis=-1)
-        return exposed + update
+            speed = sketches.speed(team.one)
+            trained = {rank: sketches.speed(Team((Group(rank.kind),), 1)) / speed * sketches.pieces.trained[-1] for rank in team.numbers}
+            exposed = np.max([own * rates[rank] for rank, own in trained.items()], axis=0) - hiding
+            ends = np.array([[sketches.ties.ends_rate(team, near=near)] for near in RULES])
+            last: Floats = np.maximum(0.0, exposed) + update + sketches.pieces.tied * ends
+            return last
+        num_bytes, left = sketches.pieces.columns.last_sums(first.kind, sketches.num_rows)
+        late: Floats = np.max(rates[first][..., None] * num_bytes / p - hiding[..., None] * left, axis=-1) + update
+        return late

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from whale.estimate import Line, optimizer_seconds, pipeline_seconds
+from whale.estimate.memory.kept import weight_share
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.schedules import BUILDERS, most_waiting, peak_in_flight, placement
@@ -65,6 +66,7 @@ class Sketches:
     again: tuple[bool, ...]
     _lanes: dict[tuple[Team, Order, int, float], Lane | None] = field(default_factory=dict, init=False)
     _speeds: dict[Team, float] = field(default_factory=dict, init=False)
+    _unfilled: dict[Device, float] = field(default_factory=dict, init=False)
     _peaks: dict[tuple[Order, int, int], tuple[int, ...]] = field(default_factory=dict, init=False)
     _cuts: dict[tuple[Team, Order, int, float, float, bool], Cut | None] = field(default_factory=dict, init=False)
 
@@ -88,11 +90,11 @@ class Sketches:
 
     def shares(self, teams: Sequence[Team]) -> list[float]:
         """Rows of a replica of each team, if its devices took as many as they are fast."""
-        speeds = [self._speed(team.one) for team in teams]
+        speeds = [self.speed(team.one) for team in teams]
         total = sum(speed * team.count for speed, team in zip(speeds, teams, strict=True))
         return [self.num_rows * speed / total for speed in speeds]
 
-    def _speed(self, one: Team) -> float:
+    def speed(self, one: Team) -> float:
         """Of a replica: how often its devices would do the work on all rows in a second."""
         if one not in self._speeds:
             self._speeds[one] = sum(number / self._work(kind) for kind, number in one.taken.items())
@@ -138,7 +140,23 @@ class Sketches:
         for own, rank, (start, stop) in zip(found.seconds, _stage_ranks(team, order), pairwise(found.bounds), strict=True):
             seconds[rank] += own
             trained[rank] += (pieces.trained[stop] - pieces.trained[start]) / team.ranks[rank].width
-        return Lane(tuple(seconds), tuple(trained), float(pipeline_seconds(order.schedule, seconds, m, order.num_chunks)))
+        drain = self.unfilled(order, team.ranks[0].kind) * sum(seconds[:-1])
+        return Lane(tuple(seconds), tuple(trained), float(pipeline_seconds(order.schedule, seconds, m, order.num_chunks)) + drain)
+
+    def unfilled(self, order: Order, kind: Device) -> float:
+        """The share of the passes of the ranks before it that a rank stands idle beside what its fill takes.
+
+        Under ``zb_h1`` each micro-batch that drains leaves a weight gradient to fill with, which takes less than the gradient of its input.
+        """
+        if order.schedule != "zb_h1":
+            return 0.0
+        if kind not in self._unfilled:
+            columns = self.pieces.columns
+            times = columns.seconds(kind, float(self.num_rows))
+            weights = np.array([weight_share(self.prices.graph, self.prices.graph.ops[first].name) for first in columns.firsts])
+            idle = float((times.backward * (1 - 2 * weights)) @ columns.counts)
+            self._unfilled[kind] = max(0.0, idle) / float((times.forward + times.backward) @ columns.counts)
+        return self._unfilled[kind]
 
     def _with_messages(self, team: Team, order: Order, m: int, lane: Lane, num_bytes: float, *, near: bool) -> float:
         """The first and last pass wait for all messages, the others where a link, or what may be in flight, is too little."""
@@ -151,19 +169,20 @@ class Sketches:
         """With what the last backward passes cannot hide of the sums of gradients, and the optimizer."""
         if not self.prices.training:
             return lane.pipeline
-        m, rate = arrangement.num_micro_batch, self.ties.sum_rate(arrangement.teams, near=near)
-        hides = BACKWARD if sums_in_backward(arrangement.teams) else 0.0
+        m, teams = arrangement.num_micro_batch, arrangement.teams
+        hides = BACKWARD if sums_in_backward(teams) else 0.0
+        rates = self.ties.sum_rates(teams, team, near=near)
         if team.num_ranks == 1:
-            return lane.pipeline + self._end_of_one(team.ranks[0], hides * lane.seconds[0], rate)
-        slowest, before = lane.pipeline, 0.0
+            return lane.pipeline + self._end_of_one(team.ranks[0], hides * lane.seconds[0], rates[team.ranks[0]])
+        slowest, before, order = lane.pipeline, 0.0, arrangement.order
         updates = {kind: optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) for kind in team.taken}
         for group, own, trained in zip(team.ranks, lane.seconds, lane.trained, strict=True):
-            update = trained * updates[group.kind]
-            exposed = max(0.0, trained * rate - hides * own)
-            slowest = max(slowest, lane.pipeline - BACKWARD * before + exposed + update, m * own + exposed + update)
-            before += own / arrangement.order.num_chunks
-        ends = tuple(Team((Group(group.kind),), 1) for group in (team.ranks[0], team.ranks[-1]))
-        return slowest + self.pieces.tied * max(rate, self.ties.sum_rate(ends, near=near))
+            after = sum(lane.seconds) - before - own
+            sooner = (1 - BACKWARD) * after if order.fills_forward else BACKWARD * before / order.num_chunks
+            exposed = max(0.0, trained * rates[group] - hides * own)
+            slowest = max(slowest, max(lane.pipeline - sooner, m * own) + exposed + trained * updates[group.kind])
+            before += own
+        return slowest + self.pieces.tied * self.ties.ends_rate(team, near=near)
 
     def _end_of_one(self, group: Group, hiding: float, rate: float) -> float:
         """What one rank that has the whole model adds to its passes, if sums may hide behind so much of them."""
