@@ -61,3 +61,10 @@ def test_replicas_that_do_the_same_are_alike_until_something_differs() -> None:
     assert found.workers == (0,) * 4 + (1,) * 4 and found.wires == (0,) * 4
     odd = [*wires[:3], Wire("longer message", (3, 7), ((0,), (1,)), ((0, 1.0),))]
     assert classify(["first"] * 4 + ["last"] * 4, ["card"], odd).workers == (0, 0, 0, 1, 2, 2, 2, 3)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_worker_and_a_wire_whose_colours_change_places_are_not_alike(first: int) -> None:
+    wires = [Wire(f"message {number}", (party,), (("sends",),), ()) for number, party in enumerate((1 - first, first))]
+    found = classify(["first", "last"], [], wires)
+    assert found.workers == (0, 1) and found.wires == (0, 1), "and it comes to an end"
