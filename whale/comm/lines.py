@@ -8,6 +8,7 @@ the news reaches ranks that have no line to the first. NCCL closes nothing; ther
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,8 +20,15 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from whale.comm.backend import backend_of
 
 _WORDS = "whale/last words"
+_ENDED = "whale/ends in an error"
 _TAG = 0x5EA  # of a message that is never sent
 _MAX_LENGTH = 300
+
+LINGER_SECONDS = 3.0
+"""So long does a rank that fails wait for the others to say why they fail: launchers end all who live when one has ended."""
+
+LOOK_SECONDS = 0.02
+"""So often it looks whether they have."""
 
 
 @dataclass
@@ -60,6 +68,15 @@ def say_why(error: BaseException) -> None:
     said = f"rank {dist.get_rank()} has failed: {type(error).__name__}" + (f": {first}" if first else "")
     with suppress(RuntimeError, dist.DistError):  # who kept the store has ended
         _store().compare_set(_WORDS, "", said)
+
+
+def end_together() -> None:
+    """Waits until all ranks have come to end in an error, `LINGER_SECONDS` at most: who comes here has printed its own."""
+    with suppress(RuntimeError, dist.DistError):  # who kept the store has ended
+        store, until = _store(), time.monotonic() + LINGER_SECONDS
+        store.set(f"{_ENDED}/{dist.get_rank()}", "")
+        while not store.check([f"{_ENDED}/{rank}" for rank in range(dist.get_world_size())]) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
 
 
 def last_words() -> str | None:

@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from whale.comm.backend import backend_of
 from whale.comm.heap import keep_freed_memory
-from whale.comm.lines import say_why
+from whale.comm.lines import end_together, say_why
 from whale.comm.waiting import Waits
 from whale.errors import ConfigError, OpFault, RuntimeFault, WhaleError
 
@@ -124,12 +124,13 @@ def connect(timeout_seconds: float) -> World:
     if not dist.is_initialized():
         return World(0, 1, 0, 1, device, timeout)
     _check_group()
-    atexit.register(_say_why)
     if device.type == "cpu":
         keep_freed_memory()
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-    return World(dist.get_rank(), size, local_rank, local_size, device, timeout)
+    world = World(dist.get_rank(), size, local_rank, local_size, device, timeout)
+    atexit.register(_say_why, world.waits)
+    return world
 
 
 class Closable(Protocol):
@@ -160,11 +161,14 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _say_why() -> None:
-    """Leaves the error that ends this process for the others, which have seen nothing of it but that this rank is gone."""
+def _say_why(waits: Waits) -> None:
+    """Leaves the error that ends this process for the others, which have seen nothing of it, and lets them say theirs before it ends."""
     error = getattr(sys, "last_value", None)
-    if isinstance(error, Exception) and not isinstance(error, RuntimeFault) and dist.is_initialized():
-        say_why(error)
+    if isinstance(error, Exception) and dist.is_initialized():
+        if not isinstance(error, RuntimeFault):
+            say_why(error)
+            waits.lines.hang_up()
+        end_together()
 
 
 def _has_failed() -> bool:
