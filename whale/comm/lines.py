@@ -27,7 +27,7 @@ _MAX_LENGTH = 300
 LINGER_SECONDS = 3.0
 """So long does a rank that fails wait for the others to say why they fail: launchers end all who live when one has ended."""
 
-LOOK_SECONDS = 0.02
+LISTEN_SECONDS = 0.02
 """So often it looks whether they have."""
 
 
@@ -71,12 +71,16 @@ def say_why(error: BaseException) -> None:
 
 
 def end_together() -> None:
-    """Waits until all ranks have come to end in an error, `LINGER_SECONDS` at most: who comes here has printed its own."""
+    """Waits, once, until all ranks have come to end in an error, `LINGER_SECONDS` at most: who comes here has printed its own."""
     with suppress(RuntimeError, dist.DistError):  # who kept the store has ended
         store, until = _store(), time.monotonic() + LINGER_SECONDS
-        store.set(f"{_ENDED}/{dist.get_rank()}", "")
-        while not store.check([f"{_ENDED}/{rank}" for rank in range(dist.get_world_size())]) and time.monotonic() < until:
-            time.sleep(LOOK_SECONDS)
+        ranks = [f"{_ENDED}/{rank}" for rank in range(dist.get_world_size())]
+        own = ranks[dist.get_rank()]
+        if store.check([own]):
+            return
+        store.set(own, "")
+        while not store.check(ranks) and time.monotonic() < until:
+            time.sleep(LISTEN_SECONDS)
 
 
 def last_words() -> str | None:

@@ -129,7 +129,7 @@ def connect(timeout_seconds: float) -> World:
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     world = World(dist.get_rank(), size, local_rank, local_size, device, timeout)
-    atexit.register(_say_why, world.waits)
+    atexit.register(_say_why, weakref.ref(world.waits))
     return world
 
 
@@ -161,13 +161,15 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _say_why(waits: Waits) -> None:
+def _say_why(reference: weakref.ref[Waits]) -> None:
     """Leaves the error that ends this process for the others, which have seen nothing of it, and lets them say theirs before it ends."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, Exception) and dist.is_initialized():
         if not isinstance(error, RuntimeFault):
             say_why(error)
-            waits.lines.hang_up()
+            waits = reference()
+            if waits is not None:
+                waits.lines.hang_up()
         end_together()
 
 
