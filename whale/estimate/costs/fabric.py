@@ -60,7 +60,6 @@ def fabric(cluster: Cluster, devices: Sequence[str]) -> Fabric:
         for link in _between(cluster, [names[0] for names in members.values()]):
             between = min(between, min(counts) * link.bandwidth)
             between_latency = max(between_latency, link.latency)
-    if len(members) > 1:
         between = min(between, *(_part_of_card(cluster, host, len(names)) for host, names in members.items()))
     return Fabric(len(devices), len(members), max(counts), min(counts), inside, between, inside_latency, between_latency)
 

@@ -84,13 +84,13 @@ def needs_axes(plan: Plan) -> bool:
 
 def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
     unknown = sorted({name for name in plan.devices if name not in cluster.by_name})
-    if not unknown:
-        yield from _models(plan, cluster)
     if unknown:
         yield PlanError(
             f"a plan names devices of the cluster ({', '.join(unknown)} not in {cluster.name})",
             hint="pass the cluster that the plan was made for (cluster=, or cluster: in the recipe), or plan again for this one",
         )
+    else:
+        yield from _models(plan, cluster)
     idle = sorted(set(plan.idle_devices) & set(plan.devices) | (set(plan.idle_devices) - cluster.by_name.keys()))
     if idle:
         yield PlanError(f"idle devices are devices of the cluster that are not in use ({', '.join(idle)} in {cluster.name})")

@@ -14,7 +14,6 @@ from itertools import pairwise
 import numpy as np
 
 from whale.estimate import Line, optimizer_seconds, pipeline_seconds
-from whale.estimate.memory.kept import weight_share
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.schedules import BUILDERS, most_waiting, peak_in_flight, placement
@@ -153,8 +152,7 @@ class Sketches:
         if kind not in self._unfilled:
             columns = self.pieces.columns
             times = columns.seconds(kind, float(self.num_rows))
-            weights = np.array([weight_share(self.prices.graph, self.prices.graph.ops[first].name) for first in columns.firsts])
-            idle = float((times.backward * (1 - 2 * weights)) @ columns.counts)
+            idle = float((times.backward * (1 - 2 * self.prices.weight_shares[columns.firsts])) @ columns.counts)
             self._unfilled[kind] = max(0.0, idle) / float((times.forward + times.backward) @ columns.counts)
         return self._unfilled[kind]
 
@@ -174,10 +172,10 @@ class Sketches:
         rates = self.ties.sum_rates(teams, team, near=near)
         if team.num_ranks == 1:
             return lane.pipeline + self._end_of_one(team.ranks[0], hides * lane.seconds[0], rates[team.ranks[0]])
-        slowest, before, order = lane.pipeline, 0.0, arrangement.order
+        slowest, before, order, whole = lane.pipeline, 0.0, arrangement.order, sum(lane.seconds)
         updates = {kind: optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) for kind in team.taken}
         for group, own, trained in zip(team.ranks, lane.seconds, lane.trained, strict=True):
-            after = sum(lane.seconds) - before - own
+            after = whole - before - own
             sooner = (1 - BACKWARD) * after if order.fills_forward else BACKWARD * before / order.num_chunks
             exposed = max(0.0, trained * rates[group] - hides * own)
             slowest = max(slowest, max(lane.pipeline - sooner, m * own) + exposed + trained * updates[group.kind])
