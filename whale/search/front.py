@@ -77,7 +77,7 @@ class Front:
                 taken.update(team.taken)
             if all(self.space.counts.get(kind, 0) >= number for kind, number in taken.items()):
                 work = effort(each.num_devices, each.num_tasks, is_split=each.is_split)
-                bounds = self._bound, self._bound_of_cuts
+                bounds = self._closed_forms, self._bounds_of_cuts
                 for near in self.space.rules(each.teams):
                     found.append(Look(each, near, 0.0, bounds, self._fits, 0.0, work, is_must=True))
         return found
@@ -141,9 +141,10 @@ class Front:
         fills = [[near is not False for near in asked] for asked in rules]
         seconds = Rough(self.sketches).seconds([lineup for lineup, _ in found], orders, counts, fills)
         place = {count: index for index, count in enumerate(counts)}
-        for (lineup, by_order), asked, of_lineup in zip(found, rules, seconds.tolist(), strict=True):
-            first = next(iter(by_order.values()))[0]
-            bound = self.objective.at_least(first, self.bounds.of_lineup(lineup, first.num_micro_batch))
+        firsts = [next(iter(by_order.values()))[0] for _, by_order in found]
+        least = self.bounds.of_lineups((first.teams, first.num_micro_batch) for first in firsts)
+        for first, own_least, (_, by_order), asked, of_lineup in zip(firsts, least, found, rules, seconds.tolist(), strict=True):
+            bound = self.objective.at_least(first, own_least)
             for near in asked:
                 for order, own in by_order.items():
                     rough = of_lineup[orders.index(order)][RULES.index(near is not False)]
@@ -159,7 +160,7 @@ class Front:
         return found
 
     def _looks(self, group: Group, likely: Sequence[float]) -> Iterator[Look]:
-        first, bounds = group.own[0], (self._bound, self._bound_of_cuts)
+        first, bounds = group.own[0], (self._closed_forms, self._bounds_of_cuts)
         num_devices, is_split, num_stages = first.num_devices, first.is_split, first.num_tasks // first.num_micro_batch
         for arrangement, own in zip(group.own, likely, strict=True):
             work = effort(num_devices, num_stages * arrangement.num_micro_batch, is_split=is_split)
@@ -167,16 +168,18 @@ class Front:
 
     def bound(self, arrangement: Arrangement) -> float:
         """What none of its plans is below."""
-        return max(self._bound(arrangement), self._bound_of_cuts(arrangement))
+        return max(*self._closed_forms([arrangement]), *self._bounds_of_cuts([arrangement]))
 
-    def _bound(self, arrangement: Arrangement) -> float:
-        """The closed form."""
-        return self.objective.at_least(arrangement, self.bounds.of(arrangement))
+    def _closed_forms(self, arrangements: Sequence[Arrangement]) -> list[float]:
+        """The bounds that are quick for many at once."""
+        found = self.bounds.of(arrangements)
+        return [self.objective.at_least(each, seconds) for each, seconds in zip(arrangements, found, strict=True)]
+
+    def _bounds_of_cuts(self, arrangements: Sequence[Arrangement]) -> list[float]:
+        """Alike replicas have the mean of the rows, and the slowest stage of some cut."""
+        return [self._bound_of_cuts(each) if len(each.teams) == 1 else 0.0 for each in arrangements]
 
     def _bound_of_cuts(self, arrangement: Arrangement) -> float:
-        """Alike replicas have the mean of the rows, and the slowest stage of some cut."""
-        if len(arrangement.teams) > 1:
-            return 0.0
         rows = self.bounds.num_rows / arrangement.num_replicas
         seconds = self.sketches.least(arrangement.teams[0], arrangement.order, arrangement.num_micro_batch, rows)
         return self.objective.at_least(arrangement, seconds)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heapreplace
+from heapq import heappush, heapreplace
 
 from whale.config.keys import Shares
 from whale.errors import WhaleError
@@ -36,6 +36,14 @@ PATIENCE = 500
 NUM_TRIES = 6
 """While nothing fits, so many plans are made beyond the effort."""
 
+AT_ONCE = 64
+"""Of so many the first bound of their own is worked out together, then of twice as many."""
+
+
+MOST_AT_ONCE = 2048
+"""And so on up to so many."""
+
+
 ROOM = 0.85
 """Each of them is of an arrangement that would fit, by its sketch, in so much less memory than the one before."""
 
@@ -48,32 +56,37 @@ class Look:
         arrangement: what it is.
         near: the rule by which its devices get names; None for every way.
         bound: what none of its plans is below, by the objective: first that of its line-up.
-        own_bounds: work out bounds of its own, each dearer than the one before.
+        own_bounds: work out bounds of their own for arrangements, each dearer than the one before; the first is quick for many at once.
         fits: whether it would fit, roughly, in this share of the memory.
         likely: what its plans come to, roughly; infinite where they seem not to fit.
         effort: how many small plans take as long to make as one of its own.
         is_must: whether it is planned whatever effort it takes, where it may be better.
+        num_known: of its own bounds.
     """
 
     arrangement: Arrangement
     near: bool | None
     bound: float
-    own_bounds: Sequence[Callable[[Arrangement], float]]
+    own_bounds: Sequence[Callable[[Sequence[Arrangement]], Sequence[float]]]
     fits: Callable[[Arrangement, float], bool]
     likely: float
     effort: float
     is_must: bool = False
-    _num_known: int = field(default=0, init=False)
+    num_known: int = field(default=0, init=False)
 
     @property
     def is_refined(self) -> bool:
         """Whether its bound is the best that there is."""
-        return self._num_known == len(self.own_bounds)
+        return self.num_known == len(self.own_bounds)
 
     def refine(self) -> None:
         """Works out the next bound of its own."""
-        self.bound = max(self.bound, self.own_bounds[self._num_known](self.arrangement))
-        self._num_known += 1
+        self.take(*self.own_bounds[self.num_known]([self.arrangement]))
+
+    def take(self, bound: float) -> None:
+        """Has that for its next bound."""
+        self.bound = max(self.bound, bound)
+        self.num_known += 1
 
     def may_be_below(self, value: float) -> bool:
         """Whether one of its plans may be, by its own bounds."""
@@ -160,16 +173,26 @@ class Run(Progress):
         return True
 
     def open_bounds(self) -> list[float]:
-        """Bounds below the best plan of what was not looked at, least first; the least of them is an arrangement's own."""
+        """Bounds below the best plan of what was not looked at, least first; the least of them is an arrangement's own.
+
+        The dearer bounds are worked out one by one, of what is least.
+        """
         assert self.best is not None
-        looks = list({look.arrangement: look for look in self.unproven}.values())
-        heap = [(look.bound, number) for number, look in enumerate(looks)]
-        heapify(heap)
-        while heap and not looks[heap[0][1]].is_refined:
+        looks = sorted({look.arrangement: look for look in self.unproven}.values(), key=lambda look: look.bound)
+        heap, rest, size = list[tuple[float, int]](), 0, AT_ONCE
+        while heap or rest < len(looks):
+            if rest < len(looks) and not (heap and heap[0][0] < looks[rest].bound):
+                refine_together(looks[rest : rest + size])
+                for number, look in enumerate(looks[rest : rest + size], start=rest):
+                    heappush(heap, (look.bound, number))
+                rest, size = rest + size, min(2 * size, MOST_AT_ONCE)
+                continue
             number = heap[0][1]
+            if looks[number].is_refined:
+                break
             looks[number].refine()
             heapreplace(heap, (looks[number].bound, number))
-        return sorted(bound for bound, _ in heap if bound < self.best.value)
+        return sorted(look.bound for look in looks if look.bound < self.best.value)
 
     def _ways(self, look: Look) -> Iterator[tuple[Seats, str | Shares]]:
         for seats in namings(look.arrangement, self.cluster, near=look.near):
@@ -184,6 +207,15 @@ class Run(Progress):
         return tuple(
             Seating(order(len(placed)).schedule, order(len(placed)).num_chunks, arrangement.num_micro_batch, placed) for _, placed in seats
         )
+
+
+def refine_together(looks: Iterable[Look]) -> None:
+    """Works out the first bound of their own of those that have none yet."""
+    new = [look for look in looks if not look.num_known]
+    if not new:
+        return
+    for look, bound in zip(new, new[0].own_bounds[0]([look.arrangement for look in new]), strict=True):
+        look.take(bound)
 
 
 def effort(num_devices: int, num_tasks: int, *, is_split: bool) -> float:

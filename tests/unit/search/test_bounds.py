@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -69,7 +70,15 @@ def test_no_plan_is_below_its_bound(depths: list[int], cluster: Cluster, rows: i
         *((each.arrangement, each.seconds) for each in found.others),
     ):
         assert front.bound(arrangement) <= seconds * (1 + 1e-9), str(arrangement)
-        assert front.bounds.of_lineup(arrangement.teams, arrangement.num_micro_batch) <= seconds * (1 + 1e-9)
+        assert front.bounds.of_lineups([(arrangement.teams, arrangement.num_micro_batch)])[0] <= seconds * (1 + 1e-9)
+
+
+def test_bounds_of_many_at_once_are_those_of_each() -> None:
+    graph, cluster = layers([64, 32, 64]), made([[(1e9, GIB)] * 2, [(2e9, GIB)]], network=1e9)
+    front = front_of(graph, cluster, 70)
+    found = [each for lineup in front.lineups for each in front.space.arrangements(lineup)]
+    apart = [front_of(graph, cluster, 70).bounds.of([each])[0] for each in found[::7]]
+    assert front.bounds.of(found)[::7] == pytest.approx(apart, rel=1e-9)
 
 
 def test_ops_side_by_side_do_not_wait_for_one_another() -> None:

@@ -105,7 +105,7 @@ def check_bounds(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
         *((each.arrangement, each.seconds) for each in found.others),
     ):
         assert front.bound(arrangement) <= seconds * (1 + 1e-9), str(arrangement)
-        assert front.bounds.of_lineup(arrangement.teams, arrangement.num_micro_batch) <= seconds * (1 + 1e-9), str(arrangement)
+        assert front.bounds.of_lineups([(arrangement.teams, arrangement.num_micro_batch)])[0] <= seconds * (1 + 1e-9), str(arrangement)
 
 
 def test_bounds_hold_where_messages_take_time_of_devices() -> None:

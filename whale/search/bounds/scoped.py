@@ -81,7 +81,8 @@ class ScopedBounds:
         """
         key = tuple(self._kinds(way.devices)), num_micro_batch
         if key not in self._whole:
-            self._whole[key] = self.bounds.of_lineup((Team(tuple(map(Group, key[0])), 1),), num_micro_batch)
+            team = Team(tuple(map(Group, key[0])), 1)
+            self._whole[key] = self.bounds.of_lineups([((team,), num_micro_batch)])[0]
         return self._whole[key]
 
     def of(self, way: Way) -> float:

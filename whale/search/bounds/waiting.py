@@ -15,19 +15,16 @@ weights of a mean are those that make all ops together equally dear on every ran
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whale.estimate.costs.op_table import Floats
 from whale.schedules import peak_in_flight
-from whale.search.arrangement import Group, Order
-
-Runs = Sequence[tuple[Group, int]]
+from whale.search.arrangement import Order
 
 MANY = 4
 """With so many times as many micro-batches as ranks the waits for chunks are hardly known to be anything."""
@@ -58,7 +55,7 @@ def first_alike(order: Order, num_ranks: int, num_micro_batch: int) -> Order:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds per column of a micro-batch on a kind of device, ``[rows, columns]``.
+    """Seconds per column of a micro-batch on a kind of device, ``[cases, columns]``.
 
     Attributes:
         forward, backward: seconds.
@@ -75,7 +72,7 @@ class Pass:
 
     @cached_property
     def whole(self) -> Floats:
-        """Seconds of all ops: ``[rows]``."""
+        """Seconds of all ops: ``[cases]``."""
         found: Floats = self.both @ self.counts
         return found
 
@@ -94,120 +91,152 @@ class Passes:
     fewest: Pass
     most: Pass
 
-    def after_first(self, num_micro_batch: int) -> Floats:
+    def after_first(self, num_micro_batch: Floats) -> Floats:
         """Seconds per column of so many micro-batches, but for the backward pass of the first of them."""
-        return num_micro_batch * self.mean.both - self.fewest.both + self.fewest.forward
+        return num_micro_batch[:, None] * self.mean.both - self.fewest.both + self.fewest.forward
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
-    """A replica.
+class Run:
+    """Alike ranks that follow one another.
 
     Attributes:
-        runs: the groups along it, each with how many alike ones follow one another.
-        passes: per group.
-        counts: ops of each column.
-        num_micro_batch: of a step.
+        passes: of each.
+        number: how many: ``[cases]``.
     """
 
-    runs: Runs
-    passes: Mapping[Group, Passes]
-    counts: Floats
-    num_micro_batch: int
+    passes: Passes
+    number: Floats
 
-    @property
-    def num_ranks(self) -> int:
-        return sum(number for _, number in self.runs)
+
+@dataclass(frozen=True, slots=True)
+class Pipelines:
+    """Replicas, many at once, that are as many runs long.
+
+    Attributes:
+        runs: along them.
+        counts: ops of each column.
+        num_micro_batch: of a step: ``[cases]``.
+        shapes: ranks and micro-batches, and how many cases in a row have them.
+    """
+
+    runs: Sequence[Run]
+    counts: Floats
+    num_micro_batch: Floats
+    shapes: Sequence[tuple[int, int, int]]
 
     def computed(self) -> Floats:
-        """Seconds in which nobody waits: per number of rows, as all here."""
-        speed = np.sum([number / self.passes[kind].mean.whole for kind, number in self.runs], axis=0)
-        least = np.min([own.mean.shares for own in self.passes.values()], axis=0) @ self.counts
-        result: Floats = self.num_micro_batch * least / speed
+        """Seconds in which nobody waits: per case, as all here."""
+        speed = sum(run.number / run.passes.mean.whole for run in self.runs)
+        result: Floats = self.num_micro_batch * (reduce(np.minimum, (run.passes.mean.shares for run in self.runs)) @ self.counts) / speed
         return result
 
     def waited(self, order: Order, *, training: bool) -> Floats | None:
         """Seconds with waits, if values and gradients pass through all ops; None where none are known."""
-        if self.num_ranks == 1:
-            return None
         if order.fills:
-            found = self.first({kind: own.fewest.both for kind, own in self.passes.items()})
+            found = self.first([run.passes.fewest.both for run in self.runs])
             return np.maximum(found, self.there_and_back(order)) if training else found
         if order.fills_forward:
-            return self.first({kind: own.fewest.forward for kind, own in self.passes.items()})
+            return self.first([run.passes.fewest.forward for run in self.runs])
         if order == CHUNKS and training:
             return np.maximum(self.computed(), self.chunks())
         return None
 
-    def first(self, filling: Mapping[Group, Floats]) -> Floats:
-        """Ranks wait until those before them have done once what `filling` says.
+    def first(self, filling: Sequence[Floats]) -> Floats:
+        """Ranks wait until those before them have done once what `filling` says, per run.
 
         From the last rank to the first: a rank whose work is dear enough through the ranks behind it has no weight, another the rest
-        of what it wants. Of ranks of one kind in a row the sum of weights comes to that geometrically.
+        of what it wants. Of ranks of one kind in a row the sum of weights comes to that geometrically, and what ops pay changes in
+        proportion between the two ends.
         """
-        ends, total = self._weights({kind: filling[kind] @ self.counts for kind in filling})
-        least = [x[:, None] * self.passes[kind].mean.both + after[:, None] * filling[kind] for kind, x, after in ends]
-        result: Floats = (np.min(least, axis=0) @ self.counts) / total
+        m, prices = self.num_micro_batch, list[Floats]()
+        after = np.zeros_like(m)
+        for run, own in zip(reversed(self.runs), reversed(filling), strict=True):
+            mean, whole = run.passes.mean.both, run.passes.mean.whole
+            share = own @ self.counts / whole
+            nearest = np.maximum(1 / whole - share * after, 0.0)
+            farthest = np.where(nearest > 0, _summed(after, 1 / whole, share, run.number - 1, m), after)
+            prices.append(nearest[:, None] * mean + after[:, None] * own)
+            prices.append(np.maximum(1 / whole - share * farthest, 0.0)[:, None] * mean + farthest[:, None] * own)
+            after = np.where(nearest > 0, _summed(after, 1 / whole, share, run.number, m), after)
+        result: Floats = (reduce(np.minimum, prices) @ self.counts) / after
         return result
 
     def chunks(self) -> Floats:
         """Ranks of two chunks each, with groups of micro-batches as large as can be.
 
         From the last rank to the first: one weight for the wait for first chunks, that makes an op in a first chunk as dear as wanted, and
-        one for that for second chunks, likewise. The sum of the latter is guessed first: that of equal ranks.
+        one for that for second chunks, likewise. The sum of the latter is guessed first: that of equal ranks. Along a run of ranks both
+        sums approach what is wanted geometrically, so what ops pay is least at one of its ends.
         """
-        m, ratio = self.num_micro_batch, self.num_ranks / self.num_micro_batch
-        wanted = {kind: 1 / own.mean.whole for kind, own in self.passes.items()}
-        guess = reduce(np.minimum, wanted.values()) * (1 - math.exp(-ratio) * (1 + ratio)) / (1 - ratio * math.exp(-ratio))
-        first, second, ranks = np.zeros_like(guess), np.zeros_like(guess), list[tuple[Group, Floats, Floats, Floats, Floats]]()
-        for kind in (kind for kind, number in reversed(self.runs) for _ in range(number)):
-            own = np.maximum(0.0, wanted[kind] - guess - first)
-            both = np.maximum(own, wanted[kind] - second)
-            ranks.append((kind, own, first, both, second))
-            first, second = first + own / m, second + (both - own) / m
+        m = self.num_micro_batch
+        ratio = sum(run.number for run in self.runs) / m
+        dearest = reduce(np.minimum, (1 / run.passes.mean.whole for run in self.runs))
+        guess = dearest * (1 - np.exp(-ratio) * (1 + ratio)) / (1 - ratio * np.exp(-ratio))
+        first, second, ends = np.zeros_like(m), np.zeros_like(m), list[tuple[Run, Floats, Floats, Floats, Floats]]()
+        for run in reversed(self.runs):
+            wanted = 1 / run.passes.mean.whole
+            own, both = np.maximum(0.0, wanted - guess - first), wanted - second
+            for number in (np.zeros_like(m), run.number - 1):
+                here, there = _left_after(own, both, number, m)
+                ends.append((run, here, first + own - here, np.maximum(here, there), wanted - there))
+            here, there = _left_after(own, both, run.number, m)
+            first, second = first + own - here, wanted - there
         prices = list[Floats]()
-        for kind, own, before, both, behind in ranks:
-            mean, once = self.passes[kind].mean.both, self.passes[kind].fewest.both
+        for run, own, before, both, behind in ends:
+            mean, once = run.passes.mean.both, run.passes.fewest.both
             prices += [own[:, None] * mean + (before + second)[:, None] * once, both[:, None] * mean + behind[:, None] * once]
         result: Floats = (reduce(np.minimum, prices) @ self.counts) / (first + second)
         return result
 
-    def _weights(self, filling: Mapping[Group, Floats]) -> tuple[list[tuple[Group, Floats, Floats]], Floats]:
-        """What ops pay on the first and the last rank of each run: m times its weight, and the weights of all ranks behind it; their sum.
-
-        Between the two ends of a run both change in proportion.
-        """
-        m, ends = self.num_micro_batch, list[tuple[Group, Floats, Floats]]()
-        after = np.zeros(len(next(iter(self.passes.values())).mean.forward))
-        for kind, number in reversed(self.runs):
-            whole = self.passes[kind].mean.whole
-            share = filling[kind] / whole
-            ends.append((kind, np.maximum(1 / whole - share * after, 0.0), after))
-            last = np.where(ends[-1][1] > 0, _summed(after, 1 / whole, share, number - 1, m), after)
-            ends.append((kind, np.maximum(1 / whole - share * last, 0.0), last))
-            after = np.where(ends[-2][1] > 0, _summed(after, 1 / whole, share, number, m), after)
-        return ends, after
-
     def there_and_back(self, order: Order) -> Floats:
-        """Ranks wait until a micro-batch has gone to the end and come back."""
-        m, p = self.num_micro_batch, self.num_ranks
-        ahead = np.array(peak_in_flight(order.schedule, num_ranks=p, num_micro_batch=m), dtype=np.float64)[:, None, None]
-        stops = list(accumulate((number for _, number in self.runs), initial=0))
-        runs = [(self.passes[kind], slice(*ends)) for (kind, _), ends in zip(self.runs, pairwise(stops), strict=True)]
-        more = np.concatenate([own.after_first(m) - ahead[ranks] * own.most.forward for own, ranks in runs])
-        whole = np.concatenate([np.broadcast_to(own.fewest.whole, (ranks.stop - ranks.start, more.shape[1])) for own, ranks in runs])
-        wanted = np.maximum(more @ self.counts, LEAST * whole)
-        weights = np.maximum(0.0, (1 - np.sum(1 / wanted, axis=0) / (1 + np.sum(whole / wanted, axis=0)) * whole) / wanted)
-        total = weights.sum(axis=0)
-        weighed = weights[:, :, None] * more
-        prices = [total[:, None] * own.fewest.both + weighed[ranks].min(axis=0) for own, ranks in runs]
+        """Ranks wait until a micro-batch has gone to the end and come back.
+
+        What an op pays on a rank of a run, by how many forward passes are before its first backward pass, is a quotient of two lines, or
+        where a weight is held back a line that falls: least at one of the ends of the run.
+        """
+        m, peaks = self.num_micro_batch, list[int]()
+        for num_ranks, num_micro_batch, times in self.shapes:
+            peaks += peak_in_flight(order.schedule, num_ranks=num_ranks, num_micro_batch=num_micro_batch) * times
+        ahead = np.array(peaks, dtype=np.float64)
+        numbers = [run.number.astype(np.int64) for run in self.runs]
+        ranks: NDArray[np.int64] = reduce(np.add, numbers)
+        start: NDArray[np.int64] = np.cumsum(ranks) - ranks  # of the ranks of a run in each case
+        inverse, ends = list[Floats](), list[Floats]()
+        for run, number in zip(self.runs, numbers, strict=True):
+            whole, forward = run.passes.after_first(m) @ self.counts, run.passes.most.forward @ self.counts
+            case = np.repeat(np.arange(len(m)), number)
+            place = np.arange(len(case)) + np.repeat(start - np.cumsum(number) + number, number)
+            wanted = np.maximum(whole[case] - ahead[place] * forward[case], LEAST * run.passes.fewest.whole[case])
+            inverse.append(np.bincount(case, 1 / wanted, minlength=len(m)).astype(np.float64))
+            ends.append(ahead[np.stack([start, start + number - 1])])
+            start = start + number
+        waiting = np.sum([run.passes.fewest.whole * own for run, own in zip(self.runs, inverse, strict=True)], axis=0)
+        part = reduce(np.add, inverse) / (1 + waiting)
+        left = [np.maximum(0.0, 1 - part * run.passes.fewest.whole) for run in self.runs]
+        total: Floats = np.sum([own * each for own, each in zip(left, inverse, strict=True)], axis=0)
+        prices = list[Floats]()
+        for run, own, reached in zip(self.runs, left, ends, strict=True):
+            for peak in reached:
+                more = run.passes.after_first(m) - peak[:, None] * run.passes.most.forward
+                weight = own / np.maximum(more @ self.counts, LEAST * run.passes.fewest.whole)
+                prices.append(total[:, None] * run.passes.fewest.both + weight[:, None] * more)
         result: Floats = (reduce(np.minimum, prices) @ self.counts) / total
         return result
 
 
-def _summed(after: Floats, wanted: Floats, share: Floats, number: int, num_micro_batch: int) -> Floats:
+def _summed(after: Floats, wanted: Floats, share: Floats, number: Floats, num_micro_batch: Floats) -> Floats:
     """The weights behind a rank, with those of so many ranks of a kind before it."""
     left = (1 - share / num_micro_batch) ** number
     even = after + wanted * number / num_micro_batch
     result: Floats = np.where(share > TINY, after * left + wanted * (1 - left) / np.maximum(share, TINY), even)
     return result
+
+
+def _left_after(own: Floats, both: Floats, number: Floats, num_micro_batch: Floats) -> tuple[Floats, Floats]:
+    """What is wanted of an op in a first chunk, and in a second one, beyond what it pays through so many ranks of a kind behind it."""
+    left = 1 - 1 / num_micro_batch
+    approached = np.maximum(own, both) * left**number + number * left ** np.maximum(number - 1, 0) * own / num_micro_batch
+    return own * left**number, np.where(
+        (own > 0) | (both > 0), approached, both
+    )  # beside rounding both is never less than own where that is
