@@ -178,7 +178,9 @@ class Run(Progress):
         The dearer bounds are worked out one by one, of what is least.
         """
         assert self.best is not None
-        looks = sorted({look.arrangement: look for look in self.unproven}.values(), key=lambda look: look.bound)
+        value = self.best.value
+        below = {look.arrangement: look for look in self.unproven if look.bound < value}
+        looks = sorted(below.values(), key=lambda look: look.bound)
         heap, rest, size = list[tuple[float, int]](), 0, AT_ONCE
         while heap or rest < len(looks):
             if rest < len(looks) and not (heap and heap[0][0] < looks[rest].bound):
@@ -192,7 +194,7 @@ class Run(Progress):
                 break
             looks[number].refine()
             heapreplace(heap, (looks[number].bound, number))
-        return sorted(look.bound for look in looks if look.bound < self.best.value)
+        return sorted(look.bound for look in looks if look.bound < value)
 
     def _ways(self, look: Look) -> Iterator[tuple[Seats, str | Shares]]:
         for seats in namings(look.arrangement, self.cluster, near=look.near):
