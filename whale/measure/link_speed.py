@@ -85,11 +85,11 @@ def link_samples(clock: Clock, phase: Phase) -> Iterator[Samples]:
 
 
 def seconds_of_bytes(large: Sequence[float], latency: float, least: float = LEAST_SHARE) -> list[float]:
-    """What large messages take beside the latency.
+    """What messages take beside what is known of them.
 
     Args:
         large: seconds of each.
-        latency: of small messages as usual; where it is more than a share of a large one, it was noise.
+        latency: of small messages as usual, or what else is known; where it is more than a share of a large one, it was noise.
         least: the rest is at least this share of each.
     """
     return [max(each - latency, each * least) for each in large]
