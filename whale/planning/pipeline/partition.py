@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from whale.errors import ConfigError, PlanError
 from whale.estimate.costs.op_table import Floats
 from whale.planning.pipeline.cut_points import CutPoints
+from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.stage_tables import Band, StageTables
 from whale.planning.structure.stages import Wish
 
@@ -45,12 +46,12 @@ class Partition:
     even: float
 
 
-def cut_into_stages(tables: StageTables, devices: Sequence[str], num_rows: int, margin: float) -> Partition:
+def cut_into_stages(tables: StageTables, placed: Placed, num_rows: int, margin: float) -> Partition:
     """Finds the stages of one replica.
 
     Args:
         tables: what the pieces of the model cost as stages of a pipeline.
-        devices: per rank its first device.
+        placed: the devices of each rank.
         num_rows: rows of a micro-batch.
         margin: share of the devices' memory that may be planned for here, where bytes are approximate.
 
@@ -71,20 +72,20 @@ def cut_into_stages(tables: StageTables, devices: Sequence[str], num_rows: int, 
             hint="fewer stages (pipeline.num_stages)",
         )
     longest = min(points.num_units, LENGTHS * -(-points.num_units // pipeline.num_stages))
-    while (chosen := _chosen(tables, devices, num_rows, margin, Band(points.num_units, longest))) is None:
+    while (chosen := _chosen(tables, placed, num_rows, margin, Band(points.num_units, longest))) is None:
         longest = min(points.num_units, 2 * longest)
     even = np.linspace(0, points.num_units, pipeline.num_stages + 1).round().astype(int)
 
     def slowest(bounds: Iterable[int]) -> float:
         pieces = enumerate(pairwise(bounds))
-        return max(float(tables.seconds(stage, devices, num_rows, np.array(i), np.array(j))) for stage, (i, j) in pieces)
+        return max(float(tables.seconds(stage, placed, num_rows, np.array(i), np.array(j))) for stage, (i, j) in pieces)
 
     return Partition(tuple(int(points.bounds[index]) for index in chosen), slowest(chosen), slowest(even))
 
 
-def _chosen(tables: StageTables, devices: Sequence[str], num_rows: int, margin: float, band: Band) -> list[int] | None:
+def _chosen(tables: StageTables, placed: Placed, num_rows: int, margin: float, band: Band) -> list[int] | None:
     """The bounds of the best cut, in units; None where longer pieces may be in a better one."""
-    found = [tables.of(stage, devices, num_rows, margin, band) for stage in range(tables.pipeline.num_stages)]
+    found = [tables.of(stage, placed, num_rows, margin, band) for stage in range(tables.pipeline.num_stages)]
     seconds = [np.where(excess > 0, np.inf, time) for time, excess in found]
     slowest = _least_maximum(seconds, band)
     if not _is_enough(seconds, slowest, band):

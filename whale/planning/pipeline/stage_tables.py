@@ -1,22 +1,23 @@
 """What every piece of a model would cost as each stage of a pipeline: the tables among which the cut is sought.
 
-Seconds depend on the kind of the device and on the link over which the piece receives, bytes on the stage's micro-batches in flight
+Seconds depend on the kind of the device and on the way on which the piece receives, bytes on the stage's micro-batches in flight
 and the memory of the device: replicas with the same rows share both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from whale.estimate import Line, all_gather_line
 from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device, Link
 from whale.planning.pipeline.cut_points import CutPoints
+from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.recompute import Policy, expected_bytes
 from whale.planning.pipeline.scheduling import PipelineShape
 
@@ -66,6 +67,32 @@ class Band:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How what crosses a cut gets to a device.
+
+    Between split groups every device sends a part of it, which is gathered on arrival, where that is faster: the scattering pass decides
+    it of each tensor, once there are stages.
+
+    Attributes:
+        link: between the devices.
+        num_parts: that may cross by themselves.
+        gathering: seconds of a message, by its bytes, inside the groups.
+    """
+
+    link: Link
+    num_parts: int = 1
+    gathering: Line = field(default_factory=Line)
+
+    def seconds(self, messages: Floats, num_bytes: Floats) -> Floats:
+        """Seconds of so many messages of so many bytes together."""
+        whole = messages * self.link.latency + num_bytes / self.link.bandwidth
+        if self.num_parts == 1:
+            return whole
+        latency, per_byte = self.link.latency + self.gathering.fixed, 1 / self.link.bandwidth / self.num_parts + self.gathering.per_row
+        return np.minimum(whole, messages * latency + num_bytes * per_byte)
+
+
 @dataclass(eq=False)
 class StageTables:
     """Makes the tables; those of one number of rows are kept until another is asked for.
@@ -83,56 +110,71 @@ class StageTables:
     policy: Policy
     _asked: int = field(default=0, init=False)
     _sums: dict[tuple[Device, float, int], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
-    _seconds: dict[tuple[tuple[Device, float, int], Link | None, int], Floats] = field(default_factory=dict, init=False)
+    _seconds: dict[tuple[tuple[Device, float, int], Way | None, int], Floats] = field(default_factory=dict, init=False)
     _bytes: dict[tuple[tuple[int, int, float, int, bool], int], Floats] = field(default_factory=dict, init=False)
+    _gatherings: dict[tuple[str, ...], Line] = field(default_factory=dict, init=False)
 
-    def of(self, stage: int, devices: Sequence[str], num_rows: int, margin: float, band: Band) -> tuple[Floats, Floats]:
+    def of(self, stage: int, placed: Placed, num_rows: int, margin: float, band: Band) -> tuple[Floats, Floats]:
         """Seconds of every piece of a band as this stage, and the bytes by which it overflows its share of the device's memory.
 
         Neither falls where a piece ends later. Both are infinite for what is no piece.
 
         Args:
             stage: of the pipeline.
-            devices: per rank its first device.
+            placed: the devices of each rank.
             num_rows: of a micro-batch.
             margin: share of the device's memory that may be planned for.
         """
         self._ask(num_rows)
-        kind, link = self._where(stage, devices)
-        timed = self._timed(stage, kind), link, band.longest
+        kind, way = self._where(stage, placed, num_rows)
+        timed = self._timed(stage, kind), way, band.longest
         if timed not in self._seconds:
-            self._seconds[timed] = np.where(band.is_piece, self.seconds(stage, devices, num_rows, band.starts, band.ends), np.inf)
+            self._seconds[timed] = np.where(band.is_piece, self.seconds(stage, placed, num_rows, band.starts, band.ends), np.inf)
         look = self._look(stage), band.longest
         if look not in self._bytes:
             self._bytes[look] = np.where(band.is_piece, self._held(stage, num_rows, band), np.inf)
-        room = margin * self.prices.capacity(devices[self.pipeline.stage_rank[stage]]) / self.pipeline.num_chunks
+        room = margin * self.prices.capacity(placed[self.pipeline.stage_rank[stage]][0]) / self.pipeline.num_chunks
         return self._seconds[timed], np.maximum(self._bytes[look] - room, 0.0)
 
-    def seconds(self, stage: int, devices: Sequence[str], num_rows: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
+    def seconds(self, stage: int, placed: Placed, num_rows: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
         """Seconds of pieces as this stage, on one of the devices of a split group, which have equal parts of the work until it is cut."""
         self._ask(num_rows)
-        kind, link = self._where(stage, devices)
+        kind, way = self._where(stage, placed, num_rows)
         timed = self._timed(stage, kind)
         if timed not in self._sums:
             self._sums[timed] = self._sums_of(*timed, num_rows)
         computing, starting = (sums[ends] - sums[starts] for sums in self._sums[timed])
         found: Floats = np.maximum(computing, starting)
-        if link is not None:
-            found = found + (self.points.messages * link.latency + self._crossing(num_rows) / link.bandwidth)[starts]
+        if way is not None:
+            found = found + way.seconds(self.points.messages, self._crossing(num_rows))[starts]
         return found
 
     def _ask(self, num_rows: int) -> None:
         """What is known of other numbers of rows is let go."""
         if self._asked != num_rows:
             self._asked = num_rows
-            for known in (self._sums, self._seconds, self._bytes):
+            for known in (self._sums, self._seconds, self._bytes, self._gatherings):
                 known.clear()
 
-    def _where(self, stage: int, devices: Sequence[str]) -> tuple[Device, Link | None]:
-        """The kind of the device of a stage, and the link over which it receives."""
-        ranks = self.pipeline.stage_rank
-        name, before = devices[ranks[stage]], devices[ranks[max(stage - 1, 0)]]
-        return self.prices.cluster.by_name[name].kind, self.prices.link(before, name) if before != name else None
+    def _where(self, stage: int, placed: Placed, num_rows: int) -> tuple[Device, Way | None]:
+        """The kind of the device of a stage, and the way on which it receives."""
+        ranks, before = self.pipeline.stage_rank, max(stage - 1, 0)
+        name, source = placed[ranks[stage]][0], placed[ranks[before]][0]
+        kind = self.prices.cluster.by_name[name].kind
+        if source == name:
+            return kind, None
+        link, num_parts = self.prices.link(source, name), min(self.pipeline.width(before), self.pipeline.width(stage))
+        if num_parts == 1:
+            return kind, Way(link)
+        here, there = (self._gathering(placed[ranks[own]][: self.pipeline.width(own)], num_rows) for own in (stage, before))
+        return kind, Way(link, num_parts, (here + there) * 0.5)  # values are gathered here, their gradients there
+
+    def _gathering(self, group: tuple[str, ...], num_rows: int) -> Line:
+        """Seconds of gathering a message in a split group, by its bytes."""
+        if group not in self._gatherings:
+            about = float(np.median(self._crossing(num_rows)))
+            self._gatherings[group] = all_gather_line(self.prices.cluster, group, Line(0.0, 1.0), 1, about)
+        return self._gatherings[group]
 
     def _timed(self, stage: int, kind: Device) -> tuple[Device, float, int]:
         """What the time of ops as this stage depends on: how often they run forward, and on how many devices, with the kind."""

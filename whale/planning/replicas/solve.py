@@ -162,8 +162,7 @@ class Solver:
             return None
         key = (self._likeness(placed), num_rows, margin)
         if key not in self._cuts:
-            devices = [names[0] for names in placed]
-            self._cuts[key] = cut_into_stages(self._tables, devices, num_rows, margin)
+            self._cuts[key] = cut_into_stages(self._tables, placed, num_rows, margin)
         return self._cuts[key]
 
     def _assignment(self, partition: Partition) -> Assignment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -12,10 +13,11 @@ from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import Link
 from whale.planning.pipeline.cut_points import find_cut_points
-from whale.planning.pipeline.partition import _chosen, _least_maximum, _least_squares
+from whale.planning.pipeline.partition import _chosen, _least_maximum, _least_squares, cut_into_stages
 from whale.planning.pipeline.recompute import KEEP_ALL, kept_under
-from whale.planning.pipeline.scheduling import shape_pipeline
+from whale.planning.pipeline.scheduling import Split, shape_pipeline
 from whale.planning.pipeline.stage_tables import Band, StageTables
 from whale.planning.structure.structure import analyse
 
@@ -53,7 +55,19 @@ def test_pieces_that_are_not_too_long_are_enough_where_that_is_said(num_stages: 
     prices = Prices(graph, cluster(speeds, memory=2**20), Costs())
     pipeline = shape_pipeline(Config({"pipeline.num_stages": num_stages, "pipeline.num_micro_batch": 4}), None, num_stages)
     points = find_cut_points(graph, analyse(graph), prices, kept_under(prices, KEEP_ALL))
-    tables, devices = StageTables(points, prices, pipeline, KEEP_ALL), [f"h0/{index}" for index in range(num_stages)]
-    found = [_chosen(tables, devices, 64, margin, Band(points.num_units, longest)) for longest in range(1, points.num_units + 1)]
+    tables, placed = StageTables(points, prices, pipeline, KEEP_ALL), tuple((f"h0/{index}",) for index in range(num_stages))
+    found = [_chosen(tables, placed, 64, margin, Band(points.num_units, longest)) for longest in range(1, points.num_units + 1)]
     assert found[-1] is not None
     assert {tuple(bounds) for bounds in found if bounds is not None} == {tuple(found[-1])}
+
+
+def test_between_split_groups_parts_cross_and_do_not_push_the_cut_aside() -> None:
+    graph = chain(8, width=1024)  # a layer takes a device of a group 0.1 ms; what crosses takes 0.17 ms at once, 0.08 ms in parts
+    hosts = replace(cluster((1e12,) * 4, (1e12,) * 4, memory=2**34), network=Link(3e9, 1e-9))
+    prices = Prices(graph, hosts, Costs())
+    placed = tuple(tuple(f"h{host}/{index}" for index in range(4)) for host in range(2))
+    points = find_cut_points(graph, analyse(graph), prices, kept_under(prices, KEEP_ALL))
+    pipeline = shape_pipeline(Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4}), None, 2)
+    split = replace(pipeline, devices=(4, 4), splits=(Split(4), Split(4)))
+    cut = cut_into_stages(StageTables(points, prices, split, KEEP_ALL), placed, 64, 1.0)
+    assert cut.bounds == (0, 4, 9)  # in the middle of the layers
