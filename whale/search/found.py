@@ -119,6 +119,14 @@ class Found:
         return f"{self.arrangement}: {self.objective.text(self.value)}"
 
     @property
+    def _distance(self) -> str:
+        """How far the best may be, by the bound; a share above 100 % would be read as a fault of the plan."""
+        bound = self.objective.text(self.bound)
+        if self.gap < 1:
+            return f"within {self.gap:.1%} of the best of this space, which is at least {bound}"
+        return f"how near the best of this space is cannot be told: it is at least {bound}, and the plan {1 + self.gap:.1f} times that"
+
+    @property
     def reasons(self) -> tuple[str, ...]:
         """How good the plan is, and what came next, in words."""
         return tuple(self._reasons())
@@ -129,7 +137,7 @@ class Found:
         yield f"chosen among {self.num_arrangements} arrangements, {self.num_planned} plans estimated: {self.arrangement}"
         if self.num_unproven:
             yield (
-                f"within {self.gap:.1%} of the lower bound of this space, {self.objective.text(self.bound)} "
+                f"{self._distance} "
                 f"({self.num_unproven} arrangements might be {self.objective.better} by their bounds; planning.effort looks at more)"
             )
         else:

@@ -210,7 +210,7 @@ def test_effort_is_a_limit() -> None:
     graph, cluster = scoped([64] * 4), made([[(speed, GIB)] for speed in SPEEDS], network=1e9)
     found = found_for(graph, cluster, 64, **{"planning.effort": 2})
     assert found.num_planned <= 3 and found.num_unproven
-    assert 0 < found.bound < found.value and "of the lower bound of this space" in found.plan.choices[0].bound
+    assert 0 < found.bound < found.value and "of the best of this space, which is at least" in found.plan.choices[0].bound
 
 
 def test_samples_that_depend_on_one_another_stay_together() -> None:
