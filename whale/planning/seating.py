@@ -16,7 +16,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import CutPoints, find_cut_points
-from whale.planning.pipeline.placement import Placed, Placement
+from whale.planning.pipeline.placement import SEARCHED, Placed, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipeline
 from whale.planning.plan import Draft, draft_plan
@@ -98,7 +98,7 @@ class Seater:
     def _draft(self, seatings: Sequence[Seating], policy: str | Shares | None) -> Draft:
         used = {name for seating in seatings for names in seating.placed for name in names}
         idle = tuple(device.name for device in self.cluster.devices if device.name not in used)
-        placement = Placement("chosen by the search", tuple(seating.placed for seating in seatings), idle)
+        placement = Placement(SEARCHED, tuple(seating.placed for seating in seatings), idle)
         found = self._outcome(placement, seatings, self.config.recompute.policy if policy is None else policy)
         return draft_plan(self.graph, self.cluster, [None] * len(seatings), found, gather_rows=self.config.communication.gather_rows)
 

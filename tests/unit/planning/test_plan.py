@@ -124,7 +124,7 @@ def test_more_stages_with_chunks_than_devices_or_places_to_cut() -> None:
 def test_left_over_devices_are_the_slowest_and_reported() -> None:
     plan = make_plan(chain(4), cluster((1e9, 3e9, 2e9)), Config(TWO_STAGES))
     assert plan.idle_devices == ("h0/0",)
-    assert any(choice.subject == "idle devices" for choice in plan.choices)
+    assert [choice.bound for choice in plan.choices if choice.subject == "idle devices"] == ["a replica takes 2 device(s)"]
 
 
 def test_replicas_fill_a_host_first_or_are_alike() -> None:

@@ -12,6 +12,7 @@ from whale.planning.annotations.taskgraphs import Annotations
 from whale.planning.explain.bridges import explain_bridges
 from whale.planning.explain.recompute import explain_recompute
 from whale.planning.explain.sharding import explain_sharding
+from whale.planning.pipeline.placement import SEARCHED
 from whale.planning.pipeline.scheduling import explain_schedule
 from whale.planning.replicas.group_size import Outcome
 from whale.planning.replicas.solve import Solution
@@ -72,12 +73,13 @@ def _placement(best: Solution, others: Mapping[str, str]) -> Choice:
 
 def _idle(best: Solution) -> Choice:
     counts = {model.pipeline.num_devices for model in best.replicas}
+    why = f"a replica takes {counts.pop()} device(s)" if len(counts) == 1 else "the blocks of replicas leave them out"
     return Choice(
         "placement",
         "idle devices",
         ", ".join(best.placement.idle),
         cost=f"{len(best.placement.idle)} device(s) do nothing",
-        bound=f"a replica takes {counts.pop()} devices" if len(counts) == 1 else "the blocks of replicas leave them out",
+        bound="the search found no better plan with them" if best.placement.rule == SEARCHED else why,
     )
 
 

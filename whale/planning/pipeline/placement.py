@@ -16,6 +16,10 @@ Placed = tuple[tuple[str, ...], ...]
 """The device names of every rank of one replica."""
 
 
+SEARCHED = "chosen by the search"
+"""The rule of devices that are not the planner's to choose."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """One way to place all replicas.
@@ -52,7 +56,7 @@ class Seats:
     ) -> tuple[Placement, ...]:
         """The placements worth pricing, the one by memory first; the arguments are those of `placements`."""
         if self.stated:
-            return (_placed("chosen by the search", self.cluster, self.stated),)
+            return (_placed(SEARCHED, self.cluster, self.stated),)
         found = placements(self.taken, pipeline, memory, work, prefer_intra_node=prefer_intra_node)
         if self.in_any_order:
             every = every_placement(self.taken, pipeline, prefer_intra_node=prefer_intra_node)
