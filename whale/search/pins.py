@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from whale.config import Config
 from whale.config.replicas import REPLICAS
-from whale.errors import WhaleError
+from whale.errors import ConfigError, WhaleError
 from whale.ir.graph import ModelGraph
 
 PINS = (
@@ -33,7 +33,9 @@ def with_blame(fault: WhaleError, graph: ModelGraph, config: Config, planned: Ca
         config: all settings.
         planned: makes a plan of a model with other settings, or raises a `WhaleError`.
     """
-    found = [f"without {words} there is a plan" for words, other, left in _without(graph, config) if _is_planned(planned, other, left)]
+    found = [
+        f"without {words} there is a plan" for words, other, left in _without(fault, graph, config) if _is_planned(planned, other, left)
+    ]
     if found:
         fault.hint = "; ".join([*filter(None, [fault.hint]), *found])
     return fault
@@ -47,7 +49,7 @@ def _is_planned(planned: Callable[[ModelGraph, Config], object], graph: ModelGra
     return True
 
 
-def _without(graph: ModelGraph, config: Config) -> Iterator[tuple[str, ModelGraph, Config]]:
+def _without(fault: WhaleError, graph: ModelGraph, config: Config) -> Iterator[tuple[str, ModelGraph, Config]]:
     """What may be to blame, in words, with the model and the settings that are left without it."""
     for pins in PINS:
         own = {name: value for name, value in config.explicit_items() if name in pins}
@@ -55,7 +57,8 @@ def _without(graph: ModelGraph, config: Config) -> Iterator[tuple[str, ModelGrap
             yield " and ".join(f"{name} ({value})" for name, value in own.items()), graph, _left(config, tuple(own))
     is_scoped = any(op.scope for op in graph.ops)
     division = [*(["the scopes"] if is_scoped else []), *(["the replicas that are written down"] if config.replicas else [])]
-    if division:
+    is_whole = any(block.stages for block in config.replicas or ())
+    if division and not (is_whole and isinstance(fault, ConfigError)):  # what is wrong in a plan that is written down whole is said there
         plain = replace(graph, ops=tuple(replace(op, scope=()) for op in graph.ops))
         yield " and ".join(division), plain, _left(config, (REPLICAS,))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from tests.unit.search.test_search import layers, made
 from whale.config import Config
-from whale.errors import WhaleError
+from whale.errors import ConfigError, WhaleError
+from whale.planning import write_plan
 from whale.planning.plan import Draft
 from whale.planning.seating import Seater, Seating
 from whale.search import decide
@@ -32,6 +34,14 @@ def test_the_setting_without_which_there_is_a_plan_is_named() -> None:
 def test_settings_that_are_not_to_blame_are_not_named() -> None:
     hint = hint_of(8, {"memory.fraction": 0.1, "pipeline.num_micro_batch": 64})
     assert "without" not in hint, "neither alone would do"
+
+
+def test_a_plan_for_another_model_is_not_blamed_on_being_written_down(tmp_path: Path) -> None:
+    plan, _ = decide(None, GRAPH, TWO, Config({"planning.effort": 2}), rows=8)
+    (path := tmp_path / "plan.yaml").write_text(write_plan(plan, GRAPH))
+    with pytest.raises(ConfigError, match="serves the model that it was written for") as caught:
+        decide(path, layers([64] * 5), TWO, Config(), rows=8)
+    assert "without the replicas" not in (caught.value.hint or "")
 
 
 def test_what_names_the_setting_itself_is_not_said_twice() -> None:
