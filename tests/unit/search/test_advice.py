@@ -45,6 +45,12 @@ def test_devices_that_slow_a_run_are_to_be_left_out_and_the_others_used() -> Non
     assert "; the links are the bound: " in slow.says
 
 
+def test_devices_that_are_as_good_bring_nothing() -> None:
+    found = advised(made([[(1.0001e9, GIB)], [(1e9, GIB)]], network=1e3), effort=8)
+    for each in about(found, "devices"):
+        assert "out: they bring nothing (" in each.says, each.says
+
+
 def test_more_devices_and_faster_links_never_make_it_worse() -> None:
     found = advised(made([[(1e9, GIB)], [(1e9, GIB)]], network=1e8), effort=8)
     assert [each.about for each in found.advice] == ["devices", "more", "link", "memory"]

@@ -168,11 +168,12 @@ class _Adviser:
                 )
             says = f"leave the {name} out: {why} ({text(found.value)} without)"
             return Advice("devices", name, says, found.value, None)
-        slower = using.value / found.value - 1
-        says = (
-            f"leave the {name} out: they make it {slower:.0%} worse ({text(found.value)} without, {text(using.value)} with them; "
-            f"{why_slower(using.draft.step, found.step.step_seconds)})"
-        )
+        numbers = f"{text(found.value)} without, {text(using.value)} with them"
+        ratio = using.value / found.value
+        if ratio < WORTH:
+            return Advice("devices", name, f"leave the {name} out: they bring nothing ({numbers})", found.value, using.value)
+        why = why_slower(using.draft.step, found.step.step_seconds)
+        says = f"leave the {name} out: they make it {ratio - 1:.0%} worse ({numbers}; {why})"
         return Advice("devices", name, says, found.value, using.value)
 
     def front(self, found: Found) -> Iterator[Advice]:
