@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 from math import gcd
@@ -37,6 +37,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         description="Plans a model twice, with A and with B, and prints what differs: stages, rows, schedule, predicted time and memory.",
     )
     add_planning_arguments(parser, plans=False)
+    parser.add_argument("--cluster-b", metavar="C.yaml", help="the devices of B, where they are others than those of A")
     parser.add_argument("a", metavar="A", help="a written plan, a plan.json, a cluster file, or a recipe")
     parser.add_argument("b", metavar="B", help="the same, or another of these")
     parser.add_argument("--json", action="store_true", help="print the figures and differences as JSON")
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plans twice, and prints what differs."""
     _check_used(arguments)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
-    a, b = (planned(_with(path, arguments), graph=graph) for path in (arguments.a, arguments.b))
+    a, b = (planned(words, graph=graph) for words in _words(arguments))
     figures, found, is_same = dict(_figures(a, b)), list(differences(a, b)), _written(a) == _written(b)
     if arguments.json:
         told = {name: {"a": one, "b": other} for name, (one, other) in figures.items()}
@@ -138,24 +139,26 @@ def _shown(name: str, value: float) -> str:
 
 
 def _check_used(arguments: argparse.Namespace) -> None:
-    """Finds a cluster or a recipe that neither plan would be made with.
+    """Finds a cluster or a recipe that no plan would be made with.
 
     Raises:
-        ConfigError: A and B both take its place.
+        ConfigError: the plans that it is for take A or B in its place.
     """
-    kinds = {kind_of(arguments.a), kind_of(arguments.b)}
-    for kind in kinds if len(kinds) == 1 else ():
-        given = vars(arguments).get(kind)
-        if given is not None:
-            raise ConfigError(
-                f"--{kind} {given} serves neither plan: {arguments.a} and {arguments.b} are both a {kind}", hint="leave it out"
-            )
+    kinds = {path: kind_of(path) for path in (arguments.a, arguments.b)}
+    is_alone = arguments.cluster_b is None
+    serves = {"--cluster": ("cluster", list(kinds) if is_alone else [arguments.a]), "--cluster-b": ("cluster", [arguments.b])}
+    for flag, (kind, paths) in {**serves, "--recipe": ("recipe", list(kinds))}.items():
+        given = vars(arguments)[flag[2:].replace("-", "_")]
+        if given is not None and all(kinds[path] == kind for path in paths):
+            raise ConfigError(f"{flag} {given} serves no plan: {' and '.join(paths)} stand in its place", hint="leave it out")
 
 
-def _with(path: str, arguments: argparse.Namespace) -> argparse.Namespace:
-    """The words of a verb that plans with what a file says."""
-    words: Mapping[str, object] = {"plan": None, "report": None} | vars(arguments) | {kind_of(path): path}
-    return argparse.Namespace(**words)
+def _words(arguments: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """The words of a verb that plans: with what A says, and with what B says, on its own devices."""
+    given: dict[str, object] = {"plan": None, "report": None, **vars(arguments)}
+    clusters = arguments.cluster, arguments.cluster if arguments.cluster_b is None else arguments.cluster_b
+    for path, cluster in zip((arguments.a, arguments.b), clusters, strict=True):
+        yield argparse.Namespace(**given | {"cluster": cluster} | {kind_of(path): path})
 
 
 def kind_of(path: str) -> Literal["plan", "cluster", "recipe"]:

@@ -50,6 +50,20 @@ def test_recipes_are_told_by_schedule_stages_and_rows(folder: Path, capsys: pyte
     assert max(map(len, printed.splitlines())) <= 80
 
 
+def test_plans_for_two_clusters_are_held_to_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("one.yaml").write_text("name: one\nhosts:\n  - {name: alone, devices: T4}\n")
+    for name, cluster in (("a", "fast.yaml"), ("b", "one.yaml")):
+        assert (
+            main(["plan", "model.json", "--cluster", cluster, "--rows", "16", "--set", "planning.effort=2", "--output", f"{name}.json"])
+            == 0
+        )
+    capsys.readouterr()
+    figures, found = compared(capsys, "a.json", "b.json", "--cluster", "fast.yaml", "--cluster-b", "one.yaml")
+    assert figures["devices"]["b"] == 1 and found["stage 0 devices"][1] in ("alone/0", "-")
+    assert main(["diff", "model.json", "a.json", "b.json", "--cluster", "fast.yaml"]) == 1
+    assert "names devices of the cluster (alone/0 not in c)" in capsys.readouterr().err
+
+
 def test_a_written_plan_differs_from_itself_in_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model.json", "--cluster", "fast.yaml", "--recipe", "staged.yaml", "--rows", "16"]
     for file in ("plan.yaml", "plan.json"):
@@ -119,8 +133,12 @@ def test_a_file_that_is_not_there_is_a_fault(folder: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["fast.yaml", "slow.yaml", "--cluster", "fast.yaml"], "--cluster fast.yaml serves neither plan: fast.yaml and slow.yaml are both"),
-        (["off.yaml", "staged.yaml", "--recipe", "off.yaml"], "--recipe off.yaml serves neither plan"),
+        (
+            ["fast.yaml", "slow.yaml", "--cluster", "fast.yaml"],
+            "--cluster fast.yaml serves no plan: fast.yaml and slow.yaml stand in its place",
+        ),
+        (["off.yaml", "slow.yaml", "--cluster-b", "fast.yaml"], "--cluster-b fast.yaml serves no plan: slow.yaml stand"),
+        (["off.yaml", "staged.yaml", "--recipe", "off.yaml"], "--recipe off.yaml serves no plan"),
         (
             ["slip.yaml", "staged.yaml", "--cluster", "fast.yaml"],
             "unknown section 'pipline'\n  at slip.yaml:1\n  hint: did you mean 'pipeline'",

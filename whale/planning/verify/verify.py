@@ -87,13 +87,13 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
     if unknown:
         yield PlanError(
             f"a plan names devices of the cluster ({', '.join(unknown)} not in {cluster.name})",
-            hint="pass the cluster that the plan was made for (cluster=, or cluster: in the recipe), or plan again for this one",
+            hint="pass the cluster that the plan was made for (--cluster, cluster=, or cluster: in the recipe), or plan again for this one",
         )
-    else:
+    else:  # a plan for another cluster has other idle devices too
         yield from _models(plan, cluster)
-    idle = sorted(set(plan.idle_devices) & set(plan.devices) | (set(plan.idle_devices) - cluster.by_name.keys()))
-    if idle:
-        yield PlanError(f"idle devices are devices of the cluster that are not in use ({', '.join(idle)} in {cluster.name})")
+        idle = sorted(set(plan.idle_devices) & set(plan.devices) | (set(plan.idle_devices) - cluster.by_name.keys()))
+        if idle:
+            yield PlanError(f"idle devices are devices of the cluster that are not in use ({', '.join(idle)} in {cluster.name})")
     used = [device for replica in plan.replicas for device in _replica_devices(replica)]
     twice = sorted({name for name in used if used.count(name) > 1}) if len(set(used)) < len(used) else []
     if twice:
