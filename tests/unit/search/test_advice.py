@@ -46,9 +46,9 @@ def test_devices_that_slow_a_run_are_to_be_left_out_and_the_others_used() -> Non
 
 
 def test_devices_that_are_as_good_bring_nothing() -> None:
-    found = advised(made([[(1.0001e9, GIB)], [(1e9, GIB)]], network=1e3), effort=8)
+    found = advised(made([[(1.0001e9, GIB)], [(1e9, GIB)]], network=1e3), effort=30)
     for each in about(found, "devices"):
-        assert "out: they bring nothing (" in each.says, each.says
+        assert "may be left out: the others alone are as good (" in each.says, each.says
 
 
 def test_more_devices_and_faster_links_never_make_it_worse() -> None:

@@ -144,7 +144,7 @@ class _Adviser:
         ratio = without / found.value
         numbers = f"({text(found.value)} with them, {text(without)} without)"
         if ratio < WORTH:
-            return Advice("devices", name, f"leave the {name} out: they bring nothing {numbers}", without, found.value)
+            return Advice("devices", name, f"the {name} may be left out: the others alone are as good {numbers}", without, found.value)
         return Advice("devices", name, f"use {subject}: {ratio:.2f}x {numbers}", found.value, without)
 
     def _fewer(self, found: Found, name: str, subject: str) -> Advice:
@@ -171,7 +171,9 @@ class _Adviser:
         numbers = f"{text(found.value)} without, {text(using.value)} with them"
         ratio = using.value / found.value
         if ratio < WORTH:
-            return Advice("devices", name, f"leave the {name} out: they bring nothing ({numbers})", found.value, using.value)
+            return Advice(
+                "devices", name, f"the {name} may be left out: the others alone are as good ({numbers})", found.value, using.value
+            )
         why = why_slower(using.draft.step, found.step.step_seconds)
         says = f"leave the {name} out: they make it {ratio - 1:.0%} worse ({numbers}; {why})"
         return Advice("devices", name, says, found.value, using.value)
