@@ -57,8 +57,7 @@ def _without(fault: WhaleError, graph: ModelGraph, config: Config) -> Iterator[t
             yield " and ".join(f"{name} ({value})" for name, value in own.items()), graph, _left(config, tuple(own))
     is_scoped = any(op.scope for op in graph.ops)
     division = [*(["the scopes"] if is_scoped else []), *(["the replicas that are written down"] if config.replicas else [])]
-    is_whole = any(block.stages for block in config.replicas or ())
-    if division and not (is_whole and isinstance(fault, ConfigError)):  # what is wrong in a plan that is written down whole is said there
+    if division and not isinstance(fault, ConfigError):  # that says what is wrong in the division itself
         plain = replace(graph, ops=tuple(replace(op, scope=()) for op in graph.ops))
         yield " and ".join(division), plain, _left(config, (REPLICAS,))
 

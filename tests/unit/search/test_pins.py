@@ -44,6 +44,11 @@ def test_a_plan_for_another_model_is_not_blamed_on_being_written_down(tmp_path: 
     assert "without the replicas" not in (caught.value.hint or "")
 
 
+def test_replicas_that_name_devices_that_are_not_there_say_that_alone() -> None:
+    hint = hint_of(8, {"replicas": [{"devices": ["h0/0"]}, {"devices": ["h9/0"]}]})
+    assert "h0/0" in hint and "without" not in hint
+
+
 def test_what_names_the_setting_itself_is_not_said_twice() -> None:
     hint = hint_of(8, {"planning.search": "off", "planning.objective": "memory"})
     assert hint == "take it out, or what needs the search"
