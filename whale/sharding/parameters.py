@@ -11,7 +11,7 @@ each is worked out once, when it is asked for, however many replicas and layers 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from whale.axes.labels import label
@@ -87,6 +87,29 @@ class Form:
 
     def __hash__(self) -> int:  # one form is asked about by many parameters
         return self._hash
+
+
+@dataclass(eq=False)
+class Holders:
+    """Who holds what, as it is gathered: stages with the very same parameters and shards share a pattern, which is long to compare."""
+
+    gathered: list[Holder] = field(default_factory=list)
+    _patterns: dict[tuple[int, int, int, frozenset[str]], Pattern] = field(default_factory=dict)
+
+    def add(
+        self,
+        place: tuple[int, int],
+        devices: tuple[int, ...],
+        parameters: tuple[str, ...],
+        split: int,
+        shards: tuple[Shard, ...],
+        partial: frozenset[str] = frozenset(),
+    ) -> None:
+        """Takes what a stage holds: the words of `Holder` and `Pattern`."""
+        look = id(parameters), split, id(shards), partial  # a pattern keeps both alive
+        if look not in self._patterns:
+            self._patterns[look] = Pattern(parameters, split, shards, partial)
+        self.gathered.append(Holder(place, devices, self._patterns[look]))
 
 
 Forms = tuple[tuple[int, Form], ...]
@@ -229,8 +252,7 @@ def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Par
         axes: of the model; None where no stage is sharded.
     """
     partial: dict[tuple[tuple[str, ...], tuple[Shard, ...]], frozenset[str]] = {}
-    patterns: dict[tuple[int, int, int, frozenset[str]], Pattern] = {}
-    holders = []
+    holders = Holders()
     for replica in plan.replicas:
         for stage in replica.stages:
             own: frozenset[str] = frozenset()
@@ -241,11 +263,8 @@ def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Par
                     partial[key] = label(graph, axes, stage.ops, stage.shards).partial_parameters
                 own = partial[key] | shared_parameters(replica, stage)
             devices = tuple(plan.rank_of[device] for device in stage.virtual_device.devices)
-            look = id(stage.parameters), stage.split, id(stage.shards), own
-            if look not in patterns:
-                patterns[look] = Pattern(stage.parameters, stage.split, stage.shards, own)
-            holders.append(Holder((replica.index, stage.index), devices, patterns[look]))
-    return ParameterShardings(tuple(holders), axes, plan.devices)
+            holders.add((replica.index, stage.index), devices, stage.parameters, stage.split, stage.shards, own)
+    return ParameterShardings(tuple(holders.gathered), axes, plan.devices)
 
 
 def shared_parameters(replica: Replica, stage: Stage) -> frozenset[str]:

@@ -9,7 +9,7 @@ from whale.estimate import Line, all_reduce_seconds, exposed_sync, optimizer_sec
 from whale.estimate.costs.handling import all_reduce_volume
 from whale.estimate.prices.prices import Prices
 from whale.planning.replicas.replica import ReplicaModel
-from whale.sharding.parameters import Holder, ParameterShardings, Pattern
+from whale.sharding.parameters import Holders, ParameterShardings
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +110,11 @@ def _owner_sets(prices: Prices, replicas: Sequence[ReplicaModel]) -> dict[tuple[
 def _shardings(prices: Prices, replicas: Sequence[ReplicaModel]) -> ParameterShardings:
     """Where the parameters of these replicas lie; devices are numbered as in the cluster."""
     number = {device.name: index for index, device in enumerate(prices.cluster.devices)}
-    holders, patterns = [], dict[tuple[int, int, int], Pattern]()
+    holders = Holders()
     for index, replica in enumerate(replicas):
         for stage, part in enumerate(replica.assignment.parts):
             sharding, pipeline = replica.shardings[stage], replica.pipeline
-            look = id(part), pipeline.width(stage), id(sharding)
-            if look not in patterns:
-                patterns[look] = Pattern(part.parameters, pipeline.width(stage), sharding.shards if sharding else ())
             devices = tuple(number[device] for device in replica.placed[pipeline.stage_rank[stage]])
-            holders.append(Holder((index, stage), devices, patterns[look]))
-    is_sharded = any(holder.pattern.shards for holder in holders)
-    return ParameterShardings(tuple(holders), prices.axes if is_sharded else None, tuple(number))
+            holders.add((index, stage), devices, part.parameters, pipeline.width(stage), sharding.shards if sharding else ())
+    is_sharded = any(holder.pattern.shards for holder in holders.gathered)
+    return ParameterShardings(tuple(holders.gathered), prices.axes if is_sharded else None, tuple(number))
