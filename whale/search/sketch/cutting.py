@@ -50,20 +50,9 @@ class Stage:
         stop = bisect_right(self.seconds, self.seconds[start] + limit, start + 1) - 1
         if self.started[stop] > self.started[start] + limit:
             stop = bisect_right(self.started, self.started[start] + limit, start + 1, stop + 1) - 1
-        return stop if self.held(start, stop) <= self.room else self._reach_of_room(start, stop)
-
-    def _reach_of_room(self, start: int, stop: int) -> int:
-        """The last place before another up to which there is room: a bisection, written out as there are many."""
-        parameters, kept, in_flight, room = self.parameters, self.kept, self.in_flight, self.room
-        there, before = parameters[start], kept[start]
-        low = start
-        while stop - low > 1:
-            middle = (low + stop) // 2
-            if parameters[middle] - there + in_flight * (kept[middle] - before) <= room:
-                low = middle
-            else:
-                stop = middle
-        return low
+        if self.held(start, stop) <= self.room:
+            return stop
+        return start + bisect_right(range(start + 1, stop), self.room, key=lambda place: self.held(start, place))
 
 
 @dataclass(frozen=True, slots=True)
