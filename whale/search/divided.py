@@ -23,7 +23,7 @@ from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.placement import Placed, Seats, every_placement
 from whale.planning.plan import Draft, draft_as_set
 from whale.planning.verify.refused import Refused
-from whale.search.arrangement import Arrangement, Group, Order, Team
+from whale.search.arrangement import Group, Order, Team
 from whale.search.bounds.scoped import ScopedBounds
 from whale.search.climb import climbed
 from whale.search.found import NUM_RUNNERS_UP
@@ -134,7 +134,7 @@ class DividedRun(Progress):
             num_used = len(way.devices if self.best is None else self.best.draft.plan.devices)
         cheapest = sorted((cluster.by_name[name] for name in way.devices), key=cluster.price_share)[:num_used]
         team = Team(tuple(Group(device.kind) for device in cheapest), 1)
-        return self.objective.at_least(Arrangement((team,), way.order or Order(""), way.num_micro_batch), seconds)
+        return self.objective.at_least((team,), seconds)
 
     def _placed(self, way: Way) -> tuple[tuple[Placed, ...], ...]:
         """On few devices all placements of a way's replicas; empty on many, where the planner's rules say."""

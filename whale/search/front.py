@@ -22,25 +22,37 @@ from whale.search.space.space import Lineup, Space
 EASE = 5e-4
 """What takes as much effort as a small plan is looked at as if it were slower by this share: many are about equally fast."""
 
-SLACK = 1.1
+SLACK = 1.05
 """What is roughly above the best sketch by so much is not sketched until a plan says how good that is."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Group:
-    """Arrangements that differ in their micro-batches alone.
+    """Arrangements that differ in their micro-batches alone; there are thousands, most of which nobody looks at.
 
     Attributes:
-        own: the arrangements, by their micro-batches.
+        teams, order: of all of them.
+        micro_batches: of each.
         near: the rule by which their devices get names; None for every way.
         bound: what none of their plans is below.
         rough: what each roughly comes to.
     """
 
-    own: tuple[Arrangement, ...]
+    teams: Lineup
+    order: Order
+    micro_batches: Sequence[int]
     near: bool | None
     bound: float
-    rough: tuple[float, ...]
+    rough: Sequence[float]
+
+    @property
+    def own(self) -> tuple[Arrangement, ...]:
+        """The arrangements, by their micro-batches."""
+        return tuple(Arrangement(self.teams, self.order, number) for number in self.micro_batches)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(team.num_devices for team in self.teams)
 
 
 @dataclass(eq=False)
@@ -99,7 +111,7 @@ class Front:
 
     def closed(self, value: float) -> list[float]:
         """The bounds below a value of the arrangements that were not looked at."""
-        return [group.bound for _, _, group in self._left if group.bound < value for _ in group.own]
+        return [group.bound for _, _, group in self._left if group.bound < value for _ in group.micro_batches]
 
     def below(self, value: float) -> list[Look]:
         """The other arrangements whose bound is below a value; those that roughly come to more are not sketched."""
@@ -112,10 +124,10 @@ class Front:
 
     def _plain(self) -> Iterator[Look]:
         """Copies of the model on as many devices as can be, and the copies that roughly are the best."""
-        plain = [each for each in self._left if each[2].own[0].is_plain]
+        plain = [each for each in self._left if all(team.one.num_devices == 1 for team in each[2].teams)]
         if not plain:
             return
-        for entry in dict.fromkeys((max(plain, key=lambda each: each[2].own[0].num_devices), min(plain))):
+        for entry in dict.fromkeys((max(plain, key=lambda each: each[2].num_devices), min(plain))):
             self._left.remove(entry)
             heapify(self._left)
             for number, look in enumerate(self._sketched(entry[2])):
@@ -135,36 +147,28 @@ class Front:
 
     def _groups(self, lineups: Sequence[Lineup]) -> Iterator[Group]:
         """The arrangements of line-ups."""
-        found = [(lineup, by_order) for lineup in lineups if (by_order := self._by_order(lineup))]
-        counts = sorted({each.num_micro_batch for _, by_order in found for own in by_order.values() for each in own})
+        found = [(lineup, turns) for lineup in lineups if (turns := self.space.turns(lineup))]
+        counts = sorted({count for _, turns in found for own in turns.values() for count in own})
         orders, rules = self.space.freedom.orders, [self.space.rules(lineup) for lineup, _ in found]
         fills = [[near is not False for near in asked] for asked in rules]
         seconds = Rough(self.sketches).seconds([lineup for lineup, _ in found], orders, counts, fills)
-        place = {count: index for index, count in enumerate(counts)}
-        firsts = [next(iter(by_order.values()))[0] for _, by_order in found]
-        least = self.bounds.of_lineups((first.teams, first.num_micro_batch) for first in firsts)
-        for first, own_least, (_, by_order), asked, of_lineup in zip(firsts, least, found, rules, seconds.tolist(), strict=True):
-            bound = self.objective.at_least(first, own_least)
+        firsts = [(lineup, min(own[0] for own in turns.values())) for lineup, turns in found]
+        least = self.bounds.of_lineups(firsts)
+        for (lineup, turns), own_least, asked, of_lineup in zip(found, least, rules, seconds.tolist(), strict=True):
+            bound = self.objective.at_least(lineup, own_least)
             for near in asked:
-                for order, own in by_order.items():
-                    rough = of_lineup[orders.index(order)][RULES.index(near is not False)]
-                    likely = (self.objective.likely(each, rough[place[each.num_micro_batch]]) for each in own)
-                    yield Group(tuple(own), near, bound, tuple(likely))
-
-    def _by_order(self, lineup: Lineup) -> dict[Order, list[Arrangement]]:
-        """The arrangements of a line-up."""
-        found: dict[Order, list[Arrangement]] = {}
-        for arrangement in self.space.arrangements(lineup):
-            self.num_arrangements += 1
-            found.setdefault(arrangement.order, []).append(arrangement)
-        return found
+                for order, own in turns.items():
+                    start = counts.index(own[0])  # they are all that there are from one to another
+                    rough = of_lineup[orders.index(order)][RULES.index(near is not False)][start : start + len(own)]
+                    self.num_arrangements += near is asked[0] and len(own)
+                    yield Group(lineup, order, own, near, bound, self.objective.likely(lineup, order, own, rough))
 
     def _looks(self, group: Group, likely: Sequence[float]) -> Iterator[Look]:
-        first, bounds = group.own[0], (self._closed_forms, self._bounds_of_cuts)
-        num_devices, is_split, num_stages = first.num_devices, first.is_split, first.num_tasks // first.num_micro_batch
-        for arrangement, own in zip(group.own, likely, strict=True):
+        own, bounds = group.own, (self._closed_forms, self._bounds_of_cuts)
+        num_devices, is_split, num_stages = group.num_devices, own[0].is_split, own[0].num_tasks // own[0].num_micro_batch
+        for arrangement, seconds in zip(own, likely, strict=True):
             work = effort(num_devices, num_stages * arrangement.num_micro_batch, is_split=is_split)
-            yield Look(arrangement, group.near, group.bound, bounds, self._fits, own, work)
+            yield Look(arrangement, group.near, group.bound, bounds, self._fits, seconds, work)
 
     def bound(self, arrangement: Arrangement) -> float:
         """What none of its plans is below."""
@@ -173,7 +177,7 @@ class Front:
     def _closed_forms(self, arrangements: Sequence[Arrangement]) -> list[float]:
         """The bounds that are quick for many at once."""
         found = self.bounds.of(arrangements)
-        return [self.objective.at_least(each, seconds) for each, seconds in zip(arrangements, found, strict=True)]
+        return [self.objective.at_least(each.teams, seconds) for each, seconds in zip(arrangements, found, strict=True)]
 
     def _bounds_of_cuts(self, arrangements: Sequence[Arrangement]) -> list[float]:
         """Alike replicas have the mean of the rows, and the slowest stage of some cut."""
@@ -182,7 +186,7 @@ class Front:
     def _bound_of_cuts(self, arrangement: Arrangement) -> float:
         rows = self.bounds.num_rows / arrangement.num_replicas
         seconds = self.sketches.least(arrangement.teams[0], arrangement.order, arrangement.num_micro_batch, rows)
-        return self.objective.at_least(arrangement, seconds)
+        return self.objective.at_least(arrangement.teams, seconds)
 
     def _fits(self, arrangement: Arrangement, share: float) -> bool:
         """Whether it would fit in this share of the memory, with equal rows for all replicas."""
@@ -199,7 +203,8 @@ class Front:
 
     def _likely(self, arrangement: Arrangement, near: bool | None) -> float:
         rules = (True, False) if near is None else (near,)
-        return self.objective.likely(arrangement, min(self.sketches.seconds(arrangement, near=rule) for rule in rules))
+        seconds = min(self.sketches.seconds(arrangement, near=rule) for rule in rules)
+        return self.objective.likely(arrangement.teams, arrangement.order, (arrangement.num_micro_batch,), (seconds,))[0]
 
     def _in_turn(self, looks: list[Look]) -> list[Look]:
         """Those that promise most first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -14,7 +14,7 @@ from whale.estimate import Line, StepEstimate
 from whale.ir.cluster import Cluster, Device
 from whale.ir.plan import Plan
 from whale.schedules import peak_in_flight
-from whale.search.arrangement import Arrangement, Order, Team
+from whale.search.arrangement import Order, Team
 from whale.search.bounds.bounds import Bounds
 from whale.units import format_bytes, format_seconds
 
@@ -32,12 +32,15 @@ class Objective(Protocol):
         """Of a plan, with its estimate."""
         ...
 
-    def at_least(self, arrangement: Arrangement, seconds: float) -> float:
-        """What no plan of an arrangement is below, if none has a step of less than so many seconds."""
+    def at_least(self, teams: Sequence[Team], seconds: float) -> float:
+        """What no plan of these replicas is below, if none has a step of less than so many seconds."""
         ...
 
-    def likely(self, arrangement: Arrangement, seconds: float) -> float:
-        """What plans of an arrangement come to, roughly, if their steps take about so long: it says which are looked at first."""
+    def likely(self, teams: Sequence[Team], order: Order, micro_batches: Sequence[int], seconds: Sequence[float]) -> Sequence[float]:
+        """What plans of arrangements that differ in their micro-batches come to, roughly, if their steps take about so long each.
+
+        It says which are looked at first.
+        """
         ...
 
     def of_sample(self, value: float, num_rows: int) -> float:
@@ -58,10 +61,10 @@ class LeastTime:
     def of(self, plan: Plan, step: StepEstimate) -> float:
         return step.step_seconds
 
-    def at_least(self, arrangement: Arrangement, seconds: float) -> float:
+    def at_least(self, teams: Sequence[Team], seconds: float) -> float:
         return seconds
 
-    def likely(self, arrangement: Arrangement, seconds: float) -> float:
+    def likely(self, teams: Sequence[Team], order: Order, micro_batches: Sequence[int], seconds: Sequence[float]) -> Sequence[float]:
         return seconds
 
     def of_sample(self, value: float, num_rows: int) -> float:
@@ -90,20 +93,25 @@ class LeastCost:
         assert per_hour is not None, "checked before the search"
         return self._sample(per_hour, step.step_seconds)
 
-    def at_least(self, arrangement: Arrangement, seconds: float) -> float:
-        taken: Counter[Device] = Counter()
-        for team in arrangement.teams:
-            taken.update(team.taken)
-        return self._sample(sum(self._cheapest[kind][number] for kind, number in taken.items()), seconds)
+    def at_least(self, teams: Sequence[Team], seconds: float) -> float:
+        return self._sample(self._per_hour(teams), seconds)
 
-    def likely(self, arrangement: Arrangement, seconds: float) -> float:
-        return self.at_least(arrangement, seconds)
+    def likely(self, teams: Sequence[Team], order: Order, micro_batches: Sequence[int], seconds: Sequence[float]) -> Sequence[float]:
+        per_hour = self._per_hour(teams)
+        return [self._sample(per_hour, own) for own in seconds]
 
     def of_sample(self, value: float, num_rows: int) -> float:
         return value
 
     def text(self, value: float) -> str:
         return format_cost(value)
+
+    def _per_hour(self, teams: Sequence[Team]) -> float:
+        """What the cheapest devices cost that these replicas can take."""
+        taken: Counter[Device] = Counter()
+        for team in teams:
+            taken.update(team.taken)
+        return sum(self._cheapest[kind][number] for kind, number in taken.items())
 
     def _sample(self, per_hour: float, seconds: float) -> float:
         return per_hour / SECONDS_PER_HOUR * seconds / self.num_rows
@@ -132,15 +140,15 @@ class LeastMemory:
     def of(self, plan: Plan, step: StepEstimate) -> float:
         return max(each.peak.total for each in step.devices)
 
-    def at_least(self, arrangement: Arrangement, seconds: float) -> float:
+    def at_least(self, teams: Sequence[Team], seconds: float) -> float:
         """Somewhere is an equal part of the parameters, or more."""
-        return float(self.bounds.parameter_bytes / min(team.one.num_devices for team in arrangement.teams))
+        return float(self.bounds.parameter_bytes / min(team.one.num_devices for team in teams))
 
-    def likely(self, arrangement: Arrangement, seconds: float) -> float:
+    def likely(self, teams: Sequence[Team], order: Order, micro_batches: Sequence[int], seconds: Sequence[float]) -> Sequence[float]:
         """With what the micro-batches in flight keep on the first rank; split groups hold most of that whole."""
-        rows = self.bounds.num_rows / arrangement.num_replicas / arrangement.num_micro_batch
-        alive = max(self._alive(team, arrangement.order, arrangement.num_micro_batch) / team.num_ranks for team in arrangement.teams)
-        return self.at_least(arrangement, seconds) + self._activations.at(rows) * alive
+        rows, least = self.bounds.num_rows / sum(team.count for team in teams), self.at_least(teams, 0.0)
+        alive = (max(self._alive(team, order, m) / team.num_ranks for team in teams) for m in micro_batches)
+        return [least + self._activations.at(rows / m) * own for m, own in zip(micro_batches, alive, strict=True)]
 
     def of_sample(self, value: float, num_rows: int) -> float:
         return value

@@ -10,7 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from whale.estimate import all_reduce_seconds
 from whale.estimate.prices.prices import Prices
@@ -39,21 +42,6 @@ class Way:
     narrowest: float
 
 
-@dataclass(frozen=True, slots=True)
-class Owners:
-    """The devices of a team that have one stage, one of each replica.
-
-    Attributes:
-        kind: theirs.
-        count: how many there are.
-        stride: from one to the next among the devices of their kind.
-    """
-
-    kind: Device
-    count: int
-    stride: int
-
-
 @dataclass(eq=False)
 class Ties:
     """The links of arrangements on one cluster.
@@ -65,7 +53,10 @@ class Ties:
     prices: Prices
     _borders: dict[tuple[Team, bool], Way] = field(default_factory=dict, init=False)
     _insides: dict[Group, Way] = field(default_factory=dict, init=False)
-    _rates: dict[tuple[Owners, ...], float] = field(default_factory=dict, init=False)
+    _sums: dict[tuple[tuple[Team, ...], Team, bool], tuple[float, ...]] = field(default_factory=dict, init=False)
+    _owned: dict[tuple[Team, bool, tuple[int, ...]], NDArray[np.int64]] = field(default_factory=dict, init=False)
+    _known: dict[bytes, float] = field(default_factory=dict, init=False)
+    _spread: dict[tuple[int, int, frozenset[tuple[int, int]]], float] = field(default_factory=dict, init=False)
 
     @cached_property
     def _names(self) -> Mapping[Device, tuple[str, ...]]:
@@ -95,37 +86,87 @@ class Ties:
             self._insides[group] = Way(link.latency, per_byte, per_byte)
         return self._insides[group]
 
-    def sum_rates(self, teams: Sequence[Team], own: Team, *, near: bool) -> Mapping[Group, float]:
-        """Seconds per byte of a gradient that all replicas of these teams add up, by the devices that have its stage in one of them.
+    def sum_rates(self, teams: Sequence[Team], own: Team, *, near: bool) -> tuple[float, ...]:
+        """Seconds per byte of a gradient that all replicas of these teams add up, per rank of one of them.
 
-        The others have it as far along their pipelines as that one the first rank of such devices.
+        The others have its stage as far along their pipelines. Ranks of like devices may be on unlike hosts.
         """
-        if sum(team.count for team in teams) == 1:
-            return dict.fromkeys(own.numbers, 0.0)
-        places, start = dict[Group, int](), 0
-        for rank, number in own.runs:
-            places.setdefault(rank, start)
-            start += number
-        return {rank: self._sum_rate(teams, place, own.num_ranks, near=near) for rank, place in places.items()}
-
-    def _sum_rate(self, teams: Sequence[Team], place: int, num_ranks: int, *, near: bool) -> float:
-        """Of the stage of one of so many ranks."""
-        ranks = (team.ranks[place * team.num_ranks // num_ranks] for team in teams)
-        return self._rate(tuple(_owners(team, rank, near=near) for rank, team in zip(ranks, teams, strict=True)))
+        key = tuple(teams), own, near
+        if key not in self._sums:
+            parts, taken = list[NDArray[np.int64]](), Counter[Device]()
+            for team in teams:
+                places = np.arange(own.num_ranks) * team.num_ranks // own.num_ranks
+                parts.append(self._owners(team, taken, near=near)[places])
+                taken.update(team.taken)
+            self._sums[key] = self._rates(np.concatenate(parts, axis=1))
+        return self._sums[key]
 
     def ends_rate(self, team: Team, *, near: bool) -> float:
         """Seconds per byte of a gradient that the first and the last ranks of all replicas of a team add up."""
-        return self._rate(tuple(_owners(team, rank, near=near) for rank in (team.ranks[0], team.ranks[-1])))
+        return self._rates(self._owners(team, Counter(), near=near)[[0, -1]].reshape(1, -1))[0]
 
-    def _rate(self, owners: tuple[Owners, ...]) -> float:
-        if owners not in self._rates:
-            taken: Counter[Device] = Counter()
-            names: list[str] = []
-            for own in owners:
-                names += self._names[own.kind][taken[own.kind] :: own.stride][: own.count]
-                taken[own.kind] += own.stride * own.count
-            self._rates[owners] = all_reduce_seconds(self.prices.cluster, names, SUMMED) / SUMMED if len(names) > 1 else 0.0
-        return self._rates[owners]
+    def _owners(self, team: Team, taken: Mapping[Device, int], *, near: bool) -> NDArray[np.int64]:
+        """The devices of each rank, one of each replica, by number: ``[ranks, replicas]``, of many replicas some.
+
+        Args:
+            taken: devices of each kind that other teams have.
+        """
+        key = team, near, tuple(taken.get(kind, 0) for kind in team.taken)
+        if key not in self._owned:
+            self._owned[key] = self._found_owners(team, taken, near=near)
+        return self._owned[key]
+
+    def _found_owners(self, team: Team, taken: Mapping[Device, int], *, near: bool) -> NDArray[np.int64]:
+        used, firsts, strides = Counter(taken), list[NDArray[np.int64]](), list[int]()
+        for rank, number in team.runs:
+            step = rank.width * (1 if near else team.count)
+            firsts.append(self._numbers[1][rank.kind] + used[rank.kind] + step * np.arange(number))
+            strides += [team.one.taken[rank.kind] if near else rank.width] * number
+            used[rank.kind] += step * number
+        places = np.concatenate(firsts)[:, None] + np.array(strides)[:, None] * np.arange(min(team.count, SAMPLE))
+        found: NDArray[np.int64] = self._numbers[0][places]
+        return found
+
+    def _rates(self, owners: NDArray[np.int64]) -> tuple[float, ...]:
+        """Seconds per byte of a sum of each row of devices; of rows that are spread over like hosts in the same way found once."""
+        hosts, looks = (each[owners] for each in self._hosts)
+        spread = np.stack((hosts - hosts[:, :1], looks), axis=-1)
+        found = list[float]()
+        for row, own in enumerate(spread):
+            key = own.tobytes()
+            if key not in self._known:
+                self._known[key] = self._rate(owners[row], hosts[row], looks[row])
+            found.append(self._known[key])
+        return tuple(found)
+
+    def _rate(self, owners: NDArray[np.int64], hosts: NDArray[np.int64], looks: NDArray[np.int64]) -> float:
+        counts = Counter(zip(hosts.tolist(), looks.tolist(), strict=True))
+        key = len(owners), len(counts), frozenset((look, count) for (_, look), count in counts.items())
+        if key not in self._spread:
+            names = [self.prices.cluster.devices[number].name for number in owners.tolist()]
+            self._spread[key] = all_reduce_seconds(self.prices.cluster, names, SUMMED) / SUMMED if len(names) > 1 else 0.0
+        return self._spread[key]
+
+    @cached_property
+    def _numbers(self) -> tuple[NDArray[np.int64], Mapping[Device, int]]:
+        """All devices by number, kind after kind, and where each kind begins."""
+        of_kind: dict[Device, list[int]] = {}
+        for number, device in enumerate(self.prices.cluster.devices):
+            of_kind.setdefault(device.kind, []).append(number)
+        ends = accumulate(map(len, of_kind.values()), initial=0)
+        return np.concatenate([np.array(own) for own in of_kind.values()]), dict(zip(of_kind, ends, strict=False))
+
+    @cached_property
+    def _hosts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Per device the number of its host, and one that hosts share which sum alike: where some are linked in their own way none do."""
+        cluster, alike = self.prices.cluster, dict[object, int]()
+        hosts, looks = list[int](), list[int]()
+        for number, host in enumerate(cluster.hosts):
+            own = host.name if cluster.pairs else (host.link, cluster.card(host.name), len(host.devices))
+            look = alike.setdefault(own, len(alike))
+            hosts += [number] * len(host.devices)
+            looks += [look] * len(host.devices)
+        return np.array(hosts), np.array(looks)
 
     def _beside(self, group: Group) -> tuple[str, str]:
         """Two devices of the first host that has room for a split group."""
@@ -147,7 +188,3 @@ class Ties:
         """How many devices share a link inside a host."""
         cluster = self.prices.cluster
         return len(cluster.host_by_name[cluster.by_name[name].host].devices) if link.shared else 1
-
-
-def _owners(team: Team, rank: Group, *, near: bool) -> Owners:
-    return Owners(rank.kind, min(team.count, SAMPLE), team.one.taken[rank.kind] if near else rank.width)

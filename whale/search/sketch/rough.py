@@ -120,12 +120,17 @@ class Rough:
         return result
 
     def _rates(self, team: Team, asked: Sequence[tuple[Sequence[Team], Sequence[bool]]]) -> Mapping[Group, Floats]:
-        """Seconds per byte of a gradient that the replicas of line-ups add up, by who has it in a team: ``[line-ups, RULES, 1]``."""
+        """Seconds per byte of a gradient that the replicas of line-ups add up, by who has it in a team: ``[line-ups, RULES, 1]``.
+
+        Of the ranks of a kind those count that take longest.
+        """
         found = {rank: np.zeros((len(asked), len(RULES), 1)) for rank in team.numbers}
         for number, (lineup, rules) in enumerate(asked):
             for near in rules:
-                for rank, rate in self.sketches.ties.sum_rates(lineup, team, near=near).items():
-                    found[rank][number, RULES.index(near)] = rate
+                rates, place, start = self.sketches.ties.sum_rates(lineup, team, near=near), RULES.index(near), 0
+                for rank, count in team.runs:
+                    own, start = found[rank], start + count
+                    own[number, place] = max(own[number, place, 0], *rates[start - count : start])
         return found
 
     def _end(self, team: Team, hiding: Floats, rates: Mapping[Group, Floats]) -> Floats:

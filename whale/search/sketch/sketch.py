@@ -171,13 +171,13 @@ class Sketches:
         hides = BACKWARD if sums_in_backward(teams) else 0.0
         rates = self.ties.sum_rates(teams, team, near=near)
         if team.num_ranks == 1:
-            return lane.pipeline + self._end_of_one(team.ranks[0], hides * lane.seconds[0], rates[team.ranks[0]])
+            return lane.pipeline + self._end_of_one(team.ranks[0], hides * lane.seconds[0], rates[0])
         slowest, before, order, whole = lane.pipeline, 0.0, arrangement.order, sum(lane.seconds)
         updates = {kind: optimizer_seconds(kind, 1.0, 1.0, self.prices.costs.optimizer_states) for kind in team.taken}
-        for group, own, trained in zip(team.ranks, lane.seconds, lane.trained, strict=True):
+        for group, own, trained, rate in zip(team.ranks, lane.seconds, lane.trained, rates, strict=True):
             after = whole - before - own
             sooner = (1 - BACKWARD) * after if order.fills_forward else BACKWARD * before / order.num_chunks
-            exposed = max(0.0, trained * rates[group] - hides * own)
+            exposed = max(0.0, trained * rate - hides * own)
             slowest = max(slowest, max(lane.pipeline - sooner, m * own) + exposed + trained * updates[group.kind])
             before += own
         return slowest + self.pieces.tied * self.ties.ends_rate(team, near=near)

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from itertools import islice, permutations, product
 
 from whale.ir.cluster import Cluster, Device
-from whale.search.arrangement import Arrangement, Group, Order, Team
+from whale.search.arrangement import Group, Order, Team
 from whale.search.bounds.bounds import Bounds
 from whale.search.space.freedom import Freedom
 
@@ -81,12 +81,17 @@ class Space:
             if self._is_allowed(lineup):
                 yield lineup
 
-    def arrangements(self, lineup: Lineup) -> Iterator[Arrangement]:
-        """A line-up in every order, with every number of micro-batches."""
-        most = self.num_rows // sum(team.count for team in lineup)
-        for num_micro_batch in self._micro_batches(lineup, most):
-            for order in self._orders(lineup, num_micro_batch):
-                yield Arrangement(lineup, order, num_micro_batch)
+    def turns(self, lineup: Lineup) -> Mapping[Order, Sequence[int]]:
+        """The orders that differ for a line-up, each with its numbers of micro-batches.
+
+        A replica of one rank has nothing to order, and one micro-batch no turns.
+        """
+        counts = self._micro_batches(lineup, self.num_rows // sum(team.count for team in lineup))
+        several = counts[bisect_right(counts, 1) :]
+        deepest = max(team.num_ranks for team in lineup)
+        orders = self.freedom.orders[: 1 if deepest == 1 else None]
+        found = ((order, several if place else counts) for place, order in enumerate(orders))
+        return {order: own for order, own in found if own and deepest * order.num_chunks <= self.num_places}
 
     def rules(self, lineup: Lineup) -> tuple[bool | None, ...]:
         """By which rules devices get names: replicas fill hosts (True), like devices are dealt out (False); None for every way."""
@@ -102,13 +107,6 @@ class Space:
         if fixed is None:
             return micro_batch_counts(self.num_rows, most)
         return (fixed,) if fixed <= most else ()
-
-    def _orders(self, lineup: Lineup, num_micro_batch: int) -> Iterator[Order]:
-        """Orders that differ for this line-up: a replica of one rank has nothing to order, and one micro-batch no turns."""
-        deepest = max(team.num_ranks for team in lineup)
-        for order in self.freedom.orders[: 1 if deepest == 1 or num_micro_batch == 1 else None]:
-            if deepest * order.num_chunks <= self.num_places:
-                yield order
 
     @property
     def _num_ranks(self) -> int | None:
@@ -170,9 +168,22 @@ class Space:
     def _of_one_kind(self, kind: Device) -> Iterator[Team]:
         """As many replicas as there are devices for, of each depth and width."""
         for width in self.widths[kind]:
-            room = self.counts[kind] // width
+            room = self._room(kind, width)
             for num_ranks in self._depths(room):
                 yield Team((Group(kind, width),) * num_ranks, room // num_ranks)
+
+    def _room(self, kind: Device, width: int) -> int:
+        """Split groups of a width that there are on hosts, each on one."""
+        return sum(number // width for number in self._on_hosts[kind])
+
+    @cached_property
+    def _on_hosts(self) -> Mapping[Device, tuple[int, ...]]:
+        """Per kind, how many devices each host has of it."""
+        found: dict[Device, list[int]] = {}
+        for host in self.cluster.hosts:
+            for kind, number in Counter(device.kind for device in host.devices).items():
+                found.setdefault(kind, []).append(number)
+        return {kind: tuple(numbers) for kind, numbers in found.items()}
 
     def _depths(self, room: int) -> Sequence[int]:
         """Numbers of ranks of replicas that share so many: 1, 2, 4 ..., and what each of 1, 2, 4 ... replicas would have."""
@@ -215,7 +226,7 @@ class Space:
         for widths in product(*(self.widths[kind] for kind in kinds)):
             if len(kinds) > PAIR and len(set(widths)) > 1:
                 continue
-            rooms = [self.counts[kind] // width for kind, width in zip(kinds, widths, strict=True)]
+            rooms = [self._room(kind, width) for kind, width in zip(kinds, widths, strict=True)]
             for depths in self._divisions(rooms):
                 count = min(room // depth for room, depth in zip(rooms, depths, strict=True))
                 groups = zip(kinds, widths, depths, strict=True)
