@@ -11,7 +11,7 @@ StepEstimate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from whale.axes import Axes
 from whale.estimate.costs.costs import Costs
@@ -54,14 +54,36 @@ def estimate_with(prices: Prices, plan: Plan) -> StepEstimate:
     found = run(program.tasks, program.transfers, program.bandwidths)
     assert not found.stuck, f"a verified schedule ends: {program.computations[found.stuck[0].worker][found.stuck[0].task]}"
     carried = _Carried(gathered, program, found)
-    devices = tuple(_device(number, gathered, program, found, carried) for number in range(len(program.members)))
+    devices = tuple(_device(numbers, gathered, program, found, carried) for numbers in _at_the_same_times(gathered, program, found))
     seconds = max((times[-1][1] for times in found.tasks if times), default=0.0)
     spans = tuple(tuple(span for span in each.compute if span.action.kind in COMPUTE) for each in devices)
     return StepEstimate(seconds, devices, tuple(_links(gathered, program, seconds)), bubble_rate(Timeline(spans)))
 
 
-def _device(number: int, gathered: Gathered, program: Program, found: Run, carried: _Carried) -> DeviceEstimate:
-    members, times = program.members[number], found.tasks[number]
+def _at_the_same_times(gathered: Gathered, program: Program, found: Run) -> Iterator[Sequence[int]]:
+    """Classes of devices that come out alike: their links are unlike, but no slower, so that all that they do is at the same times."""
+
+    def look(number: int) -> Hashable:
+        carried = (
+            (_look(gathered.wires[wires[0]].kind), len(wires), program.sent[transfer].ends.index(number), *found.transfers[transfer])
+            for transfer, wires in program.at[number].items()
+        )
+        return gathered.workers[program.members[number][0]], tuple(found.tasks[number]), tuple(carried)
+
+    classes: dict[Hashable, list[int]] = {}
+    for number in range(len(program.members)):
+        classes.setdefault(look(number), []).append(number)
+    yield from classes.values()
+
+
+def _look(kind: Hashable) -> Hashable:
+    """What a device notices of a message, which alike replicas share as one value, or of a sum."""
+    return kind.num_bytes if isinstance(kind, Sums) else id(kind)
+
+
+def _device(numbers: Sequence[int], gathered: Gathered, program: Program, found: Run, carried: _Carried) -> DeviceEstimate:
+    number = numbers[0]
+    members, times = sorted(index for each in numbers for index in program.members[each]), found.tasks[number]
     worker, order = gathered.workers[members[0]], program.computations[number]
     memory = memory_over_time(worker, order, times, *waiting(number, gathered, program, found))
     return DeviceEstimate(

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from whale.estimate.events.computations import Computation
 from whale.estimate.step.program import work_of
@@ -28,24 +29,43 @@ What = Literal["gradients", "activations", "recomputed", "received", "sent", "wo
 _BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 
 
-Change = tuple[float, float, tuple[What, int]]
-"""A time, the bytes that are taken then (let go, below zero), and of which kind and stage. Plain: there are many."""
+_Key = tuple[What, int]
+"""Of which kind bytes are, and of which stage."""
 
-
-_Change = tuple[int, float, tuple[What, int]]
-"""A `Change` at the start, or at the end, of a computation."""
+_Change = tuple[int, float, _Key]
+"""Whether it is at the start or at the end of a computation, the bytes that are taken then (let go, below zero), and what they are."""
 
 _START, _END = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):  # there are tens of thousands
     """Bytes of a message that lie on a device from one time to another."""
 
     stage: int
     num_bytes: float
     start: float
     end: float
+
+
+@dataclass
+class _Bytes:
+    """What is taken and let go: per change its time, its bytes, and what they are, by number."""
+
+    times: list[float] = field(default_factory=list)
+    num_bytes: list[float] = field(default_factory=list)
+    whats: list[int] = field(default_factory=list)
+    number: dict[_Key, int] = field(default_factory=dict)
+
+    def numbered(self, key: _Key) -> int:
+        return self.number.setdefault(key, len(self.number))
+
+    def waits(self, what: What, messages: Iterable[Waiting]) -> None:
+        """Adds messages that lie there."""
+        for stage, num_bytes, start, end in messages:
+            number = self.numbered((what, stage))
+            self.times += start, end
+            self.num_bytes += num_bytes, -num_bytes
+            self.whats += number, number
 
 
 @dataclass(frozen=True)
@@ -79,18 +99,11 @@ def memory_over_time(
         received: tensors from the time at which their receives are posted to that of their use.
         sent: gradients from the time at which they are made to that of their arrival.
     """
-    changes = _Changes(worker, order).over(times)
-    for each in received:
-        changes += (each.start, each.num_bytes, ("received", each.stage)), (each.end, -each.num_bytes, ("received", each.stage))
-    for each in sent:
-        changes += (each.start, each.num_bytes, ("sent", each.stage)), (each.end, -each.num_bytes, ("sent", each.stage))
-    changes.sort(key=_in_turn)
-    return _follow(worker, changes)
-
-
-def _in_turn(change: Change) -> tuple[float, bool]:
-    """At one time what is let go comes first."""
-    return change[0], change[1] > 0
+    found = _Bytes()
+    _Changes(worker, order, found).over(times)
+    found.waits("received", received)
+    found.waits("sent", sent)
+    return _follow(worker, found)
 
 
 @dataclass
@@ -99,33 +112,37 @@ class _Changes:
 
     worker: Worker
     order: Sequence[Computation]
+    found: _Bytes
     _passed: set[tuple[int, Kind]] = field(default_factory=set)
     _given: float = 0.0
-    _known: dict[tuple[int, Kind, int, bool], tuple[_Change, ...]] = field(default_factory=dict)
+    _known: dict[tuple[int, Kind, int, bool], tuple[list[int], list[float], list[int]]] = field(default_factory=dict)
 
-    def over(self, times: Sequence[tuple[float, float]]) -> list[Change]:
-        """All of them, the computations being at these times."""
+    def over(self, times: Sequence[tuple[float, float]]) -> None:
+        """Writes down all of them, the computations being at these times."""
         again = {(each.action.stage, each.action.micro_batch) for each in self.order if each.action.kind is Kind.RECOMPUTE}
         goes_back = {each.action.stage for each in self.order if each.action.kind in _BACKWARD}
-        found = list[Change]()
+        found, rows = self.found, self.worker.rows
         for each, ends in zip(self.order, times, strict=True):
             kind, stage, micro_batch = each.action.kind, each.action.stage, each.action.micro_batch
             if stage is None:
                 continue
             assert micro_batch is not None
             is_again = (stage, micro_batch) in again
-            key = stage, kind, self.worker.rows[micro_batch], is_again
+            key = stage, kind, rows[micro_batch], is_again
             own = self._known.get(key)
             if own is None:
                 is_first = (stage, kind) not in self._passed
                 work = work_of(self.worker, each.action)
-                own = tuple(self._of(kind, stage, work, is_again=is_again, is_first=is_first, goes_back=stage in goes_back))
+                made = self._of(kind, stage, work, is_again=is_again, is_first=is_first, goes_back=stage in goes_back)
+                changes = [each for each in made if each[1]]
+                own = [end for end, *_ in changes], [change for _, change, _ in changes], [found.numbered(what) for *_, what in changes]
                 self._passed.add((stage, kind))
                 if not is_first:
                     self._known[key] = own
-            for place, num_bytes, what in own:
-                found.append((ends[place], num_bytes, what))
-        return found
+            places, num_bytes, whats = own
+            found.times += [ends[place] for place in places]
+            found.num_bytes += num_bytes
+            found.whats += whats
 
     def _of(self, kind: Kind, stage: int, work: Work, *, is_again: bool, is_first: bool, goes_back: bool) -> Iterator[_Change]:
         """The changes of one computation."""
@@ -183,22 +200,25 @@ def _during(what: What, stage: int, num_bytes: float) -> Iterator[_Change]:
     yield _END, -num_bytes, (what, stage)
 
 
-def _follow(worker: Worker, changes: Sequence[Change]) -> MemoryOverTime:
-    totals = list(accumulate((num_bytes for _, num_bytes, _ in changes), initial=worker.held.total))
-    points = {0.0: totals[0]}
-    points.update(zip((time for time, _, _ in changes), totals[1:], strict=True))  # of one time the last
-    use: dict[tuple[What, int], float] = {}
-    for _, num_bytes, key in changes[: totals.index(max(totals))]:
-        use[key] = use.get(key, 0.0) + num_bytes
+def _follow(worker: Worker, found: _Bytes) -> MemoryOverTime:
+    times, num_bytes, whats = np.array(found.times), np.array(found.num_bytes), np.array(found.whats, dtype=np.int64)
+    order = np.lexsort((num_bytes > 0, times))  # at one time what is let go comes first; else as they were found
+    num_bytes = num_bytes[order]
+    totals = np.cumsum(np.concatenate(([worker.held.total], num_bytes)))
+    points = {0.0: float(totals[0])}
+    points.update(zip(times[order].tolist(), totals[1:].tolist(), strict=True))  # of one time the last
+    peak = int(np.argmax(totals))
+    sums = np.bincount(whats[order][:peak], num_bytes[:peak], minlength=len(found.number)).tolist()
+    use = dict(zip(found.number, sums, strict=True))
     return MemoryOverTime(tuple(points.items()), _peak(worker, use), tuple(_of_stage(use, stage) for stage in worker.stages))
 
 
-def _peak(worker: Worker, use: Mapping[tuple[What, int], float]) -> MemoryUse:
+def _peak(worker: Worker, use: Mapping[_Key, float]) -> MemoryUse:
     sums: dict[str, float] = {}
     for (what, _), num_bytes in use.items():
         sums[what] = sums.get(what, 0.0) + num_bytes
     return replace(worker.held, **{**sums, "gradients": worker.held.gradients + sums.get("gradients", 0.0)})
 
 
-def _of_stage(use: Mapping[tuple[What, int], float], stage: int) -> float:
+def _of_stage(use: Mapping[_Key, float], stage: int) -> float:
     return sum(num_bytes for (what, own), num_bytes in use.items() if own == stage and what != "gradients")
