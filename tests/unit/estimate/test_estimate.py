@@ -102,6 +102,17 @@ def test_equal_replicas_are_simulated_once() -> None:
     assert sorted(name for each in found.devices for name in each.devices) == sorted(plan.devices)
 
 
+def test_devices_that_do_all_at_the_same_times_are_told_as_one() -> None:
+    """Copies on hosts of two devices and of one: the links that their gradients pass are unlike, and nobody is slower for it."""
+    network = Link(1e8, 1e-5)
+    sizes = {"h0": 2, "h1": 1}
+    hosts = (Host(name, tuple(device(f"{name}/{i}", name, 1e9) for i in range(count)), FAST) for name, count in sizes.items())
+    there = Cluster("uneven", tuple(hosts), network)
+    plan, graph = planned(4, there, rows=12)
+    (found,) = estimate(plan, graph, there).devices  # type: ignore[arg-type]
+    assert found.devices == ("h0/0", "h0/1", "h1/0") and found.syncs
+
+
 def test_colocated_stages_and_forward_only() -> None:
     graph = Graph()
     graph.path = (scope(0, 2, "wide"),)

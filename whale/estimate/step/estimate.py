@@ -65,7 +65,7 @@ def _at_the_same_times(gathered: Gathered, program: Program, found: Run) -> Iter
 
     def look(number: int) -> Hashable:
         carried = (
-            (_look(gathered.wires[wires[0]].kind), len(wires), program.sent[transfer].ends.index(number), *found.transfers[transfer])
+            (_look(gathered.wires[wires[0]].kind, program.sent[transfer].ends.index(number)), len(wires), *found.transfers[transfer])
             for transfer, wires in program.at[number].items()
         )
         return gathered.workers[program.members[number][0]], tuple(found.tasks[number]), tuple(carried)
@@ -76,9 +76,9 @@ def _at_the_same_times(gathered: Gathered, program: Program, found: Run) -> Iter
     yield from classes.values()
 
 
-def _look(kind: Hashable) -> Hashable:
-    """What a device notices of a message, which alike replicas share as one value, or of a sum."""
-    return kind.num_bytes if isinstance(kind, Sums) else id(kind)
+def _look(kind: Hashable, end: int) -> Hashable:
+    """What a device notices at one end of a message, which alike replicas share as one value, or of a sum, equal for all."""
+    return kind.num_bytes if isinstance(kind, Sums) else (id(kind), end)
 
 
 def _device(numbers: Sequence[int], gathered: Gathered, program: Program, found: Run, carried: _Carried) -> DeviceEstimate:
