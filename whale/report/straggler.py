@@ -35,9 +35,10 @@ def straggler_words(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepE
     yield from found
     share = slow.busy / step.step_seconds if step.step_seconds else 0.0
     who = f"{slow.name} ({cluster.by_name[slow.devices[0]].model}, stage {', '.join(map(str, slow.stages))})"
-    waits = f"{format_seconds(slow.exposed)} for what is on its way and {format_seconds(slow.idle(step.step_seconds))} for others"
+    idle = format_seconds(slow.idle(step.step_seconds))
+    waits = f"{slow.does('waits')} {format_seconds(slow.exposed)} for what is on its way and {idle} for others"
     beside = "Predicted: " if found else ""
-    yield f"{beside}{who} computes longest: {format_seconds(slow.busy)}, {format_share(share)} of the step. It waits {waits}."
+    yield f"{beside}{who} {slow.does('computes')} longest: {format_seconds(slow.busy)}, {format_share(share)} of the step, and {waits}."
     yield f"Its time goes to {_where_it_goes(slow)}."
     yield from _why(plan, graph, cluster, step)
     for choice in plan.choices:

@@ -89,6 +89,10 @@ class DeviceEstimate:
         others = len(self.devices) - 1
         return self.devices[0] + (f" and {others} like it" if others else "")
 
+    def does(self, verb: str) -> str:
+        """A verb as it stands behind the name, given as of one device: ``computes``."""
+        return verb.removesuffix("s") if len(self.devices) > 1 else verb
+
     def of_stage(self, stage: int) -> Estimate:
         """The figures of one of its stages: the times of the micro-batch that takes longest."""
         longest: dict[Kind, float] = {}

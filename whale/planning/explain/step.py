@@ -16,8 +16,8 @@ def explain_step(step: StepEstimate) -> Iterator[Choice]:
         "estimate",
         "step",
         format_seconds(step.step_seconds),
-        cost=f"{slow.name} computes {format_seconds(slow.busy)}, waits {format_seconds(slow.exposed)} for communication and "
-        f"{format_seconds(slow.idle(step.step_seconds))} for others; bubble rate {step.bubble_rate:.3f}",
+        cost=f"{slow.name} {slow.does('computes')} {format_seconds(slow.busy)}, {slow.does('waits')} {format_seconds(slow.exposed)} "
+        f"for communication and {format_seconds(slow.idle(step.step_seconds))} for others; bubble rate {step.bubble_rate:.3f}",
         bound=f"time of {slow.name}",
     )
     yield Choice(

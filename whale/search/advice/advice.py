@@ -282,9 +282,7 @@ class _Adviser:
 def why_slower(step: StepEstimate, seconds: float) -> str:
     """Why a step is slower than another of so many seconds: its longest work, its links, or stages that wait for one another."""
     slow = step.straggler
-    several = len(slow.devices) > 1
-    work = f"{slow.name} {'compute' if several else 'computes'} for {format_seconds(slow.busy)}"
-    waits = "wait" if several else "waits"
+    work, waits = f"{slow.name} {slow.does('computes')} for {format_seconds(slow.busy)}", slow.does("waits")
     if slow.busy >= seconds:
         return f"computing is the bound: {work}"
     if slow.exposed >= slow.idle(step.step_seconds):
