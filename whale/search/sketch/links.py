@@ -130,10 +130,10 @@ class Ties:
     def _rates(self, owners: NDArray[np.int64]) -> tuple[float, ...]:
         """Seconds per byte of a sum of each row of devices; of rows that are spread over like hosts in the same way found once."""
         hosts, looks = (each[owners] for each in self._hosts)
-        spread = np.stack((hosts - hosts[:, :1], looks), axis=-1)
-        found = list[float]()
-        for row, own in enumerate(spread):
-            key = own.tobytes()
+        spread = ((hosts - hosts[:, :1]) * len(self.prices.cluster.hosts) + looks).tobytes()
+        size, found = len(spread) // len(owners), list[float]()
+        for row in range(len(owners)):
+            key = spread[row * size : (row + 1) * size]
             if key not in self._known:
                 self._known[key] = self._rate(owners[row], hosts[row], looks[row])
             found.append(self._known[key])
