@@ -45,13 +45,16 @@ class Sums:
 
     @cached_property
     def _fastest(self) -> tuple[int, float, float]:
-        """Devices of the largest host, and bytes per second of the fastest links inside and between hosts."""
+        """Devices of the largest host, and bytes per second of the fastest link inside a host, and of all unlike ones between hosts.
+
+        A device has a side of its own for each of them.
+        """
         cluster = self.cluster
-        between = (cluster.network, *(link for _, link in cluster.pairs))
+        between = {cluster.network, *(link for _, link in cluster.pairs)}
         return (
             max(len(host.devices) for host in cluster.hosts),
             max((host.link.bandwidth for host in cluster.hosts if len(host.devices) > 1), default=0.0),
-            max((link.bandwidth for link in between if link is not None), default=0.0),
+            sum(link.bandwidth for link in between if link is not None),
         )
 
     @cached_property
@@ -73,11 +76,12 @@ class Sums:
     def _rate(self, num_owners: int, num_hosts: int) -> float:
         """Seconds per byte of a gradient that so many devices on so many hosts add up at least, in whatever way they do.
 
-        A device of k moves 2 (k - 1) / k of the bytes over its links; a host of H likewise, over those of all its devices.
+        A device of k moves 2 (k - 1) / k of the bytes over its links, over all of them at once; a host of H likewise, over those of all
+        its devices.
         """
         if num_owners == 1:
             return 0.0
         largest, inside, outside = self._fastest
-        rate = 2 * (num_owners - 1) / num_owners / max(inside, outside)
+        rate = 2 * (num_owners - 1) / num_owners / (inside + outside)
         rate = max(rate, 2 * (num_hosts - 1) / num_hosts / (largest * outside) if num_hosts > 1 else 0.0)
         return float(f"{0.995 * rate:.2e}")  # rounded down, so that alike arrangements share what is worked out
