@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heapify, heappop
 
 from whale.ir.cluster import Device
@@ -14,7 +14,7 @@ from whale.search.arrangement import Arrangement, Order
 from whale.search.bounds.bounds import Bounds
 from whale.search.climb import climbed
 from whale.search.objective import Objective
-from whale.search.run import Look, effort
+from whale.search.run import Closed, Look, effort
 from whale.search.sketch.rough import RULES, Rough
 from whale.search.sketch.sketch import Sketches
 from whale.search.space.space import Lineup, Space
@@ -109,17 +109,28 @@ class Front:
         first = min(found, key=lambda look: look.likely, default=None)  # it is planned whatever effort it takes
         return sorted(found, key=lambda look: (look is not first, not look.is_must))
 
-    def closed(self, value: float) -> list[float]:
-        """The bounds below a value of the arrangements that were not looked at."""
-        return [group.bound for _, _, group in self._left if group.bound < value for _ in group.micro_batches]
+    def closed(self, value: float) -> list[Closed]:
+        """The arrangements that were not looked at, as far as their bounds are below a value."""
+        return [
+            Closed(group.bound, (group.teams, group.order), len(group.micro_batches), partial(self._looks, group, group.rough))
+            for _, _, group in self._left
+            if group.bound < value
+        ]
 
-    def below(self, value: float) -> list[Look]:
-        """The other arrangements whose bound is below a value; those that roughly come to more are not sketched."""
-        found = list[Look]()
-        for rough, _, group in sorted(self._left):
-            if group.bound < value:
+    def below(self, value: float, reach: float = math.inf) -> list[Look]:
+        """The other arrangements whose bound is below a value; those that roughly come to more are not sketched.
+
+        Args:
+            reach: what roughly comes to more than this stays closed.
+        """
+        found, left = list[Look](), list[tuple[float, int, Group]]()
+        for entry in sorted(self._left):
+            rough, _, group = entry
+            if group.bound < value and rough > reach:
+                left.append(entry)
+            elif group.bound < value:
                 found += self._sketched(group) if rough < value else self._looks(group, group.rough)
-        self._left.clear()  # at once: what interrupts it leaves them where they are
+        self._left[:] = left  # at once: what interrupts it leaves them where they are
         return self._in_turn(found)
 
     def _plain(self) -> Iterator[Look]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappush, heapreplace
 
 from whale.config.keys import Shares
@@ -95,6 +97,23 @@ class Look:
         return self.bound < value
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Arrangements that were not looked at.
+
+    Attributes:
+        bound: what none of their plans is below.
+        same: what is equal for the same ones.
+        number: how many there are.
+        open: tells how to look at them.
+    """
+
+    bound: float
+    same: Hashable
+    number: int
+    open: Callable[[], Iterable[Look]]
+
+
 @dataclass(eq=False, kw_only=True)
 class Run(Progress):
     """A search over arrangements.
@@ -172,29 +191,46 @@ class Run(Progress):
         self.tell_all()
         return True
 
-    def open_bounds(self) -> list[float]:
+    @property
+    def reach(self) -> float:
+        """What seems to come to more than this is not planned, whatever its bound, now that there is a plan."""
+        if self.best is None or self.num_arrangements <= self.effort:
+            return math.inf
+        return self.best.value * (1 + self.effort / PATIENCE)
+
+    def open_bounds(self, closed: Iterable[Closed] = ()) -> list[float]:
         """Bounds below the best plan of what was not looked at, least first; the least of them is an arrangement's own.
 
         The dearer bounds are worked out one by one, of what is least.
+
+        Args:
+            closed: what was not even opened, as far as its bounds are below the best plan.
         """
         assert self.best is not None
         value = self.best.value
-        below = {look.arrangement: look for look in self.unproven if look.bound < value}
-        looks = sorted(below.values(), key=lambda look: look.bound)
-        heap, rest, size = list[tuple[float, int]](), 0, AT_ONCE
-        while heap or rest < len(looks):
-            if rest < len(looks) and not (heap and heap[0][0] < looks[rest].bound):
-                refine_together(looks[rest : rest + size])
-                for number, look in enumerate(looks[rest : rest + size], start=rest):
-                    heappush(heap, (look.bound, number))
-                rest, size = rest + size, min(2 * size, MOST_AT_ONCE)
+        waiting = [Closed(look.bound, look.arrangement, 1, partial(_only, look)) for look in self.unproven if look.bound < value]
+        waiting = sorted({each.same: each for each in (*closed, *waiting)}.values(), key=lambda each: each.bound)
+        known, rest, size = dict[Arrangement, Look](), 0, AT_ONCE
+        heap = list[tuple[float, int, Look]]()
+        while heap or rest < len(waiting):
+            if rest < len(waiting) and not (heap and heap[0][0] < waiting[rest].bound):
+                new = list[Look]()
+                while rest < len(waiting) and len(new) < size:
+                    new += [look for look in waiting[rest].open() if look.arrangement not in known]
+                    rest += 1
+                known.update((look.arrangement, look) for look in new)
+                refine_together(new)
+                for look in new:
+                    heappush(heap, (look.bound, len(heap), look))
+                size = min(2 * size, MOST_AT_ONCE)
                 continue
-            number = heap[0][1]
-            if looks[number].is_refined:
+            look = heap[0][2]
+            if look.is_refined:
                 break
-            looks[number].refine()
-            heapreplace(heap, (looks[number].bound, number))
-        return sorted(look.bound for look in looks if look.bound < value)
+            look.refine()
+            heapreplace(heap, (look.bound, heap[0][1], look))
+        found = [look.bound for look in known.values() if look.bound < value]
+        return sorted(found + [each.bound for each in waiting[rest:] for _ in range(each.number)])
 
     def _ways(self, look: Look) -> Iterator[tuple[Seats, str | Shares]]:
         for seats in namings(look.arrangement, self.cluster, near=look.near):
@@ -209,6 +245,10 @@ class Run(Progress):
         return tuple(
             Seating(order(len(placed)).schedule, order(len(placed)).num_chunks, arrangement.num_micro_batch, placed) for _, placed in seats
         )
+
+
+def _only(look: Look) -> tuple[Look]:
+    return (look,)
 
 
 def refine_together(looks: Iterable[Look]) -> None:

@@ -105,15 +105,15 @@ def search(
     run.look_at([look for look in promising if look.arrangement not in planned])
     with run.kept():
         if not run.was_interrupted:
-            run.look_at(front.below(math.inf if run.best is None else run.best.value))
+            run.look_at(front.below(math.inf if run.best is None else run.best.value, run.reach))
     run.settle()
     if run.best is None:
         raise failure(run.faults, space, front.lineups, bounds, sketches)
     value = run.best.value
-    unproven = [look.bound for look in run.unproven if look.bound < value]
+    closed = run.done(lambda: front.closed(value))
+    unproven = [look.bound for look in run.unproven if look.bound < value] + [each.bound for each in closed for _ in range(each.number)]
     with run.kept():  # of an interrupted search bounds are left as rough as they are
-        unproven = unproven if run.was_interrupted else run.open_bounds()
-    unproven += run.done(lambda: front.closed(value))
+        unproven = unproven if run.was_interrupted else run.open_bounds(closed)
     return _found(run, unproven)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -14,14 +15,17 @@ from tests.unit.search.exhaustive import seater_of
 from tests.unit.search.test_search import GIB, clusters, layers, made
 from whale.config import Config
 from whale.errors import PlanError
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, Link
 from whale.ir.graph import ModelGraph
+from whale.planning.seating import Seating
 from whale.search import search
+from whale.search.arrangement import Arrangement, Group, Order, Team
 from whale.search.bounds.bounds import Bounds
 from whale.search.bounds.chain import loose_runs
 from whale.search.bounds.columns import columns_of
 from whale.search.front import Front
 from whale.search.objective import LeastTime
+from whale.search.run import Closed, Run
 from whale.search.sketch.links import Ties
 from whale.search.sketch.pieces import pieces_of
 from whale.search.sketch.sketch import Sketches
@@ -73,12 +77,41 @@ def test_no_plan_is_below_its_bound(depths: list[int], cluster: Cluster, rows: i
         assert front.bounds.of_lineups([(arrangement.teams, arrangement.num_micro_batch)])[0] <= seconds * (1 + 1e-9)
 
 
+def test_devices_sum_over_all_their_links_at_once() -> None:
+    """A copy sums some gradients inside its host, and others, at the same time, with the stage that is on another one."""
+    graph = layers([64] * 4)
+    slow = made([[(3e7, GIB)] * 2, [(3e7, GIB)]], network=1e6)
+    cluster = replace(slow, hosts=tuple(replace(host, link=Link(1e6, 1e-6)) for host in slow.hosts))
+    front, seater = front_of(graph, cluster, 4), seater_of(graph, cluster, Config(), 4)
+    first, second, beyond = ((device.name,) for device in cluster.devices)
+    copy, pipeline = Seating("1f1b", 1, 2, (first,)), Seating("zb_h1", 1, 2, (beyond, second))
+    kind = Group(cluster.devices[0].kind)
+    arrangement = Arrangement((Team((kind,), 1), Team((kind, kind), 1)), Order("zb_h1"), 2)
+    assert front.bound(arrangement) <= seater.draft((copy, pipeline), "auto").plan.step_seconds
+
+
 def test_bounds_of_many_at_once_are_those_of_each() -> None:
     graph, cluster = layers([64, 32, 64]), made([[(1e9, GIB)] * 2, [(2e9, GIB)]], network=1e9)
     front = front_of(graph, cluster, 70)
     found = [each for lineup in front.lineups for each in front.space.arrangements(lineup)]
     apart = [front_of(graph, cluster, 70).bounds.of([each])[0] for each in found[::7]]
     assert front.bounds.of(found)[::7] == pytest.approx(apart, rel=1e-9)
+
+
+def test_what_is_never_opened_is_bounded_as_if_it_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, cluster = layers([64, 32, 64, 64]), made([[(1e9, GIB)] * 4, [(2e9, GIB)] * 2], network=1e7)
+    left, closed = list[int](), Front.closed
+
+    def counted(self: Front, value: float) -> list[Closed]:
+        left.append(len(closed(self, value)))
+        return closed(self, value)
+
+    monkeypatch.setattr(Front, "closed", counted)
+    found = search(graph, cluster, Config(), rows=32, effort=3)
+    monkeypatch.setattr(Run, "reach", math.inf)
+    whole = search(graph, cluster, Config(), rows=32, effort=3)
+    assert (found.arrangement, found.value, found.bound) == (whole.arrangement, whole.value, whole.bound)
+    assert found.bound < found.value and left[0] > left[1] == 0
 
 
 def test_ops_side_by_side_do_not_wait_for_one_another() -> None:

@@ -6,6 +6,7 @@ that is below the next.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,27 +81,32 @@ class Shares:
     num_rows: int
     _curves: dict[Asked, Floats] = field(default_factory=dict, init=False)
     _first: dict[tuple[Team, ...], tuple[int, ...]] = field(default_factory=dict, init=False)
+    _any: dict[tuple[Team, ...], float] = field(default_factory=dict, init=False)
     _rows: dict[tuple[int, int, int], tuple[float, ...]] = field(default_factory=dict, init=False)
 
     def seconds(self, wanted: Sequence[tuple[tuple[Team, ...], Order, int]]) -> list[float]:
         """The bound for each of these teams in an order with a number of micro-batches."""
         self._narrow([teams for teams in dict.fromkeys(teams for teams, _, _ in wanted) if teams not in self._first])
-        looks = [self._looks(*each) for each in wanted]
+        found = [self._any[teams] if (order, m) == (NO_ORDER, 1) else math.nan for teams, order, m in wanted]
+        new = [number for number, seconds in enumerate(found) if math.isnan(seconds)]
+        looks = [self._looks(*wanted[number]) for number in new]
         self._work_out(each for own in looks for each in own)
-        found = np.empty(len(wanted))
-        for places, divided in self._divided([teams for teams, _, _ in wanted], looks):
-            found[places] = divided.seconds(self.num_rows)
-        return found.tolist()
+        for places, divided in self._divided([wanted[number][0] for number in new], looks):
+            for place, seconds in zip(places, divided.seconds(self.num_rows).tolist(), strict=True):
+                found[new[place]] = seconds
+        return found
 
     def _narrow(self, lineups: Sequence[tuple[Team, ...]]) -> None:
         """Finds from which step on rows are to be looked at: with fewer the others would take too long for the rest."""
         looks = [[self._asked(team, NO_ORDER, 1, 0, self.sums.of(teams)) for team in teams] for teams in lineups]
         self._work_out(each for own in looks for each in own)
         for places, divided in self._divided(lineups, looks):
-            most = divided.counts * divided.within(FAR * divided.seconds(self.num_rows))
+            seconds = divided.seconds(self.num_rows)
+            most = divided.counts * divided.within(FAR * seconds)
             fewest = (self.num_rows - most.sum(axis=1, keepdims=True) + most) / divided.counts
             steps = np.maximum(np.searchsorted(self._grid, fewest) - 1, 0) // COARSE * COARSE
             self._first.update((lineups[place], tuple(own)) for place, own in zip(places, steps.tolist(), strict=True))
+            self._any.update((lineups[place], own) for place, own in zip(places, seconds.tolist(), strict=True))
 
     def _looks(self, teams: tuple[Team, ...], order: Order, m: int) -> list[Asked]:
         """What is to be known of each team: what was already found for all rows, or else of those that it may have."""
