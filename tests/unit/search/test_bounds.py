@@ -90,6 +90,13 @@ def test_devices_sum_over_all_their_links_at_once() -> None:
     assert front.bound(arrangement) <= seater.draft((copy, pipeline), "auto").plan.step_seconds
 
 
+def test_parts_of_ops_start_as_many_kernels_as_whole_ones() -> None:
+    front = front_of(layers([64] * 4), made([[(1e15, GIB)] * 4], network=1e9), 4)
+    kind = Group(next(iter(front.space.counts)))
+    alone, split = (Arrangement((Team((replace(kind, width=width),), 1),), Order("1f1b"), 1) for width in (1, 4))
+    assert 0.95 * front.bound(alone) < front.bound(split) < front.bound(alone)  # hardly anything else takes time
+
+
 def test_bounds_of_many_at_once_are_those_of_each() -> None:
     graph, cluster = layers([64, 32, 64]), made([[(1e9, GIB)] * 2, [(2e9, GIB)]], network=1e9)
     front = front_of(graph, cluster, 70)

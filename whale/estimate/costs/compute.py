@@ -64,7 +64,7 @@ def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) ->
     filled = 1 / (1 + device.half_width / np.maximum(table.narrowest(num_rows), 1.0))
     peaks = np.array([device.reached_flops(_computed_in(dtype, device, costs)) for dtype in table.dtypes])[table.dtype] * filled
     bandwidth = device.bandwidth * device.traffic
-    launch = table.launches * (costs.launch_seconds if device.kernel_start is None else device.kernel_start)
+    launch, launched_again = kernel_seconds(table, device, costs)
     start = table.launches * device.host_seconds
     forward = _rule(
         (table.flops_fixed / peaks, table.flops_per_row / peaks), (table.bytes_fixed / bandwidth, table.bytes_per_row / bandwidth), num_rows
@@ -75,8 +75,14 @@ def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) ->
         (table.bytes_fixed * again / bandwidth, table.bytes_per_row * again / bandwidth),
         num_rows,
     )
-    found = OpSeconds(num_rows, forward[0] + launch, forward[1], backward[0] + launch * again, backward[1], start, start * again)
+    found = OpSeconds(num_rows, forward[0] + launch, forward[1], backward[0] + launched_again, backward[1], start, start * again)
     return found if costs.measured is None else _as_measured(found, table, device, costs.measured)
+
+
+def kernel_seconds(table: OpTable, device: Device, costs: Costs) -> tuple[Floats, Floats]:
+    """Of the times of all ops, forward and backward, the fixed part of their kernels: the same however small the part of an op is."""
+    forward: Floats = table.launches * (costs.launch_seconds if device.kernel_start is None else device.kernel_start)
+    return forward, forward * costs.backward_traffic * table.trains
 
 
 def _as_measured(found: OpSeconds, table: OpTable, device: Device, known: Measured) -> OpSeconds:

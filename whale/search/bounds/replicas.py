@@ -112,12 +112,14 @@ class Replicas:
         return np.maximum(found, self._end(groups, sizes, runs, m, hidden, rates * (ends_with_backward or is_last)))
 
     def _passes(self, groups: Sequence[Group], asked: Sequence[Asked]) -> Passes:
-        """Of a device of each split group, for micro-batches that differ by a row at most."""
+        """Of a device of each split group, for micro-batches that differ by a row at most: part of the work, a kernel for each op."""
         own = [self._micro_batches(group.kind, each) for group, each in zip(groups, asked, strict=True)]
         widths = np.repeat([float(group.width) for group in groups], [len(each.rows) for each in asked])[:, None]
-        found = []
+        sizes, found = [len(each.rows) for each in asked], list[Pass]()
+        kernels = [np.repeat([self.columns.kernels(group.kind)[which] for group in groups], sizes, axis=0) for which in (0, 1)]
         for number in range(len(own[0])):
-            forward, backward = (np.concatenate([each[number][which] for each in own]) / widths for which in (0, 1))
+            whole = [np.concatenate([each[number][which] for each in own]) for which in (0, 1)]
+            forward, backward = ((seconds - fixed) / widths + fixed for seconds, fixed in zip(whole, kernels, strict=True))
             found.append(Pass(forward, backward, self.columns.counts))
         return Passes(*found)
 
