@@ -1,6 +1,9 @@
-"""Whether a plan fits is the estimate's word: where it finds more than the planner's closed forms do, all is decided again with less.
+"""Whether a plan fits is the estimate's word: where the planner's closed forms find less than it does, or more, all is decided again.
 
-closed forms:  fits  -->  estimate: 300 bytes short on T4s  -->  closed forms, with 300 bytes less of each T4  --> ...
+closed forms: fits             -->  estimate: 300 bytes short on T4s  -->  closed forms, with 300 bytes less of each T4  --> ...
+closed forms: 20 bytes short   -->  closed forms, with 20 bytes more of each device  -->  estimate: fits
+
+Once the estimate has refused a plan and closed forms have found none with less, what lies half-way is tried.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from whale.planning.verify.verify import memory_fault, overfull
 T = TypeVar("T")
 
 MAX_ROUNDS = 4
-"""So often a plan is decided again; each time about as much less memory is filled as was short."""
+"""So often a plan is decided again."""
+
+NEAR = 0.15
+"""Closed forms may be above the estimate by so much of a device's memory, about; what lacks more is not looked at again."""
 
 
 class Refused(MemoryShortage):
@@ -54,14 +60,25 @@ def decided_within(prices: Prices, decide: Callable[[Prices], T]) -> T:
     Raises:
         MemoryShortage: nothing fits; where a plan was refused, with the estimate's figures of the first one.
     """
-    first: Refused | None = None
+    kinds = {device.kind: prices.capacity(device.name) for device in prices.cluster.devices}
+    spared, too_little, too_much = dict.fromkeys(kinds, 0), dict[Device, int](), dict[Device, int]()
+    refused: Refused | None = None
+    lack: MemoryShortage | None = None
     for _ in range(MAX_ROUNDS):
         try:
-            return decide(prices)
-        except Refused as refused:
-            first = first or refused
-            prices = prices.sparing(refused.lacking)
-        except MemoryShortage as shortage:
-            raise first or shortage from None
+            return decide(prices.sparing(spared) if any(spared.values()) else prices)
+        except Refused as fault:
+            refused, too_little = refused or fault, spared
+            spared = {kind: number + fault.lacking.get(kind, 0) for kind, number in spared.items()}
+        except MemoryShortage as fault:
+            if refused is None and not 0 < fault.num_bytes <= NEAR * min(kinds.values()):
+                raise
+            lack, too_much = lack or fault, spared
+            spared = {kind: number - fault.num_bytes for kind, number in spared.items()}
+        if too_little and too_much:
+            spared = {kind: (too_little[kind] + too_much[kind]) // 2 for kind in kinds}
+            if spared in (too_little, too_much):
+                break
+    first = refused or lack
     assert first is not None
     raise first
