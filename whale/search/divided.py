@@ -77,14 +77,20 @@ class DividedRun(Progress):
                     if self.best is None or bound < self.best.value:
                         self._value(way)
 
-    def unproven(self) -> list[float]:
-        """The bounds below the best plan of the ways that were not looked at, or not with their devices in every order."""
-        assert self.best is not None
+    def unproven(self, value: float | None = None) -> list[float]:
+        """The bounds below a value of the ways that were not looked at, or not with their devices in every order.
+
+        Args:
+            value: by the objective; None for that of the best plan.
+        """
+        if value is None:
+            assert self.best is not None
+            value = self.best.value
         least: dict[Way, float] = {}
         for bound, way in self._open():
             own = replace(way, placed=())
             least[own] = min(bound, least.get(own, math.inf))
-        return [bound for bound in least.values() if bound < self.best.value]
+        return [bound for bound in least.values() if bound < value]
 
     def nearest(self) -> tuple[MemoryShortage, int] | None:
         """Why the way that comes nearest does not fit, and how many bytes more of each device it needs; None where that is not the reason.

@@ -17,6 +17,8 @@ from whale.search.space.ways import Way
 NUM_RUNNERS_UP = 5
 """So many are told."""
 
+SMALLEST_FIRST = "it fits only as what takes least memory was looked at first, with nothing, all blocks or everything computed again"
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -66,6 +68,7 @@ class Found:
         num_planned: plans that were made and estimated.
         num_unproven: arrangements that might hold a better plan by their bound, but were not planned.
         was_interrupted: whether it was ended early by the user.
+        is_smallest_first: whether nothing seemed to fit, until what takes least memory was looked at first.
     """
 
     plan: Plan
@@ -78,6 +81,7 @@ class Found:
     num_planned: int
     num_unproven: int
     was_interrupted: bool = False
+    is_smallest_first: bool = False
 
     @property
     def runners_up(self) -> tuple[Candidate, ...]:
@@ -131,17 +135,30 @@ class Found:
         """How good the plan is, and what came next, in words."""
         return tuple(self._reasons())
 
-    def _reasons(self) -> Iterator[str]:
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is particular about this search, in words."""
+        found = []
         if self.was_interrupted:
-            yield f"the search was interrupted: the best of {self.num_planned} plans so far"
+            found.append(f"the search was interrupted: the best of {self.num_planned} plans so far")
+        if self.is_smallest_first:
+            found.append(SMALLEST_FIRST)
+        return tuple(found)
+
+    @property
+    def proof(self) -> str:
+        """How far from the best plan it can be, in words."""
+        if not self.num_unproven:
+            return f"no arrangement of this space is {self.objective.better}"
+        return (
+            f"{self._distance} "
+            f"({self.num_unproven} arrangements might be {self.objective.better} by their bounds; planning.effort looks at more)"
+        )
+
+    def _reasons(self) -> Iterator[str]:
+        yield from self.notes
         yield f"chosen among {self.num_arrangements} arrangements, {self.num_planned} plans estimated: {self.arrangement}"
-        if self.num_unproven:
-            yield (
-                f"{self._distance} "
-                f"({self.num_unproven} arrangements might be {self.objective.better} by their bounds; planning.effort looks at more)"
-            )
-        else:
-            yield f"no arrangement of this space is {self.objective.better}"
+        yield self.proof
         for runner_up in self.runners_up:
             worse = runner_up.value / self.value - 1 if self.value > 0 else 0.0
             yield f"next: {runner_up} ({worse:+.1%})"

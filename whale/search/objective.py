@@ -169,6 +169,38 @@ class LeastMemory:
         return Line.sum(prices.outputs[name] for name in prices.activations)
 
 
+@dataclass(frozen=True)
+class SmallestFirst:
+    """Another objective, by which what takes least memory is looked at first.
+
+    Attributes:
+        judge: that objective.
+        memory: knows what takes least.
+    """
+
+    judge: Objective
+    memory: LeastMemory
+
+    @property
+    def better(self) -> str:
+        return self.judge.better
+
+    def of(self, plan: Plan, step: StepEstimate) -> float:
+        return self.judge.of(plan, step)
+
+    def at_least(self, teams: Sequence[Team], seconds: float) -> float:
+        return self.judge.at_least(teams, seconds)
+
+    def likely(self, teams: Sequence[Team], order: Order, micro_batches: Sequence[int], seconds: Sequence[float]) -> Sequence[float]:
+        return self.memory.likely(teams, order, micro_batches, seconds)
+
+    def of_sample(self, value: float, num_rows: int) -> float:
+        return self.judge.of_sample(value, num_rows)
+
+    def text(self, value: float) -> str:
+        return self.judge.text(value)
+
+
 def format_cost(cost: float) -> str:
     """What a sample costs, for people: ``20.5 per million samples``."""
     return f"{cost * MILLION:.4g} per million samples"

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from whale.config import Config
+from whale.errors import WhaleError
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice
 from whale.planning.collecting import without_collecting
+from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
 from whale.search.arrangement import Arrangement
@@ -31,13 +33,13 @@ from whale.search.divided import DividedRun, is_divided
 from whale.search.failure import failure, failure_divided
 from whale.search.found import Found
 from whale.search.front import Front
-from whale.search.objective import objective_of
+from whale.search.objective import LeastMemory, Objective, SmallestFirst, objective_of
 from whale.search.progress import Progress
 from whale.search.run import Run
 from whale.search.sketch.links import Ties
 from whale.search.sketch.pieces import pieces_of
 from whale.search.sketch.sketch import Sketches
-from whale.search.space.freedom import freedom_of
+from whale.search.space.freedom import FOR_MEMORY, Freedom, freedom_of
 from whale.search.space.space import Space
 from whale.search.space.ways import ways_of
 
@@ -63,8 +65,8 @@ def search(
         cluster: the devices there are; some may be left out.
         config: settings.
         rows: of the global batch; None for the example's.
-        effort: how many plans to make at most, large ones counting for several, and six more while nothing fits; None for
-            ``planning.effort``.
+        effort: how many plans to make at most, large ones counting for several, and six more while nothing fits, then as many again of
+            those that take least memory; None for ``planning.effort``.
         start: arrangements that are good on a cluster like this one: they are planned first, whatever effort that takes, wherever scopes
             leave arrangements to the search.
         tell: is called after each arrangement with what was seen so far, in words.
@@ -81,58 +83,129 @@ def search(
     freedom = freedom_of(config, mixes_samples=mixes_samples(prices))
     seater = Seater(prices, freedom.config, num_rows)
     bounds = Bounds(prices, seater.structure, seater.points, num_rows)
-    space = Space(cluster, freedom, num_rows, seater.points.num_units)
     objective = objective_of(config.planning.objective, cluster, bounds)
     left = config.planning.effort if effort is None else effort
     sketches = Sketches(prices, pieces_of(bounds.columns, seater.points), Ties(prices), num_rows, freedom.recomputes)
-    front = Front(space, bounds, sketches, objective)
-    if is_divided(graph, config):
-        ways = ways_of(graph, cluster, config, freedom, num_rows)
-        scoped = ScopedBounds(bounds, config)
-        run_divided = DividedRun(
-            objective=objective, effort=left, num_arrangements=ways.count, tell=tell, prices=prices, config=config, ways=ways, bounds=scoped
+    question = _Question(config, seater, bounds, sketches, objective, left, tell)
+    return question.divided(freedom) if is_divided(graph, config) else question.free(freedom, start)
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """What is looked for, and what all that look for it share."""
+
+    config: Config
+    seater: Seater
+    bounds: Bounds
+    sketches: Sketches
+    objective: Objective
+    effort: float
+    tell: Callable[[str], None] | None
+
+    def free(self, freedom: Freedom, start: Sequence[Arrangement]) -> Found:
+        """The best arrangement; where none seems to fit, the best of those that take least memory."""
+        run, front = self._arranged(freedom, self.objective, start)
+        if run.best is not None:
+            return _found_free(run, front)
+        if smaller := self._smaller(freedom, run.faults):
+            again, by_memory = self._arranged(smaller, SmallestFirst(self.objective, LeastMemory(self.bounds)), ())
+            if again.best is not None:
+                again.unproven += run.unproven
+                return _found_free(again, by_memory, is_smallest_first=True)
+            run.faults += again.faults
+        raise failure(run.faults, front.space, front.lineups, self.bounds, self.sketches)
+
+    def divided(self, freedom: Freedom) -> Found:
+        """The best way around what the user has divided; likewise."""
+        run = self._divided(freedom)
+        if run.best is not None:
+            return _found(run, run.done(run.unproven))
+        if smaller := self._smaller(freedom, run.faults):
+            again = self._divided(smaller)
+            if again.best is not None:
+                unproven = again.unproven() + run.unproven(again.best.value)
+                return _found(again, unproven, is_smallest_first=True)
+            run.short |= again.short
+        nearest = run.nearest()
+        if nearest is None:
+            raise run.faults[0]
+        front = self._front(freedom, self.objective)
+        raise failure_divided(*nearest, front.space, front.lineups, self.bounds, self.sketches)
+
+    def _smaller(self, freedom: Freedom, faults: Sequence[WhaleError]) -> Freedom | None:
+        """What may fit although nothing was found that does: what is computed again need not be left to what each device lacks."""
+        is_short = any(isinstance(fault, MemoryShortage) for fault in faults)
+        is_open = "recompute.policy" not in self.config.explicit and freedom.policies != FOR_MEMORY
+        return replace(freedom, policies=FOR_MEMORY) if is_short and is_open else None
+
+    def _front(self, freedom: Freedom, objective: Objective) -> Front:
+        seater = self.seater
+        return Front(Space(seater.cluster, freedom, seater.num_rows, seater.points.num_units), self.bounds, self.sketches, objective)
+
+    def _arranged(self, freedom: Freedom, order: Objective, start: Sequence[Arrangement]) -> tuple[Run, Front]:
+        """Looks at arrangements.
+
+        Args:
+            order: what is likely the best by it is looked at first.
+            start: arrangements that come before all others.
+        """
+        front, config, cluster = self._front(freedom, order), self.config, self.seater.cluster
+        promising = front.promising()
+        run = Run(
+            freedom=freedom,
+            cluster=cluster,
+            seater=self.seater,
+            objective=self.objective,
+            effort=self.effort,
+            num_arrangements=front.num_arrangements,
+            tell=self.tell,
         )
-        return _found_divided(run_divided, front)
-    promising = front.promising()
-    num_arrangements = front.num_arrangements
-    run = Run(
-        freedom=freedom, cluster=cluster, seater=seater, objective=objective, effort=left, num_arrangements=num_arrangements, tell=tell
-    )
-    run.takes_apart = (freedom.micro_batches or 1) > 1 or not config.communication.gather_rows
-    known = front.known(start)
-    run.look_at(known)
-    planned = {look.arrangement for look in known}
-    run.look_at([look for look in promising if look.arrangement not in planned])
-    with run.kept():
-        if not run.was_interrupted:
-            run.look_at(front.below(math.inf if run.best is None else run.best.value, run.reach))
-    run.settle()
-    if run.best is None:
-        raise failure(run.faults, space, front.lineups, bounds, sketches)
+        run.takes_apart = (freedom.micro_batches or 1) > 1 or not config.communication.gather_rows
+        known = front.known(start)
+        run.look_at(known)
+        planned = {look.arrangement for look in known}
+        run.look_at([look for look in promising if look.arrangement not in planned])
+        with run.kept():
+            if not run.was_interrupted:
+                run.look_at(front.below(math.inf if run.best is None else run.best.value, run.reach))
+        run.settle()
+        return run, front
+
+    def _divided(self, freedom: Freedom) -> DividedRun:
+        """Looks at ways."""
+        seater, config = self.seater, self.config
+        ways = ways_of(seater.graph, seater.cluster, config, freedom, seater.num_rows)
+        run = DividedRun(
+            objective=self.objective,
+            effort=self.effort,
+            num_arrangements=ways.count,
+            tell=self.tell,
+            prices=seater.prices,
+            config=config,
+            ways=ways,
+            bounds=ScopedBounds(self.bounds, config),
+        )
+        run.look()
+        run.settle()
+        return run
+
+
+def _found_free(run: Run, front: Front, *, is_smallest_first: bool = False) -> Found:
+    assert run.best is not None
     value = run.best.value
     closed = run.done(lambda: front.closed(value))
     unproven = [look.bound for look in run.unproven if look.bound < value] + [each.bound for each in closed for _ in range(each.number)]
     with run.kept():  # of an interrupted search bounds are left as rough as they are
         unproven = unproven if run.was_interrupted else run.open_bounds(closed)
-    return _found(run, unproven)
+    return _found(run, unproven, is_smallest_first=is_smallest_first)
 
 
-def _found_divided(run: DividedRun, front: Front) -> Found:
-    run.look()
-    run.settle()
-    if run.best is None:
-        nearest = run.nearest()
-        if nearest is None:
-            raise run.faults[0]
-        raise failure_divided(*nearest, front.space, front.lineups, front.bounds, front.sketches)
-    return _found(run, run.done(run.unproven))
-
-
-def _found(run: Progress, unproven: Sequence[float]) -> Found:
+def _found(run: Progress, unproven: Sequence[float], *, is_smallest_first: bool = False) -> Found:
     """The outcome, once there is a plan.
 
     Args:
         unproven: what arrangements that might be better surely come to; 0 where nothing is known.
+        is_smallest_first: whether nothing seemed to fit, until what takes least memory was looked at first.
     """
     best = run.best
     assert best is not None
@@ -149,18 +222,17 @@ def _found(run: Progress, unproven: Sequence[float]) -> Found:
         num_planned=run.num_planned,
         num_unproven=len(unproven),
         was_interrupted=run.was_interrupted,
+        is_smallest_first=is_smallest_first,
     )
     return replace(found, plan=replace(found.plan, choices=(_explain(found), *found.plan.choices)))
 
 
 def _explain(found: Found) -> Choice:
-    reasons = found.reasons[: -len(found.runners_up) or None]
-    interrupted = f"{reasons[0]}; " if found.was_interrupted else ""
     return Choice(
         "search",
         "arrangement",
         str(found.arrangement),
         cost=f"{found.num_planned} plans of {found.num_arrangements} arrangements estimated",
-        bound=f"{interrupted}{reasons[-1]}",
+        bound="; ".join((*found.notes, found.proof)),
         runner_up="; ".join(map(str, found.runners_up)),
     )

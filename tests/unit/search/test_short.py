@@ -1,0 +1,67 @@
+"""Memories that are just enough: what fits by the estimate is found, however little room there is."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.planning.graphs import cluster
+from tests.unit.search.exhaustive import least_divided
+from tests.unit.search.many import drawn_cluster, drawn_graph
+from tests.unit.search.test_search import layers
+from whale.config import Config
+from whale.errors import WhaleError
+from whale.estimate import Costs
+from whale.ir.cluster import Cluster
+from whale.planning.pipeline.balance import shortage
+from whale.planning.plan import Draft, plan_and_estimate
+from whale.planning.seating import Seater, Seating
+from whale.search import search
+from whale.search.space.freedom import FOR_MEMORY
+
+
+def with_room(given: Cluster, num_bytes: float) -> Cluster:
+    """The same devices, each with so much to fill."""
+    memory = math.ceil(num_bytes / Costs.of(Config()).memory_fraction) + 1
+    hosts = (replace(host, devices=tuple(replace(own, memory=memory) for own in host.devices)) for host in given.hosts)
+    return replace(given, hosts=tuple(hosts))
+
+
+@pytest.mark.parametrize("policy", ["none", "blocks"])
+def test_a_plan_fits_in_what_the_estimate_says_that_it_needs(policy: str) -> None:
+    graph, roomy, config = layers([64] * 4), cluster((1e9,)), Config({"recompute.policy": policy, "planning.search": "off"})
+    plan, step = plan_and_estimate(graph, roomy, config, rows=8)
+    need = max(each.peak.total for each in step.devices)
+    again, _ = plan_and_estimate(graph, with_room(roomy, need), config, rows=8)
+    assert [stage.program for stage in again.replicas[0].stages] == [stage.program for stage in plan.replicas[0].stages]
+
+
+@pytest.mark.parametrize("number", [16, 33])
+def test_what_the_plain_way_finds_in_short_memories_is_found(number: int) -> None:
+    draw = random.Random(number)
+    graph, roomy, rows = drawn_graph(draw, scoped=True), drawn_cluster(draw, 2), draw.randint(1, 9)
+    smallest = search(graph, with_room(roomy, 2**30), Config({"planning.objective": "memory"}), rows=rows)
+    short = with_room(roomy, smallest.value)
+    every = [least_divided(graph, short, Config({"recompute.policy": policy}), rows) for policy in ("auto", *FOR_MEMORY)]
+    assert any(seconds is not None for seconds in every)
+    assert search(graph, short, Config(), rows=rows).value > 0
+
+
+def test_where_nothing_seems_to_fit_what_takes_least_memory_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = Seater.draft
+
+    def refused(self: Seater, seatings: Sequence[Seating], policy: str) -> Draft:
+        if policy == "auto":
+            raise shortage("a plan fits in memory", 1, ())
+        return draft(self, seatings, policy)
+
+    monkeypatch.setattr(Seater, "draft", refused)
+    graph, devices = layers([16] * 3), cluster((1e9, 1e9))
+    found = search(graph, devices, Config(), rows=8)
+    assert found.is_smallest_first and "computed again" in found.plan.choices[0].bound
+    with pytest.raises(WhaleError):
+        search(graph, devices, Config({"recompute.policy": "auto"}), rows=8)
