@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
+from operator import itemgetter
 
 import numpy as np
 
@@ -56,13 +56,8 @@ Trail = tuple[int, "Trail"] | None
 """Values of variables, the last that was given one first."""
 
 
-class Part(NamedTuple):
-    """Values of the variables that go last, and what all comes to at least with them."""
-
-    cost: float
-    weight: float
-    least: float
-    trail: Trail
+Part = tuple[float, float, float, Trail]
+"""Values of the variables that go last, behind what all comes to at least with them: cost, weight, sum of both; a bare tuple, for speed."""
 
 
 @dataclass(eq=False)
@@ -177,28 +172,28 @@ class Within:
             mixed: the sum that says so, as it is joined.
         """
         room = self.room + CLOSE * abs(self.room)
-        alive: dict[tuple[int, ...], list[Part]] = {(): [Part(self.order.total(self.costs), self.least_weight, bound, None)]}
+        alive: dict[tuple[int, ...], list[Part]] = {(): [(self.order.total(self.costs), self.least_weight, bound, None)]}
         num_looks, known, limit = 0, tuple[int, ...](), self._limit
         for number, needed in self._turns:
             step = self.order.steps[number]
             adds = _Adds((self.costs[number], self.weights[number], mixed[number]))
-            met = [known.index(variable) for variable in step.met]
-            left = [(*known, step.variable).index(variable) for variable in needed]
+            met = _picker([known.index(variable) for variable in step.met])
+            left = _picker([(*known, step.variable).index(variable) for variable in needed])
             known = needed
             found: dict[tuple[int, ...], list[Part]] = {}
             for values, parts in alive.items():
-                for cost, weight, least, value in adds[tuple(values[place] for place in met)]:
-                    own = (*values, value)
-                    into = found.setdefault(tuple(own[place] for place in left), [])
-                    for part in parts:
-                        if part.cost + cost < limit and part.least + least < limit and part.weight + weight <= room:
-                            into.append(Part(part.cost + cost, part.weight + weight, part.least + least, (value, part.trail)))
+                for cost, weight, least, value in adds[met(values)]:
+                    found.setdefault(left((*values, value)), []).extend(
+                        (so_far + cost, heavy + weight, below + least, (value, trail))
+                        for so_far, heavy, below, trail in parts
+                        if so_far + cost < limit and below + least < limit and heavy + weight <= room
+                    )
                 num_looks += len(parts)
             if num_looks > MAX_LOOKS:
                 raise TooMany
             alive = _best(found, num_parts)
-        for part in alive.get((), ()):  # the cheapest first
-            self._take(self._values(part))
+        for *_, trail in alive.get((), ()):  # the cheapest first
+            self._take(self._values(trail))
 
     @cached_property
     def _turns(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -222,8 +217,8 @@ class Within:
             needed = needed - {self.order.steps[number].variable} | set(self.order.steps[number].met)
         return found[::-1]
 
-    def _values(self, part: Part) -> tuple[int, ...]:
-        values, left = [0] * len(self.order.sizes), part.trail
+    def _values(self, left: Trail) -> tuple[int, ...]:
+        values = [0] * len(self.order.sizes)
         for number, _ in self._turns[::-1]:
             assert left is not None, "a part of all steps has a value of each variable"
             values[self.order.steps[number].variable], left = left
@@ -247,16 +242,26 @@ def _best(found: Mapping[tuple[int, ...], list[Part]], most: int) -> dict[tuple[
     """The parts that cost less or weigh less than others that go on alike; of more than so many those that may cost least in the end."""
     kept = {values: _undominated(parts) for values, parts in found.items()}
     if sum(map(len, kept.values())) > most:
-        limit = sorted(part.least for parts in kept.values() for part in parts)[most - 1]
-        kept = {values: [part for part in parts if part.least <= limit] for values, parts in kept.items()}
+        limit = sorted(least for parts in kept.values() for _, _, least, _ in parts)[most - 1]
+        kept = {values: [part for part in parts if part[2] <= limit] for values, parts in kept.items()}
     return {values: parts for values, parts in kept.items() if parts}
 
 
 def _undominated(parts: list[Part]) -> list[Part]:
     """Those that cost less or weigh less than any other; the cheapest first."""
+    if len(parts) < 2:
+        return parts
     found, lightest = list[Part](), inf
-    for part in sorted(parts, key=lambda part: part[:2]):
-        if part.weight < lightest - NOISE * abs(part.weight):
+    for part in sorted(parts, key=itemgetter(0, 1)):
+        weight = part[1]
+        if weight < lightest - NOISE * abs(weight):
             found.append(part)
-            lightest = part.weight
+            lightest = weight
     return found
+
+
+def _picker(places: Sequence[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    """Takes what stands in these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)
