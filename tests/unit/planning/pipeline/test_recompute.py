@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scope
@@ -26,6 +26,7 @@ from whale.planning.pipeline.recompute import read_policy
 from whale.planning.pipeline.scheduling import shape_pipeline
 from whale.planning.pipeline.segments import find_blocks, find_cores, find_ground
 from whale.planning.verify import verify
+from whale.planning.verify.refused import NEAR
 from whale.schedules import count_recomputed, edge_pairs, peak_in_flight, training_schedule
 
 TWO_STAGES = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}
@@ -164,7 +165,13 @@ def tight(memory: tuple[int, ...]) -> Cluster:
     return Cluster("tight", (Host("h", devices, Link(1e10, 1e-6)),), None)
 
 
+def fullest(plan: Plan) -> float:
+    """The share of its memory that the planner sets aside on the fullest device."""
+    return max((e.parameter_bytes + e.activation_bytes) / e.capacity for stage in plan.replicas[0].stages for e in stage.estimates)
+
+
 @pytest.mark.slow
+@example(memory=[706_420, 706_420], num_micro_batch=1)  # all of it fits by the estimate alone
 @given(memory=st.lists(st.integers(200_000, 3_000_000), min_size=2, max_size=2), num_micro_batch=st.integers(1, 8))
 def test_auto_fits_where_recomputing_everything_does_and_recomputes_nothing_where_keeping_everything_fits(
     memory: list[int], num_micro_batch: int
@@ -178,13 +185,12 @@ def test_auto_fits_where_recomputing_everything_does_and_recomputes_nothing_wher
             return None
 
     keeping, everything, auto = plan("none"), plan({0: 1, 1: 1}), plan("auto")
-    if keeping is not None:
+    if keeping is not None and fullest(keeping) <= 1:  # by closed forms: what only the estimate finds to fit may still recompute
         assert auto is not None and replace(auto, choices=()) == replace(keeping, choices=())
     elif everything is not None:
         assert auto is not None
     if auto is not None:
-        for stage in auto.replicas[0].stages:
-            assert all(e.parameter_bytes + e.activation_bytes <= 1.01 * e.capacity for e in stage.estimates)
+        assert fullest(auto) <= 1.01 + NEAR
         assert keeping is not None or any(stage.recomputed for stage in auto.replicas[0].stages)
 
 
