@@ -185,7 +185,7 @@ def test_auto_fits_where_recomputing_everything_does_and_recomputes_nothing_wher
             return None
 
     keeping, everything, auto = plan("none"), plan({0: 1, 1: 1}), plan("auto")
-    if keeping is not None and fullest(keeping) <= 1:  # by closed forms: what only the estimate finds to fit may still recompute
+    if keeping is not None and fullest(keeping) <= 1 - NEAR:  # not by the estimate alone: closed forms, which decide here, may find more
         assert auto is not None and replace(auto, choices=()) == replace(keeping, choices=())
     elif everything is not None:
         assert auto is not None
