@@ -77,15 +77,8 @@ class DividedRun(Progress):
                     if self.best is None or bound < self.best.value:
                         self._value(way)
 
-    def unproven(self, value: float | None = None) -> list[float]:
-        """The bounds below a value of the ways that were not looked at, or not with their devices in every order.
-
-        Args:
-            value: by the objective; None for that of the best plan.
-        """
-        if value is None:
-            assert self.best is not None
-            value = self.best.value
+    def unproven(self, value: float) -> list[float]:
+        """The bounds below a value of the ways that were not looked at, or not with their devices in every order."""
         least: dict[Way, float] = {}
         for bound, way in self._open():
             own = replace(way, placed=())

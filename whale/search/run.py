@@ -41,10 +41,8 @@ NUM_TRIES = 6
 AT_ONCE = 64
 """Of so many the first bound of their own is worked out together, then of twice as many."""
 
-
 MOST_AT_ONCE = 2048
 """And so on up to so many."""
-
 
 ROOM = 0.85
 """Each of them is of an arrangement that would fit, by its sketch, in so much less memory than the one before."""

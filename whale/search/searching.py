@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from whale.config import Config
 from whale.errors import WhaleError
@@ -119,11 +120,11 @@ class _Question:
         """The best way around what the user has divided; likewise."""
         run = self._divided(freedom)
         if run.best is not None:
-            return _found(run, run.done(run.unproven))
+            return _found(run, run.done(partial(run.unproven, run.best.value)))
         if smaller := self._smaller(freedom, run.faults):
             again = self._divided(smaller)
             if again.best is not None:
-                unproven = again.unproven() + run.unproven(again.best.value)
+                unproven = [bound for each in (again, run) for bound in again.done(partial(each.unproven, again.best.value))]
                 return _found(again, unproven, is_smallest_first=True)
             run.short |= again.short
         nearest = run.nearest()

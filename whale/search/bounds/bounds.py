@@ -17,7 +17,7 @@ from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.structure.structure import Structure
 from whale.search.arrangement import Arrangement, Order, Team
 from whale.search.bounds.columns import Columns, columns_of
-from whale.search.bounds.replicas import Replicas, asked
+from whale.search.bounds.replicas import Asked, Replicas
 from whale.search.bounds.shares import Shares
 from whale.search.bounds.summing import Sums
 from whale.search.bounds.waiting import NO_ORDER, first_alike
@@ -79,7 +79,7 @@ class Bounds:
         keys = [(teams, first_alike(order, max(team.num_ranks for team in teams), m), m) for teams, order, m in wanted]
         new = [key for key in dict.fromkeys(keys) if key not in self._found]
         one, several = [key for key in new if len(key[0]) == 1], [key for key in new if len(key[0]) > 1]
-        alone = [asked(team, order, m, (self.num_rows / team.count,), self._sums.of(teams)) for teams, order, m in one for team in teams]
+        alone = [Asked.of(team, order, m, (self.num_rows / team.count,), self._sums.of(teams)) for teams, order, m in one for team in teams]
         self._found.update(zip(one, (float(seconds[0]) for seconds in self._replicas.seconds(alone)), strict=True))
         self._found.update(zip(several, self._shares.seconds(several), strict=True))
         return [self._found[key] for key in keys]
@@ -99,7 +99,7 @@ class Bounds:
     def alone(self, team: Team, order: Order, num_micro_batch: int) -> float:
         """`of` for one team of several, with the rows of its share."""
         rows = (max(self.share_of(team), num_micro_batch),)
-        return float(self._replicas.seconds([asked(team, order, num_micro_batch, rows, self._sums.of((team,)))])[0][0])
+        return float(self._replicas.seconds([Asked.of(team, order, num_micro_batch, rows, self._sums.of((team,)))])[0][0])
 
     def about_alone(self, team: Team, order: Order, num_micro_batch: int) -> float:
         """About what `alone` comes to at least, of a team of one kind whose ops are all cut alike; quickly worked out."""

@@ -52,6 +52,11 @@ class Asked:
     rows: tuple[float, ...]
     summing: Summing
 
+    @staticmethod
+    def of(team: Team, order: Order, num_micro_batch: int, rows: tuple[float, ...], summing: Summing) -> Asked:
+        """One of a team, in the first of the orders of which as much is known."""
+        return Asked(team.one, first_alike(order, team.num_ranks, num_micro_batch), num_micro_batch, rows, summing)
+
     @property
     def look(self) -> Hashable:
         """What is equal for those that are worked out together."""
@@ -199,8 +204,3 @@ def _portions(numbers: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int
             portion, total = [], 0
     if portion:
         yield portion
-
-
-def asked(team: Team, order: Order, num_micro_batch: int, rows: tuple[float, ...], summing: Summing) -> Asked:
-    """One of a team, in the first of the orders of which as much is known."""
-    return Asked(team.one, first_alike(order, team.num_ranks, num_micro_batch), num_micro_batch, rows, summing)

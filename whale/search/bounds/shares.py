@@ -16,7 +16,7 @@ import numpy as np
 
 from whale.estimate.costs.op_table import Floats
 from whale.search.arrangement import Order, Team
-from whale.search.bounds.replicas import Asked, Replicas, asked
+from whale.search.bounds.replicas import Asked, Replicas
 from whale.search.bounds.summing import Summing, Sums
 from whale.search.bounds.waiting import NO_ORDER
 
@@ -122,7 +122,7 @@ class Shares:
         if key not in self._rows:
             least, stop = bisect_right(self._steps, m) - 1, bisect_left(self._steps, self.num_rows / team.count) + 2
             self._rows[key] = (self._steps[least], *self._steps[max(first, least + 1) : stop])
-        return asked(team, order, m, self._rows[key], summing)
+        return Asked.of(team, order, m, self._rows[key], summing)
 
     def _work_out(self, looks: Iterable[Asked]) -> None:
         """Finds what is not known yet, made to not fall with the rows."""

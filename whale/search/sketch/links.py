@@ -58,19 +58,11 @@ class Ties:
     _known: dict[bytes, float] = field(default_factory=dict, init=False)
     _spread: dict[tuple[int, int, frozenset[tuple[int, int]]], float] = field(default_factory=dict, init=False)
 
-    @cached_property
-    def _names(self) -> Mapping[Device, tuple[str, ...]]:
-        """Devices of each kind."""
-        found: dict[Device, list[str]] = {}
-        for device in self.prices.cluster.devices:
-            found.setdefault(device.kind, []).append(device.name)
-        return {kind: tuple(names) for kind, names in found.items()}
-
     def borders(self, team: Team, *, near: bool) -> Way:
         """The way of a micro-batch from rank to rank of the first replica."""
         key = team.one if near else team, near
         if key not in self._borders:
-            firsts = self._firsts(team, near=near)
+            firsts = [self.prices.cluster.devices[number].name for number in self._owners(team, {}, near=near)[:, 0]]
             links = [self.prices.link(a, b) for a, b in pairwise(firsts)]
             shares = [link.bandwidth / self._sharing(a, link) for (a, _), link in zip(pairwise(firsts), links, strict=True)]
             way = Way(sum(link.latency for link in links), sum(1 / link.bandwidth for link in links), 1 / min(shares))
@@ -103,7 +95,7 @@ class Ties:
 
     def ends_rate(self, team: Team, *, near: bool) -> float:
         """Seconds per byte of a gradient that the first and the last ranks of all replicas of a team add up."""
-        return self._rates(self._owners(team, Counter(), near=near)[[0, -1]].reshape(1, -1))[0]
+        return self._rates(self._owners(team, {}, near=near)[[0, -1]].reshape(1, -1))[0]
 
     def _owners(self, team: Team, taken: Mapping[Device, int], *, near: bool) -> NDArray[np.int64]:
         """The devices of each rank, one of each replica, by number: ``[ranks, replicas]``, of many replicas some.
@@ -173,16 +165,6 @@ class Ties:
         own = ([device.name for device in host.devices if device.kind == group.kind] for host in self.prices.cluster.hosts)
         first, second, *_ = next(names for names in own if len(names) >= group.width)
         return first, second
-
-    def _firsts(self, team: Team, *, near: bool) -> list[str]:
-        """The first device of each rank of the first replica."""
-        taken: Counter[Device] = Counter()
-        found: list[str] = []
-        for rank, number in team.runs:
-            step = rank.width * (1 if near else team.count)
-            found += self._names[rank.kind][taken[rank.kind] : taken[rank.kind] + number * step : step]
-            taken[rank.kind] += number * step
-        return found
 
     def _sharing(self, name: str, link: Link) -> int:
         """How many devices share a link inside a host."""

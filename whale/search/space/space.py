@@ -65,10 +65,7 @@ class Space:
     @cached_property
     def in_one_host(self) -> Counts:
         """Devices of each kind, on the host that has most of them."""
-        most: Counter[Device] = Counter()
-        for host in self.cluster.hosts:
-            most |= Counter(device.kind for device in host.devices)
-        return most
+        return Counter({kind: max(numbers) for kind, numbers in self._on_hosts.items()})
 
     def lineups(self, bounds: Bounds) -> Iterator[Lineup]:
         """Which replicas there are, each line-up once.
