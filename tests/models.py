@@ -20,14 +20,14 @@ from torch import Tensor, nn
 import whale
 
 PlainKind = Literal["linear", "feed_forward", "norm", "attention", "convolution", "gelu", "buffer", "in_place"]
-BlockKind = PlainKind | Literal["batch_norm", "recurrent", "experts", "gated"]
+BlockKind = PlainKind | Literal["batch_norm", "recurrent", "experts", "gated", "complex"]
 LossKind = Literal["cross_entropy", "mse", "pair", "late_pair", "two_terms", "penalty", "whole_mean", "clamped", "plain_sum"]
 Placement = Literal["construction", "forward", "none"]
 
 CLASSES = 11
 IGNORED = -100
 BLOCKS: tuple[BlockKind, ...] = get_args(PlainKind)
-MORE_BLOCKS: tuple[BlockKind, ...] = (*BLOCKS, "recurrent", "experts", "gated")
+MORE_BLOCKS: tuple[BlockKind, ...] = (*BLOCKS, "recurrent", "experts", "gated", "complex")
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,8 @@ class Step(nn.Module):
             self.layer = Experts(width)
         elif kind == "gated":
             self.layer = nn.Linear(width, 2 * width)
+        elif kind == "complex":
+            self.layer = nn.Linear(width, width, dtype=torch.complex128)
         elif kind == "buffer":
             self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
             self.register_buffer("offset", torch.linspace(-0.1, 0.1, width), persistent=False)
@@ -175,6 +177,9 @@ class Step(nn.Module):
         if self.kind == "gated":
             gate, value = self.layer(x).chunk(2, dim=-1)
             return gate.sigmoid() * value
+        if self.kind == "complex":
+            z = self.layer(torch.complex(x, 0.5 * x))
+            return z.real + z.imag * x
         if self.kind == "in_place":
             y = self.layer(x)
             y += x

@@ -148,6 +148,10 @@ def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)  # what has diverged is still a number there
 
 
+def _exact(value: Tensor) -> Tensor:
+    return value if value.is_complex() else value.double()
+
+
 def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Largest difference, relative to the expected tensor's largest magnitude, or to `floor` if that is larger.
 
@@ -159,7 +163,7 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float
     if expected.numel() == 0:
         return 0.0
     scale = max(float(expected.abs().max()), floor)
-    difference = float((found.double() - expected.double()).abs().max())
+    difference = float((_exact(found) - _exact(expected)).abs().max())
     if math.isnan(difference):
         return float("inf")
     return difference / scale if scale > 0 else difference

@@ -26,6 +26,8 @@ class Written(nn.Module):
         self.register_buffer("spread", torch.ones(4, dtype=torch.float64))
         self.register_buffer("square", torch.zeros(4, 4, dtype=torch.float64))
         self.register_buffer("load", torch.zeros(4, dtype=torch.long))
+        self.register_buffer("total", torch.zeros(3, dtype=torch.complex128))
+        self.register_buffer("average", torch.zeros(3, dtype=torch.complex128))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
@@ -110,10 +112,20 @@ def statistics_of_each_row(net: Written, x: Tensor) -> Tensor:
     return net.second(nn.functional.instance_norm(images, net.vector, net.spread)[:, :, 0])
 
 
+def complex_numbers(net: Written, x: Tensor) -> Tensor:
+    hidden = net.first(x).tanh()
+    spectrum = torch.fft.rfft(hidden)
+    with torch.no_grad():
+        net.total += spectrum.sum(0)
+        net.average.lerp_(spectrum.mean(0), 0.2)
+        net.vector += hidden.sum(0)
+    return net.second(torch.fft.irfft(spectrum * spectrum.conj(), n=4))
+
+
 BUFFERS: dict[str, Forward] = {
     function.__name__: function
     for function in (counter, counter_by_another_name, power_iteration, average_in_place, average_by_another_name, average_by_lerp)
-    + (sums, sums_at_places, statistics_of_each_row)
+    + (sums, sums_at_places, statistics_of_each_row, complex_numbers)
 }
 """What is exact however the rows are divided."""
 

@@ -4,8 +4,8 @@ An op that reads a trainable parameter directly, and whose weight gradient is wo
 whose backward returns the input's gradient and puts the weight's on a queue:
 
     F   y = linear(x, w)            queue: empty
-    I   x.grad = y.grad @ w         queue: (x, y.grad)
-    W   w.grad += y.grad.T @ x      queue: empty
+    I   x.grad = y.grad @ conj(w)       queue: (x, y.grad)
+    W   w.grad += y.grad.T @ conj(x)      queue: empty
 
 Every use of a parameter queues its own part, so shared weights add up; ops without a rule here give their weights'
 gradients in I, which is exact as well, only not delayed.
@@ -34,12 +34,14 @@ class Rule:
         weights: positions of the parameters.
         input_gradient: from the op's arguments and the output's gradient.
         weight_gradients: likewise, one per position in `weights`.
+        is_real: whether they are those of real tensors alone: of complex ones the op is left as it is.
     """
 
     data: int
     weights: tuple[int, ...]
     input_gradient: Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor | None]
     weight_gradients: Callable[[tuple[Any, ...], torch.Tensor], Gradients]
+    is_real: bool = False
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,15 +50,15 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def _linear_weights(args: tuple[Any, ...], gradient: torch.Tensor) -> Gradients:
     flat = _rows(gradient)
-    return flat.t() @ _rows(args[0]), flat.sum(0)
+    return flat.t() @ _rows(args[0]).conj(), flat.sum(0)
 
 
 def _addmm_weights(args: tuple[Any, ...], gradient: torch.Tensor) -> Gradients:
-    return gradient.sum(0), args[1].t() @ gradient
+    return gradient.sum(0), args[1].mH @ gradient
 
 
 def _matmul_weights(args: tuple[Any, ...], gradient: torch.Tensor) -> Gradients:
-    return (_rows(args[0]).t() @ _rows(gradient),)
+    return (_rows(args[0]).mH @ _rows(gradient),)
 
 
 def _convolution(args: tuple[Any, ...], gradient: torch.Tensor, mask: list[bool]) -> Gradients:
@@ -82,12 +84,12 @@ def _embedding_weights(args: tuple[Any, ...], gradient: torch.Tensor) -> Gradien
     return (aten.embedding_dense_backward.default(gradient, args[1], args[0].shape[0], padding, by_frequency),)
 
 
-_CONVOLUTION = Rule(0, (1, 2), lambda args, g: _convolution(args, g, [True, False, False])[0], _convolution_weights)
-_MATMUL = Rule(0, (1,), lambda args, g: g @ args[1].t(), _matmul_weights)
+_CONVOLUTION = Rule(0, (1, 2), lambda args, g: _convolution(args, g, [True, False, False])[0], _convolution_weights, is_real=True)
+_MATMUL = Rule(0, (1,), lambda args, g: g @ args[1].mH, _matmul_weights)
 
 RULES: dict[Any, Rule] = {
-    aten.linear.default: Rule(0, (1, 2), lambda args, g: g @ args[1], _linear_weights),
-    aten.addmm.default: Rule(1, (0, 2), lambda args, g: g @ args[2].t(), _addmm_weights),
+    aten.linear.default: Rule(0, (1, 2), lambda args, g: g @ args[1].conj(), _linear_weights),
+    aten.addmm.default: Rule(1, (0, 2), lambda args, g: g @ args[2].mH, _addmm_weights),
     aten.mm.default: _MATMUL,
     aten.matmul.default: _MATMUL,
     aten.embedding.default: Rule(1, (0,), lambda args, g: None, _embedding_weights),
@@ -170,7 +172,11 @@ class _Deferred(torch.autograd.Function):
 
 
 def deferred(queue: WeightQueue, target: Any, *args: Any) -> torch.Tensor:
-    """Runs an op so that its weight gradients wait in a queue."""
+    """Runs an op so that its weight gradients wait in a queue, where its rule can tell them."""
+    rule = RULES[target]
+    if rule.is_real and args[rule.data].is_complex():
+        plain: torch.Tensor = target(*args)
+        return plain
     output: torch.Tensor = _Deferred.apply(queue, target, *args)  # type: ignore[no-untyped-call]
     return output
 

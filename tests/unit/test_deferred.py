@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import fx, nn
@@ -12,8 +14,11 @@ from whale.runtime.program.marks import NUM_DIMS, num_dims_of
 aten = torch.ops.aten
 
 
-def _tensor(*shape: int, grad: bool = True) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
+def _tensor(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, requires_grad=grad)
+
+
+_complex = partial(_tensor, dtype=torch.complex128)
 
 
 CASES = {
@@ -28,6 +33,10 @@ CASES = {
     "conv2d": (aten.conv2d.default, lambda: (_tensor(2, 4, 6, 6), _tensor(6, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], 2)),
     "conv2d defaults": (aten.conv2d.default, lambda: (_tensor(2, 3, 6, 6), _tensor(4, 3, 3, 3))),
     "conv3d": (aten.conv3d.default, lambda: (_tensor(1, 2, 4, 4, 4), _tensor(3, 2, 2, 2, 2), _tensor(3))),
+    "complex linear": (aten.linear.default, lambda: (_complex(2, 3, 4), _complex(5, 4), _complex(5))),
+    "complex addmm": (aten.addmm.default, lambda: (_complex(5), _complex(3, 4), _complex(4, 5))),
+    "complex mm": (aten.mm.default, lambda: (_complex(3, 4), _complex(4, 5))),
+    "complex matmul": (aten.matmul.default, lambda: (_complex(2, 3, 4), _complex(4, 5))),
 }
 
 
@@ -71,6 +80,19 @@ def test_shared_and_frozen_weights() -> None:
     queue.run(is_final)
     assert len(told) == 1 and told[0] is weight, "told once, after its last use"
     assert bias.grad is None
+
+
+def test_complex_convolutions_give_all_their_gradients_at_once() -> None:
+    """Torch has no backward kernel for them: autograd takes them apart."""
+    x, weight = _complex(2, 3, 8), _complex(4, 3, 3)
+    output = aten.conv1d.default(x, weight)
+    seed = torch.randn_like(output)
+    expected = torch.autograd.grad(output, [x, weight], seed)
+    queue = WeightQueue()
+    deferred(queue, aten.conv1d.default, x, weight).backward(seed)
+    assert not queue.parameters()
+    for tensor, gradient in zip((x, weight), expected, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient)
 
 
 def test_an_in_place_change_in_between_is_seen() -> None:

@@ -193,7 +193,7 @@ def constant_of(argument: object) -> float | None:
 def _is_floating(node: Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(item, torch.Tensor) and item.is_floating_point() for item in values)
+    return any(isinstance(item, torch.Tensor) and (item.is_floating_point() or item.is_complex()) for item in values)
 
 
 def _multiple(number: Node, rows: Node) -> Fraction | None:

@@ -9,6 +9,7 @@ import torch
 from whale.runtime.program.shard.pieces import Index, on_device, part
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.scaling import scale
+from whale.runtime.state.wide import as_real
 
 
 class Clipping:
@@ -44,7 +45,7 @@ class Clipping:
 
     def norm(self) -> torch.Tensor:
         """The 2-norm over all gradients of the model, equal on every rank: 0-dim float64."""
-        counted = [p.grad if index is None else part(p.grad, index) for p, index in self._counted if p.grad is not None]
+        counted = [as_real(p.grad if index is None else part(p.grad, index)) for p, index in self._counted if p.grad is not None]
         norms = (
             torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else [torch.zeros((), dtype=torch.float64, device=self._device)]
         )

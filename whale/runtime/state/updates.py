@@ -17,6 +17,7 @@ from whale.ir.updates import UpdateKind
 from whale.runtime.program.shard.pieces import Index, part
 from whale.runtime.state.buffers import write_held
 from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.wide import as_real, is_whole, wide, widened
 
 ADDED: tuple[UpdateKind, ...] = ("mean", "sum")
 """What parts of the batch make up together; anything else each of them makes alike, or there is one part."""
@@ -56,7 +57,7 @@ class StepBuffers:
         if kind not in ADDED:
             self.made.setdefault(name, written.detach())
             return
-        addend = written.detach().double()
+        addend = widened(written.detach())
         addend = addend * num_rows if kind == "mean" else addend - self._before[name]
         self.made[name] = addend if made is None else made + addend
 
@@ -94,23 +95,25 @@ class SharedBuffers:
         names = sorted(name for name, kind in kinds.items() if kind in ADDED)
         if not names:
             return
-        wholes = [torch.zeros(model.parameter_by_name[name].spec.shape, dtype=torch.float64, device=self.device) for name in names]
+        specs = [model.parameter_by_name[name].spec for name in names]
+        wholes = [torch.zeros(spec.shape, dtype=wide(getattr(torch, spec.dtype)), device=self.device) for spec in specs]
         for name, whole in zip(names, wholes, strict=True):
             if name in made:
                 write_held(whole, self._index(name), made[name] / self._num_copies(name))
-        flat = torch.cat([whole.reshape(-1) for whole in wholes])
+        flat = torch.cat([as_real(whole).reshape(-1) for whole in wholes])
         if len(self.holdings.plan.devices) > 1:
             self.add(flat, "adding up what was written into buffers")
-        for name, total in zip(names, torch.split(flat, [whole.numel() for whole in wholes]), strict=True):
+        for name, whole, total in zip(names, wholes, torch.split(flat, [as_real(whole).numel() for whole in wholes]), strict=True):
             if self.rank is not None and name in self.tensors:
-                self._take(name, total.reshape(model.parameter_by_name[name].spec.shape), num_rows if kinds[name] == "mean" else None)
+                as_real(whole).copy_(total.view_as(as_real(whole)))
+                self._take(name, whole, num_rows if kinds[name] == "mean" else None)
 
     def _take(self, name: str, total: torch.Tensor, num_rows: int | None) -> None:
         """Makes a buffer the mean over so many rows, or adds a sum to it."""
         target, index = self.tensors[name].detach(), self._index(name)
         own = total if index is None else part(total, index)
-        value = target.double() + own if num_rows is None else own / num_rows
-        target.copy_(value if target.is_floating_point() else value.round())
+        value = widened(target) + own if num_rows is None else own / num_rows
+        target.copy_(value.round() if is_whole(target.dtype) else value)
 
     def _index(self, name: str) -> tuple[Index, ...] | None:
         assert self.rank is not None, "an idle rank holds nothing"

@@ -135,6 +135,7 @@ EXACT: dict[str, Loss] = {
     "pair of a mean and 1": lambda w, x, t, y, m: (F.mse_loss(logits(w, x), y), torch.full((), 1.0, dtype=x.dtype)),
     "pair of a mean and 2": lambda w, x, t, y, m: (F.mse_loss(logits(w, x), y), w[2].sum()),
     "pair, constant": lambda w, x, t, y, m: (logits(w, x).square().sum(), w[2].sum()),
+    "complex numbers": lambda w, x, t, y, m: torch.fft.rfft(logits(w, x)).abs().mean(),
 }
 
 INEXACT: dict[str, Loss] = {
@@ -156,6 +157,7 @@ INEXACT: dict[str, Loss] = {
     "pair over the largest": lambda w, x, t, y, m: (logits(w, x).square().sum(), m.sum(1).max()),
     "pair over a clamp from above": lambda w, x, t, y, m: (logits(w, x).square().sum(), m.sum().clamp(max=5)),
     "means over all but one": lambda w, x, t, y, m: (logits(w, x).square().mean(0) / (x.shape[0] - 1)).sum(),
+    "learned complex divisor": lambda w, x, t, y, m: logits(w, x).square().sum() / torch.complex(logits(w, x), y).abs().sum(),
     "sums over all but one": lambda w, x, t, y, m: (logits(w, x).square().sum(0) / (x.shape[0] - 1)).sum(),
     "pair of a root": lambda w, x, t, y, m: (F.mse_loss(logits(w, x), y, reduction="sum").sqrt(), m.sum()),
 }

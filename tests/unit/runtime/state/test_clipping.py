@@ -35,7 +35,7 @@ def clipping(parameters: dict[str, nn.Parameter], rank: int | None, limit: float
 def test_clips_as_torch_does_with_parameters_of_several_types_and_without_gradient() -> None:
     def gradients() -> dict[str, nn.Parameter]:
         torch.manual_seed(0)
-        return parameters_of(torch.randn(5), None, torch.randn(2, 3, dtype=torch.float64), torch.randn(7))
+        return parameters_of(torch.randn(5), None, torch.randn(2, 3, dtype=torch.float64), torch.randn(7, dtype=torch.complex64))
 
     for limit in (0.1, 100.0):
         ours, expected = gradients(), gradients()
