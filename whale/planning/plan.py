@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 from whale.config import Config, ReplicaBlock
 from whale.errors import PlanError, WhaleError, raise_faults
@@ -22,7 +23,7 @@ from whale.planning.explain.step import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.placement import Placement, Seats
-from whale.planning.pipeline.recompute import KEEP_ALL, Policy, kept_under, read_policy
+from whale.planning.pipeline.recompute import KEEP_ALL, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing.estimating import with_estimate
 from whale.planning.replicas.blocks import Block, read_replicas
@@ -84,15 +85,26 @@ def draft_as_set(prices: Prices, config: Config, num_rows: int, seats: Seats | N
         seats: where scopes place it; None for all devices, by the rules. Replicas that are written down have devices of their own.
     """
     own = Seats(prices.cluster, prices.cluster) if seats is None else seats
-    return decided_within(prices, lambda prices: _draft(prices, config, num_rows, own))
+    as_needed, keeping = (partial(_draft, config=config, num_rows=num_rows, seats=own, keeps=keeps) for keeps in (False, True))
+    return decided_within(prices, as_needed, keeping if _is_depth_open(config) else None)
 
 
-def _draft(prices: Prices, config: Config, num_rows: int, seats: Seats) -> Draft:
-    """The plan that the passes come to."""
+def _is_depth_open(config: Config) -> bool:
+    """Whether memory decides what some replica computes again."""
+    policies = [config.recompute.policy if block.recompute is None else block.recompute for block in config.replicas]
+    return "auto" in (policies or [config.recompute.policy])
+
+
+def _draft(prices: Prices, config: Config, num_rows: int, seats: Seats, *, keeps: bool) -> Draft:
+    """The plan that the passes come to.
+
+    Args:
+        keeps: whether nothing is computed again where that is left to memory.
+    """
     graph, cluster, num_devices = prices.graph, prices.cluster, len(seats.taken.devices)
     pricing, gather_rows = StagePricing.of(prices, config.communication.overlap), config.communication.gather_rows
     if config.replicas:
-        return draft_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows), gather_rows=gather_rows)
+        return draft_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows, keeps=keeps), gather_rows=gather_rows)
     annotations = read_scopes(graph, config, num_devices)
     pipeline = shape_pipeline(config, annotations, num_devices)
     if annotations is not None:
@@ -106,6 +118,7 @@ def _draft(prices: Prices, config: Config, num_rows: int, seats: Seats) -> Draft
             dataclasses.replace(solver, pipeline=shape_pipeline(config, annotations, num_devices, size)),
             seats,
             prefers_intra_node=prefers_intra_node,
+            keeps=keeps,
         ),
     )
     return draft_plan(graph, cluster, [annotations] * len(found.best.replicas), found, gather_rows=gather_rows)
@@ -140,23 +153,25 @@ def _solver(
     return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
 
 
-def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int) -> tuple[list[Annotations | None], Outcome]:
-    """Replicas as the blocks of the configuration say."""
+def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int, *, keeps: bool) -> tuple[list[Annotations | None], Outcome]:
+    """Replicas as the blocks of the configuration say; `keeps` as for `_draft`."""
     graph = pricing.prices.graph
     blocks, idle = read_replicas(graph, pricing.prices.cluster, config, num_rows)
     weights = [block.asked.rows for block in blocks if block.asked.rows is not None]
-    found = _solve_blocks(pricing, blocks, idle, num_rows, weights)
+    found = _solve_blocks(pricing, blocks, idle, num_rows, weights, keeps=keeps)
     if not weights and any(block.asked.micro_batch_rows for block in blocks):
         shapes = [block.shape for block in blocks]
         counted, rows = count_by_rows(graph, config, [block.asked for block in blocks], shapes, found.best.rows)
         if rows != found.best.rows or any(new.pipeline != old.pipeline for new, old in zip(counted, shapes, strict=True)):
             blocks = tuple(dataclasses.replace(block, shape=shape) for block, shape in zip(blocks, counted, strict=True))
-            found = _solve_blocks(pricing, blocks, idle, num_rows, rows)
+            found = _solve_blocks(pricing, blocks, idle, num_rows, rows, keeps=keeps)
     return [block.shape.annotations for block in blocks], found
 
 
-def _solve_blocks(pricing: StagePricing, blocks: Sequence[Block], idle: tuple[str, ...], num_rows: int, weights: Sequence[int]) -> Outcome:
-    """The best placement of blocks; equal ones share a solver. `weights` are those of the rows; empty: balanced."""
+def _solve_blocks(
+    pricing: StagePricing, blocks: Sequence[Block], idle: tuple[str, ...], num_rows: int, weights: Sequence[int], *, keeps: bool
+) -> Outcome:
+    """The best placement of blocks; equal ones share a solver. `weights` are of the rows, empty: balanced; `keeps` as for `_draft`."""
     made: dict[Hashable, Solver] = {}
     solvers = []
     for block in blocks:
@@ -168,17 +183,15 @@ def _solve_blocks(pricing: StagePricing, blocks: Sequence[Block], idle: tuple[st
     found = [block.placements(*_demand(solver.pipeline, solver)) for block, solver in zip(blocks, solvers, strict=True)]
     candidates = [_together([own[min(index, len(own) - 1)] for own in found], idle) for index in range(max(map(len, found)))]
 
-    def best(policy: Policy | None) -> Outcome:
-        own = {solver: dataclasses.replace(solver, policy=policy) if policy else solver for solver in made.values()}
-        asked = [own[solver] for solver in solvers]
-        return Outcome(
-            solvers[0], *_best(lambda placement, start: solve_together(placement, asked, num_rows, weights or None, start), candidates)
-        )
+    own = {solver: _keeping(solver) if keeps else solver for solver in made.values()}
+    asked = [own[solver] for solver in solvers]
+    best = _best(lambda placement, start: solve_together(placement, asked, num_rows, weights or None, start), candidates)
+    return Outcome(solvers[0], *best)
 
-    if any(solver.policy.kind == "auto" for solver in solvers):
-        with contextlib.suppress(MemoryShortage):
-            return best(KEEP_ALL)
-    return best(None)
+
+def _keeping(solver: Solver) -> Solver:
+    """The solver that computes nothing again where that is left to memory."""
+    return dataclasses.replace(solver, policy=KEEP_ALL) if solver.policy.kind == "auto" else solver
 
 
 def _together(placed: Sequence[Placement], idle: tuple[str, ...]) -> Placement:
@@ -203,14 +216,11 @@ def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[
     return memory, work
 
 
-def _choose_as_needed(solver: Solver, seats: Seats, *, prefers_intra_node: bool) -> Outcome:
-    """The best placement; under ``recompute.policy: auto`` one without recomputation where that fits in memory."""
-    if solver.policy.kind == "auto":
-        keeping = dataclasses.replace(solver, policy=KEEP_ALL)
-        with contextlib.suppress(MemoryShortage):
-            best, others = _choose(keeping, keeping.solve_if_it_may_fit, seats, prefers_intra_node=prefers_intra_node)
-            return Outcome(solver, best, others)
-    best, others = _choose(solver, solver.solve, seats, prefers_intra_node=prefers_intra_node)
+def _choose_as_needed(solver: Solver, seats: Seats, *, prefers_intra_node: bool, keeps: bool) -> Outcome:
+    """The best placement; with `keeps` one without recomputation where memory decides."""
+    own = _keeping(solver) if keeps else solver
+    solve = own.solve if own is solver else own.solve_if_it_may_fit
+    best, others = _choose(own, solve, seats, prefers_intra_node=prefers_intra_node)
     return Outcome(solver, best, others)
 
 

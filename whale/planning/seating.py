@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from whale.config import Config
 from whale.config.keys import Shares
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import CutPoints, find_cut_points
 from whale.planning.pipeline.placement import SEARCHED, Placed, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, kept_under, read_policy
@@ -93,13 +91,22 @@ class Seater:
             MemoryShortage: it does not fit.
             WhaleError: the model cannot be cut, or its rows divided, in this way.
         """
-        return decided_within(self.prices, lambda prices: self._at(prices)._draft(seatings, policy))
+        asked = self.config.recompute.policy if policy is None else policy
 
-    def _draft(self, seatings: Sequence[Seating], policy: str | Shares | None) -> Draft:
+        def draft(prices: Prices, *, keeps: bool) -> Draft:
+            return self._at(prices)._draft(seatings, asked, keeps=keeps)
+
+        is_open = asked == "auto" and not any(any(self._solver(seating, KEEP_ALL.kind).pipeline.recomputed) for seating in seatings)
+        return decided_within(self.prices, partial(draft, keeps=False), partial(draft, keeps=True) if is_open else None)
+
+    def _draft(self, seatings: Sequence[Seating], policy: str | Shares, *, keeps: bool) -> Draft:
         used = {name for seating in seatings for names in seating.placed for name in names}
         idle = tuple(device.name for device in self.cluster.devices if device.name not in used)
         placement = Placement(SEARCHED, tuple(seating.placed for seating in seatings), idle)
-        found = self._outcome(placement, seatings, self.config.recompute.policy if policy is None else policy)
+        solvers = [self._solver(seating, KEEP_ALL.kind if keeps else policy) for seating in seatings]
+        if keeps:
+            check_room(placement, solvers, self.num_rows)
+        found = Outcome(solvers[0], solve_together(placement, solvers, self.num_rows), {})
         return draft_plan(self.graph, self.cluster, [None] * len(seatings), found, gather_rows=self.config.communication.gather_rows)
 
     def _at(self, prices: Prices) -> Seater:
@@ -109,19 +116,6 @@ class Seater:
         other = copy(self)
         other.prices, other._solvers, other._pricing = prices, {}, StagePricing.of(prices, self.config.communication.overlap)
         return other
-
-    def _outcome(self, placement: Placement, seatings: Sequence[Seating], policy: str | Shares) -> Outcome:
-        """Without recomputation where ``auto`` leaves the choice and that fits."""
-        keeping = [self._solver(seating, "none") for seating in seatings] if policy == "auto" else []
-        if keeping and not any(any(solver.pipeline.recomputed) for solver in keeping):
-            with contextlib.suppress(MemoryShortage):
-                check_room(placement, keeping, self.num_rows)
-                return self._solved(placement, seatings, "none")
-        return self._solved(placement, seatings, policy)
-
-    def _solved(self, placement: Placement, seatings: Sequence[Seating], policy: str | Shares) -> Outcome:
-        solvers = [self._solver(seating, policy) for seating in seatings]
-        return Outcome(solvers[0], solve_together(placement, solvers, self.num_rows), {})
 
     def _solver(self, seating: Seating, policy: str | Shares) -> Solver:
         """The solver of a pipeline of this shape, whatever its devices are."""

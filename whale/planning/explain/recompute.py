@@ -40,13 +40,14 @@ def _stage(solver: Solver, best: Solution, replicas: Sequence[Replica], stage: i
     else:
         decision = f"{sum(map(len, recompute.segments))} of {len(part.ops)} ops, in {len(recompute.segments)} segment(s)"
     device = planned.virtual_device.devices[0]
+    memory = solver.prices.costs.capacity(solver.prices.cluster.by_name[device])
     is_asked = solver.policy.kind != "auto"
     return Choice(
         "recompute",
         f"stage {stage} of replica {', '.join(str(index) for index in members)}",
         decision,
         cost=f"{format_seconds(seconds)} more backward per micro-batch",
-        bound="the configuration" if is_asked else f"memory of {device} ({format_bytes(costs[0].capacity)})",
+        bound="the configuration" if is_asked else f"memory of {device} ({format_bytes(memory)})",
         runner_up=f"nothing recomputed: {format_bytes(instead)} of activations instead of {format_bytes(kept)}",
     )
 

@@ -40,7 +40,7 @@ class Refused(MemoryShortage):
 def refuse_overfull(step: StepEstimate, cluster: Cluster) -> None:
     """Raises `Refused` where a step does not fit in memory."""
     lacking, faults = dict[Device, int](), list[PlanError]()
-    for each, short in overfull(step, cluster):
+    for each, short in overfull(step):
         kind = cluster.by_name[each.devices[0]].kind
         lacking[kind] = max(lacking.get(kind, 0), short)
         faults.append(memory_fault(each, short))
@@ -50,19 +50,35 @@ def refuse_overfull(step: StepEstimate, cluster: Cluster) -> None:
         raise refused
 
 
-def decided_within(prices: Prices, decide: Callable[[Prices], T]) -> T:
+def decided_within(prices: Prices, as_needed: Callable[[Prices], T], keeping: Callable[[Prices], T] | None = None) -> T:
     """What is decided, on devices whose memory the estimate finds to be enough.
 
     Args:
         prices: of the graph on the cluster.
-        decide: makes a plan, and raises `Refused` where it does not fit.
+        as_needed: makes a plan, and raises `Refused` where it does not fit.
+        keeping: likewise, a plan that computes nothing again, where memory decides on that: if it fits by the estimate it is taken.
 
     Raises:
         MemoryShortage: nothing fits; where a plan was refused, with the estimate's figures of the first one.
     """
-    kinds = {device.kind: prices.capacity(device.name) for device in prices.cluster.devices}
-    spared, too_little, too_much = dict.fromkeys(kinds, 0), dict[Device, int](), dict[Device, int]()
     refused: Refused | None = None
+    if keeping is not None:
+        try:
+            return _decided(prices, keeping)
+        except Refused as fault:  # in as much memory closed forms would compute nothing again
+            refused = fault
+        except MemoryShortage:
+            pass
+    return _decided(prices, as_needed, refused)
+
+
+def _decided(prices: Prices, decide: Callable[[Prices], T], refused: Refused | None = None) -> T:
+    """What is decided, first with as much less memory as a plan lacked that was refused already."""
+    kinds = {device.kind: prices.capacity(device.name) for device in prices.cluster.devices}
+    nothing = dict.fromkeys(kinds, 0)
+    spared, too_little, too_much = nothing, dict[Device, int](), dict[Device, int]()
+    if refused is not None:
+        spared, too_little = nothing | dict(refused.lacking), nothing
     lack: MemoryShortage | None = None
     for _ in range(MAX_ROUNDS):
         try:

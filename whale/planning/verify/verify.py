@@ -72,7 +72,7 @@ def verify(
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)
     found = estimate(plan, graph, cluster, costs, axes=axes) if step is None else step
-    raise_faults(list(memory_faults(found, cluster)))
+    raise_faults(list(memory_faults(found)))
     return found
 
 
@@ -224,9 +224,9 @@ def _recomputed(graph: ModelGraph, replica: Replica, stage: Stage) -> Iterator[W
             )
 
 
-def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
+def memory_faults(step: StepEstimate) -> Iterator[WhaleError]:
     """Devices on which a step does not fit in memory."""
-    for each, short in overfull(step, cluster):
+    for each, short in overfull(step):
         yield memory_fault(each, short)
 
 
@@ -239,16 +239,11 @@ def memory_fault(each: DeviceEstimate, short: int) -> PlanError:
     )
 
 
-def overfull(step: StepEstimate, cluster: Cluster) -> Iterator[tuple[DeviceEstimate, int]]:
-    """The devices on which a step does not fit in memory, and by how many bytes.
-
-    The planner gives out rows by lines, which chunks bend: a little over the share is let pass, over the memory nothing is.
-    """
+def overfull(step: StepEstimate) -> Iterator[tuple[DeviceEstimate, int]]:
+    """The devices on which a step does not fit in memory, and by how many bytes."""
     for each in step.devices:
-        need = round(each.peak.total)
-        short = need - each.capacity
-        tolerance = 0.01 if len(each.stages) == 1 else 0.1
-        if short > tolerance * each.capacity or need > max(cluster.by_name[each.devices[0]].memory, each.capacity):
+        short = round(each.peak.total) - each.capacity
+        if short > 0:
             yield each, short
 
 
