@@ -176,3 +176,8 @@ def test_blocks_only_repeat_scopes(block: dict[str, Any], message: str) -> None:
 def test_too_few_rows_say_what_each_replica_needs() -> None:
     with pytest.raises(BatchError, match=r"1 replica\(s\) x 4 micro-batch\(es\) \+ 2 replica\(s\) x 3 micro-batch\(es\) need 10 rows"):
         plan({"num_micro_batch": 4}, {"num_micro_batch": 3}, {"num_micro_batch": 3}, rows=9)
+
+
+def test_what_memory_decides_in_one_block_leaves_others_as_they_are_written() -> None:
+    found = plan({"recompute": "auto"}, {"recompute": "blocks"})
+    assert [bool(replica.stages[0].recomputed) for replica in found.replicas] == [False, True]
