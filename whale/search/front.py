@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from heapq import heapify, heappop
+from heapq import heapify, heappop, heappush
 
 from whale.ir.cluster import Device
 from whale.search.arrangement import Arrangement, Order
@@ -35,7 +35,8 @@ class Group:
         micro_batches: of each.
         near: the rule by which their devices get names; None for every way.
         bound: what none of their plans is below.
-        rough: what each roughly comes to.
+        place: of the line-up among all.
+        rough: what each roughly comes to, at least: without the end of a step, until that `is_known`.
     """
 
     teams: Lineup
@@ -43,7 +44,14 @@ class Group:
     micro_batches: Sequence[int]
     near: bool | None
     bound: float
+    place: int
     rough: Sequence[float]
+    is_known: bool = False
+
+    @property
+    def entry(self) -> tuple[float, bool]:
+        """Where it stands: by the least that one of them comes to; what may be more comes first."""
+        return min(self.rough), self.is_known
 
     @property
     def own(self) -> tuple[Arrangement, ...]:
@@ -53,6 +61,10 @@ class Group:
     @property
     def num_devices(self) -> int:
         return sum(team.num_devices for team in self.teams)
+
+
+_Entry = tuple[float, bool, int, Group]
+"""A group behind the place where it stands, and less its number."""
 
 
 @dataclass(eq=False)
@@ -101,8 +113,8 @@ class Front:
         """
         found = list(self._plain())
         best = min((look.likely for look in found), default=math.inf)
-        while self._left and self._left[0][0] < SLACK * best:
-            looks = list(self._sketched(self._next()))
+        while (group := self._next(SLACK * best)) is not None:
+            looks = list(self._sketched(group))
             best = min(best, *(look.likely for look in looks))
             found += looks
         found = self._in_turn(found)
@@ -113,7 +125,7 @@ class Front:
         """The arrangements that were not looked at, as far as their bounds are below a value."""
         return [
             Closed(group.bound, (group.teams, group.order), len(group.micro_batches), partial(self._looks, group, group.rough))
-            for _, _, group in self._left
+            for *_, group in self._left
             if group.bound < value
         ]
 
@@ -123,9 +135,10 @@ class Front:
         Args:
             reach: what roughly comes to more than this stays closed.
         """
-        found, left = list[Look](), list[tuple[float, int, Group]]()
-        for entry in sorted(self._left):
-            rough, _, group = entry
+        found, left = list[Look](), list[_Entry]()
+        entries = (self._known(each) if each[-1].bound < value and each[0] <= reach else each for each in self._left)
+        for entry in sorted(entries):
+            rough, *_, group = entry
             if group.bound < value and rough > reach:
                 left.append(entry)
             elif group.bound < value:
@@ -135,44 +148,73 @@ class Front:
 
     def _plain(self) -> Iterator[Look]:
         """Copies of the model on as many devices as can be, and the copies that roughly are the best."""
-        plain = [each for each in self._left if all(team.one.num_devices == 1 for team in each[2].teams)]
+        plain = [each for each in self._left if all(team.one.num_devices == 1 for team in each[-1].teams)]
         if not plain:
             return
-        for entry in dict.fromkeys((max(plain, key=lambda each: each[2].num_devices), min(plain))):
-            self._left.remove(entry)
-            heapify(self._left)
-            for number, look in enumerate(self._sketched(entry[2])):
+        self._left[:] = [each for each in self._left if each not in plain]
+        plain = sorted(map(self._known, plain))
+        most = max(plain, key=lambda each: each[-1].num_devices)
+        self._left += [each for each in plain if each not in (most, plain[0])]
+        heapify(self._left)
+        for entry in dict.fromkeys((most, plain[0])):
+            for number, look in enumerate(self._sketched(entry[-1])):
                 look.is_must = number == 0
                 yield look
 
     @cached_property
-    def _left(self) -> list[tuple[float, int, Group]]:
-        """A heap of what was not looked at: the least that one of a group roughly comes to, and its number."""
-        found = list(self._groups([lineup for lineup in self.lineups if not any(map(self.bounds.shortage, lineup))]))
-        heap = [(min(group.rough), -number, group) for number, group in enumerate(found)]  # of equal ones the deepest first
+    def _left(self) -> list[_Entry]:
+        """A heap of what was not looked at; of equal ones the deepest first."""
+        heap = [(*group.entry, -number, group) for number, group in enumerate(self._groups())]
         heapify(heap)
         return heap
 
-    def _next(self) -> Group:
-        return heappop(self._left)[2]
+    def _next(self, limit: float) -> Group | None:
+        """What roughly comes to least, if that is below a limit; it is left no longer."""
+        while self._left and self._left[0][0] < limit:
+            entry = heappop(self._left)
+            if entry[1]:
+                return entry[-1]
+            heappush(self._left, self._known(entry))
+        return None
 
-    def _groups(self, lineups: Sequence[Lineup]) -> Iterator[Group]:
-        """The arrangements of line-ups."""
-        found = [(lineup, turns) for lineup in lineups if (turns := self.space.turns(lineup))]
-        counts = sorted({count for _, turns in found for own in turns.values() for count in own})
-        orders, rules = self.space.freedom.orders, [self.space.rules(lineup) for lineup, _ in found]
-        fills = [[near is not False for near in asked] for asked in rules]
-        seconds = Rough(self.sketches).seconds([lineup for lineup, _ in found], orders, counts, fills)
-        firsts = [(lineup, min(own[0] for own in turns.values())) for lineup, turns in found]
-        least = self.bounds.of_lineups(firsts)
-        for (lineup, turns), own_least, asked, of_lineup in zip(found, least, rules, seconds.tolist(), strict=True):
-            bound = self.objective.at_least(lineup, own_least)
+    def _known(self, entry: _Entry) -> _Entry:
+        """A group with the end of its steps."""
+        *_, number, group = entry
+        if not group.is_known:
+            rough, near = self._rough, group.near is not False
+            start = rough.micro_batches.index(group.micro_batches[0])  # they are all that there are from one to another
+            stop, order = start + len(group.micro_batches), rough.orders.index(group.order)
+            seconds = rough.passes[group.place, order, RULES.index(near), start:stop] + rough.end(group.place, near=near)[start:stop]
+            group.rough = self.objective.likely(group.teams, group.order, group.micro_batches, seconds.tolist())
+            group.is_known = True
+        return *group.entry, number, group
+
+    @cached_property
+    def _turns(self) -> Sequence[tuple[Lineup, Mapping[Order, Sequence[int]]]]:
+        """The line-ups that may fit, with their orders and numbers of micro-batches."""
+        fitting = (lineup for lineup in self.lineups if not any(map(self.bounds.shortage, lineup)))
+        return [(lineup, turns) for lineup in fitting if (turns := self.space.turns(lineup))]
+
+    @cached_property
+    def _rough(self) -> Rough:
+        counts = sorted({count for _, turns in self._turns for own in turns.values() for count in own})
+        return Rough(self.sketches, [lineup for lineup, _ in self._turns], self.space.freedom.orders, counts)
+
+    def _groups(self) -> Iterator[Group]:
+        """All arrangements."""
+        rough, least = (
+            self._rough,
+            self.bounds.of_lineups([(lineup, min(own[0] for own in turns.values())) for lineup, turns in self._turns]),
+        )
+        passes = rough.passes.tolist()
+        for place, ((lineup, turns), own_least) in enumerate(zip(self._turns, least, strict=True)):
+            bound, asked = self.objective.at_least(lineup, own_least), self.space.rules(lineup)
             for near in asked:
                 for order, own in turns.items():
-                    start = counts.index(own[0])  # they are all that there are from one to another
-                    rough = of_lineup[orders.index(order)][RULES.index(near is not False)][start : start + len(own)]
+                    start = rough.micro_batches.index(own[0])
+                    seconds = passes[place][rough.orders.index(order)][RULES.index(near is not False)][start : start + len(own)]
                     self.num_arrangements += near is asked[0] and len(own)
-                    yield Group(lineup, order, own, near, bound, self.objective.likely(lineup, order, own, rough))
+                    yield Group(lineup, order, own, near, bound, place, self.objective.likely(lineup, order, own, seconds))
 
     def _looks(self, group: Group, likely: Sequence[float]) -> Iterator[Look]:
         own, bounds = group.own, (self._closed_forms, self._bounds_of_cuts)
