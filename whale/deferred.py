@@ -3,9 +3,9 @@
 An op that reads a trainable parameter directly, and whose weight gradient is worth moving, is replaced by a function
 whose backward returns the input's gradient and puts the weight's on a queue:
 
-    F   y = linear(x, w)            queue: empty
+    F   y = linear(x, w)                queue: empty
     I   x.grad = y.grad @ conj(w)       queue: (x, y.grad)
-    W   w.grad += y.grad.T @ conj(x)      queue: empty
+    W   w.grad += y.grad.T @ conj(x)    queue: empty
 
 Every use of a parameter queues its own part, so shared weights add up; ops without a rule here give their weights'
 gradients in I, which is exact as well, only not delayed.

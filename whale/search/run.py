@@ -12,6 +12,7 @@ from whale.config.keys import Shares
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
 from whale.planning.seating import Seater, Seating
+from whale.planning.shard.insisting import NothingToCut
 from whale.search.arrangement import Arrangement, Order
 from whale.search.found import NUM_RUNNERS_UP
 from whale.search.progress import Progress
@@ -184,6 +185,8 @@ class Run(Progress):
                 draft = self.seater.draft(self._seatings(look.arrangement, seats), policy)
             except WhaleError as fault:
                 self.faults.append(fault)
+                if isinstance(fault, NothingToCut):  # seen before any axis was weighed, which is what takes long
+                    self.effort += effort * (1 - 1 / SPLIT_EFFORT)
                 continue
             self.add(look.arrangement, draft)
         self.tell_all()

@@ -27,6 +27,7 @@ from whale.planning.collecting import without_collecting
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
+from whale.planning.shard.insisting import NothingToCut
 from whale.search.arrangement import Arrangement
 from whale.search.bounds.bounds import Bounds
 from whale.search.bounds.scoped import ScopedBounds
@@ -104,8 +105,17 @@ class _Question:
     tell: Callable[[str], None] | None
 
     def free(self, freedom: Freedom, start: Sequence[Arrangement]) -> Found:
-        """The best arrangement; where none seems to fit, the best of those that take least memory."""
+        """The best arrangement.
+
+        Where splits took all effort, and nothing could be cut, it is the best of those without; where none seems to fit, of those that
+        take least memory.
+        """
         run, front = self._arranged(freedom, self.objective, start)
+        if run.best is None and any(isinstance(fault, NothingToCut) for fault in run.faults):
+            freedom = replace(freedom, splits=False)
+            seen, (run, _) = run, self._arranged(freedom, self.objective, start)
+            run.unproven += seen.unproven
+            run.faults += [fault for fault in seen.faults if not isinstance(fault, NothingToCut)]
         if run.best is not None:
             return _found_free(run, front)
         if smaller := self._smaller(freedom, run.faults):

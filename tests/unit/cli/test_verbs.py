@@ -46,6 +46,9 @@ def free(width=8):
 
 def only_model():
     return torch.nn.Linear(2, 2)
+
+def with_optimizer():
+    return (*build(), torch.optim.AdamW)
 """
 
 OFF = ("--set", "planning.search=off")
@@ -286,6 +289,10 @@ def test_ctrl_c_while_the_command_is_imported_is_no_traceback(monkeypatch: pytes
     ("words", "said"),
     [
         (["plan", "verb_model.py:only_model"], "must return (model, batch, loss), or (model, batch, loss, batch_dims), not Linear"),
+        (
+            ["plan", "verb_model.py:with_optimizer"],
+            "returns batch_dims after the loss: a mapping of tensors to 0 or None, not type",
+        ),
         (["plan", "verb_model.py:build", "--arg", "no_such=1"], "verb_model.py:build takes no 'no_such'\n  hint: known: width, stages"),
         (["plan", "verb_model.py:build", "--cluster", "none.yaml"], "none.yaml"),
         (["plan", "verb_model.py:build", "--arg", "widht=1"], "did you mean 'width'?"),

@@ -145,6 +145,26 @@ def test_a_pipeline_gets_micro_batches() -> None:
     assert found.plan.pipelines[0].num_micro_batch > 1
 
 
+def recurrent_cells(count: int) -> ModelGraph:
+    """Cells that read their weights whole: nothing of them can be split."""
+    graph = Graph()
+    value = graph.input("x")
+    for index in range(count):
+        weights = [graph.parameter(f"cell{index}.{name}", 8, 8) for name in ("weight_ih", "weight_hh")]
+        value = graph.call(f"cell{index}", "aten.rnn_tanh_cell.default", value, value, *weights, flops=4 * 8 * 8 * 8)
+    graph.sum_loss(value)
+    return graph.build()
+
+
+@pytest.mark.parametrize("effort", [2, 16, 100])
+@pytest.mark.parametrize("objective", ["step_time", "memory"])
+def test_splits_that_cannot_be_made_leave_room_for_plans_without(effort: float, objective: str) -> None:
+    cluster, config = made([[(1e9, GIB)] * 4], network=1e9), Config({"pipeline.num_stages": 2, "planning.objective": objective})
+    found = search(recurrent_cells(4), cluster, config, rows=6, effort=effort)
+    assert [stage.split for replica in found.plan.replicas for stage in replica.stages] == [1, 1] * len(found.plan.replicas)
+    assert found.bound <= found.value
+
+
 def test_what_is_set_stays() -> None:
     cluster = made([[(1e9, GIB)] * 4], network=1e9)
     found = search_of(layers([64] * 4), cluster, 8, num_stages=2, num_micro_batch=4, schedule="gpipe")

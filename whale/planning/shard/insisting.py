@@ -72,11 +72,15 @@ def _holding(wanted: str, scene: Scene) -> list[str]:
     return [axis for axis in scene.members if axis != BATCH and wanted in scene.axes.held_by.get(axis, ())]
 
 
-def no_axis_fault(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], width: int) -> AnnotationError:
+class NothingToCut(AnnotationError):
+    """A stage that is to be split has no axis that can be cut."""
+
+
+def no_axis_fault(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], width: int) -> NothingToCut:
     """Nothing at all can be cut."""
     held = [axis for axis in space.refused if scene.axes.held_by.get(axis)] or list(space.refused)
     reasons = first_few([f"{axis}: {_text(space.refused[axis])}" for axis in held], MAX_NAMES, separator="; ")
-    return AnnotationError(
+    return NothingToCut(
         f"a split over {width} devices needs an axis that can be cut ({reasons or 'its ops have none'})",
         where=next((scope.where for scope in scopes), None),
         hint=next((refusal.hint for refusal in space.refused.values() if refusal.hint), None)

@@ -28,6 +28,7 @@ class Freedom:
         fewer: whether on many devices replicas of one kind may leave others of it out, as the cheapest plan does.
         policies: of recomputation, each tried with every arrangement.
         config: the settings with which plans are made.
+        splits: whether ranks may be split groups.
     """
 
     orders: tuple[Order, ...]
@@ -38,6 +39,7 @@ class Freedom:
     fewer: bool
     policies: tuple[str | Shares, ...]
     config: Config
+    splits: bool = True
 
     @property
     def recomputes(self) -> tuple[bool, ...]:

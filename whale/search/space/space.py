@@ -59,8 +59,8 @@ class Space:
 
     @cached_property
     def widths(self) -> Mapping[Device, tuple[int, ...]]:
-        """Per kind, the sizes of split groups that fit on a host: powers of two."""
-        return {kind: powers_of_two(count) for kind, count in self.in_one_host.items()}
+        """Per kind, the sizes of split groups that fit on a host: powers of two; 1 alone where there shall be none."""
+        return {kind: powers_of_two(count if self.freedom.splits else 1) for kind, count in self.in_one_host.items()}
 
     @cached_property
     def in_one_host(self) -> Counts:
