@@ -15,13 +15,16 @@ import whale
 from tests.unit.planning.graphs import chain, cluster
 from whale.capture import capture
 from whale.config import Config
-from whale.estimate import Line, estimate
+from whale.estimate import Costs, Line, estimate
 from whale.estimate.costs.handling import Volume, all_gather_volume, all_reduce_volume, all_to_all_volume
 from whale.estimate.events.engine import Run, Task, Transfer, run
+from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.tolls import Site, Tolls, copied_bytes
 from whale.ir.cluster import NO_HANDLING, Cluster, Handling, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import make_plan
+from whale.sharding.bridges import Transport
 
 HANDLING = Handling(seconds=1e-4, per_byte=1e-9)
 
@@ -139,6 +142,30 @@ def test_more_that_alike_devices_handle_makes_no_step_of_a_split_group_shorter(c
     larger = Handling(handled.seconds + more.seconds, handled.per_byte + more.per_byte)
     assert seconds(case, dict.fromkeys((0, 1), larger)) >= seconds(case, dict.fromkeys((0, 1), handled)) * (1 - 1e-9)
     assert seconds(case, {1: handled}) <= seconds(case, dict.fromkeys((0, 1), handled)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("transport", "num_bytes"), [("all-reduce", 24.0), ("all-gather", 24.0), ("reduce-scatter", 24.0), ("all-to-all", 12.0), ("", 0.0)]
+)
+def test_what_a_device_copies_beside_a_message(transport: Transport, num_bytes: float) -> None:
+    """Three bytes over its memory for each: of the whole tensor; of an all-to-all among four, of its part before and its part after."""
+    assert copied_bytes(4, transport, Line(8.0)) == Line(num_bytes)
+
+
+def test_copies_are_work_of_a_device_that_handles_what_it_sends() -> None:
+    """The first layer's input enters, and the second's result leaves: a sum each way, of 16 rows of 512 numbers."""
+    graph, there = SPLIT, handling(TWO, {0: HANDLING})
+    (stage,) = PLANS["split"].replicas[0].stages
+    prices = Prices(graph, there, Costs())
+    tolls = Tolls(prices, Site((stage.virtual_device.devices,), 16, 1, 1))
+    bridges = prices.bridges(stage.ops, stage.shards, frozenset())
+    volumes, (first, second) = tolls.volumes(bridges), there.devices
+    own = [volume.line(HANDLING).at(16) for volume in volumes]
+    copied = [line.at(16) - seconds for line, seconds in zip(tolls.handled(bridges, first), own, strict=True)]
+    num_sums = [volume.num_messages / all_reduce_volume(2, Line()).num_messages for volume in volumes]
+    assert sum(num_sums) > 0
+    assert copied == pytest.approx([count * 3 * 16 * 512 * 4 / first.bandwidth for count in num_sums])
+    assert tolls.handled(bridges, second) == (Line(), Line()), "nobody has measured it"
 
 
 def test_what_all_wait_for_and_what_one_handles_is_one_message() -> None:

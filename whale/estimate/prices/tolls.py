@@ -18,7 +18,7 @@ from whale.estimate.costs.handling import Volume, all_gather_volume, all_reduce_
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.started import Started
 from whale.estimate.prices.prices import Prices
-from whale.ir.cluster import NO_HANDLING, Handling
+from whale.ir.cluster import Device, Handling
 from whale.ir.graph import Op
 from whale.sharding.bridge_bytes import GATHERED, sum_share
 from whale.sharding.bridges import ON_THE_SPOT, Bridge, Transport
@@ -45,9 +45,24 @@ class Site:
         return len(self.groups[0])
 
 
+COPY_TRAFFIC = 3
+"""Bytes over a core's memory for each that is copied: it is read, and where it is written the line is read first."""
+
+
 def moves(transport: Transport) -> bool:
     """Whether it takes a message."""
     return transport not in ON_THE_SPOT
+
+
+def copied_bytes(num_devices: int, transport: Transport, payload: Line) -> Line:
+    """Traffic of a device's memory for what it copies beside a message, by rows.
+
+    A sum is of a copy, since others may read the addend; what is gathered is put together, and what is scattered taken apart; parts
+    that become other parts both.
+    """
+    if not moves(transport):
+        return Line()
+    return payload * (COPY_TRAFFIC * (2 / num_devices if transport == "all-to-all" else 1))
 
 
 @dataclass(frozen=True)
@@ -103,12 +118,8 @@ class Tolls:
         """Seconds per micro-batch of summing the gradient of a whole parameter over its group, once per step."""
         return self.line("all-reduce", self.payload(op)) * (1 / self.site.num_micro_batch)
 
-    def started(self, bridges: Collection[Bridge], handling: Handling = NO_HANDLING) -> tuple[Started, Started]:
-        """All bridges of a stage, forward and backward; to start a message takes as long of the host as of the device.
-
-        Args:
-            handling: of the device that is asked for.
-        """
+    def started(self, bridges: Collection[Bridge], device: Device) -> tuple[Started, Started]:
+        """All bridges of a stage, forward and backward, on a device; to start a message takes as long of the host as of the device."""
         forward, backward = Started(), Started()
         for bridge in bridges:
             there, back = self.both_ways(bridge)
@@ -116,11 +127,27 @@ class Tolls:
             backward += Started(back, moves(bridge.backward) * self.prices.costs.message_seconds * self.prices.training)
         if not self._handles:
             return forward, backward
-        there_volume, back_volume = self.volumes(bridges)
-        return self._on_device(forward, there_volume, handling), self._on_device(backward, back_volume, handling)
+        volumes, own = self.volumes(bridges), self.handled(bridges, device)
+        forward, backward = (
+            replace(messages, device=self.awaited(messages.device, volume) + line)
+            for messages, volume, line in zip((forward, backward), volumes, own, strict=True)
+        )
+        return forward, backward
 
-    def _on_device(self, messages: Started, volume: Volume, handling: Handling) -> Started:
-        return replace(messages, device=self.awaited(messages.device, volume) + volume.line(handling))
+    def handled(self, bridges: Collection[Bridge], device: Device) -> tuple[Line, Line]:
+        """Seconds that bridges take of a device itself, forward and backward: the messages, and the copies beside them.
+
+        Nothing where nobody has measured what messages take of it.
+        """
+        if not device.handling:
+            return Line(), Line()
+        copied = [Line.sum(copied_bytes(self.site.width, *each) for each in way) for way in zip(*map(self._travels, bridges), strict=True)]
+        volumes = self.volumes(bridges)
+        there, back = (
+            volume.line(device.handling) + num_bytes * (1 / device.bandwidth)
+            for volume, num_bytes in zip(volumes, copied or (Line(), Line()), strict=True)
+        )
+        return there, back
 
     def volumes(self, bridges: Iterable[Bridge]) -> tuple[Volume, Volume]:
         """What each device sends and receives over bridges, forward and backward."""

@@ -186,8 +186,8 @@ class Works:
         tolls = Tolls(self.prices, Site((tuple(group),), num_rows, 1, 1))
         passes = []
         for place, name in enumerate(group):
-            handling = self.prices.cluster.by_name[name].handling
-            (there, back), (repeated, _) = tolls.started(bridges, handling), tolls.started(again, handling)
+            device = self.prices.cluster.by_name[name]
+            (there, back), (repeated, _) = tolls.started(bridges, device), tolls.started(again, device)
             alone = self._alone(self._prices(key, place), key, name, num_rows)
             passes.append((alone[0] + there, alone[1] + (back + repeated), alone[2]))
         forward, inputs, weights = (_slowest(each, num_rows) for each in zip(*passes, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from whale.estimate.costs.line import Line
 from whale.ir.plan import Shard
 from whale.planning.shard.figures import Figures
 from whale.planning.shard.space import Scene
@@ -18,8 +19,8 @@ def handled(scene: Scene, figures: Figures, shards: tuple[Shard, ...]) -> Sequen
     tolls, found = figures.tolls, [0.0] * figures.site.width
     workers = [worker for worker in figures.workers if worker.device.handling]
     if workers:
-        forward, backward = tolls.volumes(tolls.prices.bridges(scene.ops, shards, scene.returned))
+        bridges = tolls.prices.bridges(scene.ops, shards, scene.returned)
         for worker in workers:
-            seconds = (forward + backward).line(worker.device.handling).at(figures.site.num_rows)
+            seconds = Line.sum(tolls.handled(bridges, worker.device)).at(figures.site.num_rows)
             found[worker.position] = max(found[worker.position], seconds)
     return found

@@ -182,7 +182,7 @@ class StagePricing:
         copies = [twice.copies(position) for position in range(site.width)]
         whole = []
         for (_, kind), own in alone.items():
-            (forward, backward), (again, _) = tolls.started(bridges, kind.handling), tolls.started(repeated, kind.handling)
+            (forward, backward), (again, _) = tolls.started(bridges, kind), tolls.started(repeated, kind)
             whole.append((own.forward + forward, own.backward + backward + again + Started(sums)))
         overlapping, seconds = self.overlapper.choose(tolls, scene, shards, bridges, tuple(whole), recompute)
         costs = {
