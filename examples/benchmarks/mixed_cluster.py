@@ -200,7 +200,7 @@ def show(case: str, result: Result) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 0.5], metavar="SHARE", help="of a core, one per rank")
-    numbers = {"pairs": 3, "steps": 2, "warmup": 1, "rounds": 5, "layers": 4, "width": 384, "context": 64, "rows": 32, "micro-batches": 8}
+    numbers = {"pairs": 3, "steps": 1, "warmup": 1, "rounds": 5, "layers": 4, "width": 384, "context": 64, "rows": 128, "micro-batches": 8}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--megabits", type=float, metavar="N", help="per second, of the link of each rank (as root; default: no limit)")
