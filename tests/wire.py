@@ -59,10 +59,10 @@ class Counting(Group):
     def _note(self, what: str, received: int, sent: int) -> None:
         self.messages.append(Message(what, self.phase, received, sent))
 
-    def all_reduce(self, value: Tensor, how: Any, what: str) -> Arrival:
-        share = 2 * num_bytes(value) * (self.size - 1) // self.size
+    def all_reduce(self, total: Tensor, own: Tensor, how: Any, what: str) -> Arrival:
+        share = 2 * num_bytes(own) * (self.size - 1) // self.size
         self._note(what, share, share)
-        return super().all_reduce(value, how, what)
+        return super().all_reduce(total, own, how, what)
 
     def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> Arrival:
         self._note(what, num_bytes(*received) - num_bytes(received[self.rank]), num_bytes(own) * (self.size - 1))
@@ -111,10 +111,10 @@ class _Threaded(Group):
     exchange: Exchange
     rank: int
 
-    def all_reduce(self, value: Tensor, how: Any, what: str) -> Arrival:
-        given = torch.stack(self.exchange.swap(self.rank, value.clone()))
+    def all_reduce(self, total: Tensor, own: Tensor, how: Any, what: str) -> Arrival:
+        given = torch.stack(self.exchange.swap(self.rank, own.clone()))
         reduced = {dist.ReduceOp.SUM: given.sum(0), dist.ReduceOp.MAX: given.amax(0), dist.ReduceOp.MIN: given.amin(0)}
-        value.copy_(reduced[how])
+        total.copy_(reduced[how])
         return _arrived
 
     def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> Arrival:

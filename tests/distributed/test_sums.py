@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import PATIENCE_SECONDS
 from tests.distributed.world import World as Ranks
-from whale.comm import Waits, start_sum
+from whale.comm import Waits, start_sum, start_sum_into
 from whale.comm.sums import SMALL_BYTES
 
 SIZES = (0, 1, 5, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1)
@@ -37,4 +37,27 @@ def test_sums_are_in_place_and_equal_on_all_ranks(world: Ranks, num_ranks: int) 
     for total, wanted in zip(first, expected, strict=True):
         torch.testing.assert_close(total, wanted.to(total.dtype))
     for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def sums_apart(rank: int, num_ranks: int) -> tuple[list[torch.Tensor], bool]:
+    assert dist.group.WORLD is not None
+    tensors, waits = [*own(rank), torch.full((2, 3), rank + 1.0).t()], Waits(timedelta(seconds=PATIENCE_SECONDS))
+    before, totals = [tensor.clone() for tensor in tensors], [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    started = [start_sum_into(total, tensor, dist.group.WORLD) for total, tensor in zip(totals, tensors, strict=True)]
+    for launched in reversed(started):
+        waits.wait(launched, "a sum", ())
+    return totals, all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_in_other_memory_are_equal_on_all_ranks_and_leave_what_they_are_of(world: Ranks, num_ranks: int) -> None:
+    (first, is_left), *others = world.run(sums_apart, num_ranks=num_ranks)
+    addends = [[*own(rank), torch.full((3, 2), rank + 1.0)] for rank in range(num_ranks)]
+    expected = [torch.stack(each).sum(0) for each in zip(*addends, strict=True)]
+    assert is_left
+    for total, wanted in zip(first, expected, strict=True):
+        torch.testing.assert_close(total, wanted.to(total.dtype))
+    for other, is_left in others:
+        assert is_left
         assert all(map(torch.equal, first, other))

@@ -5,7 +5,7 @@ from whale.comm.backend import backend_of, blocks_host
 from whale.comm.channels import Channel, Channels
 from whale.comm.clocks import Clock, compare_clocks
 from whale.comm.groups import Groups
-from whale.comm.sums import start_sum
+from whale.comm.sums import start_sum, start_sum_into
 from whale.comm.waiting import Launched, Waits
 from whale.comm.world import World, close_at_exit, connect
 
@@ -24,5 +24,6 @@ __all__ = [
     "connect",
     "on_first_rank",
     "start_sum",
+    "start_sum_into",
     "together",
 ]

@@ -153,19 +153,20 @@ def test_what_a_device_copies_beside_a_message(transport: Transport, num_bytes: 
 
 
 def test_copies_are_work_of_a_device_that_handles_what_it_sends() -> None:
-    """The first layer's input enters, and the second's result leaves: a sum each way, of 16 rows of 512 numbers."""
-    graph, there = SPLIT, handling(TWO, {0: HANDLING})
-    (stage,) = PLANS["split"].replicas[0].stages
+    """What two devices sum they need not copy first; what four do, they do."""
+    graph, (stage,) = SPLIT, PLANS["split"].replicas[0].stages
+    there = handling(cluster((1e9,) * 4), {0: HANDLING})
+    first, second, *_ = there.devices
     prices = Prices(graph, there, Costs())
-    tolls = Tolls(prices, Site((stage.virtual_device.devices,), 16, 1, 1))
     bridges = prices.bridges(stage.ops, stage.shards, frozenset())
-    volumes, (first, second) = tolls.volumes(bridges), there.devices
-    own = [volume.line(HANDLING).at(16) for volume in volumes]
-    copied = [line.at(16) - seconds for line, seconds in zip(tolls.handled(bridges, first), own, strict=True)]
-    num_sums = [volume.num_messages / all_reduce_volume(2, Line()).num_messages for volume in volumes]
-    assert sum(num_sums) > 0
-    assert copied == pytest.approx([count * 3 * 16 * 512 * 4 / first.bandwidth for count in num_sums])
-    assert tolls.handled(bridges, second) == (Line(), Line()), "nobody has measured it"
+    for width in (2, 4):
+        tolls = Tolls(prices, Site((tuple(device.name for device in there.devices[:width]),), 16, 1, 1))
+        messages = [volume.line(HANDLING) for volume in tolls.volumes(bridges)]
+        copies = [own.at(16) - line.at(16) for own, line in zip(tolls.handled(bridges, first), messages, strict=True)]
+        num_sums = [line.at(16) > 0 for line in messages]
+        assert any(num_sums)
+        assert copies == pytest.approx([(width > 2) * count * 3 * 16 * 512 * 4 / first.bandwidth for count in num_sums])
+        assert tolls.handled(bridges, second) == (Line(), Line()), "nobody has measured it"
 
 
 def test_what_all_wait_for_and_what_one_handles_is_one_message() -> None:

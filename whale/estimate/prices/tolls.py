@@ -57,10 +57,10 @@ def moves(transport: Transport) -> bool:
 def copied_bytes(num_devices: int, transport: Transport, payload: Line) -> Line:
     """Traffic of a device's memory for what it copies beside a message, by rows.
 
-    A sum is of a copy, since others may read the addend; what is gathered is put together, and what is scattered taken apart; parts
-    that become other parts both.
+    A sum is of a copy, since others may read the addend, but two devices that hand each other theirs need none; what is gathered is put
+    together, and what is scattered taken apart; parts that become other parts both.
     """
-    if not moves(transport):
+    if not moves(transport) or (transport == "all-reduce" and num_devices == 2):
         return Line()
     return payload * (COPY_TRAFFIC * (2 / num_devices if transport == "all-to-all" else 1))
 

@@ -100,8 +100,8 @@ class Logged(Device):
 
     log: list[tuple[str, str]]
 
-    def all_reduce(self, value: Tensor, how: Any, what: str) -> Callable[[], None]:
-        arrival = super().all_reduce(value, how, what)
+    def all_reduce(self, total: Tensor, own: Tensor, how: Any, what: str) -> Callable[[], None]:
+        arrival = super().all_reduce(total, own, how, what)
         self.log.append(("begin", what))
 
         def wait() -> None:

@@ -21,9 +21,9 @@ from whale.runtime.program.shard.slots import Slots
 
 def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.SUM) -> Pending:
     """The devices' values combined, in memory of its own."""
-    dtype = value.dtype
-    whole = value.to(torch.uint8 if dtype is torch.bool else dtype).clone(memory_format=torch.contiguous_format)
-    return Pending(lambda: whole.to(dtype), group.all_reduce(whole, how, f"all-reduce of {what}"))
+    own = value.to(torch.uint8) if value.dtype is torch.bool else value
+    whole = torch.empty_like(own, memory_format=torch.contiguous_format)
+    return Pending(lambda: whole.to(value.dtype), group.all_reduce(whole, own, how, f"all-reduce of {what}"))
 
 
 def gathered(value: Tensor, group: Group) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.comm import Launched, Waits, backend_of, blocks_host, start_sum
+from whale.comm import Launched, Waits, backend_of, blocks_host, start_sum_into
 from whale.runtime.program.watch import NOBODY, Watch
 
 CPU = torch.device("cpu")
@@ -87,11 +87,12 @@ class Group:
     def _blocks_host(self) -> bool:
         return blocks_host(self.device, self.process_group)
 
-    def all_reduce(self, value: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> Arrival:
-        """Combines the devices' values, in place."""
+    def all_reduce(self, total: Tensor, own: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> Arrival:
+        """Combines the devices' values in other, contiguous memory; nobody may write to the own one until it is there."""
         if how == dist.ReduceOp.SUM:
-            return self._launch(lambda: start_sum(value, self.process_group), what)
-        return self._launch(lambda: self._launched(dist.all_reduce(value, op=how, group=self.process_group, async_op=True)), what)
+            return self._launch(lambda: start_sum_into(total, own, self.process_group), what)
+        total.copy_(own)
+        return self._launch(lambda: self._launched(dist.all_reduce(total, op=how, group=self.process_group, async_op=True)), what)
 
     def all_gather(self, received: list[Tensor], own: Tensor, what: str) -> Arrival:
         """Receives the value of each device, by rank."""
