@@ -38,7 +38,7 @@ class Launched:
 
     work: dist.Work
     blocks_host: bool
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
