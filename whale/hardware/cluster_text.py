@@ -67,7 +67,9 @@ def _device(kind: Device, count: int) -> str:
 
 def _handling(handling: Handling) -> str:
     said = {"seconds": format_quantity(handling.seconds, "s")}
-    return _mapping(said | ({"bandwidth": format_quantity(1 / handling.per_byte, "B/s")} if handling.per_byte else {}))
+    if handling.per_byte:
+        said["bandwidth"] = format_quantity(1 / handling.per_byte, "B/s")
+    return _mapping(said | ({"slow": _handling(handling.slow)} if handling.slow is not None else {}))
 
 
 def _efficiency(kind: Device) -> str:
@@ -77,8 +79,14 @@ def _efficiency(kind: Device) -> str:
 
 
 def _link(link: Link) -> str:
-    said = {"bandwidth": format_quantity(link.bandwidth, "B/s"), "latency": format_quantity(link.latency, "s")}
-    return _mapping(said | ({"shared": "true"} if link.shared else {}))
+    said = _pace(link)
+    if link.shared:
+        said["shared"] = "true"
+    return _mapping(said | ({"slow": _mapping(_pace(link.slow))} if link.slow is not None else {}))
+
+
+def _pace(link: Link) -> dict[str, str]:
+    return {"bandwidth": format_quantity(link.bandwidth, "B/s"), "latency": format_quantity(link.latency, "s")}
 
 
 def _figure(figure: Figure) -> str:
