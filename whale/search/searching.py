@@ -35,6 +35,7 @@ from whale.search.divided import DividedRun, is_divided
 from whale.search.failure import failure, failure_divided
 from whale.search.found import Found
 from whale.search.front import Front
+from whale.search.moments import expected
 from whale.search.objective import LeastMemory, Objective, SmallestFirst, objective_of
 from whale.search.progress import Progress
 from whale.search.run import Run
@@ -85,7 +86,7 @@ def search(
     freedom = freedom_of(config, mixes_samples=mixes_samples(prices))
     seater = Seater(prices, freedom.config, num_rows)
     bounds = Bounds(prices, seater.structure, seater.points, num_rows)
-    objective = objective_of(config.planning.objective, cluster, bounds)
+    objective = expected(objective_of(config.planning.objective, cluster, bounds), prices)
     left = config.planning.effort if effort is None else effort
     sketches = Sketches(prices, pieces_of(bounds.columns, seater.points), Ties(prices), num_rows, freedom.recomputes)
     question = _Question(config, seater, bounds, sketches, objective, left, tell)
