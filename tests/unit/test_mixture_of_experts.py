@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import whale
+from tests.unit.planning.graphs import cluster
 from whale.axes import discover
 from whale.capture import capture
 from whale.cli import main
+from whale.config import Config
+from whale.planning import make_plan
+from whale.planning.explain.mixing import terms_apart
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
@@ -81,7 +85,11 @@ def test_a_balance_over_the_whole_batch_is_not_exact() -> None:
     def of_all(output: tuple[Tensor, Tensor, Tensor], batch: object) -> Tensor:
         return output[0].square().mean() + (output[1].mean() * output[2].mean((0, 1))).sum()
 
-    assert "it is computed per micro-batch and weighted by rows" in capture(model, batch, of_all)[0].warnings[0]
+    graph, _ = capture(model, batch, of_all)
+    there = cluster((1e9,))
+    together, apart = (make_plan(graph, there, Config({"pipeline.num_micro_batch": number}), rows=4) for number in (1, 2))
+    assert not graph.warnings and not list(terms_apart(together, graph))
+    assert all("weighted by rows" in warning for warning in terms_apart(apart, graph)) and list(terms_apart(apart, graph))
 
 
 class Loop(nn.Module):

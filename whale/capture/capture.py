@@ -113,7 +113,7 @@ def _build(
         outputs=() if terms else tuple(node.name for node in _returned(flat.graph)),
         mode=mode,
         dynamic=first.dynamic,
-        warnings=_warnings(first, terms),
+        warnings=_warnings(first),
     )
     _check_trains(graph)
     return graph, _program(flat, structure, held, first)
@@ -211,13 +211,10 @@ def _with_stable_scopes(ops: tuple[Op, ...], model: nn.Module, entered: tuple[Sc
     return tuple(replace(op, scope=stable[op.scope]) if op.scope else op for op in ops)
 
 
-def _warnings(traced: Traced, terms: list[TermNodes]) -> tuple[str, ...]:
+def _warnings(traced: Traced) -> tuple[str, ...]:
     found = []
     if not traced.dynamic:
         found.append("the model's code depends on the number of rows, so it is captured anew for each other number of rows")
-    for term in terms:
-        if not term.exact:
-            found.append(f"{term.reason}; it is computed per micro-batch and weighted by rows (at {_line(term.where)})")
     return (*found, *_of_state(traced))
 
 

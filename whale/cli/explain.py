@@ -13,6 +13,7 @@ from whale.cli.ranks import positive
 from whale.cli.tables import paragraph
 from whale.ir.plan import Choice
 from whale.ir.serialization import encode
+from whale.planning.explain.mixing import terms_apart
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -25,13 +26,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints the choices."""
     found = planned(arguments, arguments.runner_up)
     graph, plan = found.graph, found.plan
+    warnings = [*graph.warnings, *terms_apart(plan, graph)]
     if arguments.json:
-        print(json.dumps({"choices": encode(plan.choices), "warnings": list(graph.warnings)}, indent=1))
+        print(json.dumps({"choices": encode(plan.choices), "warnings": warnings}, indent=1))
         return 0
     print_plan(found)
     for choice in plan.choices:
         print("\n".join(_lines(choice)))
-    for warning in graph.warnings:
+    for warning in warnings:
         print(f"warning: {warning}")
     return 0
 

@@ -16,6 +16,7 @@ from whale.errors import ConfigError
 from whale.ir.plan import Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.serialization import to_json
 from whale.planning import write_plan
+from whale.planning.explain.mixing import terms_apart
 from whale.search.objective import format_cost
 from whale.sharding.communicators import communicators_of
 from whale.sharding.parameters import parameter_shardings
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_tree(found)
     communicators = communicators_of(plan, graph, parameter_shardings(plan, graph, discover(graph) if plan.is_sharded else None))
     print(communicators)
-    for warning in (*graph.warnings, *filter(None, [communicators.warning])):
+    for warning in (*graph.warnings, *terms_apart(plan, graph), *filter(None, [communicators.warning])):
         print(f"warning: {warning}")
     return 0
 

@@ -206,7 +206,7 @@ class LossTerm:
         where: the user's line.
         offset: added to the whole batch's weight.
         minimum: least divisor of the whole batch; None for no bound.
-        reason: why the term is no sum over samples (it is weighted by rows, and a warning says so); "" where it is one.
+        reason: why the term is no sum over samples (a plan that keeps rows apart weighs it by rows, with a warning); "" where it is one.
     """
 
     coefficient: float
@@ -236,7 +236,7 @@ class ModelGraph:
         outputs: ops whose values the graph returns beside the loss terms (for ``predict``).
         mode: ``train``, ``eval`` or ``predict``.
         dynamic: whether one capture serves any number of rows.
-        warnings: what the user should know (a loss that is no sum over samples, ...).
+        warnings: what the user should know of the model, whatever the plan (it is captured anew for other numbers of rows, ...).
     """
 
     ops: tuple[Op, ...]

@@ -23,8 +23,7 @@ def mixed_apart(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> tupl
     """
     if not keeps_apart(plan):
         return ()
-    in_pieces = _in_pieces(plan)
-    divided = {name for replica in plan.replicas for stage in replica.stages if len(stage.shares) > 1 for name in stage.ops}
+    in_pieces, divided = _in_pieces(plan), _divided(plan)
     found = (axes or discover(graph)).mixing
     return tuple(mixing for mixing in found if in_pieces or mixing.op in divided or graph.by_name[mixing.op].kind != "call")
 
@@ -32,6 +31,20 @@ def mixed_apart(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> tupl
 def keeps_apart(plan: Plan) -> bool:
     """Whether a plan computes some samples by themselves: where it does not, none that the model mixes can be apart."""
     return _in_pieces(plan) or any(len(stage.shares) > 1 for replica in plan.replicas for stage in replica.stages)
+
+
+def terms_apart(plan: Plan, graph: ModelGraph) -> Iterator[str]:
+    """Warnings of the terms of the loss that are no sums over samples, where the plan keeps their rows apart."""
+    in_pieces, divided = _in_pieces(plan), _divided(plan)
+    for term in graph.loss:
+        if not term.exact and (in_pieces or term.sum in divided):
+            place = f" (at {term.where})" if term.where else ""
+            yield f"{term.reason}; it is computed per device and micro-batch, and weighted by rows{place}"
+
+
+def _divided(plan: Plan) -> frozenset[str]:
+    """Ops whose rows several devices of a stage divide."""
+    return frozenset(name for replica in plan.replicas for stage in replica.stages if len(stage.shares) > 1 for name in stage.ops)
 
 
 def _in_pieces(plan: Plan) -> bool:
