@@ -164,7 +164,7 @@ def test_it_recomputes_where_nothing_else_fits() -> None:
         for number in range(3):
             value = graph.call(f"gelu{index}_{number}", "aten.gelu.default", value, width=64)
     graph.sum_loss(value)
-    cluster, settings = made([[(1e9, 600_000)] * 2], network=1e9), {"pipeline.num_micro_batch": 1}
+    cluster, settings = made([[(1e9, 560_000)] * 2], network=1e9), {"pipeline.num_micro_batch": 1}
     with pytest.raises(MemoryShortage):
         make_plan(graph.build(), cluster, Config(settings), rows=160)
     assert any(stage.recomputed for stage in search(graph.build(), cluster, Config(settings), rows=160).plan.replicas[0].stages)

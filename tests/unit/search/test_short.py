@@ -40,7 +40,7 @@ def test_a_plan_fits_in_what_the_estimate_says_that_it_needs(policy: str) -> Non
     assert [stage.program for stage in again.replicas[0].stages] == [stage.program for stage in plan.replicas[0].stages]
 
 
-@pytest.mark.parametrize("number", [16, 33])
+@pytest.mark.parametrize("number", [14, 16, 33])
 def test_what_the_plain_way_finds_in_short_memories_is_found(number: int) -> None:
     draw = random.Random(number)
     graph, roomy, rows = drawn_graph(draw, scoped=True), drawn_cluster(draw, 2), draw.randint(1, 9)

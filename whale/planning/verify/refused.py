@@ -9,6 +9,7 @@ Once the estimate has refused a plan and closed forms have found none with less,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 from whale.errors import PlanError
@@ -23,8 +24,11 @@ T = TypeVar("T")
 MAX_ROUNDS = 4
 """So often a plan is decided again."""
 
-NEAR = 0.15
-"""Closed forms may be above the estimate by so much of a device's memory, about; what lacks more is not looked at again."""
+NEAR = 0.3
+"""Closed forms may be above the estimate by so much of a device's memory, about; what lacks more is not looked at again.
+
+They count all gradients beside all activations, and of what Adam holds of a model in float32 gradients are a quarter.
+"""
 
 
 class Refused(MemoryShortage):
@@ -61,24 +65,17 @@ def decided_within(prices: Prices, as_needed: Callable[[Prices], T], keeping: Ca
     Raises:
         MemoryShortage: nothing fits; where a plan was refused, with the estimate's figures of the first one.
     """
-    refused: Refused | None = None
     if keeping is not None:
-        try:
+        with suppress(MemoryShortage):
             return _decided(prices, keeping)
-        except Refused as fault:  # in as much memory closed forms would compute nothing again
-            refused = fault
-        except MemoryShortage:
-            pass
-    return _decided(prices, as_needed, refused)
+    return _decided(prices, as_needed)
 
 
-def _decided(prices: Prices, decide: Callable[[Prices], T], refused: Refused | None = None) -> T:
-    """What is decided, first with as much less memory as a plan lacked that was refused already."""
+def _decided(prices: Prices, decide: Callable[[Prices], T]) -> T:
+    """What is decided in all memory, or in less or more of it, as the estimate demands."""
     kinds = {device.kind: prices.capacity(device.name) for device in prices.cluster.devices}
-    nothing = dict.fromkeys(kinds, 0)
-    spared, too_little, too_much = nothing, dict[Device, int](), dict[Device, int]()
-    if refused is not None:
-        spared, too_little = nothing | dict(refused.lacking), nothing
+    spared, too_little, too_much = dict.fromkeys(kinds, 0), dict[Device, int](), dict[Device, int]()
+    refused: Refused | None = None
     lack: MemoryShortage | None = None
     for _ in range(MAX_ROUNDS):
         try:
