@@ -7,10 +7,10 @@ far     rank after rank: those who hold the same stage are neighbours, and messa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,7 @@ class Ties:
 
     prices: Prices
     _borders: dict[tuple[Team, bool], Way] = field(default_factory=dict, init=False)
+    _ways: dict[bytes, Way] = field(default_factory=dict, init=False)
     _insides: dict[Group, Way] = field(default_factory=dict, init=False)
     _sums: dict[tuple[tuple[Team, ...], Team, bool], tuple[float, ...]] = field(default_factory=dict, init=False)
     _owned: dict[tuple[Team, bool, tuple[int, ...]], NDArray[np.int64]] = field(default_factory=dict, init=False)
@@ -62,12 +63,33 @@ class Ties:
         """The way of a micro-batch from rank to rank of the first replica."""
         key = team.one if near else team, near
         if key not in self._borders:
-            firsts = [self.prices.cluster.devices[number].name for number in self._owners(team, {}, near=near)[:, 0]]
-            links = [self.prices.link(a, b) for a, b in pairwise(firsts)]
-            shares = [link.bandwidth / self._sharing(a, link) for (a, _), link in zip(pairwise(firsts), links, strict=True)]
-            way = Way(sum(link.latency for link in links), sum(1 / link.bandwidth for link in links), 1 / min(shares))
-            self._borders[key] = way
+            self.find_borders((team,), near=near)
         return self._borders[key]
+
+    def find_borders(self, teams: Iterable[Team], *, near: bool) -> None:
+        """Finds `borders` of many teams at once, of several ranks each."""
+        asked = dict.fromkeys(team.one if near else team for team in teams)
+        new = [team for team in asked if (team, near) not in self._borders]
+        if not new:
+            return
+        owners = np.concatenate([self._numbers[0][self._firsts(team, {}, near=near)] for team in new])
+        of = np.repeat(np.arange(len(new)), [team.num_ranks for team in new])
+        steps = np.flatnonzero(of[1:] == of[:-1])
+        hosts, looks = (each[owners] for each in self._hosts)
+        number, devices = len(self.prices.cluster.hosts), self.prices.cluster.devices
+        ends_alike = looks[steps] * number + looks[steps + 1]
+        alike = (hosts[steps] == hosts[steps + 1]) * number**2 + ends_alike  # of equal ones the links are equal
+        _, firsts, kinds = np.unique(alike, return_index=True, return_inverse=True)
+        pairs = [(devices[owners[step]].name, devices[owners[step + 1]].name) for step in steps[firsts].tolist()]
+        links = [(self.prices.link(a, b), self._sharing(a, self.prices.link(a, b))) for a, b in pairs]
+        ends = np.searchsorted(of[steps], np.arange(len(new)))
+        latency, per_byte = (
+            np.bincount(of[steps], np.array(own)[kinds], len(new)).tolist()
+            for own in ([link.latency for link, _ in links], [1 / link.bandwidth for link, _ in links])
+        )
+        shares = np.minimum.reduceat(np.array([link.bandwidth / sharing for link, sharing in links])[kinds], ends).tolist()
+        ways = (Way(first, second, 1 / share) for first, second, share in zip(latency, per_byte, shares, strict=True))
+        self._borders.update(zip(((team, near) for team in new), ways, strict=True))
 
     def inside(self, group: Group) -> Way:
         """The link between the devices of a split group."""
@@ -109,15 +131,20 @@ class Ties:
         return self._owned[key]
 
     def _found_owners(self, team: Team, taken: Mapping[Device, int], *, near: bool) -> NDArray[np.int64]:
-        used, firsts, strides = Counter(taken), list[NDArray[np.int64]](), list[int]()
-        for rank, number in team.runs:
-            step = rank.width * (1 if near else team.count)
-            firsts.append(self._numbers[1][rank.kind] + used[rank.kind] + step * np.arange(number))
-            strides += [team.one.taken[rank.kind] if near else rank.width] * number
-            used[rank.kind] += step * number
-        places = np.concatenate(firsts)[:, None] + np.array(strides)[:, None] * np.arange(min(team.count, SAMPLE))
+        strides = [team.one.taken[rank.kind] if near else rank.width for rank in team.ranks]
+        places = self._firsts(team, taken, near=near)[:, None] + np.array(strides)[:, None] * np.arange(min(team.count, SAMPLE))
         found: NDArray[np.int64] = self._numbers[0][places]
         return found
+
+    def _firsts(self, team: Team, taken: Mapping[Device, int], *, near: bool) -> NDArray[np.int64]:
+        """The devices of the first replica, by their place among all."""
+        used, firsts = Counter(taken), list[NDArray[np.int64]]()
+        for rank, number in team.runs:
+            step = rank.width * (1 if near else team.count)
+            start = self._numbers[1][rank.kind] + used[rank.kind]
+            firsts.append(np.arange(start, start + step * number, step))
+            used[rank.kind] += step * number
+        return np.concatenate(firsts)
 
     def _rates(self, owners: NDArray[np.int64]) -> tuple[float, ...]:
         """Seconds per byte of a sum of each row of devices; of rows that are spread over like hosts in the same way found once."""

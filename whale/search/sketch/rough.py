@@ -84,6 +84,9 @@ class Rough:
         What is in no arrangement has some number.
         """
         m = np.array(self.micro_batches, dtype=np.float64)
+        for near in RULES:
+            deep = dict.fromkeys(team for lineup in self.lineups for team in lineup if team.num_ranks > 1)
+            self.sketches.ties.find_borders(deep, near=near)
         speeds = np.zeros((len(self.lineups), len(self.orders), len(RULES), len(m)))
         self._ranks[:] = [[] for _ in self.lineups]
         for asked in self._asked():
