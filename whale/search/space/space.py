@@ -223,11 +223,11 @@ class Space:
         for widths in product(*(self.widths[kind] for kind in kinds)):
             if len(kinds) > PAIR and len(set(widths)) > 1:
                 continue
+            groups = tuple(map(Group, kinds, widths))  # one for all its ranks: it is hashed and compared soonest
             rooms = [self._room(kind, width) for kind, width in zip(kinds, widths, strict=True)]
             for depths in self._divisions(rooms):
                 count = min(room // depth for room, depth in zip(rooms, depths, strict=True))
-                groups = zip(kinds, widths, depths, strict=True)
-                yield Team(tuple(Group(kind, width) for kind, width, depth in groups for _ in range(depth)), count)
+                yield Team(tuple(group for group, depth in zip(groups, depths, strict=True) for _ in range(depth)), count)
 
     def _divisions(self, rooms: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Ranks of each kind in a replica: what there is per replica, for every number of replicas that is worth it, and the deepest."""
