@@ -23,7 +23,7 @@ from whale.planning.explain.step import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.placement import Placement, Seats
-from whale.planning.pipeline.recompute import KEEP_ALL, kept_under, read_policy
+from whale.planning.pipeline.recompute import KEEP_ALL, OPEN_DEPTHS, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing.estimating import with_estimate
 from whale.planning.replicas.blocks import Block, read_replicas
@@ -85,8 +85,9 @@ def draft_as_set(prices: Prices, config: Config, num_rows: int, seats: Seats | N
         seats: where scopes place it; None for all devices, by the rules. Replicas that are written down have devices of their own.
     """
     own = Seats(prices.cluster, prices.cluster) if seats is None else seats
-    as_needed, keeping = (partial(_draft, config=config, num_rows=num_rows, seats=own, keeps=keeps) for keeps in (False, True))
-    return decided_within(prices, as_needed, keeping if _is_depth_open(config) else None)
+    draft = partial(_draft, config=config, num_rows=num_rows, seats=own)
+    others = [partial(draft, depth=depth) for depth in OPEN_DEPTHS] if _is_depth_open(config) else []
+    return decided_within(prices, draft, *others)
 
 
 def _is_depth_open(config: Config) -> bool:
@@ -95,16 +96,16 @@ def _is_depth_open(config: Config) -> bool:
     return "auto" in (policies or [config.recompute.policy])
 
 
-def _draft(prices: Prices, config: Config, num_rows: int, seats: Seats, *, keeps: bool) -> Draft:
+def _draft(prices: Prices, config: Config, num_rows: int, seats: Seats, depth: str | None = None) -> Draft:
     """The plan that the passes come to.
 
     Args:
-        keeps: whether nothing is computed again where that is left to memory.
+        depth: what is computed again where that is left to memory, as a policy; None: as much as memory demands.
     """
     graph, cluster, num_devices = prices.graph, prices.cluster, len(seats.taken.devices)
     pricing, gather_rows = StagePricing.of(prices, config.communication.overlap), config.communication.gather_rows
     if config.replicas:
-        return draft_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows, keeps=keeps), gather_rows=gather_rows)
+        return draft_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows, depth=depth), gather_rows=gather_rows)
     annotations = read_scopes(graph, config, num_devices)
     pipeline = shape_pipeline(config, annotations, num_devices)
     if annotations is not None:
@@ -118,7 +119,7 @@ def _draft(prices: Prices, config: Config, num_rows: int, seats: Seats, *, keeps
             dataclasses.replace(solver, pipeline=shape_pipeline(config, annotations, num_devices, size)),
             seats,
             prefers_intra_node=prefers_intra_node,
-            keeps=keeps,
+            depth=depth,
         ),
     )
     return draft_plan(graph, cluster, [annotations] * len(found.best.replicas), found, gather_rows=gather_rows)
@@ -153,25 +154,25 @@ def _solver(
     return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
 
 
-def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int, *, keeps: bool) -> tuple[list[Annotations | None], Outcome]:
-    """Replicas as the blocks of the configuration say; `keeps` as for `_draft`."""
+def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int, depth: str | None) -> tuple[list[Annotations | None], Outcome]:
+    """Replicas as the blocks of the configuration say; `depth` as for `_draft`."""
     graph = pricing.prices.graph
     blocks, idle = read_replicas(graph, pricing.prices.cluster, config, num_rows)
     weights = [block.asked.rows for block in blocks if block.asked.rows is not None]
-    found = _solve_blocks(pricing, blocks, idle, num_rows, weights, keeps=keeps)
+    found = _solve_blocks(pricing, blocks, idle, num_rows, weights, depth=depth)
     if not weights and any(block.asked.micro_batch_rows for block in blocks):
         shapes = [block.shape for block in blocks]
         counted, rows = count_by_rows(graph, config, [block.asked for block in blocks], shapes, found.best.rows)
         if rows != found.best.rows or any(new.pipeline != old.pipeline for new, old in zip(counted, shapes, strict=True)):
             blocks = tuple(dataclasses.replace(block, shape=shape) for block, shape in zip(blocks, counted, strict=True))
-            found = _solve_blocks(pricing, blocks, idle, num_rows, rows, keeps=keeps)
+            found = _solve_blocks(pricing, blocks, idle, num_rows, rows, depth=depth)
     return [block.shape.annotations for block in blocks], found
 
 
 def _solve_blocks(
-    pricing: StagePricing, blocks: Sequence[Block], idle: tuple[str, ...], num_rows: int, weights: Sequence[int], *, keeps: bool
+    pricing: StagePricing, blocks: Sequence[Block], idle: tuple[str, ...], num_rows: int, weights: Sequence[int], depth: str | None
 ) -> Outcome:
-    """The best placement of blocks; equal ones share a solver. `weights` are of the rows, empty: balanced; `keeps` as for `_draft`."""
+    """The best placement of blocks; equal ones share a solver. `weights` are of the rows, empty: balanced; `depth` as for `_draft`."""
     made: dict[Hashable, Solver] = {}
     solvers = []
     for block in blocks:
@@ -183,15 +184,17 @@ def _solve_blocks(
     found = [block.placements(*_demand(solver.pipeline, solver)) for block, solver in zip(blocks, solvers, strict=True)]
     candidates = [_together([own[min(index, len(own) - 1)] for own in found], idle) for index in range(max(map(len, found)))]
 
-    own = {solver: _keeping(solver) if keeps else solver for solver in made.values()}
+    own = {solver: _at_depth(solver, depth) for solver in made.values()}
     asked = [own[solver] for solver in solvers]
     best = _best(lambda placement, start: solve_together(placement, asked, num_rows, weights or None, start), candidates)
     return Outcome(solvers[0], *best)
 
 
-def _keeping(solver: Solver) -> Solver:
-    """The solver that computes nothing again where that is left to memory."""
-    return dataclasses.replace(solver, policy=KEEP_ALL) if solver.policy.kind == "auto" else solver
+def _at_depth(solver: Solver, depth: str | None) -> Solver:
+    """The solver with this policy, where memory decides what is computed again."""
+    if depth is None or solver.policy.kind != "auto":
+        return solver
+    return dataclasses.replace(solver, policy=read_policy(depth, solver.pipeline))
 
 
 def _together(placed: Sequence[Placement], idle: tuple[str, ...]) -> Placement:
@@ -216,10 +219,10 @@ def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[
     return memory, work
 
 
-def _choose_as_needed(solver: Solver, seats: Seats, *, prefers_intra_node: bool, keeps: bool) -> Outcome:
-    """The best placement; with `keeps` one without recomputation where memory decides."""
-    own = _keeping(solver) if keeps else solver
-    solve = own.solve if own is solver else own.solve_if_it_may_fit
+def _choose_as_needed(solver: Solver, seats: Seats, *, prefers_intra_node: bool, depth: str | None) -> Outcome:
+    """The best placement; `depth` as for `_draft`."""
+    own = _at_depth(solver, depth)
+    solve = own.solve_if_it_may_fit if own.policy is KEEP_ALL and own is not solver else own.solve
     best, others = _choose(own, solve, seats, prefers_intra_node=prefers_intra_node)
     return Outcome(solver, best, others)
 

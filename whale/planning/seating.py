@@ -15,7 +15,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.cut_points import CutPoints, find_cut_points
 from whale.planning.pipeline.placement import SEARCHED, Placed, Placement
-from whale.planning.pipeline.recompute import KEEP_ALL, kept_under, read_policy
+from whale.planning.pipeline.recompute import KEEP_ALL, OPEN_DEPTHS, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipeline
 from whale.planning.plan import Draft, draft_plan
 from whale.planning.replicas.group_size import Outcome
@@ -93,17 +93,18 @@ class Seater:
         """
         asked = self.config.recompute.policy if policy is None else policy
 
-        def draft(prices: Prices, *, keeps: bool) -> Draft:
-            return self._at(prices)._draft(seatings, asked, keeps=keeps)
+        def draft(prices: Prices, policy: str | Shares) -> Draft:
+            return self._at(prices)._draft(seatings, policy, keeps=is_open and policy == KEEP_ALL.kind)
 
         is_open = asked == "auto" and not any(any(self._solver(seating, KEEP_ALL.kind).pipeline.recomputed) for seating in seatings)
-        return decided_within(self.prices, partial(draft, keeps=False), partial(draft, keeps=True) if is_open else None)
+        others = [partial(draft, policy=policy) for policy in OPEN_DEPTHS] if is_open else []
+        return decided_within(self.prices, partial(draft, policy=asked), *others)
 
     def _draft(self, seatings: Sequence[Seating], policy: str | Shares, *, keeps: bool) -> Draft:
         used = {name for seating in seatings for names in seating.placed for name in names}
         idle = tuple(device.name for device in self.cluster.devices if device.name not in used)
         placement = Placement(SEARCHED, tuple(seating.placed for seating in seatings), idle)
-        solvers = [self._solver(seating, KEEP_ALL.kind if keeps else policy) for seating in seatings]
+        solvers = [self._solver(seating, policy) for seating in seatings]
         if keeps:
             check_room(placement, solvers, self.num_rows)
         found = Outcome(solvers[0], solve_together(placement, solvers, self.num_rows), {})

@@ -47,6 +47,9 @@ class Policy:
 
 KEEP_ALL = Policy()
 
+OPEN_DEPTHS = ("none", "blocks")
+"""What is tried before and after ``auto`` chooses for itself: to keep all, and to compute every block again."""
+
 
 def read_policy(policy: str | Shares, pipeline: PipelineShape) -> Policy:
     """The policy that ``recompute.policy`` asks for in a pipeline.

@@ -54,21 +54,33 @@ def refuse_overfull(step: StepEstimate, cluster: Cluster) -> None:
         raise refused
 
 
-def decided_within(prices: Prices, as_needed: Callable[[Prices], T], keeping: Callable[[Prices], T] | None = None) -> T:
+def decided_within(
+    prices: Prices,
+    as_needed: Callable[[Prices], T],
+    keeping: Callable[[Prices], T] | None = None,
+    least: Callable[[Prices], T] | None = None,
+) -> T:
     """What is decided, on devices whose memory the estimate finds to be enough.
 
     Args:
         prices: of the graph on the cluster.
         as_needed: makes a plan, and raises `Refused` where it does not fit.
         keeping: likewise, a plan that computes nothing again, where memory decides on that: if it fits by the estimate it is taken.
+        least: likewise, one that keeps as little as can be: it is taken where the one as needed does not fit.
 
     Raises:
-        MemoryShortage: nothing fits; where a plan was refused, with the estimate's figures of the first one.
+        MemoryShortage: nothing fits; where a plan was refused, with the estimate's figures of the first one as needed.
     """
     if keeping is not None:
         with suppress(MemoryShortage):
             return _decided(prices, keeping)
-    return _decided(prices, as_needed)
+    try:
+        return _decided(prices, as_needed)
+    except MemoryShortage:
+        if least is not None:
+            with suppress(MemoryShortage):
+                return _decided(prices, least)
+        raise
 
 
 def _decided(prices: Prices, decide: Callable[[Prices], T]) -> T:

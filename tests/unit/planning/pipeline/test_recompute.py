@@ -172,16 +172,25 @@ def fullest(step: StepEstimate) -> float:
 
 
 @pytest.mark.slow
-@example(memory=[706_420, 706_420], num_micro_batch=1)  # all of it fits by the estimate alone
-@given(memory=st.lists(st.integers(200_000, 3_000_000), min_size=2, max_size=2), num_micro_batch=st.integers(1, 8))
+@example(memory=[706_420, 706_420], schedule="1f1b", num_micro_batch=1, rows=64, blocks=6)  # all of it fits by the estimate alone
+@example(memory=[935_148, 331_061], schedule="eager_1f1b", num_micro_batch=6, rows=16, blocks=9)  # of blocks, only all of them
+@example(memory=[419_738, 376_289], schedule="zb_h1", num_micro_batch=5, rows=64, blocks=6)
+@given(
+    memory=st.lists(st.integers(200_000, 3_000_000), min_size=2, max_size=2),
+    schedule=st.sampled_from(("1f1b", "eager_1f1b", "zb_h1", "zb_h2")),
+    num_micro_batch=st.integers(1, 8),
+    rows=st.sampled_from((16, 61, 64)),
+    blocks=st.sampled_from((6, 9)),
+)
 def test_auto_fits_where_recomputing_everything_does_and_recomputes_nothing_where_keeping_everything_fits(
-    memory: list[int], num_micro_batch: int
+    memory: list[int], schedule: str, num_micro_batch: int, rows: int, blocks: int
 ) -> None:
-    there, config = tight(tuple(memory)), Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": num_micro_batch})
+    there, graph = tight(tuple(memory)), thick(blocks)
+    config = Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": num_micro_batch, "pipeline.schedule": schedule})
 
     def plan(policy: object) -> Plan | None:
         with suppress(MemoryShortage):
-            found, step = plan_and_estimate(thick(), there, config.with_values({"recompute.policy": policy}), rows=64)
+            found, step = plan_and_estimate(graph, there, config.with_values({"recompute.policy": policy}), rows=rows)
             assert fullest(step) <= 1
             return found
         return None
