@@ -100,7 +100,7 @@ def test_parts_of_ops_start_as_many_kernels_as_whole_ones() -> None:
 def test_bounds_of_many_at_once_are_those_of_each() -> None:
     graph, cluster = layers([64, 32, 64]), made([[(1e9, GIB)] * 2, [(2e9, GIB)]], network=1e9)
     front = front_of(graph, cluster, 70)
-    found = [each for _, _, group in front._left for each in group.own]
+    found = [each for *_, group in front._left for each in group.own]
     apart = [front_of(graph, cluster, 70).bounds.of([each])[0] for each in found[::7]]
     assert front.bounds.of(found)[::7] == pytest.approx(apart, rel=1e-9)
 

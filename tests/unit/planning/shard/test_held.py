@@ -83,7 +83,9 @@ def test_the_more_is_computed_again_the_less_memory_is_enough(schedule: str) -> 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_as_much_is_computed_again_as_memory_demands_and_no_more(schedule: str) -> None:
     least, most = (fullest(drafted(policy, schedule=schedule)) for policy in ("blocks", "none"))
-    memory = (0.9 * least + 0.1 * most) / 0.9
+    memory = (0.95 * least + 0.05 * most) / 0.9
+    with pytest.raises(MemoryShortage):
+        drafted("none", f"{memory:.0f} B", schedule=schedule)
     draft, every = drafted("auto", f"{memory:.0f} B", schedule=schedule), drafted("blocks", schedule=schedule)
     assert fullest(draft) <= 0.9 * memory
     numbers = [sum(len(stage.recomputed) for stage in each.plan.replicas[0].stages) for each in (draft, every)]
