@@ -52,7 +52,6 @@ class Ties:
 
     prices: Prices
     _borders: dict[tuple[Team, bool], Way] = field(default_factory=dict, init=False)
-    _ways: dict[bytes, Way] = field(default_factory=dict, init=False)
     _insides: dict[Group, Way] = field(default_factory=dict, init=False)
     _sums: dict[tuple[tuple[Team, ...], Team, bool], tuple[float, ...]] = field(default_factory=dict, init=False)
     _owned: dict[tuple[Team, bool, tuple[int, ...]], NDArray[np.int64]] = field(default_factory=dict, init=False)
