@@ -21,7 +21,7 @@ from torch import nn
 
 import whale.api.mode
 from whale.capture import BatchStructure, Program, capture
-from whale.capture.parameters import holdings
+from whale.capture.flat.parameters import holdings
 from whale.ir.graph import ModelGraph
 
 

@@ -6,6 +6,7 @@ import ast
 import gc
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -256,3 +257,8 @@ def long_or_silent(path: Path) -> Iterator[str]:
 
 def test_functions_stay_short_and_files_say_what_they_are() -> None:
     check_files(long_or_silent)
+
+
+def test_no_folder_holds_more_than_twenty_files() -> None:
+    numbers = Counter(str(file.parent.relative_to(ROOT)) for file in FILES)
+    assert {folder: number for folder, number in numbers.items() if number > 20} == {}

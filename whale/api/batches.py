@@ -8,8 +8,8 @@ from torch import Tensor
 
 from whale.api.inference import usable
 from whale.capture import BatchStructure
-from whale.runtime.execute.batch_view import BatchView
-from whale.runtime.execute.rank_batch import RankBatch
+from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch.rank_batch import RankBatch
 
 
 def view_of(structure: BatchStructure, batch: Any) -> BatchView:

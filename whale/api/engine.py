@@ -11,28 +11,28 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from whale.api.batches import view_of
-from whale.api.data_position import DataPosition
-from whale.api.elsewhere import answer, call_answer, copy_answer
+from whale.api.data.data_position import DataPosition
+from whale.api.data.loader import Loader, make_loader
+from whale.api.habits.elsewhere import answer, call_answer, copy_answer
+from whale.api.habits.left_as_given import LeftAsGiven
+from whale.api.habits.since_capture import SinceCapture
+from whale.api.habits.users_tensors import UsersTensors
 from whale.api.in_company import in_company
 from whale.api.inference import out_of_inference_mode
-from whale.api.left_as_given import LeftAsGiven
-from whale.api.loader import Loader, make_loader
 from whale.api.mode import CapturedMode, ModeName
 from whale.api.modes import Modes
-from whale.api.owned import OwnedParameters
 from whale.api.preparing import forget, prepare_forward, prepare_training
-from whale.api.since_capture import SinceCapture
-from whale.api.state_keys import give_extra_state, state_keys, whole_state
+from whale.api.state.owned import OwnedParameters
+from whale.api.state.state_keys import give_extra_state, state_keys, whole_state
 from whale.api.step_loss import step_loss
 from whale.api.tracebacks import in_short
 from whale.api.tracing import Tracing
-from whale.api.users_tensors import UsersTensors
 from whale.errors import RuntimeFault, WhaleError, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.runtime.checkpoint.training_state import load_state, save_state
-from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.executor import StepState
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
@@ -139,7 +139,7 @@ class Engine:
             dataset: of `torch.utils.data`.
             global_batch_size: rows over all ranks.
             **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers``, ``progress``, ``whole_batches`` as
-                `whale.api.loader.make_loader` takes them.
+                `whale.api.data.loader.make_loader` takes them.
         """
         roster = self.runtime.roster
         loader = make_loader(dataset, global_batch_size=global_batch_size, plan=roster.plan, rank=roster.rank, **options)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from whale.capture.wrapper import call_arguments
+from whale.capture.exporting.wrapper import call_arguments
 from whale.errors import ConfigError
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, Program, capture
-from whale.capture.row_constants import are_same
+from whale.capture.flat.row_constants import are_same
 from whale.errors import BatchError, CaptureError
 from whale.ir.graph import LossTerm, ModelGraph
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from whale.api.mode import CapturedMode, ModeName, structure_for
 from whale.capture import BatchDims, BatchStructure, check_batch_dims
-from whale.capture.plain_values import PlainValues, Values
+from whale.capture.exporting.plain_values import PlainValues, Values
 from whale.comm import World, together
 from whale.errors import BatchError, CaptureError, warn
 from whale.ir.graph import ModelGraph
-from whale.runtime.execute.rank_batch import RankBatch
+from whale.runtime.execute.batch.rank_batch import RankBatch
 
 
 class Modes:

@@ -13,15 +13,15 @@ from whale.api.apart import warn_where_apart
 from whale.api.arguments import check_arguments, check_kind
 from whale.api.attach import attach
 from whale.api.engine import Engine
-from whale.api.hooks import warn_of_hooks
+from whale.api.habits.hooks import warn_of_hooks
+from whale.api.habits.since_capture import check_types
 from whale.api.inference import out_of_inference_mode
-from whale.api.initial_state import initial_state
 from whale.api.joining import join
 from whale.api.losses import as_loss
 from whale.api.modes import Modes
 from whale.api.profiled import warn_of_profile
 from whale.api.session import resolve_config
-from whale.api.since_capture import check_types
+from whale.api.state.initial_state import initial_state
 from whale.api.tracebacks import in_short
 from whale.api.tracing import Tracing
 from whale.capture import BatchDims
@@ -30,7 +30,7 @@ from whale.config import Config
 from whale.errors import warn
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
-from whale.runtime.execute.rank_batch import rank_pieces
+from whale.runtime.execute.batch.rank_batch import rank_pieces
 from whale.runtime.program.watch import NOBODY
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.holdings import Holdings, discover_if_sharded

@@ -16,26 +16,26 @@ from dataclasses import replace
 import torch
 from torch import fx, nn
 
-from whale.capture.aliasing import memory_roots, written_arguments
-from whale.capture.attributes import warning_of
 from whale.capture.batch import BatchDims, BatchStructure
-from whale.capture.errors import check_model
-from whale.capture.flatten import Flat, flatten
-from whale.capture.liveness import drop_needless_detaches, remove_dead_code
+from whale.capture.exporting.attributes import warning_of
+from whale.capture.exporting.errors import check_model
+from whale.capture.exporting.once import done_once
+from whale.capture.exporting.trace import Traced, trace
+from whale.capture.exporting.wrapper import Loss, Mode, check_loss
+from whale.capture.flat.aliasing import memory_roots, written_arguments
+from whale.capture.flat.flatten import Flat, flatten
+from whale.capture.flat.liveness import drop_needless_detaches, remove_dead_code
+from whale.capture.flat.ops import describe
+from whale.capture.flat.parameters import Holdings, holdings
+from whale.capture.flat.row_constants import write_rows
+from whale.capture.flat.sizes import mark_factors
+from whale.capture.flat.writes import settle_writes
 from whale.capture.loss.terms import TermNodes, split_loss
-from whale.capture.once import done_once
-from whale.capture.ops import describe
-from whale.capture.parameters import Holdings, holdings
 from whale.capture.program import Program
-from whale.capture.row_constants import write_rows
 from whale.capture.scopes import default_scope, renumber
-from whale.capture.sizes import mark_factors
 from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import tag_of
-from whale.capture.trace import Traced, trace
 from whale.capture.versions import check_version
-from whale.capture.wrapper import Loss, Mode, check_loss
-from whale.capture.writes import settle_writes
 from whale.errors import CaptureError
 from whale.ir.graph import LossTerm, ModelGraph, Op
 from whale.ir.scope import Scope

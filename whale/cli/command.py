@@ -10,18 +10,18 @@ from importlib.metadata import version
 from typing import Any
 
 import whale
-import whale.cli.advise as advise
-import whale.cli.axes as axes
-import whale.cli.capture as capture
-import whale.cli.diff as diff
-import whale.cli.doctor as doctor
-import whale.cli.explain as explain
 import whale.cli.launch as launch
-import whale.cli.plan as plan
-import whale.cli.probe as probe
-import whale.cli.profile as profile
-import whale.cli.schedule as schedule
-import whale.cli.simulate as simulate
+import whale.cli.verbs.advise as advise
+import whale.cli.verbs.axes as axes
+import whale.cli.verbs.capture as capture
+import whale.cli.verbs.diff as diff
+import whale.cli.verbs.doctor as doctor
+import whale.cli.verbs.explain as explain
+import whale.cli.verbs.plan as plan
+import whale.cli.verbs.probe as probe
+import whale.cli.verbs.profile as profile
+import whale.cli.verbs.schedule as schedule
+import whale.cli.verbs.simulate as simulate
 from whale.cli.unknown import refuse_unknown
 from whale.config import did_you_mean
 from whale.errors import WhaleError, is_debugging

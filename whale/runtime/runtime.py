@@ -15,7 +15,7 @@ from whale.errors import BatchError, RuntimeFault, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.updates import buffer_updates
-from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.executor import StepState
 from whale.runtime.execute.finite import LossWatch

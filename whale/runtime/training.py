@@ -8,7 +8,7 @@ import torch
 
 from whale.errors import WhaleError, warn
 from whale.ir.schedule import Action, Kind
-from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.loss import LossAccount
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState

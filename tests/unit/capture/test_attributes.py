@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import whale
-from whale.capture import attributes, capture
+from whale.capture import capture
+from whale.capture.exporting import attributes
 
 BATCH = torch.randn(8, 4)
 
@@ -89,11 +90,11 @@ class Outer(Base):
 
 
 FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a tensor": (Smoothed, "Smoothed.state at tests/unit/capture/test_attributes.py:34"),
-    "a counter": (Counted, "Counted.calls at tests/unit/capture/test_attributes.py:43"),
-    "what was nothing": (Recurrent, "Recurrent.hidden at tests/unit/capture/test_attributes.py:53"),
-    "a flag": (OnceDone, "OnceDone.is_done at tests/unit/capture/test_attributes.py:63"),
-    "in a method": (ThroughAMethod, "ThroughAMethod.scale at tests/unit/capture/test_attributes.py:78"),
+    "a tensor": (Smoothed, "Smoothed.state at tests/unit/capture/test_attributes.py:35"),
+    "a counter": (Counted, "Counted.calls at tests/unit/capture/test_attributes.py:44"),
+    "what was nothing": (Recurrent, "Recurrent.hidden at tests/unit/capture/test_attributes.py:54"),
+    "a flag": (OnceDone, "OnceDone.is_done at tests/unit/capture/test_attributes.py:64"),
+    "in a method": (ThroughAMethod, "ThroughAMethod.scale at tests/unit/capture/test_attributes.py:79"),
     "set from outside": (Outer, "Counted.times"),
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.utils.flop_counter import FlopCounterMode
 
-from whale.capture.flops import op_flops
+from whale.capture.flat.flops import op_flops
 
 torch.set_num_threads(1)
 

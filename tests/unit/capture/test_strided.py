@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whale.capture.strided import strided
+from whale.capture.flat.strided import strided
 from whale.errors import OpFault
 
 

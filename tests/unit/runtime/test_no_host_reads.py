@@ -17,7 +17,7 @@ import whale
 from tests.examples import slow
 from tests.standin import DEVICE, StandIn, held
 from whale.errors import OpFault
-from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.execute.batch.batch_view import BatchView
 
 pytestmark = pytest.mark.slow
 

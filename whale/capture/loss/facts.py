@@ -11,8 +11,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from whale.capture.aliasing import memory_roots, written_arguments
-from whale.capture.sizes import READS_ROWS
+from whale.capture.flat.aliasing import memory_roots, written_arguments
+from whale.capture.flat.sizes import READS_ROWS
 
 RowFactors = Callable[[Node], tuple[int, ...] | None]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
-from whale.capture.aliasing import memory_roots, written_arguments
+from whale.capture.flat.aliasing import memory_roots, written_arguments
 from whale.capture.loss.facts import is_scalar
 
 aten = torch.ops.aten

@@ -15,14 +15,14 @@ from whale.comm import Launched
 from whale.errors import BatchError, WhaleError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
-from whale.runtime.execute.batch_view import BatchView
-from whale.runtime.execute.digest import BITS, combined, digests, on_host
+from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch.digest import BITS, combined, digests, on_host
+from whale.runtime.execute.batch.rank_batch import check_rows
+from whale.runtime.execute.batch.shared_rows import SharedPiece, balance, shared_pieces
 from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.loss import WeightProgram
-from whale.runtime.execute.rank_batch import check_rows
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.seat_stages import SeatStages
-from whale.runtime.execute.shared_rows import SharedPiece, balance, shared_pieces
 
 DEVICE_STEPS = 3
 """Steps whose batches are compared by content where they lie on a device, which has to be waited for."""

@@ -14,7 +14,7 @@ import torch
 from whale.comm import Launched
 from whale.ir.graph import ModelGraph
 from whale.ir.schedule import COMMUNICATION, POSTS, RECEIVES, Action, Kind
-from whale.runtime.execute.batch_view import BatchView
+from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.exchange import Exchange, place_of
 from whale.runtime.execute.loss import LossAccount
 from whale.runtime.execute.op_faults import named_ops

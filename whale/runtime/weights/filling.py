@@ -9,7 +9,7 @@ import torch
 from whale.comm import World, together
 from whale.errors import CheckpointError, WhaleError, raise_faults
 from whale.ir.graph import ModelGraph
-from whale.runtime.execute.digest import combined, digests
+from whale.runtime.execute.batch.digest import combined, digests
 from whale.runtime.state.holdings import Holdings
 
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale.runtime.execute.batch_view import BatchView
-from whale.runtime.execute.rank_batch import merge
+from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch.rank_batch import merge
 
 NUM_ROWS = 12
 

@@ -19,17 +19,17 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.proxy import TracerBase
 
 from whale.capture.batch import BatchStructure, Leaf
-from whale.capture.ctc import CtcLosses
-from whale.capture.data_access import DataAccess
-from whale.capture.errors import as_capture_error, quiet_export, refused_parameters, watched
-from whale.capture.functions import FunctionCall, collected
-from whale.capture.modes import Faker, fake_tensors, marked_averages, training_flags
-from whale.capture.numbers import ReadNumbers
-from whale.capture.regions import numbered
+from whale.capture.exporting.ctc import CtcLosses
+from whale.capture.exporting.data_access import DataAccess
+from whale.capture.exporting.errors import as_capture_error, quiet_export, refused_parameters, watched
+from whale.capture.exporting.functions import FunctionCall, collected
+from whale.capture.exporting.modes import Faker, fake_tensors, marked_averages, training_flags
+from whale.capture.exporting.numbers import ReadNumbers
+from whale.capture.exporting.regions import numbered
+from whale.capture.exporting.ways import Way, Ways
+from whale.capture.exporting.wrapper import Findings, Loss, Mode, Wrapper
 from whale.capture.scopes import capturing
 from whale.capture.source import inner_frames
-from whale.capture.ways import Way, Ways
-from whale.capture.wrapper import Findings, Loss, Mode, Wrapper
 from whale.errors import WhaleError
 from whale.ir.scope import Scope
 

@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from whale.cli.plan import print_plan
 from whale.cli.planned import add_planning_verb, planned
 from whale.cli.ranks import positive
 from whale.cli.tables import paragraph
+from whale.cli.verbs.plan import print_plan
 from whale.ir.plan import Choice
 from whale.ir.serialization import encode
 from whale.planning.explain.mixing import terms_apart

@@ -23,10 +23,10 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from whale.capture.batch import form_of
-from whale.capture.functions import call
-from whale.capture.regions import recomputed
+from whale.capture.exporting.functions import call
+from whale.capture.exporting.regions import recomputed
+from whale.capture.exporting.wrapper import in_rows
 from whale.capture.source import line_of_traceback, user_line
-from whale.capture.wrapper import in_rows
 from whale.errors import CaptureError, WhaleError, raise_faults
 from whale.ir.source import SourceLine
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 
-from whale.api.loader import Loader
+from whale.api.data.loader import Loader
 from whale.errors import CheckpointError
-from whale.runtime.execute.rank_batch import RankBatch
+from whale.runtime.execute.batch.rank_batch import RankBatch
 from whale.runtime.state.engine_state import EngineState
 
 

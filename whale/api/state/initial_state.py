@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from whale.api.modes import Modes
-from whale.api.optimizers import MakeOptimizer, MakeScheduler, make_optimizer, make_scheduler
-from whale.api.weights import agree_on_weights
+from whale.api.state.optimizers import MakeOptimizer, MakeScheduler, make_optimizer, make_scheduler
+from whale.api.state.weights import agree_on_weights
 from whale.runtime.execute.roster import Roster
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from whale.capture.aliasing import memory_roots, written_arguments
-from whale.capture.sizes import tensors_of
+from whale.capture.flat.aliasing import memory_roots, written_arguments
+from whale.capture.flat.sizes import tensors_of
 
 aten = torch.ops.aten
 

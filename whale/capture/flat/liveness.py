@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from whale.capture.aliasing import memory_roots, written_arguments
-from whale.capture.gradients import gradient_flow
-from whale.capture.ways import held
+from whale.capture.exporting.ways import held
+from whale.capture.flat.aliasing import memory_roots, written_arguments
+from whale.capture.flat.gradients import gradient_flow
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from whale.capture.gradients import may_have_gradient
+from whale.capture.flat.gradients import may_have_gradient
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from whale.capture.attributes import OF_EVERY_MODULE
+from whale.capture.exporting.attributes import OF_EVERY_MODULE
 from whale.capture.source import is_users
 from whale.errors import first_few
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from whale.ir.plan import Plan
-from whale.runtime.execute.batch_view import BatchView
-from whale.runtime.execute.digest import combined, digests
-from whale.runtime.execute.rank_batch import rank_rows
+from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch.digest import combined, digests
+from whale.runtime.execute.batch.rank_batch import rank_rows
 from whale.runtime.execute.seat import Seat
 
 _WEIGHTS = 1021

@@ -21,18 +21,18 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx.node import map_arg
 
-from whale.capture.aliasing import written_arguments
 from whale.capture.batch import BatchStructure
-from whale.capture.ctc import LOSS_PER_ROW, write_loss
-from whale.capture.errors import INNER_HINT
-from whale.capture.functions import CALL
-from whale.capture.gradients import may_have_gradient
-from whale.capture.parameters import Holdings
-from whale.capture.sizes import READS_ROWS, Sizes, tensors_of
+from whale.capture.exporting.ctc import LOSS_PER_ROW, write_loss
+from whale.capture.exporting.errors import INNER_HINT
+from whale.capture.exporting.functions import CALL
+from whale.capture.exporting.trace import Traced
+from whale.capture.exporting.ways import Way, held, way_of
+from whale.capture.flat.aliasing import written_arguments
+from whale.capture.flat.gradients import may_have_gradient
+from whale.capture.flat.parameters import Holdings
+from whale.capture.flat.sizes import READS_ROWS, Sizes, tensors_of
+from whale.capture.flat.strided import STRIDED, strided
 from whale.capture.source import line_of_stack_trace
-from whale.capture.strided import STRIDED, strided
-from whale.capture.trace import Traced
-from whale.capture.ways import Way, held, way_of
 from whale.errors import CaptureError
 
 aten = torch.ops.aten

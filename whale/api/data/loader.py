@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
+from whale.api.data.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
 from whale.errors import BatchError, CheckpointError
 from whale.ir.plan import Plan
+from whale.runtime.execute.batch.rank_batch import RankBatch, check_rows
 from whale.runtime.execute.randomness import seed_of
-from whale.runtime.execute.rank_batch import RankBatch, check_rows
 
 _OWN_OPTIONS = frozenset({"batch_size", "batch_sampler", "sampler", "generator", "collate_fn"})
 

@@ -15,8 +15,8 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, fx
 
-from whale.capture.flatten import Flat
-from whale.capture.sizes import READS_ROWS, are_alike
+from whale.capture.flat.flatten import Flat
+from whale.capture.flat.sizes import READS_ROWS, are_alike
 
 _Number = int | float
 

@@ -3,7 +3,7 @@
     lam = np.random.beta(1, 1)                  drawn once; every step mixes by the same
     self.calls += 1                             of a loss that is an object: counted once
 
-What `forward` keeps in attributes of the model is found by `whale.capture.attributes`, which can tell state from notes.
+What `forward` keeps in attributes of the model is found by `whale.capture.exporting.attributes`, which can tell state from notes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from whale.capture.plain_values import PlainValues
+from whale.capture.exporting.plain_values import PlainValues
 from whale.capture.source import is_users, line_in
 from whale.errors import first_few
 

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from whale.api.sample_randomness import OwnNumbers, own_random_numbers
+from whale.api.data.sample_randomness import OwnNumbers, own_random_numbers
 from whale.errors import BatchError
 from whale.ir.plan import Plan
+from whale.runtime.execute.batch.rank_batch import Rows, check_rows, rank_rows
 from whale.runtime.execute.randomness import seed_of
-from whale.runtime.execute.rank_batch import Rows, check_rows, rank_rows
 
 Collate = Callable[[list[Any]], Any]
 Share = tuple[int, Any]

@@ -5,7 +5,7 @@
     if mask.any():                       True:  cannot be captured; so it goes on as for False, which every step checks:
         places = mask.nonzero()                 what parts of a batch cannot tell for the whole mixes samples (`whale.axes.mixing`)
     if lengths.max().item() > 64: ...    so it is for numbers that are read and compared, and for what the functions of torch ask
-                                         in Python, which no mode sees (`whale.capture.numbers`)
+                                         in Python, which no mode sees (`whale.capture.exporting.numbers`)
     x = f(x) if x.sum() > 0 else g(x)    both can be captured: what holds is not known, and torch says so
 
 Nothing is computed in a capture, so a way that a tensor decides is not known. But where only one of two ways leads to the
@@ -230,7 +230,7 @@ def _stack() -> _Stack:
     """Where the code is that reads, up to where the model, or its loss, is called."""
     found = []
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") != "whale.capture.wrapper":
+    while frame is not None and frame.f_globals.get("__name__") != "whale.capture.exporting.wrapper":
         found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)

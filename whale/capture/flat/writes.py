@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from whale.capture.aliasing import memory_roots, written_arguments
-from whale.capture.flatten import Flat
+from whale.capture.flat.aliasing import memory_roots, written_arguments
+from whale.capture.flat.flatten import Flat
 from whale.capture.source import line_of_stack_trace
 from whale.errors import CaptureError, WhaleError, raise_faults
 

@@ -12,8 +12,8 @@ import torch
 
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
-from whale.runtime.execute.batch_view import BatchView
-from whale.runtime.execute.rank_batch import Rows, rank_rows
+from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch.rank_batch import Rows, rank_rows
 from whale.runtime.execute.seat import Seat
 
 

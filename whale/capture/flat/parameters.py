@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from whale.capture.sizes import dtype_name
+from whale.capture.flat.sizes import dtype_name
 from whale.ir.graph import Parameter, TensorSpec
 
 

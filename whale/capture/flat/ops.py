@@ -10,15 +10,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from whale.capture.aliasing import viewed_arguments, written_arguments
-from whale.capture.flatten import Flat
-from whale.capture.flops import op_flops
-from whale.capture.gradients import gradient_flow
-from whale.capture.regions import region_of
+from whale.capture.exporting.regions import region_of
+from whale.capture.exporting.ways import held
+from whale.capture.flat.aliasing import viewed_arguments, written_arguments
+from whale.capture.flat.flatten import Flat
+from whale.capture.flat.flops import op_flops
+from whale.capture.flat.gradients import gradient_flow
 from whale.capture.scopes import DEFAULT_KEY, PATH_KEY, under_default
 from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import default_tags, effective_tags, parameter_tags
-from whale.capture.ways import held
 from whale.errors import CaptureError
 from whale.ir.graph import REGION, Argument, Op, OpKind, Ref, TensorSpec
 from whale.ir.scope import Scope, ScopePath

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from whale.capture.attributes import forget_new, handed_on, held_attributes
 from whale.capture.batch import BatchStructure
-from whale.capture.known_values import KnownValues
+from whale.capture.exporting.attributes import forget_new, handed_on, held_attributes
+from whale.capture.exporting.known_values import KnownValues
+from whale.capture.exporting.ways import Ways
 from whale.capture.program import ObjectStructure, OutputStructure
 from whale.capture.source import line_of_function
-from whale.capture.ways import Ways
 from whale.errors import BatchError, CaptureError
 from whale.ir.source import SourceLine
 

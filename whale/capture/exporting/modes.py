@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from whale.capture.wrapper import Mode
+from whale.capture.exporting.wrapper import Mode
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def training_flags(model: nn.Module, mode: Mode) -> Iterator[None]:
 def marked_averages(model: nn.Module) -> Iterator[Mapping[float, str]]:
     """Sets a mark as the momentum of batch normalisations that average over all batches, whose own is one over their counter.
 
-    They read the counter as a number, which is not known in a capture; `whale.capture.flatten` writes it in the place of the mark.
+    They read the counter as a number, which is not known in a capture; `whale.capture.flat.flatten` writes it in the place of the mark.
 
     Yields:
         Per mark, the name of the counter.

@@ -1,0 +1,1 @@
+"""The flat graph: made of an export, cleaned, and described as ops and parameters."""
