@@ -96,10 +96,10 @@ class Bounds:
         total = sum(speeds[kind] * count for kind, count in counts.items())
         return {kind: speed / total for kind, speed in speeds.items()}
 
-    def alone(self, team: Team, order: Order, num_micro_batch: int) -> float:
-        """`of` for one team of several, with the rows of its share."""
-        rows = (max(self.share_of(team), num_micro_batch),)
-        return float(self._replicas.seconds([Asked.of(team, order, num_micro_batch, rows, self._sums.of((team,)))])[0][0])
+    def alone(self, asked: Iterable[tuple[Team, Order, int]]) -> list[float]:
+        """`of` for teams of several, each with the rows of its share and so many micro-batches."""
+        own = [Asked.of(team, order, m, (max(self.share_of(team), m),), self._sums.of((team,))) for team, order, m in asked]
+        return [float(seconds[0]) for seconds in self._replicas.seconds(own)]
 
     def about_alone(self, team: Team, order: Order, num_micro_batch: int) -> float:
         """About what `alone` comes to at least, of a team of one kind whose ops are all cut alike; quickly worked out."""

@@ -26,6 +26,9 @@ DEEPEST = 64
 ABOUT = 0.05
 """What a team takes is not below what it takes about at least by a larger share: micro-batches differ by a row."""
 
+AT_ONCE = 16
+"""What so many teams take is worked out together."""
+
 PAIR = 2
 """Of more kinds along a pipeline all have split groups of one width, where there are many devices."""
 
@@ -201,17 +204,19 @@ class Space:
         What a team takes about at least is quickly known: in the order of that they are looked at, until enough take surely less.
         """
         order = self.freedom.orders[0]
-        looks = [
+        looks = sorted(
             (bounds.about_alone(team, order, count), place, count)
             for place, team in enumerate(teams)
             for count in self._micro_batches((team,), int(bounds.share_of(team))) or (1,)
-        ]
+        )
         found: dict[int, float] = {}
-        for about, place, count in sorted(looks):
-            if sum(seconds < about * (1 - ABOUT) for seconds in found.values()) >= number:
+        for start in range(0, len(looks), AT_ONCE):
+            portion = looks[start : start + AT_ONCE]
+            if sum(seconds < portion[0][0] * (1 - ABOUT) for seconds in found.values()) >= number:
                 break
-            seconds = bounds.alone(teams[place], order, count)
-            found[place] = min(seconds, found.get(place, seconds))
+            own = bounds.alone([(teams[place], order, count) for _, place, count in portion])
+            for (_, place, _), seconds in zip(portion, own, strict=True):
+                found[place] = min(seconds, found.get(place, seconds))
         return [teams[place] for place in sorted(found, key=lambda place: (found[place], place))][:number]
 
     def _sequences(self) -> Iterator[tuple[Device, ...]]:
