@@ -16,10 +16,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):  # there are tens of thousands
     """One computation of a worker. Transfers are named by their index.
 
     Attributes:

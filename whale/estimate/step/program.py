@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from whale.estimate.events.computations import Computation, computations
 from whale.estimate.events.engine import Task, Transfer
@@ -37,8 +38,7 @@ def seconds_of(worker: Worker, action: Action) -> float:
     return work.backward_input + work.backward_weight if action.kind is Kind.BACKWARD else work.forward
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):  # there are tens of thousands
     """One transfer of the program.
 
     Attributes:

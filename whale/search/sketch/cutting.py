@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from whale.search.sketch.pieces import Sums
 
@@ -16,8 +17,7 @@ NUM_HALVINGS = 7
 """Of the last interval in which the time is sought: to one part in a hundred."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """What takes a piece.
 
     Attributes:
