@@ -92,10 +92,11 @@ def make_program(gathered: Gathered) -> Program:
     wires = _Wires(gathered, classes, members, links)
     tasks, done = [], []
     orders = [[tuple(computations(actions)) for actions in schedule.ranks] for schedule in gathered.schedules]
+    places = [[tuple(map(_Places.of, order)) for order in ranks] for ranks in orders]
     for number, own in enumerate(members):
         worker = gathered.workers[own[0]]
         done.append(orders[worker.schedule][worker.rank])
-        tasks.append(tuple(_tasks(worker, done[-1], wires.at[number])))
+        tasks.append(tuple(_tasks(worker, done[-1], places[worker.schedule][worker.rank], wires.at[number])))
     return Program(
         members,
         tuple(done),
@@ -200,30 +201,52 @@ def _loads(wires: Sequence[Wire], classes: Classes, first_links: set[int]) -> di
     return found
 
 
-def _tasks(worker: Worker, order: Sequence[Computation], ends: _Ends) -> Iterator[Task]:
+@dataclass(frozen=True)
+class _Places:
+    """Where messages of one computation are looked for, in any device that runs it."""
+
+    local: tuple[_Place, ...]
+    posts: tuple[_Place, ...]
+    receives: tuple[_Place, ...]
+    sends: tuple[_Place, ...]
+
+    @staticmethod
+    def of(each: Computation) -> _Places:
+        """Those of its actions; what devices of one virtual device hand to one another has no actions of its own."""
+        here = [each.action] if each.action.kind is Kind.FORWARD or each.action.kind in _HANDING_BACK else []
+        posts, receives, sends = (_places(actions, is_local=False) for actions in (each.posts, each.receives, each.sends))
+        return _Places(_places(here, is_local=True), posts, receives, sends)
+
+
+def _places(actions: Iterable[Action], *, is_local: bool) -> tuple[_Place, ...]:
+    return tuple((each.stage, each.micro_batch, each.kind in _TOWARDS_SOURCE, is_local) for each in actions)  # type: ignore[misc]
+
+
+def _tasks(worker: Worker, order: Sequence[Computation], places: Sequence[_Places], ends: _Ends) -> Iterator[Task]:
     """The tasks of one device.
 
     Receives are started where their POSTs stand; what comes from other devices of its own virtual device when it is asked for.
     """
     joined = _joins(order, ends)
-    for position, each in enumerate(order):
-        here = [each.action] if each.action.kind is Kind.FORWARD or each.action.kind in _HANDING_BACK else []
-        local = _met(here, ends.arriving, local=True)
-        posts = [*_met(each.posts, ends.posted, local=False), *local]
-        needs = [*_met(each.receives, ends.arriving, local=False), *local]
+    has_local = any(is_local for at in (ends.arriving, ends.leaving) for *_, is_local in at)
+    for position, (each, at) in enumerate(zip(order, places, strict=True)):
+        local = _met(at.local, ends.arriving) if has_local else ()
+        needs = (*_met(at.receives, ends.arriving), *local)
         if each.action.kind is Kind.STEP:
-            needs += ends.sums
-        sends = [*_met(here, ends.leaving, local=True), *_met(each.sends, ends.leaving, local=False)]
-        yield Task(seconds_of(worker, each.action), tuple(needs), tuple(posts), tuple(sends), tuple(joined.get(position, ())))
+            needs = (*needs, *ends.sums)
+        sends = (*(_met(at.local, ends.leaving) if has_local else ()), *_met(at.sends, ends.leaving))
+        yield Task(
+            seconds_of(worker, each.action), needs, (*_met(at.posts, ends.posted), *local), sends, tuple(joined.get(position, ()))
+        )
 
 
-def _met(actions: Iterable[Action], at: Mapping[_Place, Sequence[int]], *, local: bool) -> list[int]:
-    """The messages that some actions are about."""
-    found: list[int] = []
-    for action in actions:
-        assert action.stage is not None and action.micro_batch is not None
-        found += at.get((action.stage, action.micro_batch, action.kind in _TOWARDS_SOURCE, local), ())
-    return found
+def _met(places: Sequence[_Place], at: Mapping[_Place, Sequence[int]]) -> Sequence[int]:
+    """The messages at some places."""
+    if not places:
+        return ()
+    if len(places) == 1:
+        return at.get(places[0], ())
+    return [number for place in places for number in at.get(place, ())]
 
 
 def _joins(order: Sequence[Computation], ends: _Ends) -> dict[int, list[tuple[int, float]]]:
