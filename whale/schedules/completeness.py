@@ -77,15 +77,18 @@ def communication_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
 
 def _post_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
     """What comes to a rank from a stage of another is posted there, once for all the rank's stages; nothing else is."""
-    wanted = {rank: set[Action]() for rank in range(len(positions.posts))}
+    wanted = tuple(set[tuple[Kind, int]]() for _ in positions.posts)
     for kind, sender, receiver in edges.messages():
         if kind is Kind.POST_FORWARD or positions.trains:
-            wanted[positions.stage_rank[receiver]].update(Action(kind, sender, i) for i in range(positions.num_micro_batch))
-    for rank, posts in enumerate(positions.posts):
-        for action in sorted(wanted[rank] - posts.keys(), key=str):
+            wanted[positions.stage_rank[receiver]].add((kind, sender))
+    for rank, (own, posts) in enumerate(zip(wanted, positions.posts, strict=True)):
+        none = [ABSENT] * positions.num_micro_batch
+        missing = [Action(*key, number) for key in own for number, position in enumerate(posts.get(key, none)) if position == ABSENT]
+        surplus = {Action(*key, number): position for key in posts.keys() - own for number, position in enumerate(posts[key])}
+        for action in sorted(missing, key=str):
             yield rank, f"{action} is missing on rank {rank}"
-        for action in sorted(posts.keys() - wanted[rank], key=str):
-            yield rank, f"{action} (action {posts[action] + 1} of rank {rank}) has no edge between ranks to come along"
+        for action in sorted((each for each, position in surplus.items() if position > ABSENT), key=str):
+            yield rank, f"{action} (action {surplus[action] + 1} of rank {rank}) has no edge between ranks to come along"
 
 
 def _lacking(positions: Positions, stage: int, kind: Kind) -> Iterator[Fault]:

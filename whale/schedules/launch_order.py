@@ -21,18 +21,20 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from operator import itemgetter
 
-from whale.ir.schedule import COMPUTE, RECV_OF, SEND_OF, SENDS, Action, Kind, Schedule
+from whale.ir.schedule import COMPUTE, RECEIVES, RECV_OF, SEND_OF, SENDS, Action, Kind, Schedule
 from whale.schedules.edges import Edges
 from whale.schedules.execution import execute
 
 When = tuple[float, bool, int, int]
 """When something can be launched: a time, whether it is the loss (after all made until then), stage and micro-batch."""
 
-Arrivals = Mapping[Action, Sequence[Action]]
+Key = tuple[Kind, int | None, int | None]
+"""An action by what it is made of: there are tens of thousands, and a tuple is looked up soonest."""
 
-_MADE_BY = {Kind.SEND_FORWARD: (Kind.FORWARD,), Kind.SEND_BACKWARD: (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
+Arrivals = Mapping[Key, Sequence[Key]]
+
+_SENDS_OF = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.BACKWARD: Kind.SEND_BACKWARD, Kind.BACKWARD_INPUT: Kind.SEND_BACKWARD}
 _POST_OF = {send: post for post, send in SEND_OF.items()}
 
 
@@ -46,77 +48,80 @@ def insert_launches(schedule: Schedule, edges: Edges) -> Schedule:
         schedule: with SENDs and RECVs, without POSTs and LOSS.
         edges: between its stages.
     """
-    ends, arrivals = _ends(schedule, edges), _arrivals(schedule, edges)
-    last_forward = max((end for action, end in ends.items() if action.kind is Kind.FORWARD), default=0.0)
+    made, last_forward = _made(schedule, edges)
+    whens = {key: _when(key, made) for actions in schedule.ranks for action in actions if action.kind in SENDS for key in (_key(action),)}
+    loss, arrivals = (last_forward, True, 0, 0), _arrivals(schedule, edges, whens)
     return replace(
         schedule,
         ranks=tuple(
-            _with_posts(_with_loss(actions, ends, last_forward), ends, last_forward, arrivals[rank])
-            for rank, actions in enumerate(schedule.ranks)
+            _with_posts(_with_loss(actions, whens, loss), whens, loss, arrivals[rank]) for rank, actions in enumerate(schedule.ranks)
         ),
     )
 
 
-def _ends(schedule: Schedule, edges: Edges) -> dict[Action, float]:
-    """When each computation ends in units of time; those that a deadlock never lets run are left out."""
+def _key(action: Action) -> Key:
+    return action.kind, action.stage, action.micro_batch
+
+
+def _made(schedule: Schedule, edges: Edges) -> tuple[Mapping[Key, float], float]:
+    """Per SEND when what it sends is made, in units of time, but for what a deadlock never lets run; and when the last forward ends."""
     units = {kind: (2.0 if kind is Kind.BACKWARD else 1.0,) * schedule.num_stages for kind in COMPUTE}
-    run = execute(schedule, edges, durations=units)
-    return {
-        action: end
-        for actions, ends in zip(schedule.ranks, run.ends, strict=True)
-        for action, end in zip(actions, ends, strict=False)
-        if action.kind in COMPUTE
-    }
+    run, made, last_forward = execute(schedule, edges, durations=units), dict[Key, float](), 0.0
+    for actions, ends in zip(schedule.ranks, run.ends, strict=True):
+        for action, end in zip(actions, ends, strict=False):
+            if action.kind in _SENDS_OF:
+                made[_SENDS_OF[action.kind], action.stage, action.micro_batch] = end
+            if action.kind is Kind.FORWARD:
+                last_forward = max(last_forward, end)
+    return made, last_forward
 
 
-def _arrivals(schedule: Schedule, edges: Edges) -> tuple[Arrivals, ...]:
+def _arrivals(schedule: Schedule, edges: Edges, whens: Mapping[Key, When]) -> tuple[Arrivals, ...]:
     """Per rank and message to it, by its SEND, the RECVs there that wait for it."""
-    found = tuple(dict[Action, list[Action]]() for _ in schedule.ranks)
-    sent = {action for actions in schedule.ranks for action in actions if action.kind in SENDS}
+    found = tuple(dict[Key, list[Key]]() for _ in schedule.ranks)
     for post, sender, receiver in edges.messages():
+        here, send, receive = found[schedule.stage_rank[receiver]], SEND_OF[post], RECV_OF[post]
         for micro_batch in range(schedule.num_micro_batch):
-            send = Action(SEND_OF[post], sender, micro_batch)
-            if send in sent:
-                here = found[schedule.stage_rank[receiver]]
-                here.setdefault(send, []).append(Action(RECV_OF[post], receiver, micro_batch))
+            if (send, sender, micro_batch) in whens:
+                here.setdefault((send, sender, micro_batch), []).append((receive, receiver, micro_batch))
     return found
 
 
-def _when(action: Action, ends: dict[Action, float]) -> When:
-    made = [ends[maker] for kind in _MADE_BY[action.kind] if (maker := Action(kind, action.stage, action.micro_batch)) in ends]
-    return max(made, default=inf), False, action.stage or 0, action.micro_batch or 0
+def _when(send: Key, made: Mapping[Key, float]) -> When:
+    _, stage, micro_batch = send
+    return made.get(send, inf), False, stage or 0, micro_batch or 0
 
 
-def _with_loss(actions: Sequence[Action], ends: dict[Action, float], last_forward: float) -> list[Action]:
+def _with_loss(actions: Sequence[Action], whens: Mapping[Key, When], loss: When) -> list[Action]:
     """Puts LOSS behind the rank's own last forward and behind all that it sends before the last forward anywhere ends."""
     place = 0
     for position, action in enumerate(actions):
-        if action.kind is Kind.FORWARD or (action.kind in SENDS and _when(action, ends) < (last_forward, True, 0, 0)):
+        if action.kind is Kind.FORWARD or (action.kind in SENDS and whens[_key(action)] < loss):
             place = position + 1
     return [*actions[:place], Action(Kind.LOSS), *actions[place:]]
 
 
-def _with_posts(actions: Sequence[Action], ends: dict[Action, float], last_forward: float, arrivals: Arrivals) -> tuple[Action, ...]:
+def _with_posts(actions: Sequence[Action], whens: Mapping[Key, When], loss: When, arrivals: Arrivals) -> tuple[Action, ...]:
     """Puts each POST between the launches before and after it in the order of all."""
-    position_of = {action: position for position, action in enumerate(actions)}
+    position_of = {_key(action): position for position, action in enumerate(actions) if action.kind in RECEIVES}
     computations = [position for position, action in enumerate(actions) if action.kind in COMPUTE]
     fixed = [
-        ((last_forward, True, 0, 0) if action.kind is Kind.LOSS else _when(action, ends), position)
+        (loss if action.kind is Kind.LOSS else whens[_key(action)], position)
         for position, action in enumerate(actions)
         if action.kind in SENDS or action.kind is Kind.LOSS
     ]
-    order = sorted(((_when(send, ends), send) for send in arrivals), key=itemgetter(0))
     places = []
     latest = len(actions)
-    for when, send in reversed(order):
-        before = bisect(fixed, (when, len(actions)))  # sends in program order are in the order of launches too
+    for send in sorted(arrivals, key=whens.__getitem__, reverse=True):
+        before = bisect(fixed, (whens[send], len(actions)))  # sends in program order are in the order of launches too
         lowest = fixed[before - 1][1] + 1 if before else 0
         highest = fixed[before][1] if before < len(fixed) else len(actions)
         taken = min((position_of[receive] for receive in arrivals[send] if receive in position_of), default=len(actions))
         in_front = bisect(computations, taken) - 1
         wanted = computations[in_front] if in_front >= 0 else taken
         latest = min(max(wanted, lowest), highest, taken, latest)
-        places.append((latest, Action(_POST_OF[send.kind], send.stage, send.micro_batch)))
+        kind, stage, micro_batch = send
+        places.append((latest, Action(_POST_OF[kind], stage, micro_batch)))
     return _merged(actions, places[::-1])
 
 

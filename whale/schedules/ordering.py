@@ -63,14 +63,14 @@ def end_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
 def post_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
     """Each RECV stands after the POSTs of all that it waits for."""
     for post, sender, receiver in edges.messages():
-        rank = positions.stage_rank[receiver]
-        kind = RECV_OF[post]
-        for micro_batch, taken in enumerate(positions.of(kind, receiver)):
-            action = Action(post, sender, micro_batch)
-            posted = positions.posts[rank].get(action, ABSENT)
-            if posted > taken > ABSENT:
-                early = Action(kind, receiver, micro_batch)
-                yield rank, f"{early} (action {taken + 1} of rank {rank}) stands before {action} (action {posted + 1})"
+        rank, kind = positions.stage_rank[receiver], RECV_OF[post]
+        posted, taken = positions.posted(post, sender, receiver), positions.of(kind, receiver)
+        if all(map(lt, posted, taken)):
+            continue
+        for micro_batch, (before, after) in enumerate(zip(posted, taken, strict=True)):
+            if before > after > ABSENT:
+                early, late = Action(kind, receiver, micro_batch), Action(post, sender, micro_batch)
+                yield rank, f"{early} (action {after + 1} of rank {rank}) stands before {late} (action {before + 1})"
 
 
 def bucket_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
@@ -87,10 +87,8 @@ def bucket_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
 def channel_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
     """Both ends of an edge agree on the order of its micro-batches, so that each channel is first in, first out."""
     for post, sender, receiver in edges.messages():
-        send = SEND_OF[post]
-        rank, posts = positions.stage_rank[receiver], positions.posts[positions.stage_rank[receiver]]
-        sent = positions.of(send, sender)
-        taken = [posts.get(Action(post, sender, micro_batch), ABSENT) for micro_batch in range(positions.num_micro_batch)]
+        send, rank = SEND_OF[post], positions.stage_rank[receiver]
+        sent, taken = positions.of(send, sender), positions.posted(post, sender, receiver)
         order, order_taken = (sorted(range(len(found)), key=found.__getitem__) for found in (sent, taken))
         if order != order_taken:
             at = next(number for number, pair in enumerate(zip(order, order_taken, strict=True)) if pair[0] != pair[1])

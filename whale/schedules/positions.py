@@ -20,7 +20,7 @@ class Positions:
         stage_rank: per stage, its rank.
         slots: per kind, at ``stage * num_micro_batch + micro_batch``; `ABSENT` where there is none.
         syncs: per stage, positions of its SYNC.
-        posts: per rank, the position of each of its POSTs.
+        posts: per rank, and per kind and sending stage of its POSTs, their positions by micro-batch; `ABSENT` where there is none.
         losses, steps: per rank, positions of its LOSS and of its STEP.
     """
 
@@ -28,13 +28,17 @@ class Positions:
     stage_rank: tuple[int, ...]
     slots: dict[Kind, list[int]]
     syncs: tuple[list[int], ...]
-    posts: tuple[dict[Action, int], ...]
+    posts: tuple[dict[tuple[Kind, int], list[int]], ...]
     losses: tuple[list[int], ...]
     steps: tuple[list[int], ...]
 
     def of(self, kind: Kind, stage: int) -> list[int]:
         """Per micro-batch, the position of a stage's action."""
         return self.slots[kind][stage * self.num_micro_batch : (stage + 1) * self.num_micro_batch]
+
+    def posted(self, kind: Kind, sender: int, receiver: int) -> list[int]:
+        """Per micro-batch, the position of the POST on the receiving stage's rank for what the sending stage hands over."""
+        return self.posts[self.stage_rank[receiver]].get((kind, sender), [ABSENT] * self.num_micro_batch)
 
     def last_backward(self, stage: int) -> int:
         """The position of the last action of a stage that adds to its gradients."""
@@ -88,7 +92,9 @@ def _place_rare(schedule: Schedule, rank: int, position: int, found: Positions) 
     if wrong:
         return [(rank, f"{action} (action {position + 1} of rank {rank}) {wrong}")]
     if action.kind in POSTS:
-        first = found.posts[rank].setdefault(action, position)
+        assert action.stage is not None and action.micro_batch is not None
+        own = found.posts[rank].setdefault((action.kind, action.stage), [ABSENT] * schedule.num_micro_batch)
+        first = own[action.micro_batch] = position if own[action.micro_batch] == ABSENT else own[action.micro_batch]
     else:
         ends = found.losses if action.kind is Kind.LOSS else found.steps
         seen = ends[rank] if action.stage is None else found.syncs[action.stage]

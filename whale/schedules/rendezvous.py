@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from whale.ir.schedule import POSTS, SEND_OF, SENDS, Action, Kind, Schedule
 
-Launch = Action
-"""Named by the action of the sender; LOSS is one for all."""
+Launch = tuple[Kind, int | None, int | None]
+"""Kind, stage and micro-batch of the sender's action; LOSS is one for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def replay(schedule: Schedule) -> tuple[Blocked, ...]:
 
 def _launches(actions: Sequence[Action]) -> list[tuple[Launch, int]]:
     return [
-        (Action(SEND_OF[action.kind], action.stage, action.micro_batch) if action.kind in POSTS else action, position)
+        ((SEND_OF.get(action.kind, action.kind), action.stage, action.micro_batch), position)
         for position, action in enumerate(actions)
         if action.kind in SENDS or action.kind in POSTS or action.kind is Kind.LOSS
     ]

@@ -235,9 +235,7 @@ def _tasks(worker: Worker, order: Sequence[Computation], places: Sequence[_Place
         if each.action.kind is Kind.STEP:
             needs = (*needs, *ends.sums)
         sends = (*(_met(at.local, ends.leaving) if has_local else ()), *_met(at.sends, ends.leaving))
-        yield Task(
-            seconds_of(worker, each.action), needs, (*_met(at.posts, ends.posted), *local), sends, tuple(joined.get(position, ()))
-        )
+        yield Task(seconds_of(worker, each.action), needs, (*_met(at.posts, ends.posted), *local), sends, tuple(joined.get(position, ())))
 
 
 def _met(places: Sequence[_Place], at: Mapping[_Place, Sequence[int]]) -> Sequence[int]:
