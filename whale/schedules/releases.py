@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 
-from whale.ir.schedule import RECEIVES, RECV_OF, SEND_OF, SENDS, Action, Schedule
+from whale.ir.schedule import RECEIVES, RECV_OF, SEND_OF, SENDS, Action, Kind, Schedule
 from whale.schedules.edges import Edges
 
 Releases = dict[tuple[Action, int], tuple[Action, ...]]
@@ -42,27 +42,31 @@ Message = tuple[int, int, int, Action, Action]
 """Position of its SEND, position of the last RECV and of the first RECV that wait for it; its SEND, and its first RECV."""
 
 
-Positions = Mapping[Action, int]
+Positions = Mapping[tuple[Kind, int], Mapping[int, int]]
+"""Per kind and stage of a rank's messages, where each micro-batch's stands among its actions."""
 
 
 def _positions(schedule: Schedule, rank: int) -> Positions:
-    """Where a rank's messages stand among its actions."""
-    return {action: place for place, action in enumerate(schedule.ranks[rank]) if action.kind in SENDS or action.kind in RECEIVES}
+    found: dict[tuple[Kind, int], dict[int, int]] = {}
+    for place, action in enumerate(schedule.ranks[rank]):
+        if action.kind in SENDS or action.kind in RECEIVES:
+            assert action.stage is not None and action.micro_batch is not None
+            found.setdefault((action.kind, action.stage), {})[action.micro_batch] = place
+    return found
 
 
 def _messages(schedule: Schedule, edges: Edges, source: int, target: int, positions: Mapping[int, Positions]) -> Iterator[Message]:
     """What goes from one rank to another."""
     here, there = positions[source], positions[target]
-    readers: dict[Action, list[Action]] = {}
+    readers: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
     for post, sender, receiver in edges.messages():
         if (schedule.stage_rank[sender], schedule.stage_rank[receiver]) == (source, target):
-            send, receive = SEND_OF[post], RECV_OF[post]
-            for micro_batch in range(schedule.num_micro_batch):
-                readers.setdefault(Action(send, sender, micro_batch), []).append(Action(receive, receiver, micro_batch))
-    for send_action, receives in readers.items():
-        if send_action in here:
-            places = sorted((there[receive], receive) for receive in receives)
-            yield here[send_action], places[-1][0], places[0][0], send_action, places[0][1]
+            readers.setdefault((SEND_OF[post], sender), []).append((RECV_OF[post], receiver))
+    for send, receives in readers.items():
+        for micro_batch, sent in sorted(here.get(send, {}).items()):
+            places = [there[receive][micro_batch] for receive in receives]
+            first, last = min(places), max(places)
+            yield sent, last, first, schedule.ranks[source][sent], schedule.ranks[target][first]
 
 
 def _by_answer(sent: Iterable[Message], heard: Iterable[Message]) -> Iterator[tuple[Action, Action]]:
