@@ -49,7 +49,7 @@ class Atoms:
 
     def size(self, dim: Dim) -> int:
         """Product of the sizes of a dimension's atoms."""
-        return prod(self._size[atom] for atom in dim)
+        return self._size[dim[0]] if len(dim) == 1 else prod([self._size[atom] for atom in dim])  # most have one
 
     def leaves(self, dim: Dim) -> Dim:
         """The dimension as atoms that are refined no further, one number per set of equal atoms."""
@@ -78,6 +78,8 @@ class Atoms:
         Raises:
             Clash: their factors do not fit. Outer factors that did fit stay unified.
         """
+        if left == right:
+            return
         lefts, rights = list(reversed(left)), list(reversed(right))
         while lefts and rights:
             a, b = self._pop_leaf(lefts), self._pop_leaf(rights)

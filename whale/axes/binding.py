@@ -47,6 +47,9 @@ class _Binder:
         """Takes a dimension of an operand, whose size is not 1, for a term. Sizes of 1 are broadcast and bind nothing."""
         if not term:
             raise Misfit("a dimension that should have size 1 has not")
+        if len(term) == 1 and term[0] not in self.bound and term[0] not in self.rule.sizes:
+            self.bound[term[0]] = dim
+            return
         known = self._solve(term, self.atoms.size(dim))
         try:
             self.atoms.unify(known, dim)
