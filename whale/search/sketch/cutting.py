@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from whale.search.sketch.pieces import Sums
 
-NUM_HALVINGS = 7
-"""Of the last interval in which the time is sought: to one part in a hundred."""
+NEAR = 0.01
+"""The time is sought until it is known to this share of it."""
 
 
 class Stage(NamedTuple):
@@ -89,10 +89,11 @@ def cut(stages: Sequence[Stage], num_units: int, *, may_be_empty: bool = False) 
         return None
     if len(stages) == 1:
         return Cut((0, num_units), (most,), most)
-    low, high = 0.0, most / 4096 if min(totals) == 0.0 else 1 / sum(1 / total for total in totals)
+    even = 0.0 if min(totals) == 0.0 else 1 / sum(1 / total for total in totals)  # if it could be cut anywhere
+    low, high = even * (1 - 1e-9), even or most / 4096
     while (found := within(high)) is None:
         low, high = high, min(1.5 * high, most)
-    for _ in range(NUM_HALVINGS):
+    while high - low > NEAR * high:
         middle = (low + high) / 2
         nearer = within(middle)
         if nearer is None:
