@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from whale.search.sketch.pieces import Sums
 
@@ -17,7 +16,8 @@ NEAR = 0.01
 """The time is sought until it is known to this share of it."""
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stage:
     """What takes a piece.
 
     Attributes:
