@@ -19,6 +19,9 @@ from whale.planning.replicas.solve import Solution
 from whale.planning.shard.overlapping import explain_overlap
 from whale.units import format_seconds
 
+_CLOSED_FORM = "a closed form without sums of gradients and the optimizer"
+"""By which rows are divided; the estimate has both, and is told by itself."""
+
 
 def explain_choices(annotations: Annotations | None, found: Outcome, replicas: Sequence[Replica]) -> Iterator[Choice]:
     """The choices of all passes, in order."""
@@ -40,7 +43,8 @@ def explain_choices(annotations: Annotations | None, found: Outcome, replicas: S
     yield from explain_sharding(best, replicas)
     yield from explain_bridges(found.solver, best, replicas)
     yield from explain_overlap([model.overlappings for model in best.replicas])
-    yield _rows(best)
+    if len(replicas) > 1:  # one takes all
+        yield _rows(best)
     for replica in replicas:
         if any(len(stage.shares) > 1 and stage.estimates for stage in replica.stages):  # of joined replicas, joining tells
             yield _inner_rows(replica)
@@ -105,19 +109,20 @@ def _rows(best: Solution) -> Choice:
     times = [float(model.curve.seconds[share]) for model, share in zip(best.replicas, best.rows, strict=True)]
     slowest = max(range(len(times)), key=lambda index: times[index])
     model = best.replicas[slowest]
+    names = [device for rank in model.placed for device in rank]
     bound = "memory" if model.curve.most == best.rows[slowest] < sum(best.rows) else "time"
     even = divide_evenly(sum(best.rows), len(best.rows))
     runner_up = ""
     if even != best.rows:
         fits = all(model.curve.most >= share for model, share in zip(best.replicas, even, strict=True))
         seconds = max(float(model.curve.seconds[share]) for model, share in zip(best.replicas, even, strict=True))
-        runner_up = f"even {_sizes(even)}: {format_seconds(seconds) if fits else 'does not fit in memory'}"
+        runner_up = f"even {_sizes(even)}: {format_seconds(seconds) + ' by it' if fits else 'does not fit in memory'}"
     return Choice(
         "balance",
         "rows of the replicas",
         _sizes(best.rows),
-        cost=f"slowest replica {format_seconds(times[slowest])} per step, fastest {format_seconds(min(times))}",
-        bound=f"{bound} of replica {slowest} ({', '.join(device for names in model.placed[:1] for device in names[:1])}, ...)",
+        cost=f"{format_seconds(times[slowest])} of the slowest, {format_seconds(min(times))} of the fastest, by {_CLOSED_FORM}",
+        bound=f"{bound} of replica {slowest} ({names[0]}{', ...' if len(names) > 1 else ''})",
         runner_up=runner_up,
     )
 
