@@ -20,7 +20,7 @@ from whale.config import Config
 from whale.errors import WhaleError
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice
 from whale.planning.collecting import without_collecting
@@ -56,6 +56,7 @@ def search(
     rows: int | None = None,
     effort: float | None = None,
     start: Sequence[Arrangement] = (),
+    using: Device | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Found:
     """Finds the best plan, where scopes and the configuration leave a choice: by ``planning.objective``.
@@ -72,6 +73,7 @@ def search(
             those that take least memory; None for ``planning.effort``.
         start: arrangements that are good on a cluster like this one: they are planned first, whatever effort that takes, wherever scopes
             leave arrangements to the search.
+        using: a kind of device that all plans must have; None for any.
         tell: is called after each arrangement with what was seen so far, in words.
 
     Raises:
@@ -83,7 +85,7 @@ def search(
     """
     num_rows = graph.num_rows if rows is None else rows
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
-    freedom = freedom_of(config, mixes_samples=mixes_samples(prices))
+    freedom = replace(freedom_of(config, mixes_samples=mixes_samples(prices)), using=using)
     seater = Seater(prices, freedom.config, num_rows)
     bounds = Bounds(prices, seater.structure, seater.points, num_rows)
     objective = expected(objective_of(config.planning.objective, cluster, bounds), prices)

@@ -114,13 +114,17 @@ class _Adviser:
     rows: int | None
     tell: Callable[[str], None] | None
 
-    def searched(self, what: str, cluster: Cluster, start: Sequence[Candidate | Found] = ()) -> Found:
-        """The outcome of a search on a cluster, told before it begins; what is known to be good there is where it starts."""
+    def searched(self, what: str, cluster: Cluster, start: Sequence[Candidate | Found] = (), using: Device | None = None) -> Found:
+        """The outcome of a search on a cluster, told before it begins; what is known to be good there is where it starts.
+
+        Args:
+            using: a kind that all plans have.
+        """
         if self.tell is not None:
             self.tell(what)
         effort = None if "planning.effort" in self.config.explicit else EFFORT
         known = [each.arrangement for each in start if isinstance(each.arrangement, Arrangement)]
-        return search(self.graph, cluster, self.config, rows=self.rows, effort=effort, start=known)
+        return search(self.graph, cluster, self.config, rows=self.rows, effort=effort, start=known, using=using)
 
     def groups(self, found: Found) -> Iterator[Advice]:
         """Whether each kind of device is worth using."""
@@ -144,10 +148,10 @@ class _Adviser:
                 "devices", name, f"use {subject}: without them there is no plan ({text(found.value)} with them)", found.value, None
             )
         ratio = without / found.value
-        numbers = f"({text(found.value)} with them, {text(without)} without)"
+        numbers = self._numbers(found, found.value, without)
         if ratio < WORTH:
-            return Advice("devices", name, f"the {name} may be left out: the others alone are as good {numbers}", without, found.value)
-        return Advice("devices", name, f"use {subject}: {ratio:.2f}x {numbers}", found.value, without)
+            return self._as_good(name, numbers, without, found.value)
+        return Advice("devices", name, f"use {subject}: {ratio:.2f}x ({numbers})", found.value, without)
 
     def _fewer(self, found: Found, name: str, subject: str) -> Advice:
         """Of devices that are all alike: beside one of them."""
@@ -161,24 +165,41 @@ class _Adviser:
 
     def _unused(self, found: Found, kind: Device) -> Advice:
         name, text = self.names[kind], found.objective.text
-        using = next((each for each in found.others if self._uses(each.draft.plan, kind)), None)
-        if using is None:
-            why = "no plan with them comes near"
-            if found.num_unproven:
-                why = (
-                    f"no plan with them was made, and {found.num_unproven} arrangements were not looked at (planning.effort looks at more)"
-                )
-            says = f"leave the {name} out: {why} ({text(found.value)} without)"
-            return Advice("devices", name, says, found.value, None)
-        numbers = f"{text(found.value)} without, {text(using.value)} with them"
-        ratio = using.value / found.value
-        if ratio < WORTH:
+        beside = next(self._with(found.others, kind), None) or self._best_with(kind)
+        if beside is None:
             return Advice(
-                "devices", name, f"the {name} may be left out: the others alone are as good ({numbers})", found.value, using.value
+                "devices", name, f"leave the {name} out: no plan with them was found ({text(found.value)} without)", found.value, None
             )
-        why = why_slower(using.draft.step, found.step.step_seconds)
-        says = f"leave the {name} out: they make it {ratio - 1:.0%} worse ({numbers}; {why})"
-        return Advice("devices", name, says, found.value, using.value)
+        value, step = beside
+        numbers, ratio = self._numbers(found, value, found.value), value / found.value
+        if ratio < 1 / WORTH:
+            says = f"use the {name}: {1 / ratio:.2f}x, as a search of plans with them alone finds ({numbers})"
+            return Advice("devices", name, says, value, found.value)
+        if ratio < WORTH:
+            return self._as_good(name, numbers, found.value, value)
+        says = f"leave the {name} out: they make it {ratio - 1:.0%} worse ({numbers}; {why_slower(step, found.step.step_seconds)})"
+        return Advice("devices", name, says, found.value, value)
+
+    def _best_with(self, kind: Device) -> tuple[float, StepEstimate] | None:
+        """The best plan with a kind of device, by a search of such plans alone: value and step; None where there is none."""
+        try:
+            found = self.searched(f"with the {self.names[kind]}", self.cluster, using=kind)
+        except (PlanError, AnnotationError):
+            return None
+        if self._uses(found.plan, kind):
+            return found.value, found.step
+        return next(self._with(found.others, kind), None)  # around scopes a plan need not take all that it may
+
+    def _with(self, candidates: Sequence[Candidate], kind: Device) -> Iterator[tuple[float, StepEstimate]]:
+        return ((each.value, each.draft.step) for each in candidates if self._uses(each.draft.plan, kind))
+
+    @staticmethod
+    def _numbers(found: Found, value: float, without: float) -> str:
+        return f"{found.objective.text(value)} with them, {found.objective.text(without)} without"
+
+    @staticmethod
+    def _as_good(name: str, numbers: str, without: float, value: float) -> Advice:
+        return Advice("devices", name, f"the {name} may be left out: the others alone are as good ({numbers})", without, value)
 
     def front(self, found: Found) -> Iterator[Advice]:
         """Which kind computes the first stage, and what it would be with another there."""

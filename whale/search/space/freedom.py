@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from whale.config import Config, ReplicaBlock
 from whale.config.keys import Shares
+from whale.ir.cluster import Device
 from whale.search.arrangement import Order
 
 ORDERS = (Order("1f1b"), Order("eager_1f1b"), Order("interleaved", 2), Order("zb_h1"), Order("zb_h2"))
@@ -29,6 +30,7 @@ class Freedom:
         policies: of recomputation, each tried with every arrangement.
         config: the settings with which plans are made.
         splits: whether ranks may be split groups.
+        using: a kind of device that is among those of every plan; None for any.
     """
 
     orders: tuple[Order, ...]
@@ -40,6 +42,7 @@ class Freedom:
     policies: tuple[str | Shares, ...]
     config: Config
     splits: bool = True
+    using: Device | None = None
 
     @property
     def recomputes(self) -> tuple[bool, ...]:

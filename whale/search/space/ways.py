@@ -105,7 +105,9 @@ class Ways:
     def _rows(self) -> Iterator[tuple[Way, ...]]:
         fixed = self.freedom.micro_batches
         numbers = micro_batch_counts(self.num_rows, self.num_rows) if fixed is None else (fixed,)
-        for devices, policy in product(self._subsets(), self.freedom.policies):
+        using = self.freedom.using
+        subsets = (own for own in self._subsets() if using is None or any(device.kind == using for device in own))
+        for devices, policy in product(subsets, self.freedom.policies):
             for order in self._orders(len(devices)):
                 own = numbers if order in (None, self.freedom.orders[0]) else [number for number in numbers if number > 1]
                 yield tuple(self._way(devices, number, policy, order) for number in own)
