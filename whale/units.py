@@ -1,8 +1,9 @@
-"""Quantities as people write them: parsing ``32 GiB`` and ``25 Gbit/s``, printing bytes, seconds and shares."""
+"""Quantities as people write them: parsing ``32 GiB`` and ``25 Gbit/s``, printing bytes, seconds, shares and counts of things."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -89,3 +90,24 @@ def format_count(count: float) -> str:
         if abs(count) >= scale:
             return f"{count / scale:.3g}{name}"
     return f"{count:.3g}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1`` and ``row`` as ``1 row``, ``4`` and ``micro-batch`` as ``4 micro-batches``."""
+    return f"{number} {_form(noun, number)}"
+
+
+def listed(noun: str, names: Sequence[object]) -> str:
+    """``rank`` and ``[1]`` as ``rank 1``, ``[0, 3]`` as ``ranks 0, 3``."""
+    return f"{_form(noun, len(names))} {', '.join(map(str, names))}"
+
+
+def each_counted(numbers: Sequence[int], noun: str) -> str:
+    """``[1]`` and ``stage`` as ``1 stage``, ``[2, 1]`` as ``2, 1 stages``."""
+    return f"{', '.join(map(str, numbers))} {_form(noun, numbers[0] if len(numbers) == 1 else 0)}"
+
+
+def _form(noun: str, number: int) -> str:
+    if number == 1:
+        return noun
+    return noun + ("es" if noun.endswith(("s", "x", "ch")) else "s")

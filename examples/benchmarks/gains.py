@@ -26,6 +26,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning import even_shares, make_plan
 from whale.search import decide
+from whale.units import counted
 from whale.workloads import GPT
 
 MODEL = GPT(layers=16, hidden=1024, heads=16, sequence=512, vocabulary=32000)
@@ -110,6 +111,11 @@ def even_seconds(graph: ModelGraph, cluster: Cluster, strategy: Strategy, rows: 
     return None
 
 
+def _said(num_replicas: int, num_stages: int, width: int, num_micro_batch: int) -> str:
+    shape = f"{counted(num_replicas, 'replica')} of {counted(num_stages, 'stage')}"
+    return f"{shape}, split over {width}, {counted(num_micro_batch, 'micro-batch')}"
+
+
 def gains(cluster: Cluster, graph: ModelGraph, rows: int) -> Gains:
     """The searched plan and the even policies on one cluster."""
     begin = time.process_time()
@@ -125,7 +131,7 @@ def gains(cluster: Cluster, graph: ModelGraph, rows: int) -> Gains:
         equal_layers=min(layers, default=None),
         one_strategy=None if best is None else fitting[best],
         plan="; ".join(choice.decision for choice in plan.choices if choice.pass_name == "search") or str(plan).partition("\n")[0],
-        strategy="" if best is None else "{} replica(s) of {} stage(s), split over {}, {} micro-batch(es)".format(*best),
+        strategy="" if best is None else _said(*best),
         cpu_seconds=cpu_seconds,
     )
 

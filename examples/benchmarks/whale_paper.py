@@ -25,6 +25,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica, Stage
 from whale.planning import make_plan
+from whale.units import counted
 from whale.workloads import GPT
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -120,7 +121,7 @@ def many_classes() -> Iterator[Figure]:
     for count, (copied, hybrid) in published.items():
         rows, cluster = ROWS * count, of_v100s(count)
         found = rows / seconds(classifier(CLASSES, "copied"), cluster, {"plan": {"replicas": count}}, rows)
-        yield Figure(f"data parallel, {count} GPU(s)", copied, found)
+        yield Figure(f"data parallel, {counted(count, 'GPU')}", copied, found)
         if count > 1:
             yield Figure(
                 f"copied backbone, split classifier, {count} GPUs",

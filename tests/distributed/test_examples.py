@@ -21,6 +21,7 @@ import pytest
 
 from tests.distributed.world import World
 from whale.config import RECIPE_VARIABLE
+from whale.units import counted
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--layers", "2", "--width", "32", "--context", "32")
@@ -53,7 +54,7 @@ def test_the_gpt_trains_as_two_pipelines_and_goes_on_alone(tmp_path: Path) -> No
     script = ("examples/train_gpt.py", *SMALL, "--global-batch-size", "8", "--evaluate-batches", "1", "--checkpoint", str(tmp_path))
     recipe = "strategies/recipes/pipeline_data_parallel.yaml"
     first = run("-m", "whale", "run", "--ranks", "4", "--recipe", recipe, *script, "--steps", "4", "--evaluate-every", "2")
-    assert "2 replica(s) x 2 stage(s) on 4 device(s)" in first
+    assert "2 replicas x 2 stages on 4 devices" in first
     assert {path.name for path in tmp_path.iterdir()} >= {"step_2", "step_4"}
     losses = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", first)]
     assert len(losses) == 2 and losses[1] < losses[0] < 6, "it learns"
@@ -157,7 +158,7 @@ def test_the_gpt_trains_in_split_stages_of_pipelines(
     world: World, num_ranks: int, axis: tuple[str, ...], gpt_script: tuple[str, ...], gpt_losses: list[float]
 ) -> None:
     text = printed_by(world, num_ranks, *gpt_script, "--stages", "2", "--split", "2", *axis, recipe="strategies/recipes/gpt_3d.yaml")
-    assert f"{num_ranks // 4} replica(s) x 2 stage(s) on {num_ranks} device(s)" in text
+    assert f"{counted(num_ranks // 4, 'replica')} x 2 stages on {counted(num_ranks, 'device')}" in text
     assert text.count("groups of 2 cut") == num_ranks // 2
     if axis:
         assert text.count("cut blocks.0.attention.heads 2:2") == text.count("cut blocks.1.attention.heads 2:2") == 2

@@ -274,4 +274,4 @@ def test_a_script_that_ends_in_the_users_own_error(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "KeyError: 'no label of sample 13'" in done.stderr
-    assert "rank(s) 1 did not complete: rank 1 has failed: KeyError: 'no label of sample 13'" in done.stderr, done.stderr
+    assert "rank 1 did not complete: rank 1 has failed: KeyError: 'no label of sample 13'" in done.stderr, done.stderr

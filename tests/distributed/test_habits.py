@@ -179,14 +179,18 @@ def said_of_an_optimizer(rank: int, num_ranks: int, name: str, optimizer: str) -
         (
             "pipeline",
             "clipped",
-            "the optimizer of a rank has the parameters of that rank alone (Clipped is none of torch's; rank(s) 0, 1 have",
+            "the optimizer of a rank has the parameters of that rank alone (Clipped is none of torch's; not all of them are on rank 0, 1)",
         ),
         (
             "pipeline",
             "hooked",
-            "the optimizer of a rank has the parameters of that rank alone (SGD has hooks on its step; rank(s) 0, 1 have",
+            "the optimizer of a rank has the parameters of that rank alone (SGD has hooks on its step; not all of them are on rank 0, 1)",
         ),
-        ("split", "hooked", "the optimizer of a rank has the parameters of that rank alone (SGD has hooks on its step; rank(s) 0, 1 have"),
+        (
+            "split",
+            "hooked",
+            "the optimizer of a rank has the parameters of that rank alone (SGD has hooks on its step; not all of them are on rank 0, 1)",
+        ),
     ],
 )
 def test_an_optimizer_that_may_look_at_all_parameters_is_told(world: World, name: str, optimizer: str, expected: str) -> None:

@@ -192,5 +192,5 @@ def test_any_row_counts_are_exact_or_something_is_said(world: World, case: Case)
 
 def test_micro_batches_are_said_to_differ(world: World) -> None:
     first, *others = run_ranks(world, Case("softmax", num_micro_batch=2))
-    assert len(first.said) == 1 and "2 replica(s) of 2 micro-batch(es)" in first.said[0] and "tests/mixing.py" in first.said[0]
+    assert len(first.said) == 1 and "2 replicas of 2 micro-batches" in first.said[0] and "tests/mixing.py" in first.said[0]
     assert len(first.plan.replicas) == 2 and not any(other.said for other in others)

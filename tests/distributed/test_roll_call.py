@@ -128,7 +128,7 @@ def test_a_rank_that_has_left_is_told_in_our_words(world: World, tmp_path: Path,
     error = caught.value.errors[0]
     what = "comparing the batch" if action == "step" else action
     assert isinstance(error, RuntimeFault)
-    assert error.message.startswith(f"{what} with rank(s) 1 did not complete: a rank has left"), error.message
+    assert error.message.startswith(f"{what} with rank 1 did not complete: a rank has left"), error.message
 
 
 def gather_unlike(rank: int, num_ranks: int) -> tuple[str, list[str]]:

@@ -40,6 +40,7 @@ from whale.runtime.training import train_step
 from whale.runtime.weights.filling import fill_tensors
 from whale.runtime.weights.gathering import gather_outputs, gather_tensors
 from whale.telling import told_if_long
+from whale.units import counted
 
 
 class Engine:
@@ -181,7 +182,7 @@ class Engine:
         """
         size = self.runtime.roster.world.size
         if rank is not None and not 0 <= rank < size:
-            raise RuntimeFault(f"state_dict(rank=) is one of the {size} rank(s), from 0 (got {rank})")
+            raise RuntimeFault(f"state_dict(rank=) is one of the {counted(size, 'rank')}, from 0 (got {rank})")
         self.runtime.call_together("state_dict", rank)
         self._exchange()
         names = state_keys(self.modes.model, self.model_graph)

@@ -15,6 +15,7 @@ from whale.comm import World, together
 from whale.errors import BatchError, CaptureError, warn
 from whale.ir.graph import ModelGraph
 from whale.runtime.execute.batch.rank_batch import RankBatch
+from whale.units import listed
 
 
 class Modes:
@@ -152,7 +153,7 @@ def _compare_captures(graph: ModelGraph | None, world: World) -> None:
     pairs = zip_longest(cast(list[str], texts[first]), cast(list[str], texts[odd[0]]), fillvalue="nothing")
     mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("the same ops", "the same ops, of another form"))
     raise CaptureError(
-        f"every rank must capture the same model (rank(s) {', '.join(map(str, odd))} unlike rank {first}: {theirs} in place of {mine})",
+        f"every rank must capture the same model ({listed('rank', odd)} unlike rank {first}: {theirs} in place of {mine})",
         hint="build the model, its scopes and the example batch's shapes the same on every rank. Code that iterates over a set does so in "
         "another order in each process unless PYTHONHASHSEED is set, as whale run does",
     )

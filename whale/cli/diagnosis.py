@@ -20,6 +20,7 @@ from whale.ir.plan import Plan, describe_shards
 from whale.ir.scope import Scope
 from whale.planning import make_plan
 from whale.planning.explain.mixing import mixed_apart, place_of
+from whale.units import counted
 
 Answer = Literal["yes", "exact", "fixed", "not exact", "cannot tell", "refused"]
 PLENTY_BYTES = 1 << 50
@@ -69,7 +70,7 @@ def diagnose(graph: ModelGraph, capture_at: Callable[[int], object] | None = Non
         capture_at: captures the model at another number of rows, or raises a `WhaleError`; None where the model is not there.
         tried: what `sizes` found; None where the model is not there.
     """
-    found = (Finding("capture", "yes", f"one graph of {len(graph.ops)} ops"), _rows(graph, capture_at), tried, *exactness(graph))
+    found = (Finding("capture", "yes", f"one graph of {counted(len(graph.ops), 'op')}"), _rows(graph, capture_at), tried, *exactness(graph))
     return tuple(finding for finding in found if finding is not None)
 
 

@@ -11,7 +11,7 @@ from whale.config import Config
 from whale.errors import ConfigError
 from whale.estimate import StepEstimate
 from whale.ir.plan import Plan
-from whale.units import format_bytes
+from whale.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from whale.api.mode import CapturedMode
@@ -70,7 +70,8 @@ def dry_run_data(data: dict[str, Any], found: DryRun) -> dict[str, Any]:
 
 def print_dry_run(found: DryRun, plan: Plan, step: StepEstimate) -> None:
     """Prints, for each rank that was run, its peak beside the predicted one."""
-    title = f"dry run: {found.num_run} of {len(plan.devices)} rank(s) were run, the others are like them"
+    others = ", the others are like them" if found.num_run < len(plan.devices) else ""
+    title = f"dry run: {found.num_run} of {counted(len(plan.devices), 'rank')}{others}"
     rows = []
     for devices, peak in found.peaks:
         predicted = step.of(devices[0]).peak.total

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from whale.comm.lines import Lines, last_words
 from whale.errors import RuntimeFault
+from whale.units import listed
 
 LOOK_SECONDS = 1.0
 """How often the monitor looks."""
@@ -171,7 +172,6 @@ def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseExce
         error: the backend's.
         said: by the rank that failed first, if one has said anything.
     """
-    peers = ", ".join(str(rank) for rank in ranks)
     text = f"{type(error).__name__} {error}".lower()
     if said is not None:
         reason, hint = said, "that rank's own output says more"
@@ -183,4 +183,4 @@ def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseExce
         hint = "that rank's own output says what it does; raise the limit if it is only slow"
     else:
         reason, hint = f"the backend failed ({type(error).__name__})", "that rank's own output says more; WHALE_DEBUG=1 shows the cause"
-    return RuntimeFault(f"{action} with rank(s) {peers} did not complete: {reason}", hint=hint)
+    return RuntimeFault(f"{action} with {listed('rank', ranks)} did not complete: {reason}", hint=hint)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whale.ir.figure import Figure, noise
-from whale.units import format_bytes, format_count, format_seconds
+from whale.units import counted, format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Cluster:
         return found
 
     def __str__(self) -> str:
-        lines = [f"cluster {self.name}: {len(self.devices)} devices on {len(self.hosts)} hosts"]
+        lines = [f"cluster {self.name}: {counted(len(self.devices), 'device')} on {counted(len(self.hosts), 'host')}"]
         for host in self.hosts:
             models: dict[str, int] = {}
             for device in host.devices:

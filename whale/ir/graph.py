@@ -10,6 +10,7 @@ from typing import Literal, Union
 
 from whale.ir.scope import ScopePath
 from whale.ir.source import SourceLine
+from whale.units import counted
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -314,7 +315,7 @@ class ModelGraph:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        lines = [f"model graph ({self.mode}, {self.num_rows} rows{'' if self.dynamic else ', fixed'}):"]
+        lines = [f"model graph ({self.mode}, {counted(self.num_rows, 'row')}{'' if self.dynamic else ', fixed'}):"]
         for parameter in self.parameters:
             ties = f" = {' = '.join(parameter.ties)}" if parameter.ties else ""
             frozen = "" if parameter.trainable or parameter.kind == "buffer" else " frozen"

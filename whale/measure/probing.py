@@ -13,6 +13,7 @@ from whale.measure.link_speed import link_samples, phases
 from whale.measure.probed import Report, probed_cluster
 from whale.measure.samples import Clock
 from whale.measure.topology import gpu_notes
+from whale.units import counted
 
 
 def probe(world: World, num_rounds: int, tell: Callable[[str], None]) -> tuple[Cluster, tuple[str, ...]]:
@@ -31,10 +32,10 @@ def probe(world: World, num_rounds: int, tell: Callable[[str], None]) -> tuple[C
     """
     clock, profile = Clock(world, num_rounds), local_profile(world.local_rank, world.local_size)
     hosts = [str(host) for host in world.gather_objects(profile.host)]
-    tell(f"what {world.size} rank(s) compute, all at once")
+    tell(f"the speed of {counted(world.size, 'rank')}, all at once")
     compute = list(compute_samples(clock))
     if len(set(hosts)) < world.size:  # the same on all ranks, which meet
-        tell("what one rank of each host computes alone")
+        tell("the speed of one rank of each host, alone")
         compute.append(alone_samples(clock))
     messages = []
     for phase in phases(hosts):

@@ -18,6 +18,7 @@ from whale.measure.op_inputs import Inputs
 from whale.measure.op_times import OpRounds, PassRounds, time_op, time_passes
 from whale.measure.rank_times import RankTimes, pooled_kind
 from whale.measure.samples import Clock, own_time
+from whale.units import counted
 
 ROUND_SECONDS = 5e-3
 """Of an op: there are many, and the whole passes, which take longer, say what they add up to."""
@@ -162,4 +163,4 @@ def machine_name(device: torch.device) -> str:
     """What a device calls itself."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
-    return f"CPU rank of {torch.get_num_threads()} thread(s)"
+    return f"CPU rank of {counted(torch.get_num_threads(), 'thread')}"

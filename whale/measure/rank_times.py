@@ -12,6 +12,7 @@ from whale.ir.cluster import Device
 from whale.ir.figure import Figure
 from whale.ir.profile import KindProfile, OpTimes
 from whale.measure.op_times import OpRounds, PassRounds
+from whale.units import counted
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _passes(ranks: Sequence[tuple[PassRounds, ...]], rows: tuple[int, ...]) -> t
 
 def _pass(name: str, num_rows: int, ranks: Sequence[Sequence[float]]) -> Figure:
     """Of each round the slowest rank: a step waits for it."""
-    return Figure.of(f"{name}, {num_rows} row(s)", "s", [max(seconds) for seconds in zip(*ranks, strict=True)])
+    return Figure.of(f"{name}, {counted(num_rows, 'row')}", "s", [max(seconds) for seconds in zip(*ranks, strict=True)])
 
 
 def _apart(ranks: Sequence[tuple[PassRounds, ...]]) -> tuple[float, ...]:
@@ -98,4 +99,4 @@ def _apart(ranks: Sequence[tuple[PassRounds, ...]]) -> tuple[float, ...]:
 def _rest(both: Figure, forward: Figure, num_rows: int) -> Figure:
     """The backward pass: what both passes take beside the forward pass; of noise alone it may be nothing or less."""
     value, low, high = (seconds - forward.value for seconds in (both.value, both.low, both.high))
-    return replace(both, name=f"backward pass, {num_rows} row(s)", value=value, low=low, high=high)
+    return replace(both, name=f"backward pass, {counted(num_rows, 'row')}", value=value, low=low, high=high)

@@ -10,7 +10,7 @@ from whale.ir.plan import Plan
 from whale.ir.timeline import StepRecording
 from whale.report.elements import table, tile
 from whale.report.tracks import Track
-from whale.units import format_bytes, format_seconds, format_share
+from whale.units import counted, format_bytes, format_seconds, format_share
 
 
 def tiles(plan: Plan, step: StepEstimate, recording: StepRecording | None) -> Iterator[str]:
@@ -28,7 +28,7 @@ def tiles(plan: Plan, step: StepEstimate, recording: StepRecording | None) -> It
 
 
 def _rate(rows: int, seconds: float) -> str:
-    return f"{rows} rows, {rows / seconds:,.0f} per second" if seconds else f"{rows} rows"
+    return f"{counted(rows, 'row')}, {rows / seconds:,.0f} per second" if seconds else f"{counted(rows, 'row')}"
 
 
 def device_table(cluster: Cluster, step: StepEstimate, tracks: Sequence[Track]) -> str:

@@ -18,7 +18,7 @@ from whale.report.figures import device_table, link_table, tiles
 from whale.report.straggler import straggler_words
 from whale.report.structure import structure
 from whale.report.tracks import Track, drawn_tracks, make_tracks
-from whale.units import format_seconds
+from whale.units import counted, format_seconds
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """The browser is told to fetch nothing."""
@@ -77,8 +77,8 @@ def _page(title: str, body: str, data: str) -> str:
 
 
 def _subtitle(plan: Plan) -> str:
-    where = f"on {len(plan.devices)} device(s) of {plan.cluster}"
-    return f"{describe_shape(plan.replicas)} {where}: {describe_order(plan.replicas)}, {plan.planned_rows} rows"
+    where = f"on {plan.where}"
+    return f"{describe_shape(plan.replicas)} {where}: {describe_order(plan.replicas)}, {counted(plan.planned_rows, 'row')}"
 
 
 _TOOLS = (
@@ -118,7 +118,7 @@ def _of_recording(recordings: Sequence[StepRecording], alike: Sequence[StepRecor
     chosen = f"step {recording.step_number}{others}"
     error = f"clocks agree within {format_seconds(recording.clock_error)}" if recording.clock_error else "all devices have one clock"
     return (
-        f"Measured: {chosen}, {recording.num_rows} rows; {error}. Of devices that share a row, one of the replica that computed "
+        f"Measured: {chosen}, {counted(recording.num_rows, 'row')}; {error}. Of devices that share a row, one of the replica that computed "
         "longest is shown. A message ends when its receiver has waited for it: it may have come before."
     )
 

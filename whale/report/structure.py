@@ -8,7 +8,7 @@ from html import escape
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Edge, Plan, Replica, Stage, describe_shards
 from whale.report.elements import table
-from whale.units import format_bytes, format_count
+from whale.units import counted, format_bytes, format_count
 
 MOST_DEVICES = 8
 """Names of a virtual device that are shown; the rest is counted."""
@@ -33,7 +33,7 @@ def _replica(plan: Plan, graph: ModelGraph, alike: Sequence[Replica]) -> str:
     first = alike[0]
     start, stop = plan.replica_rows(plan.planned_rows)[first.index]
     others = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
-    heading = f"replica {first.index}{others}: {stop - start} rows, {first.pipeline.order}"
+    heading = f"replica {first.index}{others}: {counted(stop - start, 'row')}, {first.pipeline.order}"
     cards = "".join(_stage(graph, first, stage) for stage in first.stages)
     far = "".join(f"<li>{escape(_edge(edge))}</li>" for edge in first.edges if edge.target != edge.source + 1)
     beyond = f'<ul class="beyond">{far}</ul>' if far else ""
@@ -56,14 +56,14 @@ def _stage(graph: ModelGraph, replica: Replica, stage: Stage) -> str:
 def _lines(graph: ModelGraph, stage: Stage) -> Iterator[str]:
     ops = [graph.by_name[name] for name in stage.ops]
     flops = sum(op.forward_flops + op.backward_flops for op in ops) / graph.num_rows
-    yield f"{len(ops)} ops, {format_count(flops)} FLOPs per row, {len(stage.parameters)} tensors held"
+    yield f"{counted(len(ops), 'op')}, {format_count(flops)} FLOPs per row, {counted(len(stage.parameters), 'tensor')} held"
     if stage.shards:
         halves = ", in two halves that take turns" if stage.overlap else ""
         yield f"groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
     elif len(set(stage.shares)) > 1:
         yield f"rows {':'.join(map(str, stage.shares))}"
     if stage.recomputed:
-        yield f"computes {sum(map(len, stage.recomputed))} ops again, in {len(stage.recomputed)} segment(s)"
+        yield f"computes {counted(sum(map(len, stage.recomputed)), 'op')} again, in {counted(len(stage.recomputed), 'segment')}"
 
 
 def _edge(edge: Edge) -> str:

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import groupby
 
 from whale.ir.cluster import Device
+from whale.units import counted
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Arrangement:
 
     def __str__(self) -> str:
         order = f", {self.order}" if any(team.num_ranks > 1 for team in self.teams) else ""
-        return f"{' + '.join(map(str, self.teams))}{order}, {self.num_micro_batch} micro-batch(es)"
+        return f"{' + '.join(map(str, self.teams))}{order}, {counted(self.num_micro_batch, 'micro-batch')}"
 
 
 def sums_in_backward(teams: Sequence[Team]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from whale.errors import WhaleError
 from whale.ir.plan import Choice
 from whale.search.found import Found
+from whale.units import counted
 
 
 def numbers_of_rows(low: int, high: int) -> tuple[int, ...]:
@@ -50,7 +51,7 @@ def best_batch(low: int, high: int, searched: Callable[[int], Found]) -> Found:
     choice = Choice(
         "search",
         "rows",
-        f"{rows} rows of {low}..{high}, {_speed(found[rows])}",
+        f"{counted(rows, 'row')} of {low}..{high}, {_speed(found[rows])}",
         bound=f"a power of two times {low}, or {high}{interrupted}",
         runner_up="; ".join(others),
     )

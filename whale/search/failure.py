@@ -12,7 +12,7 @@ from whale.search.arrangement import Group, Team
 from whale.search.bounds.bounds import Bounds
 from whale.search.sketch.sketch import Sketches
 from whale.search.space.space import Lineup, Space
-from whale.units import format_bytes
+from whale.units import counted, format_bytes
 
 NUM_LINEUPS = 24
 """Of so many line-ups, those that come nearest, it is worked out how much memory they would need."""
@@ -78,7 +78,7 @@ def _nothing(space: Space, lineups: Sequence[Lineup]) -> ConfigError:
     chunks = min(order.num_chunks for order in freedom.orders)
     return ConfigError(
         "the batch has a row for every device and micro-batch, and the model a place to cut for every stage "
-        f"(rows: {space.num_rows}; replicas: {fewest} or more, on {num_devices} device(s); "
+        f"(rows: {space.num_rows}; replicas: {fewest} or more, on {counted(num_devices, 'device')}; "
         f"micro-batches: {freedom.micro_batches or 'any number'}; stages: {stages}; chunks of each device: {chunks} or more)"
     )
 

@@ -14,6 +14,7 @@ from whale.search.arrangement import Arrangement
 from whale.search.moments import Expected
 from whale.search.objective import Objective
 from whale.search.space.ways import Way
+from whale.units import counted
 
 NUM_RUNNERS_UP = 5
 """So many are told."""
@@ -143,7 +144,7 @@ class Found:
         """What is particular about this search, in words."""
         found = []
         if self.was_interrupted:
-            found.append(f"the search was interrupted: the best of {self.num_planned} plans so far")
+            found.append(f"the search was interrupted: the best of {counted(self.num_planned, 'plan')} so far")
         if self.is_smallest_first:
             found.append(SMALLEST_FIRST)
         if isinstance(self.objective, Expected):
@@ -168,12 +169,13 @@ class Found:
             return f"no arrangement of this space is {self.objective.better}"
         return (
             f"{self._distance} "
-            f"({self.num_unproven} arrangements might be {self.objective.better} by their bounds; planning.effort looks at more)"
+            f"({counted(self.num_unproven, 'arrangement')} might be {self.objective.better} by their bounds; planning.effort looks at more)"
         )
 
     def _reasons(self) -> Iterator[str]:
         yield from self.notes
-        yield f"chosen among {self.num_arrangements} arrangements, {self.num_planned} plans estimated: {self.arrangement}"
+        made = counted(self.num_planned, "plan")
+        yield f"chosen among {counted(self.num_arrangements, 'arrangement')}, {made} estimated: {self.arrangement}"
         yield self.proof
         for runner_up in self.runners_up:
             worse = runner_up.value / self.value - 1 if self.value > 0 else 0.0

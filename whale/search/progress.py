@@ -13,6 +13,7 @@ from whale.search.arrangement import Arrangement
 from whale.search.found import Candidate
 from whale.search.objective import Objective
 from whale.search.space.ways import Way
+from whale.units import counted
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class Progress:
         """Tells what was seen so far."""
         if self.tell is not None:
             so_far = "nothing fits so far" if self.best is None else f"the best so far: {self.best}"
-            self.tell(f"{self.num_planned} plans of {self.num_arrangements} arrangements estimated, {so_far}")
+            self.tell(f"{counted(self.num_planned, 'plan')} of {counted(self.num_arrangements, 'arrangement')} estimated, {so_far}")
 
     @contextmanager
     def kept(self) -> Iterator[None]:

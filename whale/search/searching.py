@@ -45,6 +45,7 @@ from whale.search.sketch.sketch import Sketches
 from whale.search.space.freedom import FOR_MEMORY, Freedom, freedom_of
 from whale.search.space.space import Space
 from whale.search.space.ways import ways_of
+from whale.units import counted
 
 
 @without_collecting()
@@ -246,7 +247,7 @@ def _explain(found: Found) -> Choice:
         "search",
         "arrangement",
         str(found.arrangement),
-        cost=f"{found.num_planned} plans of {found.num_arrangements} arrangements estimated",
+        cost=f"{counted(found.num_planned, 'plan')} of {counted(found.num_arrangements, 'arrangement')} estimated",
         bound="; ".join((*found.notes, found.proof)),
         runner_up="; ".join(map(str, found.runners_up)),
     )

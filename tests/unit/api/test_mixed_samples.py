@@ -101,7 +101,7 @@ def test_one_warning_names_the_lines(name: str) -> None:
     (text,) = parallelize(name, 2)
     first, *places = text.splitlines()
     assert first == (
-        "the batch is needed whole here, and 1 replica(s) of 2 micro-batch(es) see only their own rows of it: "
+        "the batch is needed whole here, and 1 replica of 2 micro-batches see only their own rows of it: "
         "the numbers are not those of one device"
     )
     assert any("test_mixed_samples.py:" in place and MIXING[name][2] in place for place in places), text

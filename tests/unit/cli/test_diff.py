@@ -42,7 +42,7 @@ def test_clusters_are_told_by_time_alone(folder: Path, capsys: pytest.CaptureFix
 def test_recipes_are_told_by_schedule_stages_and_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures, found = compared(capsys, "off.yaml", "staged.yaml", "--cluster", "fast.yaml")
     assert figures["replicas"] == {"a": 2, "b": 1} and figures["devices"] == {"a": 2, "b": 2}
-    assert found["schedule"] == ("1f1b, 1 micro-batch(es)", "-")  # of replica 1, which B has not
+    assert found["schedule"] == ("1f1b, 1 micro-batch", "-")  # of replica 1, which B has not
     assert main(["diff", "model.json", "off.yaml", "staged.yaml", "--cluster", "fast.yaml", "--rows", "16"]) == 0
     printed = capsys.readouterr().out
     for word in ("step_seconds", "1f1b, 4", "stage 1 ops", "h/1", "what differs"):
@@ -74,7 +74,7 @@ def test_a_written_plan_differs_from_itself_in_nothing(folder: Path, capsys: pyt
     Path("other.yaml").write_text(Path("plan.yaml").read_text().replace("num_micro_batch: 4", "num_micro_batch: 8"))
     _, found = compared(capsys, "plan.yaml", "other.yaml", "--cluster", "fast.yaml")
     assert found == {
-        "schedule": ("1f1b, 4 micro-batch(es)", "1f1b, 8 micro-batch(es)"),
+        "schedule": ("1f1b, 4 micro-batches", "1f1b, 8 micro-batches"),
         "stage 0 rows": ("4", "2"),
         "stage 1 rows": ("4", "2"),
     }

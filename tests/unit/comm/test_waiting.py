@@ -44,7 +44,7 @@ def test_the_host_waits_with_the_limit() -> None:
     waits.wait(None, "1RECV_F0", (1,))
     waits.wait(launched(work, blocks_host=True), "1RECV_F0", (1,))
     assert work.waited == [LIMIT]
-    with pytest.raises(RuntimeFault, match=r"1RECV_F3 with rank\(s\) 2 did not complete: a rank has left: its process has ended"):
+    with pytest.raises(RuntimeFault, match=r"1RECV_F3 with rank 2 did not complete: a rank has left: its process has ended"):
         waits.wait(launched(Work(fails=True), blocks_host=True), "1RECV_F3", (2,))
 
 
@@ -57,7 +57,7 @@ def test_a_device_waits_without_one_and_the_overdue_is_named() -> None:
     first.is_done = True
     assert waits.look(1e12) is None, "the first has just been seen done: the second has its time from now"
     fault = waits.look(1e12 + 1001)
-    assert fault is not None and "1RECV_B0 with rank(s) 1, 3 did not complete" in str(fault)
+    assert fault is not None and "1RECV_B0 with ranks 1, 3 did not complete" in str(fault)
     with pytest.raises(RuntimeFault, match="1RECV_B0"):
         waits.wait(None, "2RECV_B0", (0,))
 
@@ -84,7 +84,7 @@ def test_what_is_done_is_forgotten() -> None:
 def test_what_a_backend_says_is_put_in_our_words(error: RuntimeError, said: str) -> None:
     with pytest.raises(RuntimeFault) as caught, Waits(LIMIT).speaking("gathering a.weight", (1, 2)):
         raise error
-    assert caught.value.message.startswith(f"gathering a.weight with rank(s) 1, 2 did not complete: {said}")
+    assert caught.value.message.startswith(f"gathering a.weight with ranks 1, 2 did not complete: {said}")
     assert "gloo" not in str(caught.value) and caught.value.__cause__ is error
 
 

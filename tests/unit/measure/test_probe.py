@@ -155,7 +155,7 @@ def test_the_verb_writes_a_cluster_that_reads(monkeypatch: pytest.MonkeyPatch, t
     assert main(["probe", "--rounds", "2", "--output", str(path)]) == 0
     said = capsys.readouterr()
     assert "memory: " in said.out and f"written to {path}" in said.out
-    assert "whale probe: what 1 rank(s) compute" in said.err
+    assert "whale probe: the speed of 1 rank, all at once" in said.err
     cluster = load_cluster(path)
     assert [device.model for device in cluster.devices] == ["cpu"] and cluster.measured
     assert {"float32", "bfloat16", "float16", "float64"} <= set(dict(cluster.devices[0].flops))

@@ -88,7 +88,7 @@ def test_a_shortage_names_device_and_bytes() -> None:
 @pytest.mark.parametrize(
     ("config", "rows", "message"),
     [
-        ({}, 1, r"2 replica\(s\) x 1 micro-batch\(es\) need 2 rows \(the batch has 1\)"),
+        ({}, 1, r"2 replicas x 1 micro-batch need 2 rows \(the batch has 1\)"),
         ({"pipeline.num_micro_batch": 8}, 9, "need 16 rows"),
         ({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 8}, 7, "need 8 rows"),
     ],
@@ -124,7 +124,7 @@ def test_more_stages_with_chunks_than_devices_or_places_to_cut() -> None:
 def test_left_over_devices_are_the_slowest_and_reported() -> None:
     plan = make_plan(chain(4), cluster((1e9, 3e9, 2e9)), Config(TWO_STAGES))
     assert plan.idle_devices == ("h0/0",)
-    assert [choice.bound for choice in plan.choices if choice.subject == "idle devices"] == ["a replica takes 2 device(s)"]
+    assert [choice.bound for choice in plan.choices if choice.subject == "idle devices"] == ["a replica takes 2 devices"]
 
 
 def test_replicas_fill_a_host_first_or_are_alike() -> None:

@@ -91,7 +91,7 @@ def test_a_plan_that_hangs_on_what_scatters_is_not_taken_and_the_plan_says_so(cl
     assert len(found.plan.devices) == 1 and isinstance(found.objective, Expected)
     (note,) = found.notes
     assert "what slow moments of devices and links add: this plan comes to 454 us as measured and to 454 us with slow moments, " in note
-    assert "zb_h2, 2 micro-batch(es) to 361 us as measured and to 9" in note and note.endswith(" us with slow moments")
+    assert "zb_h2, 2 micro-batches to 361 us as measured and to 9" in note and note.endswith(" us with slow moments")
     assert note in found.plan.choices[0].bound and note in found.reasons
 
 

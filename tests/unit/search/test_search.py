@@ -103,7 +103,7 @@ def test_ranks_of_a_pipeline_may_be_split_over_unlike_numbers_of_devices() -> No
     """Two slow devices side by side are about as fast as the other: a pipeline of two equal halves."""
     graph, cluster = dear_layers(4), made([[(1e9, GIB)] * 2, [(2e9, GIB)]], network=1e7)
     found = search(graph, cluster, Config(), rows=8, effort=math.inf)
-    assert str(found.arrangement) == "1 x (1e+09 split over 2 -> 2e+09), zb_h2, 8 micro-batch(es)"
+    assert str(found.arrangement) == "1 x (1e+09 split over 2 -> 2e+09), zb_h2, 8 micro-batches"
     stages = found.plan.replicas[0].stages
     assert [stage.virtual_device.devices for stage in stages] == [("h0/0", "h0/1"), ("h1/0",)]
 
@@ -194,7 +194,7 @@ def test_a_number_of_stages_is_divided_over_the_kinds(num_stages: int) -> None:
 def test_a_search_tells_what_it_has_seen() -> None:
     told = list[str]()
     found = search(layers([64] * 4), made([[(1e9, GIB), (3e9, GIB)]], network=1e9), Config(), rows=8, tell=told.append)
-    assert told[0].startswith(f"1 plans of {found.num_arrangements} arrangements estimated, the best so far: ")
+    assert told[0].startswith(f"1 plan of {found.num_arrangements} arrangements estimated, the best so far: ")
     assert told[-1].startswith(f"{found.num_planned} plans of ") and str(found.arrangement) in told[-1]
 
 
@@ -269,7 +269,7 @@ def test_effort_is_a_limit_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_micro_batches_than_rows_leave_nothing() -> None:
-    numbers = r"\(rows: 2; replicas: 1 or more, on 1 device\(s\); micro-batches: 4; stages: 2 at most, asked for: any number; "
+    numbers = r"\(rows: 2; replicas: 1 or more, on 1 device; micro-batches: 4; stages: 2 at most, asked for: any number; "
     with pytest.raises(ConfigError, match=f"a row for every device and micro-batch, .* {numbers}"):
         search_of(layers([4]), made([[(1e9, GIB)]], network=1e9), 2, num_micro_batch=4)
 

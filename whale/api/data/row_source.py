@@ -20,6 +20,7 @@ from whale.errors import BatchError
 from whale.ir.plan import Plan
 from whale.runtime.execute.batch.rank_batch import Rows, check_rows, rank_rows
 from whale.runtime.execute.randomness import seed_of
+from whale.units import counted
 
 Collate = Callable[[list[Any]], Any]
 Share = tuple[int, Any]
@@ -108,7 +109,8 @@ class IndexedSource:
         rest = len(self.dataset) % self.division.batch_size
         if self.num_batches() == 0:
             raise BatchError(
-                f"an epoch needs at least one batch of {self.division.batch_size} rows (the dataset: {len(self.dataset)} samples)",
+                f"an epoch needs at least one batch of {counted(self.division.batch_size, 'row')} "
+                f"(the dataset: {counted(len(self.dataset), 'sample')})",
                 hint="use a smaller global_batch_size, or drop_last=False",
             )
         if rest and not self.division.drop_last:

@@ -53,8 +53,8 @@ def make_optimizer(
     if told and world.rank == 0:
         ranks = first_few(list(map(str, told)))
         warn(
-            f"the optimizer of a rank has the parameters of that rank alone ({next(iter(told.values()))}; rank(s) {ranks} "
-            "have not all of them): what it works out over several parameters, such as a norm that it clips by, is that of its own; "
+            f"the optimizer of a rank has the parameters of that rank alone ({next(iter(told.values()))}; not all of them are on "
+            f"rank {ranks}): what it works out over several parameters, such as a norm that it clips by, is that of its own; "
             "gradient.clip_norm clips by the norm of all gradients"
         )
     return optimizer

@@ -11,6 +11,7 @@ from typing import Any
 from whale.cli.inputs import add_planning_arguments, read_graph, read_settings
 from whale.cli.tables import paragraph
 from whale.search.advice.advice import EFFORT, Advised, advise
+from whale.units import counted
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -45,7 +46,8 @@ def print_advice(found: Advised) -> None:
         print("\n".join(paragraph("nothing fits: ", found.fault)))
     else:
         own = found.found
-        print("\n".join(paragraph("", f"on {len(own.plan.devices)} device(s) of {own.plan.cluster}, {own.plan.planned_rows} rows: {own}")))
+        said = f"on {own.plan.where}, {counted(own.plan.planned_rows, 'row')}: {own}"
+        print("\n".join(paragraph("", said)))
     for each in found.advice:
         print("\n".join(paragraph("- ", each.says)))
 

@@ -12,6 +12,7 @@ from whale.cli.inputs import add_graph_arguments, read_graph
 from whale.cli.tables import print_table
 from whale.errors import first_few
 from whale.ir.graph import ModelGraph
+from whale.units import counted
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -42,7 +43,7 @@ def print_axes(rows: list[AxisRow], axes: Axes, graph: ModelGraph) -> None:
         title = f"TaskGraph {name}" if name else "ops under no scope"
         body = [(row.axis, str(row.size), _holders(row), "yes" if row.may_be_cut else row.why) for row in own]
         print("\n" * bool(number), end="")
-        print_table(f"{title} (sizes at {graph.num_rows} rows)", ("axis", "size", "held by", "may be cut"), body, ("size",))
+        print_table(f"{title} (sizes at {counted(graph.num_rows, 'row')})", ("axis", "size", "held by", "may be cut"), body, ("size",))
     for mixing in axes.mixing:
         print(f"samples are not independent: {mixing}")
 

@@ -11,7 +11,7 @@ from whale.cli.tables import print_table
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.scope import ScopePath
 from whale.ir.serialization import to_json
-from whale.units import format_bytes, format_count
+from whale.units import counted, format_bytes, format_count
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -40,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_summary(graph: ModelGraph) -> None:
-    title = f"model: {len(graph.ops)} ops, {graph.num_rows} rows, fingerprint {graph.fingerprint}; FLOPs of one forward"
+    title = (
+        f"model: {counted(len(graph.ops), 'op')}, {counted(graph.num_rows, 'row')}, fingerprint {graph.fingerprint}; FLOPs of one forward"
+    )
     right = ("ops", "parameters", "activations", "FLOPs")
     print_table(title, ("scope", "where", *right), _rows(graph), right)
     ties = [parameter for parameter in graph.parameters if parameter.ties]

@@ -20,7 +20,7 @@ from whale.planning.explain.mixing import terms_apart
 from whale.search.objective import format_cost
 from whale.sharding.communicators import communicators_of
 from whale.sharding.parameters import parameter_shardings
-from whale.units import format_bytes, format_seconds, format_share
+from whale.units import counted, format_bytes, format_seconds, format_share
 
 _WRITTEN = (".yaml", ".yml")
 """Files of plans that are written down."""
@@ -61,10 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 def print_plan(found: Planned) -> None:
     """Prints a plan as a table of its devices."""
     plan, cost = found.plan, found.cost_per_sample
-    title = (
-        f"{describe_shape(plan.replicas)} on {len(plan.devices)} device(s) of {plan.cluster}: "
-        f"{describe_order(plan.replicas)}, {plan.planned_rows} rows"
-    )
+    title = f"{describe_shape(plan.replicas)} on {plan.where}: {describe_order(plan.replicas)}, {counted(plan.planned_rows, 'row')}"
     columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "forward", "backward", "set aside")
     rows = [row for replica in plan.replicas for stage in replica.stages for row in _stage_rows(plan, replica, stage)]
     print_table(title, columns, rows, ("rank", "replica", "stage", "rows", "forward", "backward", "set aside"))

@@ -12,6 +12,7 @@ from whale.cli.ranks import add_rank_arguments, num_devices, on_ranks, teller
 from whale.config import Config
 from whale.hardware import cluster_text
 from whale.ir.cluster import Cluster
+from whale.units import counted
 
 ROUNDS = 11
 
@@ -49,7 +50,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 def _heading(num_ranks: int) -> str:
     today = datetime.datetime.now(datetime.UTC).date()
-    return f"Measured by whale probe on {num_ranks} rank(s), {today}, torch {version('torch')}."
+    return f"Measured by whale probe on {counted(num_ranks, 'rank')}, {today}, torch {version('torch')}."
 
 
 def _write(cluster: Cluster, notes: tuple[str, ...], output: str | None) -> None:

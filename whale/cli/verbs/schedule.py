@@ -17,6 +17,7 @@ from whale.estimate import ActionTimes, bubble, bubble_rate, draw, simulate
 from whale.ir.schedule import Schedule
 from whale.ir.timeline import Timeline
 from whale.schedules import BUILDERS, build, insert_communication, insert_recompute, recomputes, verify
+from whale.units import counted
 
 _COLOURS = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow", "R": "magenta", "SYNC": "red"}
 _TIMES = (
@@ -157,7 +158,7 @@ def _figures(schedule: Schedule, timeline: Timeline) -> dict[str, object]:
 def _print(schedule: Schedule, timeline: Timeline, *, with_times: bool) -> None:
     console = make_console()
     placement = " ".join(str(rank) for rank in schedule.stage_rank)
-    _print_line(console, Text(f"{schedule.name}: {schedule.num_micro_batch} micro-batches, stages on ranks {placement}"))
+    _print_line(console, Text(f"{schedule.name}: {counted(schedule.num_micro_batch, 'micro-batch')}, stages on ranks {placement}"))
     lines = draw(timeline)
     for line in lines:
         text = Text(line)

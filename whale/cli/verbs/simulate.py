@@ -14,7 +14,7 @@ from whale.estimate import DeviceEstimate
 from whale.ir.plan import describe_order, describe_shape
 from whale.planning import EvenShares, Simulation, even_shares
 from whale.search.objective import format_cost
-from whale.units import format_bytes, format_seconds, format_share
+from whale.units import counted, format_bytes, format_seconds, format_share
 
 _BOUNDS = {
     "evenly": "all that is computed, divided evenly",
@@ -55,10 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def print_simulation(found: Simulation, made: Planned) -> None:
     """Prints the figures; devices that do the same are told together."""
     plan, step = found.plan, found.step
-    print(
-        f"step of {describe_shape(plan.replicas)} on {len(plan.devices)} device(s) of {plan.cluster}: {describe_order(plan.replicas)}, "
-        f"{plan.planned_rows} rows"
-    )
+    print(f"step of {describe_shape(plan.replicas)} on {plan.where}: {describe_order(plan.replicas)}, {counted(plan.planned_rows, 'row')}")
     slow = step.straggler
     print(f"step_seconds           {format_seconds(step.step_seconds)}")
     print(f"samples_per_second     {found.samples_per_second:.4g}")

@@ -11,7 +11,7 @@ from whale.ir.plan.parameter_state import ParameterState, plain_states
 from whale.ir.plan.replica import Pipeline, Replica
 from whale.ir.plan.task_graph import TaskGraph
 from whale.ir.plan.text import describe_order, describe_replica, describe_shape
-from whale.units import format_seconds
+from whale.units import counted, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,11 @@ class Plan:
     def rank_of(self) -> dict[str, int]:
         """Rank of each device in use."""
         return {device: rank for rank, device in enumerate(self.devices)}
+
+    @property
+    def where(self) -> str:
+        """The devices in use, in words: ``4 devices of v100-t4``."""
+        return f"{counted(len(self.devices), 'device')} of {self.cluster}"
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
@@ -128,12 +133,12 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [
-            f"plan: {describe_shape(self.replicas)} on {len(self.devices)} device(s) of {self.cluster}, {describe_order(self.replicas)}, "
-            f"{self.planned_rows} rows, predicted {format_seconds(self.step_seconds)} per step"
+            f"plan: {describe_shape(self.replicas)} on {self.where}, {describe_order(self.replicas)}, "
+            f"{counted(self.planned_rows, 'row')}, predicted {format_seconds(self.step_seconds)} per step"
         ]
         are_alike = len(set(self.pipelines)) == 1
         for replica, (start, stop) in zip(self.replicas, self.replica_rows(self.planned_rows), strict=True):
-            shape = "" if are_alike else f", {replica.pipeline.num_stages} stage(s), {replica.pipeline.order}"
+            shape = "" if are_alike else f", {counted(replica.pipeline.num_stages, 'stage')}, {replica.pipeline.order}"
             lines.append(f"  replica {replica.index}: rows {start}:{stop}{shape}")
             lines += describe_replica(replica, self.micro_batch_rows(replica.index, self.planned_rows)[0])
         if self.idle_devices:

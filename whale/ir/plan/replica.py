@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from whale.ir.plan.stage import Stage
+from whale.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,10 @@ class Pipeline:
 
     @property
     def order(self) -> str:
-        """The schedule and its micro-batches in words: ``1f1b, 4 micro-batch(es)``."""
+        """The schedule and its micro-batches in words: ``1f1b, 4 micro-batches``."""
         again, every = self.recomputed_stages, range(self.num_stages)
         of_some = f" of stage {', '.join(map(str, again))}" if again != tuple(every) else ""
-        return f"{self.schedule}{f' with recomputation{of_some}' if again else ''}, {self.num_micro_batch} micro-batch(es)"
+        return f"{self.schedule}{f' with recomputation{of_some}' if again else ''}, {counted(self.num_micro_batch, 'micro-batch')}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from whale.units import counted
+
 BATCH = "batch"
 """The name of the axis that samples lie along."""
 
@@ -50,6 +52,6 @@ def describe_shards(shards: Iterable[Shard]) -> str:
     texts = []
     for (pattern, sizes), own in found.items():
         num_whole = sum(len(shard.whole_in) for shard in own)
-        note = f" (whole in {num_whole} op{'s' * (num_whole > 1)})" if num_whole else ""
+        note = f" (whole in {counted(num_whole, 'op')})" if num_whole else ""
         texts.append((str(own[0]) if len(own) == 1 else f"{len(own)} x {Shard(pattern, sizes)}") + note)
     return ", ".join(texts)

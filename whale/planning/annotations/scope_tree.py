@@ -9,6 +9,7 @@ from itertools import pairwise
 from whale.errors import AnnotationError
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.scope import Scope, ScopePath
+from whale.units import counted
 
 
 @dataclass
@@ -163,8 +164,9 @@ def _host_beside_layers(graph: ModelGraph, by_path: Mapping[tuple[str, ...], Sco
 
 def _two_readings(outer: Scope, inner: Scope, layer: Op) -> AnnotationError:
     wide, narrow = outer.device_count, inner.device_count
+    assert narrow is not None, "it says another count than the one that is stated"
     together = f"on the same devices, if both ask for as many ({inner.kind}({wide if wide else ''}))"
-    copies = f"in {wide or 'several'} copies of {narrow} device(s), if the layers beside it stand in a scope of their own"
+    copies = f"in {wide or 'several'} copies of {counted(narrow, 'device')}, if the layers beside it stand in a scope of their own"
     return AnnotationError(
         f"a scope inside another one that has layers of its own can be read in two ways ({inner} inside {outer} from {outer.where}, "
         f"beside {layer.name} at {layer.where})",

@@ -17,7 +17,7 @@ from whale.planning.pipeline.scheduling import explain_schedule
 from whale.planning.replicas.group_size import Outcome
 from whale.planning.replicas.solve import Solution
 from whale.planning.shard.overlapping import explain_overlap
-from whale.units import format_seconds
+from whale.units import counted, each_counted, format_seconds
 
 _CLOSED_FORM = "a closed form without sums of gradients and the optimizer"
 """By which rows are divided; the estimate has both, and is told by itself."""
@@ -64,11 +64,11 @@ def _schedules(best: Solution) -> Iterator[Choice]:
 
 def _placement(best: Solution, others: Mapping[str, str]) -> Choice:
     counts = [model.pipeline.num_devices for model in best.replicas]
-    used, sizes = sum(counts), ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
+    used, sizes = sum(counts), each_counted(counts if len(set(counts)) > 1 else counts[:1], "device")
     return Choice(
         "placement",
         "devices of the stages",
-        f"{len(best.replicas)} replica(s) of {sizes} device(s), {best.placement.rule}",
+        f"{counted(len(best.replicas), 'replica')} of {sizes}, {best.placement.rule}",
         cost=f"ranked at {format_seconds(best.step_seconds)} per step, by a closed form that hides no sums" if others else "",
         bound=f"{used} of {used + len(best.placement.idle)} devices",
         runner_up="; ".join(f"{rule}: {price}" for rule, price in others.items()),
@@ -77,12 +77,12 @@ def _placement(best: Solution, others: Mapping[str, str]) -> Choice:
 
 def _idle(best: Solution) -> Choice:
     counts = {model.pipeline.num_devices for model in best.replicas}
-    why = f"a replica takes {counts.pop()} device(s)" if len(counts) == 1 else "the blocks of replicas leave them out"
+    why = f"a replica takes {counted(counts.pop(), 'device')}" if len(counts) == 1 else "the blocks of replicas leave them out"
     return Choice(
         "placement",
         "idle devices",
         ", ".join(best.placement.idle),
-        cost=f"{len(best.placement.idle)} device(s) do nothing",
+        cost=f"{counted(len(best.placement.idle), 'device')} do nothing",
         bound="the search found no better plan with them" if best.placement.rule == SEARCHED else why,
     )
 

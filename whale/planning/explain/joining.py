@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Choice, Plan, Replica
 from whale.sharding.bridge_bytes import bridge_bytes
-from whale.units import format_bytes
+from whale.units import counted, format_bytes
 
 APART = "not gathered"
 """The decision where an op needs more rows than are at hand at once."""
@@ -39,7 +39,7 @@ def explain_joining(apart: Sequence[Replica], plan: Plan, prices: Prices) -> Ite
             "joining",
             f"rows of stage {stage.index}",
             f"divided over one group of {stage.split} devices, {shard}",
-            cost=f"{len(bridges)} bridge(s), {format_bytes(num_bytes)} per device",
+            cost=f"{counted(len(bridges), 'bridge')}, {format_bytes(num_bytes)} per device",
             bound="; ".join(map(str, mixing)) or "another stage needs the batch whole",
-            runner_up=f"{len(apart)} replica(s) by themselves: other numbers than those of one device",
+            runner_up=f"{counted(len(apart), 'replica')} by themselves: other numbers than those of one device",
         )

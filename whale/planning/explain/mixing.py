@@ -8,6 +8,7 @@ from whale.axes import Axes, Mixing, discover
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan
 from whale.planning.explain.joining import reason_apart
+from whale.units import counted, each_counted
 
 MAX_PLACES = 5
 """A warning names so many lines of the user's."""
@@ -73,7 +74,7 @@ def warn_of_mixing(mixing: Sequence[Mixing], plan: Plan, graph: ModelGraph) -> s
     shown = [f"  {place}: {reason}" for place, reason in list(places.items())[:MAX_PLACES]]
     more = [f"  and {len(places) - MAX_PLACES} more places, which `whale explain` tells"] if len(places) > MAX_PLACES else []
     counts = [pipeline.num_micro_batch for pipeline in plan.pipelines]
-    pieces = f"{len(plan.replicas)} replica(s) of {', '.join(dict.fromkeys(map(str, counts)))} micro-batch(es)"
+    pieces = f"{counted(len(plan.replicas), 'replica')} of {each_counted(list(dict.fromkeys(counts)), 'micro-batch')}"
     first = f"the batch is needed whole here, and {pieces} see only their own rows of it: the numbers are not those of one device"
     reason = reason_apart(plan)
     return "\n".join([first, *shown, *more, *([f"  they are not gathered: {reason}"] if reason else [])])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from whale.estimate.prices.prices import PartCost
 from whale.ir.plan import Choice, Replica
 from whale.planning.replicas.solve import Solution, Solver
-from whale.units import format_bytes, format_seconds
+from whale.units import counted, format_bytes, format_seconds
 
 
 def explain_recompute(solver: Solver, best: Solution, replicas: Sequence[Replica]) -> Iterator[Choice]:
@@ -38,7 +38,7 @@ def _stage(solver: Solver, best: Solution, replicas: Sequence[Replica], stage: i
     if recompute.num_alive:
         decision = f"all {len(part.ops)} ops, by R actions"
     else:
-        decision = f"{sum(map(len, recompute.segments))} of {len(part.ops)} ops, in {len(recompute.segments)} segment(s)"
+        decision = f"{sum(map(len, recompute.segments))} of {len(part.ops)} ops, in {counted(len(recompute.segments), 'segment')}"
     device = planned.virtual_device.devices[0]
     memory = solver.prices.costs.capacity(solver.prices.cluster.by_name[device])
     is_asked = solver.policy.kind != "auto"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from whale.estimate import StepEstimate
 from whale.ir.plan import Choice
-from whale.units import format_bytes, format_seconds
+from whale.units import counted, format_bytes, format_seconds
 
 
 def explain_step(step: StepEstimate) -> Iterator[Choice]:
@@ -31,7 +31,7 @@ def explain_step(step: StepEstimate) -> Iterator[Choice]:
         yield Choice(
             "estimate",
             "gradient synchronisation",
-            f"{len(slow.syncs)} bucket(s), all-reduced by owner sets, on {slow.name}",
+            f"{counted(len(slow.syncs), 'bucket')}, all-reduced by owner sets, on {slow.name}",
             cost=f"{format_seconds(slow.syncing)} for {format_bytes(round(sum(sync.num_bytes for sync in slow.syncs)))}, "
             f"{format_seconds(slow.exposed_sync)} exposed; optimizer {format_seconds(slow.optimizer)}",
             bound="the slowest link of a ring",

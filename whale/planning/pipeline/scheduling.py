@@ -15,6 +15,7 @@ from whale.ir.scope import Scope
 from whale.planning.annotations.scope_tree import Copies
 from whale.planning.annotations.taskgraphs import Annotations, num_chunks
 from whale.schedules import BUILDERS, build, count_recomputed, insert_recompute, most_waiting, peak_in_flight, placement
+from whale.units import counted
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ def _ranks_of_scopes(config: Config, annotations: Annotations, chunks: int) -> i
     elif len(set(annotations.places)) < num_stages:
         raise ConfigError(
             f"schedule {config.pipeline.schedule} with {chunks} chunks has one stage per chunk "
-            f"(colocated TaskGraphs make {num_stages} stages on {len(set(annotations.places))} virtual device(s))",
+            f"(colocated TaskGraphs make {num_stages} stages on {counted(len(set(annotations.places)), 'virtual device')})",
             where=annotations.scopes[0].where,
             hint="a schedule without chunks, or TaskGraphs on virtual devices of their own",
         )
@@ -289,7 +290,7 @@ def explain_schedule(pipeline: PipelineShape) -> Choice:
     return Choice(
         "scheduling",
         "schedule",
-        f"{pipeline.schedule}, {pipeline.num_micro_batch} micro-batch(es)",
+        f"{pipeline.schedule}, {counted(pipeline.num_micro_batch, 'micro-batch')}",
         cost=f"micro-batches in flight per stage: {held}",
         bound=f"pipeline.schedule and num_micro_batch, set, searched or by default{shared}",
         runner_up=runner_up,

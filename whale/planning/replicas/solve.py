@@ -27,7 +27,7 @@ from whale.planning.replicas.room import most_rows
 from whale.planning.shard.stage_price import StagePricing
 from whale.planning.structure.stages import Assignment, assign
 from whale.planning.structure.structure import Structure
-from whale.units import format_bytes
+from whale.units import counted, format_bytes
 
 MAX_ROUNDS = 5
 MARGIN_STEP = 0.93
@@ -274,7 +274,7 @@ def _check_rows(solvers: Sequence[Solver], num_rows: int) -> None:
     needed = sum(count * m * width for (m, width), count in kinds.items())
     if num_rows < needed:
         terms = [
-            f"{count} replica(s) x {m} micro-batch(es)" + (f" x {width} devices of a stage" if width > 1 else "")
+            f"{counted(count, 'replica')} x {counted(m, 'micro-batch')}" + (f" x {width} devices of a stage" if width > 1 else "")
             for (m, width), count in kinds.items()
         ]
         raise BatchError(
@@ -324,7 +324,7 @@ def _name_shortages(prices: Prices, models: Sequence[ReplicaModel], error: Memor
         has = prices.capacity(names[0])
         place = f"stage {', '.join(map(str, stages))} on {names[0]}" + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
         lines.append(
-            f"{place} needs {format_bytes(has + short)} for {num_rows} row(s) and may use {format_bytes(has)}: "
+            f"{place} needs {format_bytes(has + short)} for {counted(num_rows, 'row')} and may use {format_bytes(has)}: "
             f"{format_bytes(short)} ({short} bytes) short"
         )
     return shortage("a plan fits in memory: " + "; ".join(lines), error.num_bytes, error.sizes) if lines else error

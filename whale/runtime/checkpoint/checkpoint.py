@@ -36,6 +36,7 @@ from whale.runtime.checkpoint.boxes import Share
 from whale.runtime.checkpoint.files import aside, check_complete, complete, discard, prepare
 from whale.runtime.checkpoint.planners import ShareLoadPlanner, ShareSavePlanner
 from whale.runtime.state.optimizer_state import OptimizerState
+from whale.units import counted
 
 T = TypeVar("T")
 
@@ -248,7 +249,7 @@ def _check_model(path: Path, metadata: Metadata, specs: Mapping[str, TensorSpec]
     if differences:
         listing = "".join(f"\n  {difference}" for difference in differences)
         raise CheckpointError(
-            f"a checkpoint must be of the same model ({path}: {len(differences)} difference(s)):{listing}",
+            f"a checkpoint must be of the same model ({path}: {counted(len(differences), 'difference')}):{listing}",
             hint="build the model as it was when the checkpoint was written",
         )
 

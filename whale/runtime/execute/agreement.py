@@ -23,6 +23,7 @@ from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.loss import WeightProgram
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.seat_stages import SeatStages
+from whale.units import listed
 
 DEVICE_STEPS = 3
 """Steps whose batches are compared by content where they lie on a device, which has to be waited for."""
@@ -216,9 +217,8 @@ class Agreement:
         """Says which ranks have refused their batch, and why the first of them did; all ranks come here together."""
         found = cast(list[str | None], self._world.gather_objects(told.refusal))
         refusals = {rank: reason for rank, reason in enumerate(found) if reason is not None}
-        ranks = ", ".join(map(str, refusals))
         raise BatchError(
-            f"every rank needs a good batch (refused on rank(s) {ranks}: {next(iter(refusals.values()))})",
+            f"every rank needs a good batch (refused on {listed('rank', list(refusals))}: {next(iter(refusals.values()))})",
             hint="those ranks' own errors say more",
         )
 
@@ -249,7 +249,7 @@ class Agreement:
         known = {rank: contents for rank, contents in enumerate(found) if contents is not None}
         first, reference = next(iter(known.items()))
         odd = {name: [rank for rank, contents in known.items() if contents[name] != digest] for name, digest in reference.items()}
-        listing = "; ".join(f"{name}: rank(s) {', '.join(map(str, ranks))} unlike rank {first}" for name, ranks in odd.items() if ranks)
+        listing = "; ".join(f"{name}: {listed('rank', ranks)} unlike rank {first}" for name, ranks in odd.items() if ranks)
         raise BatchError(
             f"the batch must be the same on every rank ({listing})",
             hint="a DataLoader with shuffle=True gives each rank other rows unless it is seeded: pass it generator="

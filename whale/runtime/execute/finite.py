@@ -15,6 +15,7 @@ import torch
 from whale.comm import World
 from whale.errors import RuntimeFault
 from whale.runtime.execute.loss import LossAccount
+from whale.units import listed
 
 NUM_STEPS_AHEAD = 2
 """Steps that a GPU may be behind the host."""
@@ -81,7 +82,7 @@ class LossWatch:
         """The ranks whose own part of the loss is no number, in words; all ranks of the world call it."""
         own = bool(account.vector().isfinite().all())
         ranks = [rank for rank, is_finite in enumerate(self._world.gather_objects(own)) if not is_finite]
-        return f"on rank(s) {', '.join(map(str, ranks))}" if ranks else "on no rank by itself, in their sum"
+        return f"on {listed('rank', ranks)}" if ranks else "on no rank by itself, in their sum"
 
     def _check(self, step_number: int, account: LossAccount, loss: float, kept: str) -> None:
         if not math.isfinite(loss):

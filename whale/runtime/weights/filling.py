@@ -11,6 +11,7 @@ from whale.errors import CheckpointError, WhaleError, raise_faults
 from whale.ir.graph import ModelGraph
 from whale.runtime.execute.batch.digest import combined, digests
 from whale.runtime.state.holdings import Holdings
+from whale.units import listed
 
 
 def fill_tensors(
@@ -40,7 +41,7 @@ def fill_tensors(
     odd = _unlike_rank_0(combined(digests({key: given[key] for key in sorted(keys)})), world)
     if odd:
         raise CheckpointError(
-            f"every rank loads the same state dict (rank(s) {', '.join(map(str, odd))} differ from rank 0)",
+            f"every rank loads the same state dict ({listed('rank', odd)} unlike rank 0)",
             hint="read the same file on every rank, or send it from rank 0",
         )
     with torch.no_grad():

@@ -19,6 +19,7 @@ from whale.schedules.orders.shifted_critical_path import SHIFTED_CRITICAL_PATH
 from whale.schedules.orders.zb_h1 import ZB_H1
 from whale.schedules.orders.zb_h2 import ZB_H2
 from whale.schedules.orders.zb_v import ZB_V
+from whale.units import counted
 
 _ALL = (
     GPIPE,
@@ -111,7 +112,7 @@ def _shape(builder: Builder, num_ranks: int, num_micro_batch: int, num_chunks: i
     if builder.chunks not in (None, chunks) and num_chunks >= 1:
         faults.append(
             ConfigError(
-                f"schedule {builder.name} has {builder.chunks} chunk(s) per rank (chunks: {num_chunks})",
+                f"schedule {builder.name} has {counted(builder.chunks, 'chunk')} per rank (chunks: {num_chunks})",
                 hint=f"schedules with any number of chunks: {', '.join(name for name, other in BUILDERS.items() if other.chunks is None)}",
             )
         )

@@ -20,6 +20,7 @@ from whale.search.arrangement import Order
 from whale.search.space.freedom import Freedom
 from whale.search.space.naming import host_looks
 from whale.search.space.space import COMPLETE, micro_batch_counts
+from whale.units import counted
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Way:
     def __str__(self) -> str:
         devices = " + ".join(f"{count} x {model}" for model, count in self.kinds)
         order = "" if self.order is None else f", {self.order}"
-        return f"as it is divided, on {devices}{order}, {self.num_micro_batch} micro-batch(es)"
+        return f"as it is divided, on {devices}{order}, {counted(self.num_micro_batch, 'micro-batch')}"
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def test_two_readings_of_nested_scopes(kind: str) -> None:
         make_plan(beside(scope(1, 2, "inner", kind), outer=scope(0, 4, "outer")), FOUR, Config())
     said = str(caught.value)
     assert f"can be read in two ways ({kind}(2, name='inner') inside replicate(4, name='outer') from model.py:1, beside layer0" in said
-    assert f"it runs on the same devices, if both ask for as many ({kind}(4)); or in 4 copies of 2 device(s)" in said
+    assert f"it runs on the same devices, if both ask for as many ({kind}(4)); or in 4 copies of 2 devices" in said
 
 
 def test_colocation_by_configuration() -> None:

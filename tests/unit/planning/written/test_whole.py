@@ -132,7 +132,7 @@ def test_stages_recompute_as_a_whole_or_in_parts(tmp_path: Path) -> None:
     made = written(tmp_path, [FIRST | {"recompute": "full"}, LAST | {"recompute": ["layer_norm_4 .. add_6"]}], num_micro_batch=3)
     replica = made.replicas[0]
     assert replica.pipeline.recomputed_stages == (0,) and [len(stage.recomputed) for stage in replica.stages] == [0, 1]
-    assert replica.pipeline.order == "1f1b with recomputation of stage 0, 3 micro-batch(es)"
+    assert replica.pipeline.order == "1f1b with recomputation of stage 0, 3 micro-batches"
     kept = written(tmp_path, [FIRST, LAST], num_micro_batch=3)
     assert made.step_seconds > kept.step_seconds
     assert same(made, read_back(made, model(), tmp_path))
@@ -192,7 +192,7 @@ def test_rows_are_those_of_the_batch_that_is_planned(asked: int, tmp_path: Path)
         ([FIRST | {"recompute": ["sum_default"]}, LAST], {}, r"stage 0: \w+ is none of its ops\)", "recompute"),
         ([FIRST | {"recompute": ["add .. add_2", "add_1"]}, LAST], {}, r"follow one another \(stage 0: add .. add_2, add_1\)", "recompute"),
         ([FIRST, LAST], {"recompute": "selective"}, r"what they compute again \(recompute: selective\)", "recompute"),
-        ([FIRST, LAST], {"num_chunks": 2}, r"schedule 1f1b has 1 chunk.s. per rank .chunks: 2.\n  at ", "num_chunks"),
+        ([FIRST, LAST], {"num_chunks": 2}, r"schedule 1f1b has 1 chunk per rank .chunks: 2.\n  at ", "num_chunks"),
         ([FIRST, LAST], {"split": 2}, r"leave nothing open \(replica 0 says split too\)", "split"),
         ([FIRST, {"devices": ["h0/1"]}], {}, r"its devices and its ops \(stage 1: no ops\)", "h0/1"),
         ([FIRST, LAST | {"colour": 1}], {}, "unknown key 'colour' in a stage", "colour"),

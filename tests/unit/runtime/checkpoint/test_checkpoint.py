@@ -174,7 +174,7 @@ def test_all_differences_to_another_model_are_listed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path / "c", other)
     lines = [line.strip() for line in str(caught.value).splitlines()]
-    assert "4 difference(s)" in lines[0]
+    assert "4 differences" in lines[0]
     assert lines[1:5] == [
         "new.weight is not in the checkpoint",
         "empty is not in the model",

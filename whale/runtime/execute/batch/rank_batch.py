@@ -8,6 +8,7 @@ from typing import Any
 
 from whale.errors import BatchError
 from whale.ir.plan import Plan, Stage
+from whale.units import counted
 
 Rows = tuple[tuple[int, int], ...]
 """Half-open intervals of global row numbers, ascending, none adjacent to the next."""
@@ -73,8 +74,10 @@ def _micro_batches(plan: Plan, replica: int, num_rows: int) -> tuple[tuple[int, 
 
 
 def _too_few_rows(plan: Plan, num_rows: int) -> BatchError:
-    needed = f"{len(plan.replicas)} replica(s) with {sum(each.num_micro_batch for each in plan.pipelines)} micro-batch(es)"
-    return BatchError(f"a batch needs at least one row for each micro-batch: {needed} (the batch: {num_rows} rows)", hint=_SMALL_BATCH)
+    needed = f"{counted(len(plan.replicas), 'replica')} with {counted(sum(each.num_micro_batch for each in plan.pipelines), 'micro-batch')}"
+    return BatchError(
+        f"a batch needs at least one row for each micro-batch: {needed} (the batch: {counted(num_rows, 'row')})", hint=_SMALL_BATCH
+    )
 
 
 def _check_stage(stage: Stage, replica: int, smallest: int, num_rows: int) -> None:
@@ -83,13 +86,13 @@ def _check_stage(stage: Stage, replica: int, smallest: int, num_rows: int) -> No
         whom = "device" if stage.split == 1 else "split group"
         raise BatchError(
             f"a micro-batch needs at least one row for each {whom} of a stage: stage {stage.index} of replica {replica} "
-            f"has {len(stage.shares)} (a micro-batch of a batch of {num_rows} rows: {smallest})",
+            f"has {len(stage.shares)} (a micro-batch of a batch of {counted(num_rows, 'row')}: {smallest})",
             hint=_SMALL_BATCH,
         )
     if stage.row_shard is not None and min(b - a for a, b in stage.row_intervals(smallest)) < stage.split:
         raise BatchError(
             f"a micro-batch needs at least one row for each device that takes rows of its own: stage {stage.index} of replica {replica} "
-            f"has {stage.split} in a group (a micro-batch of a batch of {num_rows} rows: {smallest})",
+            f"has {stage.split} in a group (a micro-batch of a batch of {counted(num_rows, 'row')}: {smallest})",
             hint=_SMALL_BATCH,
         )
 
