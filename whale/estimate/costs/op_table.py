@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -83,13 +84,14 @@ def is_free(op: Op) -> bool:
     return op.kind != "call" or not op.outputs or "view" in op.tags or op.target == "operator.getitem"
 
 
-def op_table(graph: ModelGraph, *, fused: bool = False) -> OpTable:
+def op_table(graph: ModelGraph, sizes: Mapping[str, Line] | None = None, *, fused: bool = False) -> OpTable:
     """Collects the figures of a graph.
 
     Args:
+        sizes: its `output_lines`, where they are known already.
         fused: whether pointwise ops run in one kernel with the op that alone reads them.
     """
-    sizes = output_lines(graph)
+    sizes = output_lines(graph) if sizes is None else sizes
     inside = fused_ops(graph) if fused else frozenset()
     dtypes: dict[str, int] = {"float32": 0}
     rows: list[tuple[float, ...]] = []
@@ -112,7 +114,7 @@ def _compute_dtype(op: Op) -> str:
 _FREE = (0.0,) * 8 + (inf, inf, inf, 0.0)
 
 
-def _figures(op: Op, graph: ModelGraph, sizes: dict[str, Line], inside: frozenset[str]) -> tuple[float, ...]:
+def _figures(op: Op, graph: ModelGraph, sizes: Mapping[str, Line], inside: frozenset[str]) -> tuple[float, ...]:
     written = sizes[op.name]
     read = written if op.operator in GATHERS else Line.sum(sizes[name] for name in op.inputs if name not in inside)
     with_rows = (read + written).per_row > 0

@@ -105,7 +105,7 @@ class Prices:
     @cached_property
     def table(self) -> OpTable:
         """Figures of all ops."""
-        return op_table(self.graph, fused=self.costs.fuses_pointwise)
+        return op_table(self.graph, self.outputs, fused=self.costs.fuses_pointwise)
 
     @cached_property
     def outputs(self) -> dict[str, Line]:
