@@ -180,6 +180,12 @@ class Cluster:
         """All devices, host by host."""
         return tuple(device for host in self.hosts for device in host.devices)
 
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """All links: inside hosts, between them."""
+        between = () if self.network is None else (self.network,)
+        return (*(host.link for host in self.hosts), *between, *(link for _, link in self.pairs))
+
     @cached_property
     def by_name(self) -> Mapping[str, Device]:
         """Devices by name."""

@@ -68,7 +68,7 @@ def slow_prices(prices: Prices) -> Iterator[Prices]:
     for kind in dict.fromkeys(device.kind for device in prices.cluster.devices):
         if kind.handling.slow is not None or (measured is not None and measured.kinds[kind].slow > 1.0):
             yield _slowed(prices, (kind,))
-    if prices.cluster.in_slow_moment(links=True) != prices.cluster:
+    if any(link.in_slow_moment != link for link in prices.cluster.links):
         yield _slowed(prices, links=True)
 
 
