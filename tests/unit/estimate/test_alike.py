@@ -32,6 +32,22 @@ def test_classes_are_those_of_a_plain_refinement(step: tuple[list[int], list[int
     assert (found.workers, found.links, found.wires) == tuple(map(_numbered, _refined(workers, links, wires)))
 
 
+@given(steps())
+def test_links_by_themselves_are_part_of_what_a_wire_is(step: tuple[list[int], list[int], list[Wire]]) -> None:
+    workers, links, wires = step
+    found = classify(workers, links, wires, by_links=False)
+    apart = [
+        Wire((wire.kind, tuple(sorted((links[link], load) for link, load in wire.links))), wire.parties, wire.roles, ()) for wire in wires
+    ]
+    of_worker, _, of_wire = map(_numbered, _refined(workers, [], apart))
+    met = [
+        (own, tuple(sorted((of_wire[n], load) for n, wire in enumerate(wires) for link, load in wire.links if link == number)))
+        for number, own in enumerate(links)
+    ]
+    assert (found.workers, found.wires) == (of_worker, of_wire)
+    assert found.links == _numbered(met)
+
+
 def _refined(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequence[Wire]) -> list[list[Hashable]]:
     """The colours, each told apart by sorted lists of what is met, as often as there are things to tell apart."""
     of_worker, of_link, of_wire = map(_numbered, (workers, links, [wire.kind for wire in wires]))

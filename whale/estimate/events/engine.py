@@ -48,6 +48,7 @@ class Transfer:
         links: that it passes, each with how often its bytes do: of several equal transfers at the same time once for each.
         queue: transfers of one queue run one after another, in order of their indices; None for no queue.
         handled: seconds that it takes of workers at its ends, from its start on, each with the worker.
+        ways: where several transfers that are taken to be alike pass unlike links, those of each; none where all pass the same.
     """
 
     num_bytes: float
@@ -56,6 +57,11 @@ class Transfer:
     links: tuple[tuple[int, float], ...] = ()
     queue: int | None = None
     handled: tuple[tuple[int, float], ...] = ()
+    ways: tuple[tuple[int, ...], ...] = ()
+
+
+class Uneven(Exception):
+    """Transfers that were taken to be alike are not equally fast at some time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,9 @@ def run(workers: Sequence[Sequence[Task]], transfers: Sequence[Transfer], bandwi
         workers: the tasks of each, in order.
         transfers: between them.
         bandwidths: bytes per second of each link.
+
+    Raises:
+        Uneven: the ways of a transfer are not equally fast.
     """
     return _Engine(workers, transfers, bandwidths).run()
 
@@ -260,10 +269,18 @@ class _Links:
         ends = []
         for other in touched:
             left, since, rate = self._left[other]
-            fair = min(self._bandwidths[link] / self._loads[link] for link, _ in self._transfers[other].links)
+            fair = self._rate(self._transfers[other])
             if abs(fair - rate) > _EQUAL * rate:
                 left = max(0.0, left - (now - since) * rate)
                 self._left[other] = left, now, fair
                 self.versions[other] += 1
                 ends.append((other, now + left / fair))
         return ends
+
+    def _rate(self, transfer: Transfer) -> float:
+        if not transfer.ways:
+            return min([self._bandwidths[link] / self._loads[link] for link, _ in transfer.links])
+        rates = [min([self._bandwidths[link] / self._loads[link] for link in way]) for way in transfer.ways]
+        if max(rates) - min(rates) > _EQUAL * max(rates):
+            raise Uneven
+        return min(rates)

@@ -8,6 +8,10 @@ its neighbours, until nothing changes. Alike workers do everything at the same t
     on 2 hosts          h0/1 -> h1/1
                         h0/2 -> h1/2
                         h0/3 -> h1/3
+
+On unlike hosts every replica may share its links with others, so that none is like another, and still they seldom are in each other's way.
+So links are first told apart by what they are alone. Then alike wires may pass unlike links, which is right as long as they are equally
+fast on all of them (`whale.estimate.events.engine.Uneven`).
 """
 
 from __future__ import annotations
@@ -56,23 +60,31 @@ class Classes:
     wires: tuple[int, ...]
 
 
-def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequence[Wire]) -> Classes:
+def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequence[Wire], *, by_links: bool = True) -> Classes:
     """Finds what is alike.
 
     Args:
         workers: what each does by itself.
         links: what each is by itself.
         wires: between the workers.
+        by_links: whether wires are unlike that pass links over which unlike wires go; else it is what each link is by itself that a wire
+            finds there, and links are alike over which alike wires go.
     """
     bundles, bundle_of = _bundles(wires)
     party = _Meetings([bundle.parties for bundle in bundles], [role for bundle in bundles for role in bundle.roles], len(workers))
     passed = [bundle.links for bundle in bundles]
     link = _Meetings([[each for each, _ in own] for own in passed], [load for own in passed for _, load in own], len(links))
-    of_worker, of_link, of_bundle = _nearly(_number(workers), _number(links), _number(bundle.kind for bundle in bundles), party, link)
+    of_worker, of_link, of_bundle = _number(workers), _number(links), _number(bundle.kind for bundle in bundles)
+    if by_links:
+        of_worker, of_link, of_bundle = _nearly(of_worker, of_link, of_bundle, party, link)
+    else:
+        of_bundle = _number(zip(of_bundle, link.at_wires(of_link), strict=True))
+        of_worker, _, of_bundle = _nearly(of_worker, [], of_bundle, party, None)
     count = -1
     while (now := sum(max(colours, default=-1) for colours in (of_worker, of_link, of_bundle))) != count:
         count = now
-        of_bundle = _number(zip(of_bundle, party.at_wires(of_worker), link.at_wires(of_link), strict=True))
+        met = (link.at_wires(of_link),) if by_links else ()
+        of_bundle = _number(zip(of_bundle, party.at_wires(of_worker), *met, strict=True))
         of_worker = _number(zip(of_worker, party.at_others(of_bundle), strict=True))
         of_link = _number(zip(of_link, link.at_others(of_bundle), strict=True))
     of_wire = _number((of_bundle[bundle], wire.kind, wire.roles) for bundle, wire in zip(bundle_of, wires, strict=True))
@@ -103,7 +115,7 @@ def _bundle(own: Sequence[Wire]) -> Wire:
 
 
 def _nearly(
-    workers: list[int], links: list[int], bundles: list[int], party: _Meetings, link: _Meetings
+    workers: list[int], links: list[int], bundles: list[int], party: _Meetings, link: _Meetings | None
 ) -> tuple[list[int], list[int], list[int]]:
     """Colours that are told apart by sums of what is met, mixed to numbers of 64 bits: unlike ones might share a sum, like ones always do.
 
@@ -113,9 +125,9 @@ def _nearly(
     count = -1
     while (now := sum(int(colours.max(initial=-1)) for colours in (of_worker, of_link, of_bundle))) != count:
         count = now
-        of_bundle = _colours(of_bundle, party.sums_at_wires(of_worker), link.sums_at_wires(of_link))
+        of_bundle = _colours(of_bundle, party.sums_at_wires(of_worker), *([link.sums_at_wires(of_link)] if link else []))
         of_worker = _colours(of_worker, party.sums_at_others(of_bundle))
-        of_link = _colours(of_link, link.sums_at_others(of_bundle))
+        of_link = _colours(of_link, link.sums_at_others(of_bundle)) if link else of_link
     return _number(of_worker.tolist()), _number(of_link.tolist()), _number(of_bundle.tolist())
 
 

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from whale.axes import Axes
 from whale.estimate.costs.costs import Costs
-from whale.estimate.events.engine import Run, Task, run
+from whale.estimate.events.engine import Run, Task, Uneven, run
 from whale.estimate.events.figures import bubble_rate
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.gather import Gathered, gather
@@ -50,14 +50,23 @@ def estimate(plan: Plan, graph: ModelGraph, cluster: Cluster, costs: Costs | Non
 def estimate_with(prices: Prices, plan: Plan) -> StepEstimate:
     """Estimates one step of a plan from prices that may know some answers already."""
     gathered = gather(plan, prices)
-    program = make_program(gathered)
-    found = run(program.tasks, program.transfers, program.bandwidths)
+    program, found = _run(gathered)
     assert not found.stuck, f"a verified schedule ends: {program.computations[found.stuck[0].worker][found.stuck[0].task]}"
     carried = _Carried(gathered, program, found)
     devices = tuple(_device(numbers, gathered, program, found, carried) for numbers in _at_the_same_times(gathered, program, found))
     seconds = max((times[-1][1] for times in found.tasks if times), default=0.0)
     spans = tuple(tuple(span for span in each.compute if span.action.kind in COMPUTE) for each in devices)
     return StepEstimate(seconds, devices, tuple(_links(gathered, program, seconds)), bubble_rate(Timeline(spans)))
+
+
+def _run(gathered: Gathered) -> tuple[Program, Run]:
+    """Runs what seems to be alike by what links are alone; only where that is not so, what is alike whatever goes over them."""
+    program = make_program(gathered, by_links=False)
+    try:
+        return program, run(program.tasks, program.transfers, program.bandwidths)
+    except Uneven:
+        program = make_program(gathered, by_links=True)
+        return program, run(program.tasks, program.transfers, program.bandwidths)
 
 
 def _at_the_same_times(gathered: Gathered, program: Program, found: Run) -> Iterator[Sequence[int]]:

@@ -85,9 +85,13 @@ class Program:
         return tuple(found)
 
 
-def make_program(gathered: Gathered) -> Program:
-    """Finds what is alike, and writes down the tasks of one of each."""
-    classes = classify(gathered.workers, [bandwidth for _, bandwidth in gathered.links], gathered.wires)
+def make_program(gathered: Gathered, *, by_links: bool) -> Program:
+    """Finds what is alike, and writes down the tasks of one of each.
+
+    Args:
+        by_links: as `classify` has it; without, a run may find that what was taken to be alike is not.
+    """
+    classes = classify(gathered.workers, [bandwidth for _, bandwidth in gathered.links], gathered.wires, by_links=by_links)
     members, links = _members(classes.workers), _members(classes.links)
     wires = _Wires(gathered, classes, members, links)
     tasks, done = [], []
@@ -142,12 +146,13 @@ class _Wires:
         first = {own[0]: number for number, own in enumerate(members)}
         for number, own in enumerate(_members(classes.wires)):
             wire, passed = gathered.wires[own[0]], tuple(sorted(loads.get(number, {}).items()))
+            ways = _ways((gathered.wires[index].links for index in own), classes.links)
             if isinstance(wire.kind, Crosses):
                 ends = tuple(classes.workers[party] for party in wire.parties)
                 met = tuple(
                     tuple(index for index in own if gathered.wires[index].parties[side] == members[end][0]) for side, end in enumerate(ends)
                 )
-                self._add_messages(wire.kind, Sent(own[0], ends, met), gathered.workers[wire.parties[0]].rows, passed)
+                self._add_messages(wire.kind, Sent(own[0], ends, met), gathered.workers[wire.parties[0]].rows, passed, ways)
             else:
                 assert isinstance(wire.kind, Sums)
                 roles: dict[int, Role] = {}
@@ -159,12 +164,12 @@ class _Wires:
                             at.setdefault(first[party], []).append(index)
                 ends = tuple(sorted(roles))
                 met = tuple(tuple(at[end]) for end in ends)
-                self._add_sum(wire.kind, Sent(own[0], ends, met), roles, passed)
+                self._add_sum(wire.kind, Sent(own[0], ends, met), roles, passed, ways)
 
-    def _add_messages(self, kind: Crosses, sent: Sent, rows: Sequence[int], links: tuple[tuple[int, float], ...]) -> None:
+    def _add_messages(self, kind: Crosses, sent: Sent, rows: Sequence[int], links: tuple[tuple[int, float], ...], ways: _Ways) -> None:
         """One message per micro-batch of its number of rows."""
         sender, receiver = (self.at[end] for end in sent.ends)
-        transfer = Transfer(kind.num_bytes, kind.latency, 2, links, handled=self._handled(kind, sent))
+        transfer = Transfer(kind.num_bytes, kind.latency, 2, links, handled=self._handled(kind, sent), ways=ways)
         for micro_batch, num_rows in enumerate(rows):
             if num_rows == kind.num_rows:
                 number = len(self.transfers)
@@ -180,12 +185,23 @@ class _Wires:
         own = ((end, self._handling[end], len(wires)) for end, wires in zip(sent.ends, sent.met, strict=True))
         return tuple((end, count * kind.volume.seconds(handling)) for end, handling, count in own if handling)
 
-    def _add_sum(self, kind: Sums, sent: Sent, roles: Mapping[int, Role], links: tuple[tuple[int, float], ...]) -> None:
+    def _add_sum(self, kind: Sums, sent: Sent, roles: Mapping[int, Role], links: tuple[tuple[int, float], ...], ways: _Ways) -> None:
         queue = self._queues.setdefault((sent.ends, kind.num_owners), len(self._queues))
         for end, role in roles.items():
             self.at[end].sums[len(self.transfers)] = role
-        self.transfers.append(Transfer(kind.num_bytes, kind.latency, len(sent.ends), links, queue, self._handled(kind, sent)))
+        self.transfers.append(Transfer(kind.num_bytes, kind.latency, len(sent.ends), links, queue, self._handled(kind, sent), ways))
         self.sent.append(sent)
+
+
+_Ways = tuple[tuple[int, ...], ...]
+"""Classes of links."""
+
+
+def _ways(paths: Iterable[Path], classes: Sequence[int]) -> _Ways:
+    """Classes of links that wires of one class pass, each way once; none where all pass the same."""
+    unlike = dict.fromkeys(paths)
+    found = dict.fromkeys(tuple(sorted({classes[link] for link, _ in path})) for path in unlike) if len(unlike) > 1 else {}
+    return tuple(found) if len(found) > 1 else ()
 
 
 def _loads(wires: Sequence[Wire], classes: Classes, first_links: set[int]) -> dict[int, dict[int, float]]:
