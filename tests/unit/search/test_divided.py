@@ -237,7 +237,7 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(whale.search.divided, "draft_as_set", interrupted)
     found = found_for(scoped([64] * 4), made([[(1e9, GIB)] * 2], network=1e9))
     assert found.was_interrupted and found.num_planned == 1
-    assert found.plan.choices[0].bound.startswith("the search was interrupted: the best of 1 plans so far; ")
+    assert found.plan.choices[0].bound.startswith("the search was interrupted: the best of 1 plan so far; ")
 
 
 def test_advice_without_the_devices_that_scopes_ask_for() -> None:

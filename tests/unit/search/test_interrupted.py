@@ -49,7 +49,7 @@ def test_among_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Seater, "draft", interrupted)
     found = found_on_two()
     assert found.was_interrupted and found.num_planned == 1 and "interrupted" in found.reasons[0]
-    assert found.plan.choices[0].bound.startswith("the search was interrupted: the best of 1 plans so far; within ")
+    assert found.plan.choices[0].bound.startswith("the search was interrupted: the best of 1 plan so far; within ")
 
 
 PLACES = [(Front, "below"), (Front, "closed"), (Look, "may_be_below"), (Run, "open_bounds"), (Draft, "finished")]
