@@ -15,6 +15,9 @@ from whale.search.sketch.pieces import Sums
 NEAR = 0.01
 """The time is sought until it is known to this share of it."""
 
+MOST_HALVINGS = 16
+"""Of the last interval in which it is sought, where hardly any time may do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -89,11 +92,12 @@ def cut(stages: Sequence[Stage], num_units: int, *, may_be_empty: bool = False) 
         return None
     if len(stages) == 1:
         return Cut((0, num_units), (most,), most)
-    even = 0.0 if min(totals) == 0.0 else 1 / sum(1 / total for total in totals)  # if it could be cut anywhere
-    low, high = even * (1 - 1e-9), even or most / 4096
+    low, high = 0.0, most / 4096 if min(totals) == 0.0 else 1 / sum(1 / total for total in totals)
     while (found := within(high)) is None:
         low, high = high, min(1.5 * high, most)
-    while high - low > NEAR * high:
+    for _ in range(MOST_HALVINGS):
+        if high - low <= NEAR * high:
+            break
         middle = (low + high) / 2
         nearer = within(middle)
         if nearer is None:
