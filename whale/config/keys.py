@@ -82,7 +82,7 @@ class Key:
     def takes(self) -> str:
         """What it accepts, in words."""
         if self.choices:
-            by_stage = f", or a mapping of stages to shares from 0 to 1, {', '.join(self.by_stage)}" if self.by_stage else ""
+            by_stage = f", or by stage a share from 0 to 1 or one of {', '.join(self.by_stage)}" if self.by_stage else ""
             return f"one of {', '.join(self.choices)}{by_stage}"
         words = TYPE_WORDS[self.type] + (f" {self.rule.words}" if self.rule else "")
         return words + (" or null" if self.optional else "")

@@ -28,5 +28,10 @@ def begun_by(name: str, known: Iterable[str]) -> list[str]:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint: the nearest name, or the list of all."""
     names = list(known)
-    found = nearest(name, names)
-    return f"did you mean {found!r}?" if found else f"known: {', '.join(names)}"
+    return guess(name, names) or f"known: {', '.join(names)}"
+
+
+def guess(name: str, known: Iterable[str]) -> str | None:
+    """A hint where the error lists all names: the nearest."""
+    found = nearest(name, known)
+    return f"did you mean {found!r}?" if found else None

@@ -105,7 +105,7 @@ class Recompute:
     policy: str | tuple[tuple[int, float | str], ...] = key(
         "none",
         "which activations are computed again: none; full: all, each stage as a whole; blocks: all, block by block; selective: those of "
-        "attention; auto: as many as memory demands; or, by stage, the share of its blocks or one of these words",
+        "attention; auto: as many as memory demands; a share is of a stage's blocks",
         choices=("none", "auto", "full", "blocks", "selective"),
         by_stage=("none", "full", "blocks", "selective"),
     )

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 
 from whale.config.epl import AUTO, EPL_KEYS, OF_THE_PAPER, REFUSED, STRATEGIES
 from whale.config.keys import TYPE_WORDS, Key, Shares, keys_of
-from whale.config.nearest import did_you_mean, nearest
+from whale.config.nearest import guess, nearest
 from whale.config.replicas import PLAN, RECOMPUTE, REPLICAS, Place, Reader
 from whale.config.sections import Cluster, Communication, Estimate, Gradient, Memory, Pipeline, Planning, Recompute, Runtime, Trace
 from whale.config.strict_yaml import parse_yaml
@@ -185,7 +185,7 @@ def _checked(key: Key, setting: Setting) -> object:
     if value is None:
         return None
     if key.choices and value not in key.choices:
-        hint = did_you_mean(str(value), key.choices)
+        hint = guess(str(value), key.choices)
         if value in STRATEGIES and key.name == SCHEDULE:
             hint = f"{value} of EPL is {SCHEDULE}: {STRATEGIES[str(value)]}"
         raise ConfigError(f"{key.name} takes {key.takes} ({value!r} is not)", where=setting.where, hint=hint)
@@ -211,7 +211,7 @@ def _shares(key: Key, setting: Setting) -> Shares:
             found[int(number)] = share
         elif isinstance(share, bool) or not isinstance(share, Real) or not 0 <= float(share) <= 1:
             words = f"a stage recomputes a share from 0 to 1, or {', '.join(key.by_stage)}"
-            hint = did_you_mean(share, key.by_stage) if isinstance(share, str) else ""
+            hint = guess(share, key.by_stage) if isinstance(share, str) else None
             raise ConfigError(f"{key.name}: {words} (stage {stage}: {share!r} is not)", where=setting.where, hint=hint)
         else:
             found[int(number)] = float(share)

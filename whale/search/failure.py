@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from whale.errors import ConfigError, PlanError, WhaleError
 from whale.ir.cluster import Device
 from whale.planning.pipeline.balance import MemoryShortage, shortage
+from whale.planning.shard.insisting import NothingToCut
 from whale.search.arrangement import Group, Team
 from whale.search.bounds.bounds import Bounds
 from whale.search.sketch.sketch import Sketches
@@ -36,7 +38,7 @@ def failure(faults: Sequence[WhaleError], space: Space, lineups: Sequence[Lineup
     if not faults and not missing:
         return _nothing(space, lineups)
     if faults and not shortages:
-        return faults[0]
+        return commonest(faults)
     hint = "; or ".join(_remedies(space, lineups, bounds, sketches)) or "devices with more memory, or more of them"
     if shortages:
         nearest = min(shortages, key=lambda fault: fault.num_bytes)
@@ -48,6 +50,18 @@ def failure(faults: Sequence[WhaleError], space: Space, lineups: Sequence[Lineup
         "the devices of any replica hold)",
         hint=hint,
     )
+
+
+def commonest(faults: Sequence[WhaleError]) -> WhaleError:
+    """The first fault that breaks the rule which most of them break; splits, which the search tries by itself, come last."""
+    own = [fault for fault in faults if not isinstance(fault, NothingToCut)] or faults
+    rules = Counter(_rule(fault) for fault in own)
+    return max(own, key=lambda fault: rules[_rule(fault)])
+
+
+def _rule(fault: WhaleError) -> str:
+    """A message without its values."""
+    return fault.message.partition(" (")[0]
 
 
 def failure_divided(
@@ -75,12 +89,13 @@ def _nothing(space: Space, lineups: Sequence[Lineup]) -> ConfigError:
     if not lineups:
         return ConfigError(f"the model can be cut into the stages of a replica ({stages}; devices: {num_devices})")
     fewest = min(sum(team.count for team in lineup) for lineup in lineups)
+    if fewest * (freedom.micro_batches or 1) > space.num_rows:
+        return ConfigError(
+            f"every micro-batch of every replica has a row (rows: {space.num_rows}; replicas: {fewest} or more, on "
+            f"{counted(num_devices, 'device')}; micro-batches: {freedom.micro_batches or '1 or more'})"
+        )
     chunks = min(order.num_chunks for order in freedom.orders)
-    return ConfigError(
-        "the batch has a row for every device and micro-batch, and the model a place to cut for every stage "
-        f"(rows: {space.num_rows}; replicas: {fewest} or more, on {counted(num_devices, 'device')}; "
-        f"micro-batches: {freedom.micro_batches or 'any number'}; stages: {stages}; chunks of each device: {chunks} or more)"
-    )
+    return ConfigError(f"the model has a place to cut for every stage (stages: {stages}; chunks of each device: {chunks} or more)")
 
 
 def _remedies(space: Space, lineups: Sequence[Lineup], bounds: Bounds, sketches: Sketches) -> Iterator[str]:

@@ -13,7 +13,7 @@ from tests.examples import at_most, slow
 from tests.unit.planning.graphs import Graph, device
 from tests.unit.search.exhaustive import least
 from whale.config import Config
-from whale.errors import ConfigError, PlanError, WhaleError
+from whale.errors import BatchError, ConfigError, PlanError, WhaleError
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Host, Link
@@ -23,7 +23,9 @@ from whale.planning.pipeline.balance import shortage
 from whale.planning.plan import Draft
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater, Seating
+from whale.planning.shard.insisting import NothingToCut
 from whale.search import Found, decide, search
+from whale.search.failure import commonest
 from whale.search.space.freedom import freedom_of
 
 SPEEDS = (1e9, 3e9, 1e10)
@@ -210,7 +212,7 @@ def test_a_runner_up_is_a_whole_plan() -> None:
     plan, step = found.runner_up(2)
     assert plan.step_seconds == step.step_seconds == found.runners_up[1].seconds
     assert plan.choices[0].subject == "runner-up 2" and str(found.arrangement) in plan.choices[0].bound
-    with pytest.raises(ConfigError, match=r"runners-up \(99 is none of them\)"):
+    with pytest.raises(ConfigError, match=r"a runner-up is one that the search has \(there are \d+, asked for: 99\)"):
         found.runner_up(99)
 
 
@@ -269,8 +271,8 @@ def test_effort_is_a_limit_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_micro_batches_than_rows_leave_nothing() -> None:
-    numbers = r"\(rows: 2; replicas: 1 or more, on 1 device; micro-batches: 4; stages: 2 at most, asked for: any number; "
-    with pytest.raises(ConfigError, match=f"a row for every device and micro-batch, .* {numbers}"):
+    numbers = r"\(rows: 2; replicas: 1 or more, on 1 device; micro-batches: 4\)"
+    with pytest.raises(ConfigError, match=f"every micro-batch of every replica has a row {numbers}"):
         search_of(layers([4]), made([[(1e9, GIB)]], network=1e9), 2, num_micro_batch=4)
 
 
@@ -295,3 +297,10 @@ def test_any_number_of_devices(num_devices: int) -> None:
     cluster = made([[(1e9, GIB)] * 4] * (num_devices // 4), network=1e9)
     found = search(layers([16] * 4), cluster, Config(), rows=2 * num_devices, effort=8)
     assert len(found.plan.devices) <= num_devices
+
+
+def test_of_faults_that_are_no_shortage_the_commonest_is_told() -> None:
+    rows = [BatchError(f"a micro-batch has a row (rows: {number})") for number in (1, 2)]
+    assert commonest([ConfigError("a schedule has chunks (1)"), *rows]) is rows[0]
+    cut = NothingToCut("a split needs an axis (none)")
+    assert commonest([cut, cut, *rows]) is rows[0] and commonest([cut]) is cut
