@@ -22,7 +22,7 @@ from whale.ir.plan import Shard
 
 STAGES = "stages"
 
-Run = tuple[str, str]
+OpRange = tuple[str, str]
 """The first and the last of consecutive ops."""
 
 FULL = "full"
@@ -48,11 +48,11 @@ class StageBlock:
     """
 
     devices: tuple[str, ...]
-    ops: tuple[Run, ...]
+    ops: tuple[OpRange, ...]
     split: int = 1
     rows: tuple[int, ...] = ()
     cut: tuple[Shard, ...] = ()
-    recompute: tuple[Run, ...] = ()
+    recompute: tuple[OpRange, ...] = ()
     halves: bool = False
     recomputes_whole: bool = False
 
@@ -60,17 +60,17 @@ class StageBlock:
         """In the form of a written plan."""
         own = {
             "devices": list(self.devices),
-            "ops": [show_run(run) for run in self.ops],
+            "ops": [show_range(run) for run in self.ops],
             "split": self.split if self.split > 1 else None,
             "rows": list(self.rows),
             "cut": {shard.axis: _shard_data(shard) for shard in self.cut},
-            "recompute": FULL if self.recomputes_whole else [show_run(run) for run in self.recompute],
+            "recompute": FULL if self.recomputes_whole else [show_range(run) for run in self.recompute],
             "halves": self.halves or None,
         }
         return {name: value for name, value in own.items() if value}
 
 
-def show_run(run: Run) -> str:
+def show_range(run: OpRange) -> str:
     """A run as text: ``linear .. add_3``, or the name of its only op."""
     return run[0] if run[0] == run[1] else BETWEEN.join(run)
 
@@ -132,7 +132,7 @@ def _texts(value: object) -> tuple[str, ...]:
     raise ValueError("a list of names")
 
 
-def _runs(value: object) -> tuple[Run, ...]:
+def _runs(value: object) -> tuple[OpRange, ...]:
     try:
         runs = [tuple(text.split(BETWEEN)) for text in _texts(value)]
     except ValueError:
@@ -142,7 +142,7 @@ def _runs(value: object) -> tuple[Run, ...]:
     return tuple((run[0], run[-1]) for run in runs)
 
 
-def _again(value: object) -> tuple[Run, ...] | str:
+def _again(value: object) -> tuple[OpRange, ...] | str:
     try:
         return FULL if value == FULL else _runs(value)
     except ValueError as error:

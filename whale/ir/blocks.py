@@ -18,7 +18,7 @@ from whale.ir.graph import REGION, Argument, ModelGraph, Op, Ref
 
 
 @dataclass(frozen=True)
-class Run:
+class RepeatedBlocks:
     """Blocks one behind the other.
 
     Attributes:
@@ -46,12 +46,12 @@ class Run:
         return zip(self.calls[last - self.length : last], self.calls[last : self.stop], strict=True)
 
 
-def find_run(graph: ModelGraph) -> Run | None:
+def find_repeated_blocks(graph: ModelGraph) -> RepeatedBlocks | None:
     """The blocks that cover the most calls of a graph; of equal ones the shortest and first. None where no blocks repeat."""
     calls = tuple(op for op in graph.ops if op.kind == "call")
     numbers: dict[object, int] = {}
     looks = np.array([numbers.setdefault(_look(graph, op), len(numbers)) for op in calls], dtype=np.int64)
-    best: Run | None = None
+    best: RepeatedBlocks | None = None
     for length in range(1, len(calls) // 2 + 1):
         for start, stop in _equal_stretches(looks, length):
             if best is not None and (stop - start) // length * length <= best.stop - best.start:
@@ -87,7 +87,7 @@ def _equal_stretches(looks: NDArray[np.int64], length: int) -> Iterator[tuple[in
             yield start, stop + length
 
 
-def _checked(graph: ModelGraph, calls: tuple[Op, ...], start: int, length: int, count: int) -> Run | None:
+def _checked(graph: ModelGraph, calls: tuple[Op, ...], start: int, length: int, count: int) -> RepeatedBlocks | None:
     """The blocks from a call on, if each does to its parameters and to the one before it what the one before it does."""
     own: dict[str, str] = {}
     for block in range(1, count):
@@ -96,7 +96,7 @@ def _checked(graph: ModelGraph, calls: tuple[Op, ...], start: int, length: int, 
         if not all(same.holds(*pair) for pair in zip(calls[low - length : low], calls[low : low + length], strict=True)):
             return None
         own = same.own
-    run = Run(calls, start, length, count, own)
+    run = RepeatedBlocks(calls, start, length, count, own)
     earlier = {op.name for op in calls[start : run.stop - length]}
     outside = {source for op in (*calls[:start], *calls[run.stop :]) for source in op.inputs}
     wanted = {*graph.outputs, *(name for term in graph.loss for name in (term.sum, term.weight) if name)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from whale.config import Config, ReplicaBlock
 from whale.errors import WhaleError
 from whale.estimate import Costs, estimate
-from whale.ir.blocks import find_run
+from whale.ir.blocks import find_repeated_blocks
 from whale.ir.cluster import Cluster
 from whale.ir.division import divide_evenly
 from whale.ir.graph import ModelGraph
@@ -54,7 +54,7 @@ def _may_move(plan: Plan, graph: ModelGraph) -> bool:
     has_scopes = any(op.scope for op in graph.ops)
     is_joined = any(stage.row_shard for replica in plan.replicas for stage in replica.stages)
     has_stages = any(len(replica.stages) > 1 for replica in plan.replicas)
-    return has_stages and not has_scopes and not is_joined and find_run(graph) is not None
+    return has_stages and not has_scopes and not is_joined and find_repeated_blocks(graph) is not None
 
 
 def _block(replica: Replica, config: Config) -> ReplicaBlock:

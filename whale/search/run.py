@@ -114,7 +114,7 @@ class Closed:
 
 
 @dataclass(eq=False, kw_only=True)
-class Run(Progress):
+class FreeRun(Progress):
     """A search over arrangements.
 
     Args:

@@ -38,7 +38,7 @@ from whale.search.front import Front
 from whale.search.moments import expected
 from whale.search.objective import LeastMemory, Objective, SmallestFirst, objective_of
 from whale.search.progress import Progress
-from whale.search.run import Run
+from whale.search.run import FreeRun
 from whale.search.sketch.links import Ties
 from whale.search.sketch.pieces import pieces_of
 from whale.search.sketch.sketch import Sketches
@@ -157,16 +157,16 @@ class _Question:
         seater = self.seater
         return Front(Space(seater.cluster, freedom, seater.num_rows, seater.points.num_units), self.bounds, self.sketches, objective)
 
-    def _arranged(self, freedom: Freedom, order: Objective, start: Sequence[Arrangement]) -> tuple[Run, Front]:
+    def _arranged(self, freedom: Freedom, first_by: Objective, start: Sequence[Arrangement]) -> tuple[FreeRun, Front]:
         """Looks at arrangements.
 
         Args:
-            order: what is likely the best by it is looked at first.
+            first_by: what is likely the best by it is looked at first.
             start: arrangements that come before all others.
         """
-        front, config, cluster = self._front(freedom, order), self.config, self.seater.cluster
+        front, config, cluster = self._front(freedom, first_by), self.config, self.seater.cluster
         promising = front.promising()
-        run = Run(
+        run = FreeRun(
             freedom=freedom,
             cluster=cluster,
             seater=self.seater,
@@ -205,7 +205,7 @@ class _Question:
         return run
 
 
-def _found_free(run: Run, front: Front, *, is_smallest_first: bool = False) -> Found:
+def _found_free(run: FreeRun, front: Front, *, is_smallest_first: bool = False) -> Found:
     assert run.best is not None
     value = run.best.value
     closed = run.done(lambda: front.closed(value))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from whale.errors import CaptureError
-from whale.ir.blocks import Run, find_run
+from whale.ir.blocks import RepeatedBlocks, find_repeated_blocks
 from whale.ir.graph import REGION, Argument, ModelGraph, Op, Parameter, Ref
 
 
@@ -26,7 +26,7 @@ def repeat_blocks(graph: ModelGraph, num_blocks: int) -> ModelGraph:
     Raises:
         CaptureError: no blocks repeat in it, or there are more of them.
     """
-    run = find_run(graph)
+    run = find_repeated_blocks(graph)
     if run is None:
         raise CaptureError(
             "a model with repeated blocks has two of them one after another (no stretch of ops does the same as the one before it)",
@@ -40,7 +40,7 @@ def repeat_blocks(graph: ModelGraph, num_blocks: int) -> ModelGraph:
 class _Names:
     """Makes names that go on as those of the captured blocks do, each once."""
 
-    def __init__(self, graph: ModelGraph, run: Run) -> None:
+    def __init__(self, graph: ModelGraph, run: RepeatedBlocks) -> None:
         self._taken = {op.name for op in graph.ops} - {op.name for op in run.calls[run.stop :]}
         numbers = [(_numbered(a.name), _numbered(b.name)) for a, b in run.pairs]
         self.steps = {base: after - before for (base, before), (other, after) in numbers if base == other}
@@ -94,7 +94,7 @@ class _Block:
 class _Repeated:
     """Makes the graph with blocks added behind the last."""
 
-    def __init__(self, graph: ModelGraph, run: Run, num_added: int) -> None:
+    def __init__(self, graph: ModelGraph, run: RepeatedBlocks, num_added: int) -> None:
         self._graph, self._run = graph, run
         self._names = _Names(graph, run)
         self._before = {after: first for first, after in run.own.items()}

@@ -17,7 +17,7 @@ from whale.capture import capture
 from whale.config import Config
 from whale.estimate import Costs, Line, estimate
 from whale.estimate.costs.handling import Volume, all_gather_volume, all_reduce_volume, all_to_all_volume
-from whale.estimate.events.engine import Run, Task, Transfer, run
+from whale.estimate.events.engine import EventTimes, Task, Transfer, run
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site, Tolls, copied_bytes
 from whale.ir.cluster import NO_HANDLING, Cluster, Handling, Link
@@ -88,7 +88,7 @@ def test_what_a_device_sends_and_receives(volume: Volume, num_messages: float, n
     assert volume.seconds(Handling(2.0, 3.0)) == 2 * num_messages + 3 * num_bytes
 
 
-def one_message(handled: float, *before: Task) -> Run:
+def one_message(handled: float, *before: Task) -> EventTimes:
     """A worker makes something, hands it on, and computes on; the other, idle but for `before`, takes it."""
     sender = [Task(1.0, sends=(0,)), Task(2.0)]
     receiver = [*before, Task(1.0, needs=(0,), posts=(0,) if not before else ())]

@@ -25,7 +25,7 @@ from whale.search.bounds.chain import loose_runs
 from whale.search.bounds.columns import columns_of
 from whale.search.front import Front
 from whale.search.objective import LeastTime
-from whale.search.run import Closed, Run
+from whale.search.run import Closed, FreeRun
 from whale.search.sketch.links import Ties
 from whale.search.sketch.pieces import pieces_of
 from whale.search.sketch.sketch import Sketches
@@ -115,7 +115,7 @@ def test_what_is_never_opened_is_bounded_as_if_it_were(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Front, "closed", counted)
     found = search(graph, cluster, Config(), rows=32, effort=3)
-    monkeypatch.setattr(Run, "reach", math.inf)
+    monkeypatch.setattr(FreeRun, "reach", math.inf)
     whole = search(graph, cluster, Config(), rows=32, effort=3)
     assert (found.arrangement, found.value, found.bound) == (whole.arrangement, whole.value, whole.bound)
     assert found.bound < found.value and left[0] > left[1] == 0

@@ -14,7 +14,7 @@ from whale.planning.seating import Seater, Seating
 from whale.search import decide, search
 from whale.search.found import Found
 from whale.search.front import Front, Group
-from whale.search.run import Look, Run
+from whale.search.run import FreeRun, Look
 
 GRAPH = layers([64] * 4)
 TWO = made([[(1e9, GIB)] * 2], network=1e9)
@@ -52,7 +52,7 @@ def test_among_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.plan.choices[0].bound.startswith("the search was interrupted: the best of 1 plan so far; within ")
 
 
-PLACES = [(Front, "below"), (Front, "closed"), (Look, "may_be_below"), (Run, "open_bounds"), (Draft, "finished")]
+PLACES = [(Front, "below"), (Front, "closed"), (Look, "may_be_below"), (FreeRun, "open_bounds"), (Draft, "finished")]
 
 
 @pytest.mark.parametrize(("home", "place"), [pytest.param(*each, id=each[1]) for each in PLACES])

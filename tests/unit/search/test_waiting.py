@@ -11,7 +11,7 @@ import pytest
 from whale.estimate.costs.op_table import Floats
 from whale.schedules import peak_in_flight
 from whale.search.arrangement import Order
-from whale.search.bounds.waiting import LEAST, Pass, Passes, Pipelines, Run
+from whale.search.bounds.waiting import LEAST, AlikeRanks, Pass, Passes, Pipelines
 
 NUM_COLUMNS = 3
 
@@ -27,13 +27,13 @@ def drawn(draw: random.Random, num_runs: int, num_cases: int) -> tuple[Pipelines
         found: Floats = speed * np.array([[draw.uniform(low, high) for _ in range(NUM_COLUMNS)] for _ in range(num_cases)])
         return found
 
-    runs = list[Run]()
+    runs = list[AlikeRanks]()
     for place in range(num_runs):
         forward, backward = seconds(0.1, 1.0), seconds(0.1, 2.0)
         mean, fewest, most = (
             Pass(forward * scale, backward * scale, counts) for scale in (1.0, draw.uniform(0.7, 1), draw.uniform(1, 1.5))
         )
-        runs.append(Run(Passes(mean, fewest, most), np.array([own[place] for own in lengths], dtype=np.float64)))
+        runs.append(AlikeRanks(Passes(mean, fewest, most), np.array([own[place] for own in lengths], dtype=np.float64)))
     shapes = [(sum(own), number, 1) for own, number in zip(lengths, m, strict=True)]
     ranks = [[place for place, number in enumerate(own) for _ in range(number)] for own in lengths]
     return Pipelines(runs, counts, np.array(m, dtype=np.float64), shapes), ranks

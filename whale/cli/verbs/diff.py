@@ -16,7 +16,7 @@ from whale.cli.planned import Planned, planned
 from whale.cli.tables import print_table
 from whale.config import ReplicaBlock, StageBlock, read_yaml
 from whale.config.settings import is_of_block, is_section
-from whale.config.stages import Run, show_run
+from whale.config.stages import OpRange, show_range
 from whale.errors import ConfigError
 from whale.ir.plan import Replica, describe_shards
 from whale.planning.written.write import written_replicas
@@ -108,8 +108,8 @@ def _facts(found: Planned, replica: Replica, block: ReplicaBlock) -> Iterator[tu
         yield f"stage {edge.source} -> stage {edge.target}", ", ".join(edge.tensors)
 
 
-def _runs(runs: Iterable[Run]) -> str:
-    return ", ".join(map(show_run, runs))
+def _runs(runs: Iterable[OpRange]) -> str:
+    return ", ".join(map(show_range, runs))
 
 
 def _written(found: Planned) -> tuple[ReplicaBlock, ...]:

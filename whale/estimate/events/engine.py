@@ -74,7 +74,7 @@ class Stuck:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class EventTimes:
     """When everything happened.
 
     Attributes:
@@ -88,7 +88,7 @@ class Run:
     stuck: tuple[Stuck, ...]
 
 
-def run(workers: Sequence[Sequence[Task]], transfers: Sequence[Transfer], bandwidths: Sequence[float]) -> Run:
+def run(workers: Sequence[Sequence[Task]], transfers: Sequence[Transfer], bandwidths: Sequence[float]) -> EventTimes:
     """Runs all tasks, each as early as can be.
 
     Args:
@@ -131,7 +131,7 @@ class _Engine:
             if queue is not None:
                 self._queues.setdefault(queue, []).append(index)  # the next one last
 
-    def run(self) -> Run:
+    def run(self) -> EventTimes:
         for worker in range(len(self._workers)):
             self._stand_before(worker, 0, 0.0)
         while self._events:
@@ -150,7 +150,7 @@ class _Engine:
                 self._push_all(self._links.remove(subject, time))
                 self._arrive(subject, time + self._transfers[subject].latency)
         stuck = [Stuck(worker, len(self._tasks[worker]), number) for number, waiting in self._awaited.items() for worker in waiting]
-        return Run(
+        return EventTimes(
             self._tasks,
             list(zip(self._started, self._arrived, strict=True)),
             tuple(sorted(stuck, key=lambda fault: (fault.worker, fault.transfer))),

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from whale.axes import Axes
 from whale.estimate.costs.costs import Costs
-from whale.estimate.events.engine import Run, Task, Uneven, run
+from whale.estimate.events.engine import EventTimes, Task, Uneven, run
 from whale.estimate.events.figures import bubble_rate
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.gather import Gathered, gather
@@ -59,7 +59,7 @@ def estimate_with(prices: Prices, plan: Plan) -> StepEstimate:
     return StepEstimate(seconds, devices, tuple(_links(gathered, program, seconds)), bubble_rate(Timeline(spans)))
 
 
-def _run(gathered: Gathered) -> tuple[Program, Run]:
+def _run(gathered: Gathered) -> tuple[Program, EventTimes]:
     """Runs what seems to be alike by what links are alone; only where that is not so, what is alike whatever goes over them."""
     program = make_program(gathered, by_links=False)
     try:
@@ -69,7 +69,7 @@ def _run(gathered: Gathered) -> tuple[Program, Run]:
         return program, run(program.tasks, program.transfers, program.bandwidths)
 
 
-def _at_the_same_times(gathered: Gathered, program: Program, found: Run) -> Iterator[Sequence[int]]:
+def _at_the_same_times(gathered: Gathered, program: Program, found: EventTimes) -> Iterator[Sequence[int]]:
     """Classes of devices that come out alike: their links are unlike, but no slower, so that all that they do is at the same times."""
 
     def look(number: int) -> Hashable:
@@ -90,7 +90,7 @@ def _look(kind: Hashable, end: int) -> Hashable:
     return kind.num_bytes if isinstance(kind, Sums) else (id(kind), end)
 
 
-def _device(numbers: Sequence[int], gathered: Gathered, program: Program, found: Run, carried: _Carried) -> DeviceEstimate:
+def _device(numbers: Sequence[int], gathered: Gathered, program: Program, found: EventTimes, carried: _Carried) -> DeviceEstimate:
     number = numbers[0]
     members, times = sorted(index for each in numbers for index in program.members[each]), found.tasks[number]
     worker, order = gathered.workers[members[0]], program.computations[number]
@@ -113,7 +113,7 @@ def _device(numbers: Sequence[int], gathered: Gathered, program: Program, found:
 class _Carried:
     """What was on its way when: each message, and each sum of gradients, is one value at all its ends."""
 
-    def __init__(self, gathered: Gathered, program: Program, found: Run) -> None:
+    def __init__(self, gathered: Gathered, program: Program, found: EventTimes) -> None:
         self._gathered, self._program, self._found = gathered, program, found
         self._messages: dict[tuple[int, int], Message] = {}
         self._syncs: dict[tuple[int, int], Sync] = {}
@@ -148,7 +148,7 @@ class _Carried:
         return Sync(self._gathered.summed_stages[wire], num_owners, kind.num_bytes, *self._found.transfers[transfer])
 
 
-def _exposed(tasks: Sequence[Task], times: Sequence[tuple[float, float]], found: Run) -> Iterator[float]:
+def _exposed(tasks: Sequence[Task], times: Sequence[tuple[float, float]], found: EventTimes) -> Iterator[float]:
     """Per task, seconds of waiting for it in which something that it needs is on its way."""
     before = 0.0
     for task, (start, end) in zip(tasks, times, strict=True):

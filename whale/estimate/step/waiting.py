@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from whale.estimate.events.computations import Computation
-from whale.estimate.events.engine import Run
+from whale.estimate.events.engine import EventTimes
 from whale.estimate.step.gather import Gathered
 from whale.estimate.step.memory_over_time import Waiting
 from whale.estimate.step.program import Program
@@ -18,7 +18,7 @@ from whale.estimate.step.workers import Worker
 from whale.ir.schedule import Action, Kind
 
 
-def waiting(number: int, gathered: Gathered, program: Program, found: Run) -> tuple[list[Waiting], list[Waiting]]:
+def waiting(number: int, gathered: Gathered, program: Program, found: EventTimes) -> tuple[list[Waiting], list[Waiting]]:
     """What a device has received, and what gradients it has sent, each from one time to another.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 from whale.config import ReplicaBlock, did_you_mean
 from whale.errors import ConfigError, WhaleError, raise_faults
 from whale.estimate.prices.prices import Prices
-from whale.ir.blocks import Run, find_run
+from whale.ir.blocks import RepeatedBlocks, find_repeated_blocks
 from whale.ir.division import divide_evenly
 from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import Annotations
@@ -26,7 +26,7 @@ def assign_by_blocks(
     Raises:
         ConfigError: the model has no blocks, or other numbers of blocks or stages.
     """
-    run = find_run(graph)
+    run = find_repeated_blocks(graph)
     raise_faults(list(_faults(run, asked, num_stages, annotations)))
     assert run is not None and asked.blocks is not None
     counts = divide_evenly(run.count, num_stages) if isinstance(asked.blocks, str) else asked.blocks
@@ -54,7 +54,7 @@ def assign_by_blocks(
     return assignment, structure
 
 
-def _faults(run: Run | None, asked: ReplicaBlock, num_stages: int, annotations: Annotations | None) -> Iterator[WhaleError]:
+def _faults(run: RepeatedBlocks | None, asked: ReplicaBlock, num_stages: int, annotations: Annotations | None) -> Iterator[WhaleError]:
     if annotations is not None:
         yield ConfigError(
             f"stages are stated by scopes or by blocks (blocks: {_shown(asked)}, first scope at {annotations.scopes[0].where})",

@@ -9,7 +9,7 @@ from itertools import pairwise
 from whale.config import Config, ReplicaBlock, StageBlock, did_you_mean
 from whale.config.keys import Shares
 from whale.config.replicas import MODEL
-from whale.config.stages import FULL, Run, show_run
+from whale.config.stages import FULL, OpRange, show_range
 from whale.errors import ConfigError, PlanError, WhaleError, raise_faults
 from whale.estimate import Costs, StepEstimate
 from whale.estimate.prices.part import Part
@@ -110,7 +110,7 @@ class _Written:
         self._calls = tuple(op.name for op in graph.ops if op.kind == "call")
         self._position = {name: index for index, name in enumerate(self._calls)}
         self._repeatable = analyse(graph).repeatable
-        self._parts: dict[tuple[tuple[Run, ...], ...], tuple[Part, ...]] = {}
+        self._parts: dict[tuple[tuple[OpRange, ...], ...], tuple[Part, ...]] = {}
 
     def faults(self, block: ReplicaBlock) -> Iterator[WhaleError]:
         """What is wrong with a block by itself, and beside the model's scopes."""
@@ -192,23 +192,23 @@ class _Written:
         for before, run in pairwise(stage.recompute):
             if position[run[0]] <= position[before[1]]:
                 yield ConfigError(
-                    f"runs of ops that are computed again follow one another ({name}: {show_run(before)}, {show_run(run)})", where=where
+                    f"runs of ops that are computed again follow one another ({name}: {show_range(before)}, {show_range(run)})", where=where
                 )
 
-    def _run_faults(self, run: Run, name: str, where: object) -> Iterator[WhaleError]:
+    def _run_faults(self, run: OpRange, name: str, where: object) -> Iterator[WhaleError]:
         unknown = [op for op in dict.fromkeys(run) if op not in self._position]
         for op in unknown:
             yield ConfigError(
                 f"a stage has ops of the model ({name}: {op} is none)", where=where, hint=did_you_mean(op, self._calls[:MAX_NAMES])
             )
         if not unknown and self._position[run[0]] > self._position[run[1]]:
-            yield ConfigError(f"a run of ops ends behind its start ({name}: {show_run(run)})", where=where)
+            yield ConfigError(f"a run of ops ends behind its start ({name}: {show_range(run)})", where=where)
 
     def scopes(self, block: ReplicaBlock) -> Annotations | None:
         """The model's scopes on the devices of a block; None for a model without."""
         return read_scopes(self.graph, self.config, len({name for stage in block.stages for name in stage.devices}))
 
-    def _ops(self, runs: Sequence[Run]) -> tuple[str, ...]:
+    def _ops(self, runs: Sequence[OpRange]) -> tuple[str, ...]:
         found = {index for first, last in runs for index in range(self._position[first], self._position[last] + 1)}
         return tuple(self._calls[index] for index in sorted(found))
 

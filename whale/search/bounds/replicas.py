@@ -28,7 +28,7 @@ from whale.search.arrangement import Group, Order, Team
 from whale.search.bounds.chain import loose_runs
 from whale.search.bounds.columns import Columns
 from whale.search.bounds.summing import Summing
-from whale.search.bounds.waiting import Pass, Passes, Pipelines, Run, first_alike
+from whale.search.bounds.waiting import AlikeRanks, Pass, Passes, Pipelines, first_alike
 
 MANY_AT_ONCE = 1 << 13
 """So many cases are worked out together, where there are more."""
@@ -99,7 +99,7 @@ class Replicas:
         m = np.repeat([float(each.num_micro_batch) for each in asked], sizes)
         groups = [[each.team.runs[place] for each in asked] for place in range(len(first.team.runs))]
         passes = [self._passes([group for group, _ in own], asked) for own in groups]
-        runs = [Run(each, np.repeat([float(n) for _, n in own], sizes)) for each, own in zip(passes, groups, strict=True)]
+        runs = [AlikeRanks(each, np.repeat([float(n) for _, n in own], sizes)) for each, own in zip(passes, groups, strict=True)]
         shapes = [(each.team.num_ranks, each.num_micro_batch, size) for each, size in zip(asked, sizes, strict=True)]
         pipelines, order = Pipelines(runs, self.columns.counts, m, shapes), first.order
         is_one = first.team.num_ranks == 1
@@ -137,7 +137,7 @@ class Replicas:
             self._known[key] = tuple(self.columns.passes(kind, own) for own in sizes)
         return self._known[key]
 
-    def _beside(self, runs: Sequence[Run], order: Order) -> Floats:
+    def _beside(self, runs: Sequence[AlikeRanks], order: Order) -> Floats:
         """Seconds by which a stage waits less for those before it where some of these have only ops that nobody there waits for.
 
         Such a stage has no more than a run of them, so all together no more than the longest runs.
@@ -157,7 +157,7 @@ class Replicas:
         self,
         groups: Sequence[Sequence[tuple[Group, int]]],
         sizes: Sequence[int],
-        runs: Sequence[Run],
+        runs: Sequence[AlikeRanks],
         m: Floats,
         hidden: Sequence[Floats],
         rates: Floats,
@@ -175,7 +175,7 @@ class Replicas:
         result: Floats = reduce(np.minimum, shares) @ columns.counts
         return result
 
-    def _end_of_one(self, groups: Sequence[Group], sizes: Sequence[int], run: Run, m: Floats, rates: Floats) -> Floats:
+    def _end_of_one(self, groups: Sequence[Group], sizes: Sequence[int], run: AlikeRanks, m: Floats, rates: Floats) -> Floats:
         """The second bound of a rank that has the whole model: of gradients that are whole late in the pass less of the sum can hide."""
         columns = self.columns
         sums = {group: columns.last_sums(group.kind, self.num_rows) for group in dict.fromkeys(groups)}

@@ -97,7 +97,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AlikeRanks:
     """Alike ranks that follow one another.
 
     Attributes:
@@ -120,7 +120,7 @@ class Pipelines:
         shapes: ranks and micro-batches, and how many cases in a row have them.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[AlikeRanks]
     counts: Floats
     num_micro_batch: Floats
     shapes: Sequence[tuple[int, int, int]]
@@ -173,7 +173,7 @@ class Pipelines:
         ratio = sum(run.number for run in self.runs) / m
         dearest = reduce(np.minimum, (1 / run.passes.mean.whole for run in self.runs))
         guess = dearest * (1 - np.exp(-ratio) * (1 + ratio)) / (1 - ratio * np.exp(-ratio))
-        first, second, ends = np.zeros_like(m), np.zeros_like(m), list[tuple[Run, Floats, Floats, Floats, Floats]]()
+        first, second, ends = np.zeros_like(m), np.zeros_like(m), list[tuple[AlikeRanks, Floats, Floats, Floats, Floats]]()
         for run in reversed(self.runs):
             wanted = 1 / run.passes.mean.whole
             own, both = np.maximum(0.0, wanted - guess - first), wanted - second
