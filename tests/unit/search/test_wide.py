@@ -133,3 +133,13 @@ def test_hosts_of_one_kind_are_left_out_where_the_network_is_slow() -> None:
     one = make_plan(layers([64] * 6), made(hosts[:1], network=1e5), Config(), rows=12)
     both = search(layers([64] * 6), made(hosts, network=1e5), Config(), rows=12)
     assert both.value <= one.step_seconds and len(both.plan.devices) <= 3
+
+
+@pytest.mark.parametrize("per_host", [1, 3])
+def test_plans_with_a_kind_are_all_plans_but_those_without_it(per_host: int) -> None:
+    cluster = made([[(1e9, GIB)] * per_host, [(2e9, GIB)] * per_host], network=1e9)
+    front = front_of(layers([64] * 6), cluster, 12)
+    for kind in front.space.counts:
+        using = replace(front.space, freedom=replace(front.space.freedom, using=kind))
+        wanted = [lineup for lineup in front.space.lineups(front.bounds) if any(kind in team.taken for team in lineup)]
+        assert list(using.lineups(front.bounds)) == wanted and len({len(lineup) for lineup in wanted}) > 1

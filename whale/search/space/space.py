@@ -78,7 +78,7 @@ class Space:
         """
         small = len(self.cluster.devices) <= COMPLETE
         for lineup in dict.fromkeys(self._every_lineup() if small else self._lineups_in_a_row(bounds)):
-            if self._is_allowed(lineup):
+            if self._is_allowed(lineup) and (self.freedom.using is None or any(self.freedom.using in team.taken for team in lineup)):
                 yield lineup
 
     def turns(self, lineup: Lineup) -> Mapping[Order, Sequence[int]]:
@@ -115,8 +115,7 @@ class Space:
 
     def _is_allowed(self, lineup: Lineup) -> bool:
         deep = all(team.num_ranks <= self.num_places and self._num_ranks in (None, team.num_ranks) for team in lineup)
-        uses = self.freedom.using is None or any(self.freedom.using in team.taken for team in lineup)
-        return deep and uses and (not self.freedom.alike or (len(lineup) == 1 and (not lineup[0].is_split or lineup[0].count == 1)))
+        return deep and (not self.freedom.alike or (len(lineup) == 1 and (not lineup[0].is_split or lineup[0].count == 1)))
 
     def _every_lineup(self) -> Iterator[Lineup]:
         """All sets of replicas, by growing each with replicas that do not stand before its last."""
