@@ -113,6 +113,8 @@ def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any, Any]:
         result = build(**values)
     if not isinstance(result, tuple) or len(result) not in (3, 4):
         raise CaptureError(f"{source} must return (model, batch, loss), or (model, batch, loss, batch_dims), not {_kind(result)}")
+    if result[2] is not None and not callable(result[2]):
+        raise CaptureError(f"{source} must return (model, batch, loss), the loss a function or None, not {_kind(result[2])}")
     if len(result) == 4 and not isinstance(result[3], Mapping | None):
         raise CaptureError(f"{source} returns batch_dims after the loss: a mapping of tensors to 0 or None, not {_kind(result[3])}")
     return (*result, None)[:4]

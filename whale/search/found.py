@@ -167,9 +167,10 @@ class Found:
         """How far from the best plan it can be, in words."""
         if not self.num_unproven:
             return f"no arrangement of this space is {self.objective.better}"
+        bounds = "its bound" if self.num_unproven == 1 else "their bounds"
         return (
             f"{self._distance} "
-            f"({counted(self.num_unproven, 'arrangement')} might be {self.objective.better} by their bounds; planning.effort looks at more)"
+            f"({counted(self.num_unproven, 'arrangement')} might be {self.objective.better} by {bounds}; planning.effort looks at more)"
         )
 
     def _reasons(self) -> Iterator[str]:

@@ -49,6 +49,10 @@ def only_model():
 
 def with_optimizer():
     return (*build(), torch.optim.AdamW)
+
+def batch_last():
+    model, batch, loss = build()
+    return model, loss, batch
 """
 
 OFF = ("--set", "planning.search=off")
@@ -289,6 +293,7 @@ def test_ctrl_c_while_the_command_is_imported_is_no_traceback(monkeypatch: pytes
     ("words", "said"),
     [
         (["plan", "verb_model.py:only_model"], "must return (model, batch, loss), or (model, batch, loss, batch_dims), not Linear"),
+        (["plan", "verb_model.py:batch_last"], "must return (model, batch, loss), the loss a function or None, not a tuple of 1"),
         (
             ["plan", "verb_model.py:with_optimizer"],
             "returns batch_dims after the loss: a mapping of tensors to 0 or None, not type",

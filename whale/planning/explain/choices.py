@@ -82,7 +82,7 @@ def _idle(best: Solution) -> Choice:
         "placement",
         "idle devices",
         ", ".join(best.placement.idle),
-        cost=f"{counted(len(best.placement.idle), 'device')} do nothing",
+        cost=f"{counted(len(best.placement.idle), 'device')} without work",
         bound="the search found no better plan with them" if best.placement.rule == SEARCHED else why,
     )
 
