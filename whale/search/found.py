@@ -117,7 +117,7 @@ class Found:
             ConfigError: there are not so many.
         """
         if not 1 <= number <= len(self.others):
-            raise ConfigError(f"a runner-up is one that the search has (there are {len(self.others)}, asked for: {number})")
+            raise ConfigError(f"a runner-up is one that the search has (runners-up: {len(self.others)}, asked for: {number})")
         own = self.others[number - 1]
         plan, step = own.draft.finished()
         said = Choice("search", f"runner-up {number}", str(own), bound=f"the best is {self.arrangement}: {self.objective.text(self.value)}")

@@ -245,7 +245,7 @@ def test_a_runner_up_is_shown_whole(searched: list[str], capsys: pytest.CaptureF
     assert shown.partition("search: runner-up 1 decision ")[2].partition(" bound by ")[0] in " ".join(best.split())
     assert "predicted:" in printed and "search: runner-up 1" in printed
     assert main(["explain", *searched, "--runner-up", "50"]) == 1
-    assert "50 is none of them" in capsys.readouterr().err
+    assert "asked for: 50)" in capsys.readouterr().err
     assert main(["explain", "verb_model.py:build", "--ranks", "2", "--runner-up", "1", *OFF]) == 1
     assert "a runner-up needs a search, and what is set leaves none: planning.search off" in capsys.readouterr().err
 

@@ -212,7 +212,7 @@ def test_a_runner_up_is_a_whole_plan() -> None:
     plan, step = found.runner_up(2)
     assert plan.step_seconds == step.step_seconds == found.runners_up[1].seconds
     assert plan.choices[0].subject == "runner-up 2" and str(found.arrangement) in plan.choices[0].bound
-    with pytest.raises(ConfigError, match=r"a runner-up is one that the search has \(there are \d+, asked for: 99\)"):
+    with pytest.raises(ConfigError, match=r"a runner-up is one that the search has \(runners-up: \d+, asked for: 99\)"):
         found.runner_up(99)
 
 
