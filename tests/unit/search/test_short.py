@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.planning.graphs import cluster
-from tests.unit.search.exhaustive import least_divided
+from tests.unit.search.exhaustive import every_seating, least_divided, seater_of
 from tests.unit.search.many import drawn_cluster, drawn_graph
 from tests.unit.search.test_search import layers
 from whale.config import Config
@@ -21,7 +21,7 @@ from whale.planning.pipeline.balance import shortage
 from whale.planning.plan import Draft, plan_and_estimate
 from whale.planning.seating import Seater, Seating
 from whale.search import search
-from whale.search.space.freedom import FOR_MEMORY
+from whale.search.space.freedom import FOR_MEMORY, freedom_of
 
 
 def with_room(given: Cluster, num_bytes: float) -> Cluster:
@@ -38,6 +38,17 @@ def test_a_plan_fits_in_what_the_estimate_says_that_it_needs(policy: str) -> Non
     need = max(each.peak.total for each in step.devices)
     again, _ = plan_and_estimate(graph, with_room(roomy, need), config, rows=8)
     assert [stage.program for stage in again.replicas[0].stages] == [stage.program for stage in plan.replicas[0].stages]
+
+
+@pytest.mark.parametrize("number", [43, 66, 70, 227])
+def test_any_plan_fits_in_what_the_estimate_says_that_it_needs(number: int) -> None:
+    draw, config = random.Random(number), freedom_of(Config(), mixes_samples=False).config
+    graph, devices, rows = drawn_graph(draw, scoped=False), drawn_cluster(draw, 2), draw.randint(1, 9)
+    roomy = seater_of(graph, with_room(devices, 2**40), config, rows)
+    for seatings in draw.sample(list(every_seating(devices, rows)), 4):
+        policy = draw.choice(["none", "blocks", "full", "auto"])
+        need = max(each.peak.total for each in roomy.draft(seatings, policy).step.devices)
+        seater_of(graph, with_room(devices, need), config, rows).draft(seatings, policy)
 
 
 @pytest.mark.parametrize("number", [14, 16, 33])

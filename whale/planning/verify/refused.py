@@ -3,7 +3,8 @@
 closed forms: fits             -->  estimate: 300 bytes short on T4s  -->  closed forms, with 300 bytes less of each T4  --> ...
 closed forms: 20 bytes short   -->  closed forms, with 20 bytes more of each device  -->  estimate: fits
 
-Once the estimate has refused a plan and closed forms have found none with less, what lies half-way is tried.
+Once the estimate has refused a plan and closed forms have found none with less, what lies half-way is tried. Where all that fails, the
+last one is decided as if there were no end of memory: what is best then may be what fits, and whatever needs no more than there is does.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ MAX_ROUNDS = 4
 """So often a plan is decided again."""
 
 NEAR = 0.3
-"""Closed forms may be above the estimate by so much of a device's memory, about; what lacks more is not looked at again.
+"""Closed forms may be above the estimate by so much of a device's memory, about; what lacks more is not looked at again
+but with no end of memory, and what lacks more than a device has, not even so.
 
 They count all gradients beside all activations, and of what Adam holds of a model in float32 gradients are a quarter.
 """
+
+PLENTY = 2**50
+"""Bytes beside which no device lacks any."""
 
 
 class Refused(MemoryShortage):
@@ -96,14 +101,18 @@ def _decided(prices: Prices, decide: Callable[[Prices], T]) -> T:
             refused, too_little = refused or fault, spared
             spared = {kind: number + fault.lacking.get(kind, 0) for kind, number in spared.items()}
         except MemoryShortage as fault:
-            if refused is None and not 0 < fault.num_bytes <= NEAR * min(kinds.values()):
+            if refused is None and not 0 < fault.num_bytes <= min(kinds.values()):
                 raise
             lack, too_much = lack or fault, spared
+            if refused is None and fault.num_bytes > NEAR * min(kinds.values()):
+                break
             spared = {kind: number - fault.num_bytes for kind, number in spared.items()}
         if too_little and too_much:
             spared = {kind: (too_little[kind] + too_much[kind]) // 2 for kind in kinds}
             if spared in (too_little, too_much):
                 break
+    with suppress(MemoryShortage):
+        return decide(prices.sparing(dict.fromkeys(kinds, -PLENTY)))
     first = refused or lack
     assert first is not None
     raise first
