@@ -19,6 +19,7 @@ from whale.estimate import Costs
 from whale.ir.cluster import Cluster
 from whale.planning.pipeline.balance import shortage
 from whale.planning.plan import Draft, plan_and_estimate
+from whale.planning.replicas.room import most_rows
 from whale.planning.seating import Seater, Seating
 from whale.search import search
 from whale.search.space.freedom import FOR_MEMORY, freedom_of
@@ -49,6 +50,19 @@ def test_any_plan_fits_in_what_the_estimate_says_that_it_needs(number: int) -> N
         policy = draw.choice(["none", "blocks", "full", "auto"])
         need = max(each.peak.total for each in roomy.draft(seatings, policy).step.devices)
         seater_of(graph, with_room(devices, need), config, rows).draft(seatings, policy)
+
+
+@pytest.mark.parametrize("policy", ["none", "auto"])
+def test_where_all_can_be_kept_the_bound_of_rows_says_so(policy: str) -> None:
+    graph, roomy = layers([64] * 4), cluster((1e9,))
+    config = Config({"recompute.policy": policy, "planning.search": "off"})
+    plan, step = plan_and_estimate(graph, roomy, config, rows=64)
+    just = with_room(roomy, max(each.peak.total for each in step.devices))
+    seater = seater_of(graph, just, config, 64)
+    seating = Seating("1f1b", 1, 1, ((just.devices[0].name,),))
+    assert most_rows(seater.prices, seater._shape(seating), seating.placed) >= 64
+    again, _ = plan_and_estimate(graph, just, config, rows=64)
+    assert [stage.program for stage in again.replicas[0].stages] == [stage.program for stage in plan.replicas[0].stages]
 
 
 @pytest.mark.parametrize("number", [14, 16, 33])

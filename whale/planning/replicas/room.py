@@ -1,14 +1,15 @@
 """How many rows replicas can hold at most if nothing is recomputed, however they are cut: where that is too few, no cut need be tried.
 
 Every parameter is held, and what every op keeps for its backward pass, once at least; each byte of it that a rank keeps stands
-there as often as the rank has micro-batches in flight. With parameters where most are in flight, most is left for activations:
+there as often as the rank has micro-batches in flight. Gradients come while activations go, so they are not counted. With parameters
+where most are in flight, most is left for activations:
 
     sum over ranks of (memory - parameters there) / in flight  >=  bytes kept per row x rows of a micro-batch
 """
 
 from __future__ import annotations
 
-from whale.estimate.memory.memory import size_line
+from whale.estimate.memory.memory import size_line, state_bytes
 from whale.estimate.prices.prices import Prices
 from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
@@ -24,7 +25,8 @@ def most_rows(prices: Prices, pipeline: PipelineShape, placed: Placed) -> int:
         placed: the devices of each rank.
     """
     kept = size_line(prices.outputs, dict.fromkeys(name for names in prices.kept.values() for name in names))
-    parameters = sum(prices.parameter_bytes(parameter.name) for parameter in prices.graph.parameters)
+    held_bytes = (state_bytes(parameter, prices.states, training=prices.training) for parameter in prices.graph.parameters)
+    parameters = sum(own.compute + own.optimizer for own in held_bytes)
     in_flight = [min(pipeline.in_flight[stage] for stage in pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks)]
     room = 0.0
     for rank in sorted(range(pipeline.num_ranks), key=lambda rank: -in_flight[rank]):
