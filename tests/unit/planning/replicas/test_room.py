@@ -10,6 +10,7 @@ from tests.unit.planning.graphs import chain, device
 from whale.config import Config
 from whale.errors import BatchError
 from whale.estimate import Costs
+from whale.estimate.memory.memory import state_bytes
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Host, Link
 from whale.planning import MemoryShortage, make_plan
@@ -52,9 +53,10 @@ def test_where_the_estimate_finds_more_than_the_closed_form_the_plan_computes_mo
     assert any(stage.recomputed for replica in plan.replicas for stage in replica.stages)
 
 
-def test_the_bound_is_what_parameters_leave() -> None:
+def test_the_bound_is_what_weights_and_optimizer_state_leave() -> None:
     prices, pipeline = Prices(chain(6), tight([20_000]), Costs()), shape_pipeline(Config({"pipeline.num_micro_batch": 4}), None, 1)
-    held = sum(prices.parameter_bytes(parameter.name) for parameter in prices.graph.parameters)
+    states = [state_bytes(parameter, prices.states) for parameter in prices.graph.parameters]
+    held = sum(state.compute + state.optimizer for state in states)
     per_row = sum(prices.outputs[name].per_row for name in {name for names in prices.kept.values() for name in names})
     assert most_rows(prices, pipeline, (("h/0",),)) == 4 * int(1.01 * (prices.capacity("h/0") - held) / per_row)
     assert most_rows(Prices(chain(6), tight([1_000]), Costs()), pipeline, (("h/0",),)) == 0
