@@ -1,4 +1,4 @@
-"""The GPU tier: every test here is marked, and skipped where there is no CUDA device."""
+"""The GPU tier: every test here is marked, and runs on a GPU where there is one, else on the stand-in device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
+
+from tests.gpu.gpu import Gpu, gpu_or_stand_in
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -18,9 +19,15 @@ def plans_on_all_ranks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    """The device on which whale computes during a test."""
+    with gpu_or_stand_in() as device:
+        yield device
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in Path(item.path).parents:
             item.add_marker(pytest.mark.gpu)
-            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))

@@ -1,8 +1,9 @@
-"""Several ranks on one GPU, over Gloo with CUDA tensors: the law, a step without host synchronisation, memory."""
+"""Several ranks on one GPU, over Gloo with tensors of the device: the law, a step without host synchronisation, memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 
 import whale
+from tests import reference
 from tests.distributed.test_schedules import CHAIN
-from tests.distributed.training import Case, errors, make_cluster
+from tests.distributed.training import Case, largest_of, make_cluster, run_case, train_rank, train_reference
 from tests.distributed.world import World
+from tests.gpu.gpu import Gpu, gpu_or_stand_in, needs_memory
 from tests.models import Description
 
 TOLERANCE = 1e-10
@@ -32,9 +35,17 @@ def case(schedule: str, num_stages: int, **more: Any) -> Case:
     return Case(TOKENS, (16, 17), (1.0, 2.0, 1.0, 1.0), tuple({**config, **more}.items()))
 
 
+def train_on_gpu(rank: int, num_ranks: int, case: Case) -> reference.Run:
+    """Trains the case on one rank; its gradients are brought to the host."""
+    with gpu_or_stand_in() as gpu:
+        run = train_rank(rank, num_ranks, case)
+        return replace(run, gradients=gpu.on_host(run.gradients))
+
+
 @pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 1), ("1f1b", 4), ("zb_h1", 2), ("gpipe", 2)])
 def test_the_law(world: World, schedule: str, num_stages: int) -> None:
-    error, where = errors(world, case(schedule, num_stages))
+    trained = case(schedule, num_stages)
+    error, where = largest_of(run_case(world, train_on_gpu, trained), train_reference(trained))
     assert error < TOLERANCE, where
 
 
@@ -59,18 +70,14 @@ def engine(num_ranks: int, **config: Any) -> whale.Engine:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "recompute_early"])
-def test_a_steady_step_never_waits_for_the_device(schedule: str) -> None:
+def test_a_steady_step_never_waits_for_the_device(gpu: Gpu, schedule: str) -> None:
     """One rank: what Gloo copies to the host is not in the way."""
     trained = engine(1, **{"pipeline.num_micro_batch": 4, "pipeline.schedule": schedule, "gradient.clip_norm": 1.0})
     data = [batch() for _ in range(3)]
     trained.step(data[0])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with gpu.never_waits():
         for example in data[1:]:
             trained.step(example)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     trained.close()
 
 
@@ -89,6 +96,7 @@ def peak_bytes(rank: int, num_ranks: int) -> tuple[int, int]:
     return peak, parameters
 
 
+@needs_memory
 def test_gradients_are_kept_once(world: World) -> None:
     """Parameters, their gradients in buckets, and one weight's gradient on its way there: no second set of gradients."""
     for peak, parameters in world.run(peak_bytes, num_ranks=2):

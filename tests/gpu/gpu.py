@@ -1,0 +1,59 @@
+"""The device of the GPU tier: the GPU of this process where it has one, else the stand-in (`tests.standin`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.standin import DEVICE, OnDevice, StandIn
+
+needs_memory = pytest.mark.skipif(not torch.cuda.is_available(), reason="the stand-in device does not count the bytes of its tensors")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Where whale computes.
+
+    Attributes:
+        device: as torch names it.
+        stand_in: what looks at the ops; None on a GPU.
+    """
+
+    device: torch.device
+    stand_in: StandIn | None
+
+    @contextmanager
+    def never_waits(self) -> Iterator[None]:
+        """Fails where the host waits for the device inside."""
+        if self.stand_in is not None:
+            self.stand_in.forget()
+            yield
+            assert self.stand_in.waits == []
+            return
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def on_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The numbers of tensors that all lie on the device."""
+        assert all(value.device.type == self.device.type for value in tensors.values())
+        return {name: value.held if isinstance(value, OnDevice) else value.cpu() for name, value in tensors.items()}
+
+
+@contextmanager
+def gpu_or_stand_in() -> Iterator[Gpu]:
+    """While it is open, whale computes on the GPU, or on the stand-in device."""
+    if torch.cuda.is_available():
+        yield Gpu(torch.device("cuda"), None)
+        return
+    with mock.patch("whale.comm.world._device", return_value=DEVICE), StandIn() as stand_in:
+        yield Gpu(DEVICE, stand_in)
