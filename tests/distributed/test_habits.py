@@ -202,3 +202,16 @@ def test_an_optimizer_function_that_fails_on_some_of_the_parameters(world: World
     first, last = world.run(said_of_an_optimizer, "pipeline", "of a layer", num_ranks=2)
     said = "optimizer= makes an optimizer of the parameters that a rank has, which are not all (last.weight, last.bias: ValueError: "
     assert last[0].startswith(said) and first[0].startswith(f"rank 1: {said}")
+
+
+def mistaken(rank: int, num_ranks: int) -> list[float]:
+    _, engine = made("uneven", mean)
+    for verb, given in ((engine.step, ()), (engine.evaluate, (batch(0), 2)), (engine.state_dict, (0, 1))):
+        with pytest.raises(TypeError, match="argument"):
+            verb(*given)  # type: ignore[operator]
+    return [float(engine.step(batch(0)))]
+
+
+def test_an_engine_goes_on_after_arguments_that_a_verb_does_not_take(world: World) -> None:
+    expected = float(mean(Net()(batch(0)["x"]), batch(0)).detach())
+    assert world.run(mistaken, num_ranks=2) == [[pytest.approx(expected)]] * 2

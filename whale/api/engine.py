@@ -17,7 +17,7 @@ from whale.api.habits.elsewhere import answer, call_answer, copy_answer
 from whale.api.habits.left_as_given import LeftAsGiven
 from whale.api.habits.since_capture import SinceCapture
 from whale.api.habits.users_tensors import UsersTensors
-from whale.api.in_company import in_company
+from whale.api.in_company import Turn, in_company
 from whale.api.inference import out_of_inference_mode
 from whale.api.mode import CapturedMode, ModeName
 from whale.api.modes import Modes
@@ -55,17 +55,19 @@ class Engine:
 
     Attributes:
         modes, state, runtime: as given.
+        turn: whose thread it works for.
     """
 
     def __init__(self, modes: Modes, state: EngineState, runtime: Runtime, *, trains: bool = True, tracing: Tracing | None = None) -> None:
         self.modes, self.state, self.runtime = modes, state, runtime
+        self.turn = Turn()
         self._data = DataPosition(state)
         self._tracing = tracing
         self._first_step = state.step_number
         world = runtime.roster.world
         self._since = SinceCapture(modes.model, modes.train.graph, modes.train.program.tensors, state.tensors, world.device)
         self._users = UsersTensors(modes.model, tells=world.rank == 0)
-        self._as_given = LeftAsGiven(modes.model, tells=world.rank == 0 and trains)
+        self._as_given = LeftAsGiven(modes.model, trains=trains, warns=world.rank == 0)
         self._warns_of_no_optimizer = not trains and world.rank == 0
 
     # ---- work ------------------------------------------------------------------------------------------------
@@ -327,8 +329,9 @@ class Engine:
         """What is ready for a batch, its capture, and the batch in parts; where that fails on this rank alone, the others do not wait."""
         with self.runtime.status.reporting():
             try:
-                self._since.check()
-                self._users.look()
+                with torch._C.DisableTorchFunctionSubclass():  # of the user's parameters, which hear of who reads them
+                    self._since.check()
+                    self._users.look()
                 captured = self.modes.fitting(name, batch, partial(forget, self.runtime))
                 view = view_of(captured.program.batch, batch)
                 key = captured.key

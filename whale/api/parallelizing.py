@@ -13,6 +13,7 @@ from whale.api.apart import warn_where_apart
 from whale.api.arguments import check_arguments, check_kind
 from whale.api.attach import attach
 from whale.api.engine import Engine
+from whale.api.habits.elsewhere import warn_of_evaluation_mode
 from whale.api.habits.hooks import warn_of_hooks
 from whale.api.habits.since_capture import check_types
 from whale.api.inference import out_of_inference_mode
@@ -95,6 +96,7 @@ def parallelize(
         together(world, lambda: check_types(world.device))
         if world.rank == 0:
             warn_of_hooks(model)
+            warn_of_evaluation_mode(model)
         on_first_rank(world, lambda: warn_of_profile(settings.cluster.profile))
         attachment = attach(cluster if cluster is not None else settings.cluster.file, world, settings.cluster.devices)
         with told_if_long("capturing the model", on_first=world.rank == 0):

@@ -191,6 +191,7 @@ def _check_leaves(leaves: list[tuple[Any, Any]]) -> None:
     faults += [
         _not_dense(pytree.keystr(path), form) for path, leaf in leaves if isinstance(leaf, Tensor) and (form := form_of(leaf)) != "dense"
     ]
+    faults += [_with_gradient(pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     raise_faults(faults)
     if not any(isinstance(leaf, Tensor) and leaf.dim() > 0 for _, leaf in leaves):
         raise BatchError("a batch holds at least one tensor whose dimension 0 is the rows (this one has none)")
@@ -205,6 +206,14 @@ def _not_dense(path: str, form: str) -> BatchError:
     return BatchError(
         f"a batch holds dense tensors, which have rows that can be divided (batch{path} is {form})",
         hint="call to_dense(), or pad it (to_padded_tensor), before the step; indices and values may go as tensors of their own",
+    )
+
+
+def _with_gradient(path: str, tensor: Tensor) -> BatchError:
+    made = "was marked so" if tensor.grad_fn is None else f"comes from {tensor.grad_fn.name().removesuffix('Backward0')}"
+    return BatchError(
+        f"gradients end at the batch, whose tensors require none (batch{path} requires one: it {made})",
+        hint="detach it; or make the layers that it comes from part of the model, so that they are trained too",
     )
 
 
@@ -284,6 +293,8 @@ def _mismatch(part: Leaf, leaf: object) -> WhaleError | None:
         return BatchError(f"batch{part.path} is a tensor in the example (now {type(leaf).__name__})")
     if (form := form_of(leaf)) != "dense":
         return _not_dense(part.path, form)
+    if leaf.requires_grad:
+        return _with_gradient(part.path, leaf)
     if leaf.dtype != part.dtype:
         return BatchError(f"batch{part.path} is {part.dtype} in the example (now {leaf.dtype})")
     if leaf.dim() != len(part.shape):

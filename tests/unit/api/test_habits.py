@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -279,6 +280,46 @@ def test_a_scheduler_that_the_script_steps_too_is_told_once(tmp_path: Path) -> N
             engine.step(BATCH)
     (only,) = said
     assert str(only.message).startswith("engine.step steps the scheduler itself (after the last step it stood at 2, now at 3)")
+
+
+def test_a_batch_that_gradients_end_at_is_refused() -> None:
+    upstream, engine = nn.Linear(4, 4), parallelize()
+    for example, made in ((upstream(BATCH["input"]), "comes from Addmm"), (BATCH["input"].clone().requires_grad_(), "was marked so")):
+        said = rf"^gradients end at the batch, .* \(batch\['input'\] requires one: it {made}\)"
+        for act in (engine.step, engine.evaluate, lambda batch: parallelize(batch=batch)):
+            with pytest.raises(BatchError, match=said):
+                act({**BATCH, "input": example})
+    engine.step(BATCH)
+
+
+def test_a_model_in_evaluation_mode_is_told_to_be_trained() -> None:
+    with pytest.warns(UserWarning, match="^the model is in evaluation mode, and step trains all of it in training mode") as said:
+        parallelize(make_model().eval())
+    assert [each.filename for each in said] == [__file__]
+
+
+class Held(torch.optim.SGD):
+    """Waits in its step."""
+
+    entered, may_go = threading.Event(), threading.Event()
+
+    def step(self, closure: Any = None) -> Any:
+        self.entered.set()
+        assert self.may_go.wait(60)
+        return super().step(closure)
+
+
+def test_an_engine_works_for_one_thread_at_a_time() -> None:
+    engine = parallelize(optimizer=partial(Held, lr=0.1))
+    other = threading.Thread(target=engine.step, args=(BATCH,), name="other")
+    other.start()
+    assert Held.entered.wait(60)
+    with pytest.raises(RuntimeFault, match=r"at a time \(called: evaluate in thread MainThread; under way: step in thread other\)"):
+        engine.evaluate(BATCH)
+    Held.may_go.set()
+    other.join()
+    engine.step(BATCH)
+    assert engine.step_number == 2
 
 
 def test_inference_mode_around_it_all_changes_nothing() -> None:

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
 
 import whale
 from tests.captures import alike, at_hand, captured_once
-from whale.errors import ConfigError
+from whale.errors import ConfigError, RuntimeFault
 
 GENERATOR = torch.Generator().manual_seed(0)
 BATCH = {"input": torch.randn(8, 4, generator=GENERATOR), "target": torch.randn(8, 1, generator=GENERATOR)}
@@ -56,9 +57,7 @@ def save(model: nn.Module) -> None:
     torch.save(model, io.BytesIO())
 
 
-@pytest.mark.parametrize(
-    "ask", [nn.Module.state_dict, lambda model: model(BATCH["input"]), save, lambda model: copy.deepcopy(model)(BATCH["input"])]
-)
+@pytest.mark.parametrize("ask", [nn.Module.state_dict, lambda model: model(BATCH["input"]), save])
 def test_a_model_that_is_asked_after_training_is_told_once_at_the_users_line(ask: Callable[[nn.Module], object]) -> None:
     model, engine = made()
     assert not heard(lambda: ask(model))
@@ -66,6 +65,45 @@ def test_a_model_that_is_asked_after_training_is_told_once_at_the_users_line(ask
     only, *others = heard(lambda: [ask(model), ask(model)])
     assert not others and only.filename == __file__
     assert str(only.message).startswith("the model that parallelize was given has the weights that it had then")
+
+
+def averaged(model: nn.Module) -> None:
+    AveragedModel(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))).update_parameters(model)
+
+
+def by_hand(model: nn.Module) -> None:
+    for average, parameter in zip(built()[0].parameters(), model.parameters(), strict=True):
+        average.data.mul_(0.9).add_(parameter, alpha=0.1)
+
+
+def norm(model: nn.Module) -> float:
+    return sum(float(parameter.detach().norm()) for parameter in model.parameters())
+
+
+def of_a_part(model: nn.Module) -> object:
+    return model[2](torch.zeros(1, 3))  # type: ignore[operator,index]
+
+
+@pytest.mark.parametrize("read", [averaged, by_hand, norm, of_a_part, copy.deepcopy, lambda model: model[0].weight.tolist()])
+def test_parameters_that_are_read_one_by_one_after_training_are_an_error(read: Callable[[nn.Module], object]) -> None:
+    model, engine = made()
+    engine.step(BATCH)
+    kept = [(p, p.shape, p.device, p.requires_grad, p.grad, p.numel()) for p in model.parameters()]  # what is no value may be read
+    assert len(kept) == 4 and len(torch.optim.SGD(model.parameters(), lr=0.1).param_groups[0]["params"]) == 4
+    with pytest.raises(RuntimeFault, match=r"(?s)has the weights that it had then.* \(its parameters are read one by one\)") as caught:
+        read(model)
+    file = "copy.py" if read is copy.deepcopy else "test_left_as_given.py"
+    assert f"/{file}:" in str(caught.value.where) and "engine.state_dict()" in str(caught.value)
+    engine.step(BATCH)
+    model.load_state_dict(engine.state_dict() or {})
+    read(model)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_another_engine_may_be_made_of_a_model_whose_first_one_has_trained() -> None:
+    model, engine = made()
+    expected = float(engine.step(BATCH))
+    assert float(whale.parallelize(model, loss=loss, optimizer=SGD, batch=BATCH).step(BATCH)) == expected
 
 
 def test_a_script_with_weights_from_the_engine_may_use_the_model() -> None:

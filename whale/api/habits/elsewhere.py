@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from torch import nn
+
 from whale.config import nearest
-from whale.errors import ConfigError
+from whale.errors import ConfigError, warn
 
 _NO_MODE = "step trains; evaluate and predict run in evaluation mode; no call changes that"
 _NO_BACKWARD = "engine.step(batch) runs forward, backward and the optimizer; engine.gradients() has the gradients"
@@ -60,6 +62,15 @@ def answer(name: str, known: Iterable[str]) -> AttributeError:
         meant = f", did you mean {found!r}?" if found else ""
         return AttributeError(f"'Engine' object has no attribute {name!r}{meant}", name=name)
     return NotOfAnEngine(f"an engine has no {name}", hint=_ANSWERS[name])
+
+
+def warn_of_evaluation_mode(model: nn.Module) -> None:
+    """Warns where the whole model is in evaluation mode when it is given; where parts alone are, they stay in it."""
+    if not model.training:
+        warn(
+            f"the model is in evaluation mode, and step trains all of it in training mode ({_NO_MODE}): call model.train() before "
+            "parallelize, and then eval() of the parts that are to stay in evaluation mode"
+        )
 
 
 def call_answer() -> ConfigError:

@@ -2,51 +2,107 @@
 
 An engine trains copies. Who saves ``model.state_dict()`` or the model at the end, or validates by ``model(x)``, would have an untrained
 model and no word of it. torch's own hooks of modules hear of these; they are silent once they have spoken, and taken away when the
-script has weights from the engine, which it may put into the model.
+script has weights from the engine, which it may put into the model. What reads parameters one by one, as averages of weights do
+(`for average, p in zip(averages, model.parameters()): average.lerp_(p, 0.1)`), would mix untrained values in at every step: that is an
+error. The parameters hear of it themselves, by torch's protocol for subclasses of tensors.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from whale.errors import warn
+from whale.capture.source import user_line
+from whale.errors import RuntimeFault, warn
+
+_RULE = "the model that parallelize was given has the weights that it had then: the engine trains tensors of its own"
+_READERS = (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__, Tensor.__int__)
+
+_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # what the script has computed itself
+
+
+class _Untrained(nn.Parameter):
+    """A parameter that an engine trains a copy of: its shape, type and place are as good as ever, its values are not read."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        is_read = func in _READERS or (func != _GRADIENT and _makes_tensors(found, args))
+        if is_read and not _is_our_own():
+            raise RuntimeFault(
+                f"{_RULE} (its parameters are read one by one)",
+                where=user_line(),
+                hint="engine.state_dict() gives the trained ones, under the keys of model.state_dict(): average, compare or copy those",
+            )
+        return found
+
+
+def _makes_tensors(found: object, args: tuple[Any, ...]) -> bool:
+    """Whether an operation has read a parameter to make or change a tensor; what is written to the parameter itself is not read."""
+    if not isinstance(found, (Tensor, tuple, list)):
+        return False
+    written = args[0] if args and found is args[0] else None
+    is_read = any(isinstance(leaf, _Untrained) and leaf is not written for leaf in pytree.tree_leaves(args))
+    return is_read and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(found))
+
+
+def _is_our_own() -> bool:
+    """Whether it is Whale that asks: another engine is made of the same model, or it is captured for other sizes."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith("whale.")
 
 
 class LeftAsGiven:
-    """Warns, once, where the model is asked for what training has not changed.
+    """Warns, once, where the model is asked for what training has not changed; refuses that its parameters are read one by one.
 
     Args:
         model: the user's.
-        tells: whether this rank says what it finds.
+        trains: whether the engine does.
+        warns: whether this rank says what it finds.
     """
 
-    def __init__(self, model: nn.Module, *, tells: bool) -> None:
-        self._model, self._tells = model, tells
+    def __init__(self, model: nn.Module, *, trains: bool, warns: bool) -> None:
+        self._model, self._listens, self._warns = model, trains, warns
         self._handles: list[RemovableHandle] = []
 
     def trained(self) -> None:
         """Notes that the engine has trained: from now on the model lags behind."""
-        if self._tells and not self._handles:
+        if self._listens and not self._handles:
             heard = _Heard(self)
             self._handles = [self._model.register_forward_pre_hook(heard), self._model.register_state_dict_pre_hook(heard)]  # type: ignore[no-untyped-call]
+            for parameter in self._model.parameters():
+                if type(parameter) is nn.Parameter:
+                    parameter.__class__ = _Untrained
 
     def forget(self) -> None:
         """Listens no more."""
-        self._tells = False
+        self._hear_no_more()
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def tell(self) -> None:
         """Warns at the line that asked."""
-        if self._tells:
-            self._tells = False  # torch is going through the hooks: none is taken away now
-            warn(
-                "the model that parallelize was given has the weights that it had then: the engine trains tensors of its own; "
-                "engine.state_dict() gives the trained ones, engine.predict(batch) their output"
-            )
+        if self._listens:
+            self._hear_no_more()  # torch is going through the hooks: none is taken away now
+            if self._warns:
+                warn(f"{_RULE}; engine.state_dict() gives the trained ones, engine.predict(batch) their output")
+
+    def _hear_no_more(self) -> None:
+        self._listens = False
+        for parameter in self._model.parameters():
+            if type(parameter) is _Untrained:
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # what it was
 
 
 class _Heard:
