@@ -3,7 +3,7 @@
 from whale.axes.batch import batch_axes
 from whale.axes.describe import AxisRow, describe
 from whale.axes.discover import discover
-from whale.axes.rules import register_rule
+from whale.axes.operators import register_rule
 from whale.axes.values import Axes, Axis, Concatenation, Dimension, Mixing, OpAxes, Role, Whole, axes_of, show_dimension
 
 __all__ = [

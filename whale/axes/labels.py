@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from whale.axes.added import added_operand
+from whale.axes.operators import added_operand
 from whale.axes.values import Axes, may_lie_in_parts
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph, Op

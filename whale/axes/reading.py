@@ -5,9 +5,9 @@ from __future__ import annotations
 from whale.axes.atoms import ROWS, Atoms
 from whale.axes.binding import bind
 from whale.axes.notation import parse
+from whale.axes.operators import operator_of
+from whale.axes.operators.concatenations import find_tilings
 from whale.axes.outcome import KEPT, Dims, Letter, Misfit, Outcome, Reading, sizes_of
-from whale.axes.rules import find_rule
-from whale.axes.rules.concatenations import find_tilings
 from whale.axes.values import Role
 from whale.ir.graph import ModelGraph, Op, Ref
 
@@ -48,7 +48,7 @@ def _read_source(op: Op, reading: Reading, parameters: dict[str, Dims]) -> Outco
 def _read_call(op: Op, reading: Reading) -> Outcome:
     if op.target == "operator.getitem":
         return _item(op, reading)
-    rule = find_rule(op)
+    rule = operator_of(op).axes
     if rule is None:
         return _unknown(op, NO_RULE, reading)
     try:

@@ -125,10 +125,8 @@ class Op:
 
     @cached_property
     def operator(self) -> str:
-        """Its operator without namespace and overload: ``aten.add.Tensor`` is ``add``, and so is ``aten.add_.Tensor``."""
-        parts = self.target.split(".")
-        name = parts[1] if len(parts) > 1 else self.target
-        return name if name.endswith("__") else name.rstrip("_")
+        """Its operator without namespace and overload."""
+        return operator_name(self.target)
 
     @property
     def region(self) -> str | None:
@@ -145,6 +143,13 @@ class Op:
         result = ", ".join(str(spec) for spec in self.outputs) or "int"
         body = f"{self.kind} {self.target}" if self.kind != "call" else f"{self.target}({', '.join(arguments)})"
         return f"%{self.name} = {body} -> {result}"
+
+
+def operator_name(target: str) -> str:
+    """An operator without namespace and overload: ``aten.add.Tensor`` is ``add``, and so is ``aten.add_.Tensor``."""
+    parts = target.split(".")
+    name = parts[1] if len(parts) > 1 else target
+    return name if name.endswith("__") else name.rstrip("_")
 
 
 def _collect(argument: Argument, found: dict[str, None]) -> None:

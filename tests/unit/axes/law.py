@@ -16,9 +16,9 @@ from torch import Tensor
 from whale.axes.atoms import Atoms, Dim
 from whale.axes.checks import Checker
 from whale.axes.notation import parse
+from whale.axes.operators import operator_of
 from whale.axes.outcome import Outcome
 from whale.axes.reading import read
-from whale.axes.rules import find_rule
 from whale.axes.values import Role
 from whale.ir.graph import Argument, ModelGraph, Op, Ref, TensorSpec
 
@@ -158,7 +158,7 @@ class Law:
         return made
 
     def _is_added(self, number: int) -> bool:
-        rule = find_rule(self.op)
+        rule = operator_of(self.op).axes
         text = rule if isinstance(rule, str) or rule is None else rule(self.op, self.reading)
         if not isinstance(text, str):
             return False

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.axes.graphs import Build
 from whale.axes import Axes, Whole, discover, register_rule
-from whale.axes.rules.registry import _own_rules
+from whale.axes.operators.registry import _own_rules
 from whale.errors import ConfigError
 from whale.ir.graph import ModelGraph
 from whale.ir.source import SourceLine

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.axes.law import Law
 from tests.unit.axes.test_rules_alone import CASES
-from whale.axes.rules import FAMILIES, Rule, find_rule
+from whale.axes.operators import FAMILIES, Rule, operator_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "axes.md"
 START, END = "<!-- table -->\n", "<!-- end of table -->"
@@ -17,11 +17,12 @@ START, END = "<!-- table -->\n", "<!-- end of table -->"
 def render() -> str:
     """The table in Markdown; operators that share a rule share a row."""
     lines = []
-    for family, rules in FAMILIES.items():
+    for family, entries in FAMILIES.items():
         lines += [f"### {family}", "", "| operator | rule |", "|---|---|"]
         shared: dict[Rule, list[str]] = {}
-        for name, rule in rules.items():
-            shared.setdefault(rule, []).append(name)
+        for known, entry in entries.items():
+            if entry.axes is not None:
+                shared.setdefault(entry.axes, []).extend(known.split())
         lines += [f"| {', '.join(f'`{name}`' for name in names)} | {_rule(rule, names)} |" for rule, names in shared.items()]
         lines.append("")
     return "\n".join(lines)
@@ -34,7 +35,7 @@ def _rule(rule: Rule, names: list[str]) -> str:
     for case in CASES:
         if case.target in names or case.target.split(".")[0] in names:
             law = Law(case)
-            written = rule(law.op, law.reading) if find_rule(law.op) is rule else None
+            written = rule(law.op, law.reading) if operator_of(law.op).axes is rule else None
             if isinstance(written, str):
                 return f"`{written}`"
     return (rule.__doc__ or "").partition("\n")[0].replace("``", "`")

@@ -11,6 +11,7 @@ import torch
 
 from tests.hf_models import BUILDERS, LENGTH, VOCABULARY
 from whale.axes import Axes, Axis, batch_axes, discover
+from whale.axes.operators import operator_of
 from whale.axes.values import Concatenation
 from whale.capture import capture
 from whale.ir.graph import ModelGraph
@@ -48,6 +49,13 @@ def test_the_batch_is_found_from_the_inputs_to_the_loss(family: str) -> None:
             assert spec.shape[place.dim] == place.outer * graph.num_rows * place.inner
     training = {graph.by_name[mixing.op].target for mixing in axes.mixing}
     assert training == ({"aten.batch_norm.default"} if family == "resnet" else set())
+
+
+def test_every_operator_of_the_models_has_an_entry() -> None:
+    calls = [
+        op for family in BUILDERS for op in captured(family)[0].ops if op.kind == "call" and op.target.startswith("aten.") and op.outputs
+    ]
+    assert sorted({op.target for op in calls if operator_of(op).axes is None}) == []
 
 
 @pytest.mark.parametrize("family", BUILDERS)

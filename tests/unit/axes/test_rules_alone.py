@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.axes.law import Case, Law, Shard
-from whale.axes.rules import TABLE
+from whale.axes.operators import OPERATORS
 
 torch.manual_seed(0)
 
@@ -513,10 +513,10 @@ UNTRIED = {
 
 
 def test_every_operator_of_the_table_is_tried() -> None:
-    tried = {part for case in CASES for part in (f"aten.{case.target}", f"aten.{case.target.split('.')[0]}")}
-    rules_tried = {TABLE[name] for name in tried if name in TABLE}
-    excused = {f"aten.{name}" for names in UNTRIED.values() for name in names}
-    missing = [name for name, rule in TABLE.items() if name not in tried | excused and rule not in rules_tried]
+    tried = {part for case in CASES for part in (case.target, case.target.split(".")[0])}
+    rules_tried = {OPERATORS[name].axes for name in tried if name in OPERATORS}
+    excused = {name for names in UNTRIED.values() for name in names}
+    missing = [name for name, entry in OPERATORS.items() if name not in tried | excused and entry.axes not in rules_tried]
     assert not missing
 
 
@@ -524,17 +524,17 @@ def test_operands_are_named_as_torch_names_them() -> None:
     """An operand passed by keyword is found by its name, so the table must have torch's."""
     from whale.axes.notation import parse
 
-    for name, rule in TABLE.items():
-        if not isinstance(rule, str):
+    for name, entry in OPERATORS.items():
+        if not isinstance(entry.axes, str):
             continue
-        packet = getattr(torch.ops.aten, name.removeprefix("aten.").split(".")[0])
+        packet = getattr(torch.ops.aten, name.split(".")[0])
         known = {argument.name for overload in packet.overloads() for argument in getattr(packet, overload)._schema.arguments}
-        assert {operand.name for operand in parse(rule).operands} <= known, name
+        assert {operand.name for operand in parse(entry.axes).operands} <= known, name
 
 
 def test_every_operator_of_the_table_exists() -> None:
-    for name in TABLE:
-        packet, _, overload = name.removeprefix("aten.").partition(".")
+    for name in OPERATORS:
+        packet, _, overload = name.partition(".")
         in_place = getattr(torch.ops.aten, packet + "_", None)
         found = getattr(torch.ops.aten, packet, in_place)
         assert found is not None and (not overload or overload in found.overloads()), name

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from whale.axes.added import added_operand
 from whale.axes.labels import may_scatter
+from whale.axes.operators import added_operand
 from whale.estimate.memory.kept import keeps_parameter
 from whale.ir.graph import Op, Ref
 from whale.ir.plan import BATCH

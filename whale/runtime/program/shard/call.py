@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from whale.axes.added import ADDED, operator_name
+from whale.axes.operators import operator_of
 from whale.axes.values import Dimension, Role, axes_of
 from whale.errors import PlanError
 from whale.ir.graph import Op, TensorSpec
@@ -44,11 +44,6 @@ class Call:
     def role(self) -> Role:
         """What the op does with the cut axis."""
         return self.layout.role(self.op.name, self.axis)
-
-    @property
-    def operator(self) -> str:
-        """The operator's name, without library, overload and the mark of in-place forms."""
-        return operator_name(self.op.target)
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -86,7 +81,7 @@ class Call:
 
     def value(self, name: str) -> Any:
         """An argument in the new graph, each tensor in the form in which this call needs it."""
-        if self.role.kind == "contracted" and ADDED.get(self.operator, ("",))[0] == name:
+        if self.role.kind == "contracted" and (operator_of(self.op).added or ("",))[0] == name:
             return self.added(self.raw[name])
         return self.writer.mapped(self.raw[name], self.axis)
 
@@ -116,7 +111,7 @@ class Call:
 
     def _noise_is_whole(self) -> bool:
         """Whether the noise lacks the cut dimension: dropping channels draws one number for all of their space."""
-        return self.operator == "feature_dropout" and (self.cut_dim(self.result) or 0) > 1
+        return self.op.operator == "feature_dropout" and (self.cut_dim(self.result) or 0) > 1
 
     def leave(self, partial: fx.Node) -> fx.Node:
         """The sum of the devices' partial results: whole, or this device's part of it."""

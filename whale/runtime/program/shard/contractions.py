@@ -1,4 +1,4 @@
-"""Lowerings of ops that combine the parts of a contracted axis: products, convolutions, reductions, losses.
+"""Lowerings of ops that combine parts: products, convolutions, attention, reductions, losses, statistics.
 
 y = x w + b,  x and w cut along what is summed:      partial = x_own w_own;   y = leave(partial) + b
 """
@@ -15,6 +15,7 @@ from whale.runtime.program.shard.call import Call
 from whale.runtime.program.shard.communication import leave_each
 from whale.runtime.program.shard.losses import MEAN, SUM, part_cross_entropy, target_weight
 from whale.runtime.program.shard.reductions import FINISHES, part_max, part_min
+from whale.runtime.program.shard.statistics import part_batch_norm
 
 aten = torch.ops.aten
 
@@ -67,7 +68,7 @@ def added_product(call: Call) -> fx.Node:
     """``addmm``, ``baddbmm``: ``beta * self + alpha * (a @ b)``."""
     if call.role.kind != "contracted":
         return same(call)
-    batched = call.operator == "baddbmm"
+    batched = call.op.operator == "baddbmm"
     names = ("batch1", "batch2") if batched else ("mat1", "mat2")
     product = call.emit(aten.bmm.default if batched else aten.mm.default, *(call.value(name) for name in names))
     whole = _scaled(call, finish(call, product), call.raw["alpha"])
@@ -90,7 +91,7 @@ def convolution(call: Call) -> fx.Node:
     """Convolutions: groups may be cut with the channels; under a contraction the bias waits for the sum."""
     weight = call.dimensions("weight")
     num_spatial = len(weight) - 2
-    transposed = call.operator.startswith("conv_transpose") or call.raw.get("transposed") is True
+    transposed = call.op.operator.startswith("conv_transpose") or call.raw.get("transposed") is True
     dimensions = call.result if transposed else call.dimensions("input")
     channels, inner = call.held(dimensions[len(dimensions) - num_spatial - 1]), call.held(weight[1])
     groups = channels.count // inner.count
@@ -110,7 +111,7 @@ def extreme(call: Call) -> fx.Node:
     return call.emit(target, call.value("self"), dims, call.raw.get("keepdim", False), call.writer.group)
 
 
-def classification_loss(call: Call) -> fx.Node:
+def class_loss(call: Call) -> fx.Node:
     """Cross-entropy and negative log-likelihood, with the classes or another axis cut."""
     combine = call.role.combine
     if combine == "softmax":
@@ -128,3 +129,27 @@ def classification_loss(call: Call) -> fx.Node:
     total = call.leave(call.same(reduction=SUM))
     weight = call.emit(target_weight, call.value("target"), call.value("weight"), call.raw["ignore_index"], what="weight")
     return call.emit(aten.div.Tensor, total, call.leave(weight), what="mean")
+
+
+def attention(call: Call) -> fx.Node:
+    """Attention: heads are independent; queries too, unless their places in the whole decide what they see."""
+    if call.raw["is_causal"] is True and call.is_sharded(call.result[-2]):
+        call.refuse("a causal mask is made from the positions of the queries", hint="pass the mask as attn_mask")
+    return same(call)
+
+
+def group_norm(call: Call) -> fx.Node:
+    """Group normalisation: where the channels are cut, whole groups are."""
+    name = "num_groups" if "num_groups" in call.raw else "group"
+    channels = call.held(call.dimensions("input")[1])
+    return call.same(**{name: call.raw[name] * channels.count // channels.units})
+
+
+def batch_norm(call: Call) -> fx.Node:
+    """Batch normalisation: where its samples are cut, the statistics are of all parts."""
+    if call.role.kind != "pooled":
+        return same(call)
+    held = call.held(call.dimensions("input")[0])
+    names = ("input", "weight", "bias", "running_mean", "running_var")
+    values = [call.value(name) for name in names]
+    return call.emit(part_batch_norm, *values, call.value("momentum"), call.raw["eps"], held.count / held.units, call.writer.group)

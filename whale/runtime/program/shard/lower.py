@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+import whale.runtime.program.shard.contractions as contractions
+import whale.runtime.program.shard.shapes as shapes
+import whale.runtime.program.shard.tables as tables
+from whale.axes.operators import operator_of
 from whale.axes.values import Axes, Dimension
 from whale.errors import PlanError, raise_faults
 from whale.ir.graph import ModelGraph, storages
@@ -22,7 +26,6 @@ from whale.ir.plan import Shard
 from whale.ir.writes import MemoryWrites
 from whale.runtime.program.shard.call import Call
 from whale.runtime.program.shard.layout import ShardLayout
-from whale.runtime.program.shard.lowerings import lowering
 from whale.runtime.program.shard.writer import GROUP, Writer
 
 
@@ -97,9 +100,23 @@ def _write(node: fx.Node, writer: Writer) -> None:
         writer.copy(node)
     else:
         call = Call(writer, node, op, axis)
-        writer.copies[node] = lowering(call)(call)
+        writer.copies[node] = _lower(call)
     if op is not None and "in_place" in op.tags:
         writer.wrote(node)
+
+
+def _lower(call: Call) -> fx.Node:
+    """Writes a call that is cut, as the entry of its operator says.
+
+    Raises:
+        PlanError: nobody knows how it computes on parts, so sizes and positions among its arguments would go unseen.
+    """
+    name = operator_of(call.op).on_parts
+    if name is None:
+        call.refuse("it has no lowering", hint=f"leave {call.axis} whole")
+    file, _, function = name.partition(".")
+    made: fx.Node = getattr({"contractions": contractions, "shapes": shapes, "tables": tables}[file], function)(call)
+    return made
 
 
 def _memory_faults(ops: Sequence[str], layout: ShardLayout, writes: MemoryWrites) -> list[PlanError]:

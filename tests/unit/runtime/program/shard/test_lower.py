@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -10,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from whale.axes import Axes, discover
-from whale.axes.added import operator_name
-from whale.axes.rules.table import TABLE
+from whale.axes.operators import OPERATORS, entry_of
 from whale.axes.values import axes_of
 from whale.capture import capture
 from whale.errors import PlanError
@@ -22,7 +23,6 @@ from whale.runtime.program.marks import op_of
 from whale.runtime.program.shard import ShardProgram, lower_shards
 from whale.runtime.program.shard.communication import enter, leave
 from whale.runtime.program.shard.layout import ShardLayout
-from whale.runtime.program.shard.lowerings import LOWERINGS, SAME
 
 torch.set_num_threads(1)
 
@@ -137,19 +137,20 @@ def test_refusals_name_the_users_line(block: Captured) -> None:
 
 
 def test_an_operator_without_a_lowering_is_refused(block: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = dict(LOWERINGS)
-    del known["linear"]
-    monkeypatch.setattr("whale.runtime.program.shard.lowerings.LOWERINGS", known)
+    unknown = replace(entry_of("aten.linear.default"), on_parts=None)
+    monkeypatch.setattr("whale.runtime.program.shard.lower.operator_of", lambda op: unknown)
     with pytest.raises(PlanError, match=r"aten.linear.default \(%linear\) cannot be cut along gain:1: it has no lowering"):
         _lowered(block, HIDDEN)
 
 
-def test_every_operator_with_a_rule_has_a_lowering() -> None:
-    """Some are whole in all their axes, and need none."""
-    whole = {"bincount", "histc", "diagonal", "randperm", "scalar_tensor"}
-    operators = {operator_name(name) for name in TABLE}
-    assert operators - whole <= SAME | set(LOWERINGS)
-    assert not SAME & set(LOWERINGS)
+def test_every_entry_names_a_lowering_that_there_is() -> None:
+    named = {entry.on_parts for entry in OPERATORS.values() if entry.on_parts is not None}
+    missing = []
+    for name in named:
+        file, _, function = name.partition(".")
+        if not callable(getattr(import_module(f"whale.runtime.program.shard.{file}"), function, None)):
+            missing.append(name)
+    assert not missing
 
 
 class Merged(nn.Module):

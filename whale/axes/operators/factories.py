@@ -1,4 +1,4 @@
-"""The rules of factories: ops that make a tensor from sizes alone, so that any part of it can be made alone.
+"""Factories: ops that make a tensor from sizes alone, so that any part of it can be made alone.
 
 ``arange`` is special: a part keeps its positions in the whole, and an index by all positions of a dimension is that
 dimension itself. Which tensors hold positions is remembered. Values that differ from place to place (``arange``,
@@ -7,6 +7,8 @@ dimension itself. Which tensors hold positions is remembered. Values that differ
 
 from __future__ import annotations
 
+from whale.axes.operators.entry import Family, Operator
+from whale.axes.operators.pointwise import pointwise
 from whale.axes.outcome import BROADCAST, NUMBERS, Letter, Outcome, Reading, argument
 from whale.axes.values import Role
 from whale.ir.graph import Op
@@ -42,3 +44,15 @@ def positions(op: Op, reading: Reading) -> Outcome:
     start = 0 if overload == "default" else argument(op, 0, "start", 0)
     step = argument(op, 2, "step", 1) if overload == "start_step" else 1
     return Outcome(made.results, made.letters, is_position=(start, step) == (0, 1))
+
+
+FACTORIES: Family = {
+    "arange": Operator(positions, "shapes.made_whole"),
+    "linspace eye": Operator(numbering, "shapes.made_whole"),
+    "zeros ones empty new_zeros new_ones new_empty": Operator(factory, "shapes.sized"),
+    "rand randn randint": Operator(factory, "shapes.made_whole"),
+    "full new_full": Operator(constant, "shapes.sized"),
+    "scalar_tensor": Operator(constant),
+    "randperm": Operator("-> [n!]"),
+    "zeros_like ones_like full_like empty_like rand_like randn_like randint_like": Operator(pointwise),
+}

@@ -1,9 +1,9 @@
-"""Rules of Fourier transforms: what is transformed is whole and gets another size, all else is kept."""
+"""Fourier transforms: what is transformed is whole and gets another size, all else is kept."""
 
 from __future__ import annotations
 
+from whale.axes.operators.entry import Family, Operator, Template, along, chosen, names, operand, write
 from whale.axes.outcome import Reading, argument
-from whale.axes.rules.templates import Template, chosen, names, operand, write
 from whale.ir.graph import Argument, Op
 
 
@@ -20,9 +20,9 @@ def transform(position: int = 2, default: Argument = None) -> Template:
         dims, sizes = argument(op, position, "dim", default), argument(op, 1, "s", None)
         if dims in (None, ()) and isinstance(sizes, tuple):
             dims = tuple(range(-len(sizes), 0))
-        along = chosen(dims, len(letters))
-        source = [letter + "!" if index in along else letter for index, letter in enumerate(letters)]
-        result = [f"_new_{letter}!" if index in along else letter for index, letter in enumerate(letters)]
+        transformed = chosen(dims, len(letters))
+        source = [letter + "!" if index in transformed else letter for index, letter in enumerate(letters)]
+        result = [f"_new_{letter}!" if index in transformed else letter for index, letter in enumerate(letters)]
         return write([("self", source)], result)
 
     return rule
@@ -43,3 +43,13 @@ def inverse_short_transform(op: Op, reading: Reading) -> str:
 
 def _window(op: Op, reading: Reading) -> list[tuple[str, list[str]]]:
     return [] if reading.tensor(argument(op, 4, "window")) is None else [("window", ["_window!"])]
+
+
+FREQUENCIES: Family = {
+    "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft": Operator(transform(default=-1)),
+    "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2": Operator(transform(default=(-2, -1))),
+    "fft_fftn fft_ifftn fft_rfftn fft_irfftn": Operator(transform()),
+    "fft_fftshift fft_ifftshift": Operator(along()),
+    "stft": Operator(short_transform),
+    "istft": Operator(inverse_short_transform),
+}

@@ -1,13 +1,13 @@
-"""Rules of reductions: dimensions that are combined to one value, or searched."""
+"""Reductions: dimensions that are combined to one value, or searched; and what works along a dimension that it keeps."""
 
 from __future__ import annotations
 
+from whale.axes.operators.entry import Family, Operator, Template, along, chosen, names, operand, write
 from whale.axes.outcome import Reading, argument, number
-from whale.axes.rules.templates import Template, chosen, names, operand, write
 from whale.ir.graph import Op
 
 
-def reduction(how: str, position: int = 1, num_results: int = 1) -> Template:
+def reduction(how: str = "", position: int = 1) -> Template:
     """An op that combines given dimensions to one value: ``input[a (b)] -> [a]``; `how` is "" where parts do not combine."""
 
     def rule(op: Op, reading: Reading) -> str:
@@ -18,7 +18,7 @@ def reduction(how: str, position: int = 1, num_results: int = 1) -> Template:
         keep = len(op.outputs[0].shape) == rank
         terms = [_combined(letter, how) if index in dims else letter for index, letter in enumerate(letters)]
         result = ["1" if index in dims else letter for index, letter in enumerate(letters) if keep or index not in dims]
-        return write([("input", terms)], *[result] * num_results)
+        return write([("input", terms)], *[result] * len(op.outputs))
 
     return rule
 
@@ -56,3 +56,49 @@ def distance(op: Op, reading: Reading) -> str:
     terms = [*letters[:-1], letters[-1] + "!"]
     operands = [(name, terms[len(terms) - len(dims) :]) for name, dims in zip(("x1", "x2"), shapes, strict=True)]
     return write(operands, [*letters[:-1], *(["_distance!"] if len(op.outputs[0].shape) == len(letters) else [])])
+
+
+def difference(op: Op, reading: Reading) -> str:
+    """``diff``: neighbours along a dimension, which may first be lengthened at both ends."""
+    letters = names(len(operand(op, reading)))
+    dim = number(argument(op, 2, "dim", -1)) % len(letters)
+    shapes = {name: [f"{stem}!" if place == dim else letter for place, letter in enumerate(letters)] for name, stem in _DIFFERENCE.items()}
+    result = shapes.pop("result")
+    return write(shapes.items(), result)
+
+
+_DIFFERENCE = {"input": "_old", "prepend": "_before", "append": "_after", "result": "_new"}
+
+
+REDUCTIONS: Family = {
+    "sum nansum count_nonzero": Operator(reduction("sum")),
+    "mean": Operator(reduction("mean")),
+    "amax max.default": Operator(reduction("max"), "contractions.extreme"),
+    "amin min.default": Operator(reduction("min"), "contractions.extreme"),
+    "any _is_any_true": Operator(reduction("any")),
+    "all _is_all_true": Operator(reduction("all")),
+    "prod": Operator(reduction("prod")),
+    "var std logsumexp argmax argmin": Operator(reduction()),
+    "var_mean std_mean": Operator(reduction()),
+    "norm linalg_vector_norm": Operator(reduction(position=2)),
+    "nanmean": Operator(reduction()),
+    "max.dim min.dim median.dim nanmedian.dim mode topk kthvalue": Operator(found_along),
+    "bincount": Operator("self[n!] weights[n!] -> [_counted!]"),
+    "histc": Operator("self[...!] -> [_counted!]"),
+    "cosine_similarity": Operator(similarity),
+    "pairwise_distance": Operator(distance),
+}
+
+ALONG_A_DIMENSION: Family = {
+    "cumsum cumprod logcumsumexp": Operator(along()),
+    "cummax cummin": Operator(along()),
+    "sort": Operator(along(default=-1)),
+    "sort.stable": Operator(along(position=2, default=-1)),
+    "argsort": Operator(along(default=-1)),
+    "diff": Operator(difference),
+    "flip": Operator(along(name="dims")),
+    "roll": Operator(along(position=2, name="dims")),
+    "tril triu": Operator("self[... i! j!] -> [... i! j!]"),
+    "diagonal": Operator("self[i! j!] -> [i!]"),
+    "multinomial": Operator("self[... n!] -> [... _drawn!]"),
+}

@@ -1,9 +1,11 @@
-"""Rules of ops that move, repeat or cut dimensions."""
+"""Ops that regroup, move, repeat or cut dimensions."""
 
 from __future__ import annotations
 
+from whale.axes.operators.concatenations import cat, slice_, split
+from whale.axes.operators.entry import Family, Operator, Template, names, operand, write
+from whale.axes.operators.views import view
 from whale.axes.outcome import Misfit, Reading, argument, number, numbers
-from whale.axes.rules.templates import Template, names, operand, write
 from whale.ir.graph import Op
 
 
@@ -133,21 +135,29 @@ def unfolding(op: Op, reading: Reading) -> str:
     return write([("input", source)], [*result, "_window!"])
 
 
-def halved(op: Op, reading: Reading) -> str:
-    """``glu``: two halves of one dimension meet element by element: ``[a two*b] -> [a b]``."""
-    letters = names(len(operand(op, reading)))
-    dim = number(argument(op, 1, "dim", -1)) % len(letters)
-    source = [f"_two=2!*{letter}" if place == dim else letter for place, letter in enumerate(letters)]
-    return write([("input", source)], letters)
-
-
-def difference(op: Op, reading: Reading) -> str:
-    """``diff``: neighbours along a dimension, which may first be lengthened at both ends."""
-    letters = names(len(operand(op, reading)))
-    dim = number(argument(op, 2, "dim", -1)) % len(letters)
-    shapes = {name: [f"{stem}!" if place == dim else letter for place, letter in enumerate(letters)] for name, stem in _DIFFERENCE.items()}
-    result = shapes.pop("result")
-    return write(shapes.items(), result)
-
-
-_DIFFERENCE = {"input": "_old", "prepend": "_before", "append": "_after", "result": "_new"}
+SHAPES: Family = {
+    "view reshape _unsafe_view _reshape_alias": Operator(view, "shapes.view"),
+    "view_as reshape_as": Operator(view, "shapes.view_as"),
+    "flatten ravel unsqueeze": Operator(view),
+    "unflatten": Operator(view, "shapes.unflatten"),
+    "squeeze": Operator(view, "shapes.squeeze"),
+    "transpose swapaxes swapdims": Operator(swap()),
+    "t": Operator(swap(0, 1)),
+    "mT": Operator(swap(-2, -1)),
+    "numpy_T": Operator(reverse),
+    "permute": Operator(permutation),
+    "movedim moveaxis": Operator(move),
+    "expand broadcast_to": Operator(expansion, "shapes.sized"),
+    "expand_as": Operator(expansion),
+    "repeat tile": Operator(repetition, "shapes.repeat"),
+    "repeat_interleave.self_int": Operator(interleaved_repetition, "shapes.repeat_interleave"),
+    "cat concat": Operator(cat),
+    "stack": Operator(stack),
+    "split split_with_sizes unsafe_split unsafe_chunk chunk tensor_split": Operator(split, "shapes.split"),
+    "unbind": Operator(unbind),
+    "slice narrow": Operator(slice_, "shapes.slice_"),
+    "select": Operator(select),
+    "pad constant_pad_nd": Operator(padding),
+    "pixel_shuffle": Operator(pixel_shuffle, "shapes.pixel_shuffle"),
+    "unfold": Operator(unfolding),
+}

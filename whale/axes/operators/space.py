@@ -1,9 +1,9 @@
-"""Rules of ops over space: convolutions, pools, interpolation, padding."""
+"""Ops over space: convolutions, pools, interpolation, padding."""
 
 from __future__ import annotations
 
+from whale.axes.operators.entry import Family, Operator, names, operand, write
 from whale.axes.outcome import Misfit, Reading, argument, number
-from whale.axes.rules.templates import names, operand, write
 from whale.ir.graph import Op
 
 
@@ -58,3 +58,20 @@ def general_convolution(op: Op, reading: Reading) -> str:
     if argument(op, 6, "transposed", False) is True:
         raise Misfit("it is transposed")
     return convolution(op, reading)
+
+
+SPACE: Family = {
+    "conv1d conv2d conv3d": Operator(convolution, "contractions.convolution", ("bias", 2)),
+    "convolution": Operator(general_convolution, "contractions.convolution", ("bias", 2)),
+    "conv_transpose1d conv_transpose2d conv_transpose3d": Operator(transposed_convolution, "contractions.convolution", ("bias", 2)),
+    "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d": Operator(resized),
+    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d": Operator(resized),
+    "adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d": Operator(resized),
+    "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d": Operator(resized),
+    "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d": Operator(resized),
+    "im2col": Operator("self[... c! h! w!] -> [... _patch! _places!]"),
+    "col2im": Operator("self[... patch! places!] -> [... _c! _h! _w!]"),
+    "max_unpool2d": Operator("self[... h! w!] indices[... h! w!] -> [... _H! _W!]"),
+    "grid_sampler": Operator(sampled),
+    "affine_grid_generator": Operator(placed, "shapes.placed"),
+}

@@ -1,9 +1,9 @@
-"""Rules of recurrent layers."""
+"""Recurrent layers."""
 
 from __future__ import annotations
 
+from whale.axes.operators.entry import Family, Operator, Template
 from whale.axes.outcome import Misfit, Reading
-from whale.axes.rules.templates import Template
 from whale.ir.graph import Op, Ref
 
 
@@ -47,3 +47,11 @@ def _tensor_ranks(op: Op, reading: Reading) -> list[int]:
             if dims is not None:
                 ranks.append(len(dims))
     return ranks
+
+
+RECURRENCES: Family = {
+    "lstm.input": Operator(recurrent(2)),
+    "gru.input rnn_tanh.input rnn_relu.input": Operator(recurrent(1)),
+    "lstm_cell": Operator(recurrent_cell(2)),
+    "gru_cell rnn_tanh_cell rnn_relu_cell": Operator(recurrent_cell(1)),
+}

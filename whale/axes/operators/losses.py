@@ -1,9 +1,9 @@
-"""Rules of losses: element by element or by class, then reduced."""
+"""Losses: element by element or by class, then reduced."""
 
 from __future__ import annotations
 
+from whale.axes.operators.entry import Family, Operator, Template, names, operand, write
 from whale.axes.outcome import Dims, Reading, argument, number
-from whale.axes.rules.templates import Template, names, operand, write
 from whale.ir.graph import Op
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -56,3 +56,13 @@ def ctc_loss(op: Op, reading: Reading) -> str:
     if len(operand(op, reading, 1)) == 2:
         return "log_probs[t! n c!] targets[n s!] input_lengths[n] target_lengths[n] -> [n]"
     return "log_probs[t! n! c!] targets[s!] input_lengths[n!] target_lengths[n!] -> [n!]"
+
+
+LOSSES: Family = {
+    "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d nll_loss_forward": Operator(classification_loss, "contractions.class_loss"),
+    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div": Operator(pointwise_loss(2)),
+    "ctc_loss": Operator(ctc_loss),
+    "poisson_nll_loss": Operator(pointwise_loss(5)),
+    "binary_cross_entropy": Operator(pointwise_loss(3, num_weights=1)),
+    "binary_cross_entropy_with_logits": Operator(pointwise_loss(4, num_weights=2)),
+}

@@ -1,4 +1,4 @@
-"""The rule of pointwise ops: dimension by dimension from the right, broadcasting, all operands unified.
+"""Pointwise ops: dimension by dimension from the right, broadcasting, all operands unified.
 
 x[ b s d ]
 y[   1 d ]   ->  [ b s d ]     the result's d is the d of both
@@ -6,9 +6,11 @@ y[   1 d ]   ->  [ b s d ]     the result's d is the d of both
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from whale.axes.atoms import Clash, Dim
+from whale.axes.operators.entry import Family, Operator, operand
 from whale.axes.outcome import CLASHES, KEPT, Dims, Letter, Misfit, Outcome, Reading, sizes_of
-from whale.axes.rules.templates import operand
 from whale.ir.graph import Op
 
 
@@ -19,7 +21,14 @@ def pointwise(op: Op, reading: Reading) -> Outcome:
     sizes = [sizes_of(spec) for spec in op.outputs]
     made = {shape: _result(shape, tensors, reading, letters) for shape in dict.fromkeys(sizes)}  # results of one shape are cut alike
     results = tuple(made[shape] for shape in sizes)
-    return Outcome(results, (*reading.rows_read(op), *letters), is_position=_moves_nothing(op, reading))
+    adds_nothing = op.operator in ("add", "sub") and op.args[1:] == (0,)
+    return Outcome(results, (*reading.rows_read(op), *letters), is_position=adds_nothing and reading.is_position(op.args[0]))
+
+
+def copied(op: Op, reading: Reading) -> Outcome:
+    """Unifies the operand with the result, whose values are the same: positions stay known."""
+    made = pointwise(op, reading)
+    return replace(made, is_position=bool(op.args) and reading.is_position(op.args[0]))
 
 
 def _result(sizes: tuple[int, ...], tensors: list[Dims], reading: Reading, letters: list[Letter]) -> Dims:
@@ -44,21 +53,24 @@ def _result(sizes: tuple[int, ...], tensors: list[Dims], reading: Reading, lette
     return tuple(reversed(made))
 
 
-def _moves_nothing(op: Op, reading: Reading) -> bool:
-    """Whether the values are its operand's: a copy, or 0 added. Keeps positions known."""
-    first, *rest = op.args or (None,)
-    if not reading.is_position(first):
-        return False
-    name = op.target.split(".")[1]
-    return name in COPIES or (name in ("add", "sub", "add_") and rest == [0])
-
-
-COPIES = frozenset({"to", "_to_copy", "clone", "contiguous", "detach", "detach_", "alias", "lift_fresh", "lift_fresh_copy", "type_as"})
-"""Ops that change no value but perhaps its type."""
-
-
 def prelu(op: Op, reading: Reading) -> str:
     """``prelu``: pointwise, with one weight per channel (dimension 1) or one for all."""
     if len(operand(op, reading)) < 2:
         return "input[...] weight[1] -> [...]"
     return "input[n channels ...] weight[channels] -> [n channels ...]"
+
+
+POINTWISE: Family = {
+    "prelu": Operator(prelu),
+    "feature_dropout": Operator("input[n channels ...!] -> [n channels ...!]"),
+    "view_as_complex": Operator("self[... _two!] -> [...]"),
+    "view_as_real": Operator("self[...] -> [... _two!]"),
+    "_to_copy alias clone contiguous detach lift_fresh lift_fresh_copy to type_as": Operator(copied),
+    (
+        "broadcast_tensors copy fill zero dropout native_dropout alpha_dropout bernoulli where masked_fill lerp nan_to_num softplus "
+        "hardtanh rrelu_with_noise relu6 selu celu normal uniform bitwise_not _conj resolve_conj resolve_neg requires_grad __and__ __or__ "
+        "__xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ floor_divide multiply divide subtract negative absolute fix greater "
+        "greater_equal less less_equal not_equal isclose arctan arctan2 hardswish log_sigmoid conj real imag polar complex "
+        "fake_quantize_per_tensor_affine"
+    ): Operator(pointwise),
+}

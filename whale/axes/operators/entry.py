@@ -1,0 +1,80 @@
+"""What Whale knows of an operator, and what the templates of rules share.
+
+A rule whose letters depend on the op's arguments is a *template*: it looks at the op (which dimension, how many, which reduction) and
+writes its notation. Dimensions get letters ``a b c ...`` in order; words that begin with ``_`` name no axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_lowercase, ascii_uppercase
+from typing import Union
+
+from whale.axes.outcome import Dims, Misfit, Outcome, Reading, argument, numbers
+from whale.ir.graph import Argument, Op
+
+Template = Callable[[Op, Reading], str]
+Rule = Union[str, Callable[[Op, Reading], Union[str, Outcome]]]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is known of an operator. The defaults are those of an op that computes on parts as on the whole.
+
+    Attributes:
+        axes: what it does with the axes of its operands: one line of notation (`whale.axes.notation`), a template that writes it, or
+            code; None where nothing is known.
+        on_parts: how it computes on parts: a function of `whale.runtime.program.shard`, with its module. As it is, where no argument
+            holds sizes or positions of a dimension that may be cut; None where nobody knows, and it is refused.
+        added: name and position of the operand that is added to the product: where the product is summed over devices, it is added once.
+    """
+
+    axes: Rule | None = None
+    on_parts: str | None = "contractions.same"
+    added: tuple[str, int] | None = None
+
+
+Family = Mapping[str, Operator]
+"""Entries by the operators that share them: names without ``aten.``, with an overload where it differs from the others."""
+
+
+def operand(op: Op, reading: Reading, position: int = 0) -> Dims:
+    """A tensor argument that must be there."""
+    dims = reading.tensor(op.args[position]) if position < len(op.args) else None
+    if dims is None:
+        raise Misfit(f"its argument {position} is no tensor")
+    return dims
+
+
+def names(count: int, skip: int = 0) -> list[str]:
+    """That many letters."""
+    letters = ascii_lowercase + ascii_uppercase
+    if skip + count > len(letters):
+        raise Misfit(f"it has more than {len(letters)} dimensions")
+    return list(letters[skip : skip + count])
+
+
+def write(operands: Iterable[tuple[str, Sequence[str]]], *results: Sequence[str]) -> str:
+    """The notation of these operands and results."""
+    left = " ".join(f"{name}[{' '.join(terms)}]" for name, terms in operands)
+    return f"{left} -> {' '.join('[' + ' '.join(terms) + ']' for terms in results)}"
+
+
+def chosen(value: Argument, rank: int) -> tuple[int, ...]:
+    """Dimension numbers from an argument, counted from the left; all dimensions for None or an empty list."""
+    if value is None or value == ():
+        return tuple(range(rank))
+    return tuple(sorted(dim % rank for dim in numbers(value))) if rank else ()
+
+
+def along(position: int = 1, default: int | None = None, name: str = "dim") -> Template:
+    """An op that needs given dimensions whole and keeps the shape: ``input[a b!] -> [a b!]``."""
+
+    def rule(op: Op, reading: Reading) -> str:
+        rank = len(operand(op, reading))
+        dims = chosen(argument(op, position, name, default), rank)
+        terms = [letter + "!" if index in dims else letter for index, letter in enumerate(names(rank))]
+        return write([("input", terms)], *[terms] * len(op.outputs))
+
+    return rule

@@ -1,0 +1,178 @@
+"""Lookups and writes at given positions.
+
+In advanced indexing, ``x[i, :, j]``, indexed dimensions are looked up, the others are kept. An index that holds all positions of the
+dimension it indexes is the identity there, so masks of the form ``mask[arange(b)[:, None], arange(s)]`` keep their axes.
+"""
+
+from __future__ import annotations
+
+from whale.axes.operators.entry import Family, Operator, Template, names, operand, write
+from whale.axes.outcome import Misfit, Reading, argument, number
+from whale.ir.graph import Op, Ref
+
+
+def chosen_rows(op: Op, reading: Reading) -> str:
+    """``index_select``: positions of one dimension, looked up."""
+    letters = names(len(operand(op, reading)))
+    dim = number(op.args[1]) % len(letters)
+    source = [f"({letter}:lookup)" if index == dim else letter for index, letter in enumerate(letters)]
+    result = ["_found" if index == dim else letter for index, letter in enumerate(letters)]
+    return write([("input", source), ("index", ["_found"] if operand(op, reading, 2) else [])], result)
+
+
+def gathering(dim: int, index: int) -> Template:
+    """``gather``: positions of one dimension, looked up element by element; other dimensions must match to be kept."""
+
+    def rule(op: Op, reading: Reading) -> str:
+        source, places = operand(op, reading), operand(op, reading, index)
+        if len(source) != len(places):
+            raise Misfit("its index has another rank")
+        letters = names(len(source))
+        along = number(argument(op, dim, "dim")) % len(letters)
+        left, right = [], []
+        for position, (letter, size, taken) in enumerate(zip(letters, reading.shape(source), reading.shape(places), strict=True)):
+            looked_up, equal = position == along, size == taken
+            left.append(f"({letter}:lookup)" if looked_up else letter if equal else letter + "!")
+            right.append("_found" if looked_up else letter if equal else f"_part_{letter}!")
+        return write([("input", left), ("index", right)], right)
+
+    return rule
+
+
+def scattering(op: Op, reading: Reading) -> str:
+    """``scatter`` and kin: one dimension of `self` is written at given positions; the others are kept where they match."""
+    source = operand(op, reading)
+    letters = names(len(source))
+    dim = number(op.args[1]) % len(letters)
+    whole = reading.shape(source)
+    terms = [letter + "!" if position == dim else letter for position, letter in enumerate(letters)]
+    operands = [("input", terms)]
+    for name, position in (("index", 2), ("src", 3)):
+        dims = reading.tensor(argument(op, position, name))
+        if dims is None:
+            continue
+        sizes = reading.shape(dims)
+        if len(sizes) != len(letters):  # index_add's index has one dimension, a fill value none
+            operands.append((name, ["_written!"] if sizes else []))
+            continue
+        if any(size != full for place, (size, full) in enumerate(zip(sizes, whole, strict=True)) if place != dim):
+            raise Misfit("it writes a part of the other dimensions")
+        operands.append((name, ["_written!" if place == dim else letter for place, letter in enumerate(letters)]))
+    return write(operands, terms)
+
+
+def part_written(op: Op, reading: Reading) -> str:
+    """``select_scatter``, ``slice_scatter``: a part of one dimension is replaced."""
+    letters = names(len(operand(op, reading)))
+    dim = number(argument(op, 2, "dim", 0)) % len(letters)
+    terms = [letter + "!" if position == dim else letter for position, letter in enumerate(letters)]
+    selected = "select" in op.target
+    source = [("_part!" if place == dim else letter) for place, letter in enumerate(letters) if not (selected and place == dim)]
+    return write([("input", terms), ("src", source)], terms)
+
+
+def embedding(op: Op, reading: Reading) -> str:
+    """``embedding``: rows of a table, looked up. Gradients scaled by frequency need all the indices."""
+    mark = "!" if argument(op, 3, "scale_grad_by_freq", False) is True else ""
+    return f"weight[(vocabulary:lookup) hidden] indices[...{mark}] -> [...{mark} hidden]"
+
+
+def bags(op: Op, reading: Reading) -> str:
+    """``embedding_bag``: where a bag ends, values in tensors tell, so bags are whole; columns are kept, but for their maximum."""
+    hidden = "hidden!" if number(argument(op, 4, "mode", 0)) == 2 else "hidden"
+    weights = [] if reading.tensor(argument(op, 6, "per_sample_weights")) is None else [("per_sample_weights", ["words!"])]
+    operands = [("weight", ["vocabulary!", hidden]), ("indices", ["words!"]), ("offsets", ["_offsets!"]), *weights]
+    others = [[f"_p{index}_{place}!" for place in range(len(spec.shape))] for index, spec in enumerate(op.outputs[1:])]
+    return write(operands, ["_bags!", hidden], *others)
+
+
+def index(op: Op, reading: Reading) -> str:
+    """``index``: the notation of this indexing."""
+    dims = operand(op, reading)
+    indices = _indices(op, reading)
+    ranks = [None if name is None else len(reading.dims[name][0]) for name in indices]
+    broadcast = max(rank for rank in ranks if rank is not None)
+    found = [f"_found{place}" for place in range(broadcast, 0, -1)]  # dimensions of the indices, numbered from the right
+    letters = names(len(dims))
+    source, kept, indexed, operands = [], [], [], []
+    for place, letter in enumerate(letters):
+        name = indices[place] if place < len(indices) else None
+        if name is None:
+            source.append(letter)
+            kept.append((place, letter))
+            continue
+        indexed.append(place)
+        terms = found[broadcast - len(reading.dims[name][0]) :]
+        operands.append(("index", terms))
+        source.append(_identity(name, place, terms, op, reading) or f"({letter}:lookup)")
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    before = [letter for place, letter in kept if adjacent and place < indexed[0]]
+    after = [letter for place, letter in kept if not adjacent or place > indexed[0]]
+    return write([("input", source), *operands], [*before, *found, *after])
+
+
+def _indices(op: Op, reading: Reading) -> list[str | None]:
+    listed = op.args[1]
+    indices = [item.op if isinstance(item, Ref) else None for item in (listed if isinstance(listed, tuple) else (listed,))]
+    for name in indices:
+        if name is not None and _is_mask(name, reading):
+            raise Misfit("the size of its result depends on data")
+    if not any(indices):
+        raise Misfit("it has no index")
+    return indices
+
+
+def _identity(name: str, place: int, terms: list[str], op: Op, reading: Reading) -> str:
+    """The index's own letter, where it holds all positions of the dimension that it indexes; else ""."""
+    if name not in reading.positions:
+        return ""
+    shape = reading.shape(reading.dims[name][0])
+    size = reading.shape(operand(op, reading))[place]
+    return next((term for term, extent in zip(terms, shape, strict=True) if extent == size != 1), "")
+
+
+def index_written(op: Op, reading: Reading) -> str:
+    """``index_put``: indexed dimensions are whole, the others are kept where the values have them."""
+    letters = names(len(operand(op, reading)))
+    listed = op.args[1] if isinstance(op.args[1], tuple) else ()
+    indices = [item.op if isinstance(item, Ref) else None for item in listed]
+    rank = len(reading.tensor(argument(op, 2, "values")) or ())
+    if any(name is not None and _is_mask(name, reading) for name in indices):
+        return _masked(indices, rank, letters, reading)
+    free = [letter for place, letter in enumerate(letters) if place >= len(indices) or indices[place] is None]
+    source = [letter if letter in free else letter + "!" for letter in letters]
+    operands = [("input", source)]
+    for count, name in enumerate(name for name in indices if name is not None):
+        operands.append(("index", [f"_at{count}_{place}!" for place in range(len(reading.dims[name][0]))]))
+    trailing = free if None not in indices else []
+    lead = max(rank - len(trailing), 0)
+    terms = [f"_value{place}!" for place in range(lead)] + trailing[len(trailing) - (rank - lead) :]
+    return write([*operands, ("values", terms)], source)
+
+
+def _masked(indices: list[str | None], rank: int, letters: list[str], reading: Reading) -> str:
+    """``x[mask] = one value`` is pointwise; with several values their number depends on data."""
+    if len(indices) != 1 or indices[0] is None or rank:
+        raise Misfit("what it writes where depends on data")
+    mask = letters[: len(reading.dims[indices[0]][0])]
+    return write([("input", letters), ("index", mask), ("values", [])], letters)
+
+
+def _is_mask(name: str, reading: Reading) -> bool:
+    return reading.graph.by_name[name].outputs[0].dtype in ("bool", "uint8")
+
+
+LOOKUPS: Family = {
+    "embedding": Operator(embedding, "tables.embedding"),
+    "embedding_bag": Operator(bags),
+    "index_select": Operator(chosen_rows, "tables.index_select"),
+    "gather": Operator(gathering(dim=1, index=2), "tables.gather"),
+    "index": Operator(index, "tables.index"),
+    "take_along_dim": Operator(gathering(dim=2, index=1), "tables.gather"),
+    "one_hot": Operator("self[...] -> [... classes^]", "tables.one_hot"),
+    "bucketize": Operator("self[...] boundaries[n!] -> [...]"),
+    "searchsorted": Operator("sorted_sequence[... n!] self[... m] -> [... m]"),
+    "scatter scatter_add scatter_reduce index_add index_fill index_copy": Operator(scattering),
+    "index_put": Operator(index_written),
+    "select_scatter slice_scatter": Operator(part_written),
+}

@@ -1,0 +1,81 @@
+"""Products of matrices, attention among them, and linear algebra."""
+
+from __future__ import annotations
+
+from whale.axes.operators.entry import Family, Operator, names, operand, write
+from whale.axes.outcome import Reading, argument, numbers
+from whale.ir.graph import Op
+
+
+def einsum(op: Op, reading: Reading) -> str:
+    """``einsum``: its equation is a rule already."""
+    equation = str(op.args[0]).replace(" ", "")
+    inputs, _, result = equation.partition("->")
+    parts = inputs.split(",")
+    if "->" not in equation:
+        once = sorted({letter for letter in inputs if letter.isalpha() and inputs.count(letter) == 1})
+        result = ("..." if "..." in inputs else "") + "".join(once)
+    single = {letter for letter in inputs if letter.isalpha() and letter not in result and sum(letter in part for part in parts) == 1}
+    operands = [(f"tensor{index}", [f"({t})" if t in single else t for t in _spaced(part)]) for index, part in enumerate(parts)]
+    return write(operands, _spaced(result))
+
+
+def _spaced(text: str) -> list[str]:
+    return ["..." if token == "." else token for token in text.replace("...", ".")]
+
+
+def tensordot(op: Op, reading: Reading) -> str:
+    """``tensordot``: listed dimensions are contracted pairwise."""
+    left, right = operand(op, reading), operand(op, reading, 1)
+    lefts, rights = names(len(left)), names(len(right), skip=len(left))
+    pairs = zip(numbers(op.args[2]), numbers(op.args[3]), strict=True)
+    for i, j in pairs:
+        rights[j] = lefts[i]
+    result = [t for t in lefts if t not in rights] + [t for t in rights if t not in lefts]
+    return write([("input", lefts), ("other", rights)], result)
+
+
+def matmul(op: Op, reading: Reading) -> str:
+    """``matmul``: vectors on either side have no row or column of their own."""
+    left, right = len(operand(op, reading)), len(operand(op, reading, 1))
+    first = "k" if left == 1 else "... i k"
+    second = "k" if right == 1 else "... k j"
+    result = " ".join(["..."] * (max(left, right) > 1) + ["i"] * (left > 1) + ["j"] * (right > 1))
+    return f"input[{first}] other[{second}] -> [{result}]"
+
+
+def attention(op: Op, reading: Reading) -> str:
+    """``scaled_dot_product_attention``: heads are independent, and so are queries unless a causal mask counts them from 0."""
+    sequence = "sequence!" if argument(op, 5, "is_causal", False) is True else "sequence"
+    return (
+        f"query[... heads*group {sequence} head_dim!] key[... heads memory! head_dim!] value[... heads memory! value_dim] "
+        f"attn_mask[... heads*group {sequence} memory!] -> [... heads*group {sequence} value_dim]"
+    )
+
+
+MATRICES: Family = {
+    "linear": Operator("input[... i] weight[o i] +bias[o] -> [... o]", "contractions.with_bias", ("bias", 2)),
+    "addmm": Operator("+self[i j] mat1[i k] mat2[k j] -> [i j]", "contractions.added_product", ("self", 0)),
+    "mm": Operator("self[i k] mat2[k j] -> [i j]"),
+    "bmm": Operator("self[b i k] mat2[b k j] -> [b i j]"),
+    "baddbmm": Operator("+self[b i j] batch1[b i k] batch2[b k j] -> [b i j]", "contractions.added_product", ("self", 0)),
+    "matmul": Operator(matmul),
+    "mv": Operator("self[i k] vec[k] -> [i]"),
+    "dot": Operator("self[k] tensor[k] -> []"),
+    "outer": Operator("self[i] vec2[j] -> [i j]"),
+    "bilinear": Operator("input1[... i] input2[... j] weight[o i j] +bias[o] -> [... o]", "contractions.with_bias", ("bias", 3)),
+    "einsum": Operator(einsum),
+    "tensordot": Operator(tensordot),
+    "cdist": Operator("x1[... i d!] x2[... j d!] -> [... i j]"),
+    "linalg_slogdet": Operator("A[... i! j!] -> [...] [...]"),
+    "slogdet": Operator("self[... i! j!] -> [...] [...]"),
+    "linalg_det": Operator("A[... i! j!] -> [...]"),
+    "det": Operator("self[... i! j!] -> [...]"),
+    "linalg_inv": Operator("A[... i! j!] -> [... _k! _l!]"),
+    "linalg_eigvalsh": Operator("self[... i! j!] -> [... _k!]"),
+    "linalg_eigh": Operator("self[... i! j!] -> [... _k!] [... _k! _l!]"),
+    "inverse linalg_cholesky cholesky linalg_matrix_exp": Operator("self[... i! j!] -> [... _k! _l!]"),
+    "_grouped_mm": Operator("self[n! k] mat2[e! k j] offs[e!] +bias[e! j] -> [n! j]", "contractions.grouped_product", ("bias", 3)),
+}
+
+ATTENTION: Family = {"scaled_dot_product_attention": Operator(attention, "contractions.attention")}

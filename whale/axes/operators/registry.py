@@ -1,0 +1,106 @@
+"""The registry: all that is known of each operator, and the rules that users add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
+
+from whale.axes.notation import parse
+from whale.axes.operators.entry import Family, Operator
+from whale.axes.operators.factories import FACTORIES
+from whale.axes.operators.frequencies import FREQUENCIES
+from whale.axes.operators.lookups import LOOKUPS
+from whale.axes.operators.losses import LOSSES
+from whale.axes.operators.matrices import ATTENTION, MATRICES
+from whale.axes.operators.normalisations import NORMALISATIONS
+from whale.axes.operators.pointwise import POINTWISE, pointwise
+from whale.axes.operators.recurrences import RECURRENCES
+from whale.axes.operators.reductions import ALONG_A_DIMENSION, REDUCTIONS
+from whale.axes.operators.shapes import SHAPES
+from whale.axes.operators.space import SPACE
+from whale.errors import ConfigError
+from whale.ir.graph import Op, Ref, operator_name
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "Matrices": MATRICES,
+        "Attention": ATTENTION,
+        "Lookups and writes": LOOKUPS,
+        "Normalisations": NORMALISATIONS,
+        "Losses": LOSSES,
+        "Reductions": REDUCTIONS,
+        "Along a dimension": ALONG_A_DIMENSION,
+        "Shapes": SHAPES,
+        "Space": SPACE,
+        "Frequencies": FREQUENCIES,
+        "Recurrences": RECURRENCES,
+        "Factories": FACTORIES,
+        "Pointwise without torch's tag": POINTWISE,
+    }
+)
+
+OPERATORS: Mapping[str, Operator] = MappingProxyType(
+    {name: entry for family in FAMILIES.values() for names, entry in family.items() for name in names.split()}
+)
+"""Every operator that has an entry, by name or ``name.overload``."""
+
+UNKNOWN, PLAIN, OWN = Operator(on_parts=None), Operator(pointwise), Operator()
+"""The entry of one of torch's operators that has none, of one that torch tags ``pointwise``, and of one in another library."""
+
+_own_rules: ContextVar[Mapping[str, str]] = ContextVar("own_rules", default=MappingProxyType({}))
+
+
+def register_rule(target: str, notation: str) -> None:
+    """Gives an op of your own a rule, so that its axes can be cut.
+
+    Args:
+        target: ``library.op`` or ``library.op.overload``, as ``torch.ops`` has it; ``library::op`` is the same. A rule for one of
+            torch's own ops replaces the built-in one.
+        notation: for example ``"input[... i] weight[o i] -> [... o]"``; docs/axes.md explains it. Operands are the
+            op's tensor arguments in order. The rule is believed: it must hold for any part of a letter.
+
+    Raises:
+        ConfigError: the notation cannot be read, or the target names no library.
+    """
+    name = target.replace("::", ".")
+    if "." not in name:
+        raise ConfigError(f"an operator is named with its library ({target!r})", hint=f"for example: mylib.{target}")
+    parse(notation)
+    _own_rules.set(MappingProxyType({**_own_rules.get(), name: notation}))
+
+
+def operator_of(op: Op) -> Operator:
+    """What is known of an op's operator; its rule is the user's own, where there is one."""
+    entry, own = entry_of(op.target, "pointwise" in op.tags), _own_rules.get()
+    rule = own.get(op.target) or own.get(_packet(op.target))
+    return replace(entry, axes=rule) if rule else entry
+
+
+@cache
+def entry_of(target: str, is_pointwise: bool = False) -> Operator:
+    """The built-in entry of an operator: that of the overload, else that of all its overloads, in place or not.
+
+    Args:
+        target: as ops have it.
+        is_pointwise: whether torch tags it so.
+    """
+    if target.startswith("aten."):
+        found = OPERATORS.get(target.removeprefix("aten.")) or OPERATORS.get(operator_name(target))
+        return found or (PLAIN if is_pointwise else UNKNOWN)
+    return PLAIN if is_pointwise else OWN
+
+
+def added_operand(op: Op) -> str | None:
+    """The op that makes the operand which is added to the product; None where there is none."""
+    name, position = operator_of(op).added or ("", -1)
+    if not name:
+        return None
+    argument = op.args[position] if position < len(op.args) else dict(op.kwargs).get(name)
+    return argument.op if isinstance(argument, Ref) else None
+
+
+def _packet(target: str) -> str:
+    return target.rpartition(".")[0] if target.count(".") > 1 else target
