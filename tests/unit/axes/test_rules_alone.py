@@ -516,7 +516,7 @@ def test_every_operator_of_the_table_is_tried() -> None:
     tried = {part for case in CASES for part in (case.target, case.target.split(".")[0])}
     rules_tried = {OPERATORS[name].axes for name in tried if name in OPERATORS}
     excused = {name for names in UNTRIED.values() for name in names}
-    missing = [name for name, entry in OPERATORS.items() if name not in tried | excused and entry.axes not in rules_tried]
+    missing = [name for name, entry in OPERATORS.items() if name not in tried | excused and entry.axes not in rules_tried | {None}]
     assert not missing
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase, ascii_uppercase
-from typing import Union
+from typing import Any, Union
 
 from whale.axes.outcome import Dims, Misfit, Outcome, Reading, argument, numbers
 from whale.ir.graph import Argument, Op
 
 Template = Callable[[Op, Reading], str]
 Rule = Union[str, Callable[[Op, Reading], Union[str, Outcome]]]
+Shape = tuple[int, ...]
+Flops = Callable[[Sequence[Any], Sequence[Shape]], int]
+"""From the arguments, shapes in the place of tensors, and the shapes of the results; a multiply-add is 2."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,17 @@ class Operator:
         on_parts: how it computes on parts: a function of `whale.runtime.program.shard`, with its module. As it is, where no argument
             holds sizes or positions of a dimension that may be cut; None where nobody knows, and it is refused.
         added: name and position of the operand that is added to the product: where the product is summed over devices, it is added once.
+        flops: of a product, where torch's own counter lacks it. What is no product costs one for each element that it reads or makes.
+        factors: positions of the operands of a product that are multiplied, as against added biases and masks.
+        gathers: whether it reads of its source only as much as it returns.
     """
 
     axes: Rule | None = None
     on_parts: str | None = "contractions.same"
     added: tuple[str, int] | None = None
+    flops: Flops | None = None
+    factors: tuple[int, ...] = (0, 1)
+    gathers: bool = False
 
 
 Family = Mapping[str, Operator]

@@ -163,12 +163,12 @@ def _is_mask(name: str, reading: Reading) -> bool:
 
 
 LOOKUPS: Family = {
-    "embedding": Operator(embedding, "tables.embedding"),
+    "embedding": Operator(embedding, "tables.embedding", gathers=True),
     "embedding_bag": Operator(bags),
-    "index_select": Operator(chosen_rows, "tables.index_select"),
-    "gather": Operator(gathering(dim=1, index=2), "tables.gather"),
-    "index": Operator(index, "tables.index"),
-    "take_along_dim": Operator(gathering(dim=2, index=1), "tables.gather"),
+    "index_select": Operator(chosen_rows, "tables.index_select", gathers=True),
+    "gather": Operator(gathering(dim=1, index=2), "tables.gather", gathers=True),
+    "index": Operator(index, "tables.index", gathers=True),
+    "take_along_dim": Operator(gathering(dim=2, index=1), "tables.gather", gathers=True),
     "one_hot": Operator("self[...] -> [... classes^]", "tables.one_hot"),
     "bucketize": Operator("self[...] boundaries[n!] -> [...]"),
     "searchsorted": Operator("sorted_sequence[... n!] self[... m] -> [... m]"),

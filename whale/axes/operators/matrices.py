@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from whale.axes.operators.entry import Family, Operator, names, operand, write
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from whale.axes.operators.entry import Family, Operator, Shape, names, operand, write
 from whale.axes.outcome import Reading, argument, numbers
 from whale.ir.graph import Op
 
@@ -53,18 +57,49 @@ def attention(op: Op, reading: Reading) -> str:
     )
 
 
+def rows_by_matrix(args: Sequence[Any], results: Sequence[Shape]) -> int:
+    """``x[..., i] w[o, i]``: each element of the result is a sum of i products."""
+    return 2 * prod(results[0]) * args[0][-1]
+
+
+def all_letters(args: Sequence[Any], results: Sequence[Shape]) -> int:
+    """``einsum``: all letters multiplied out, operand by operand."""
+    equation, operands = args[:2]
+    sizes: dict[str, int] = {}
+    extra = 1
+    for letters, shape in zip(equation.replace(" ", "").split("->")[0].split(","), operands, strict=True):
+        before, dots, after = letters.partition("...")
+        sizes.update(zip(before, shape, strict=False))
+        sizes.update(zip(reversed(after), reversed(shape), strict=False))
+        if dots:
+            extra = max(extra, prod(shape[len(before) : len(shape) - len(after)]))
+    return 2 * extra * prod(sizes.values()) * max(len(operands) - 1, 1)
+
+
+def one_matrix_per_row(args: Sequence[Any], results: Sequence[Shape]) -> int:
+    """``_grouped_mm``: rows sorted by group, one matrix per group."""
+    return 2 * prod(args[0]) * args[1][-1]
+
+
+def scores_and_values(args: Sequence[Any], results: Sequence[Shape]) -> int:
+    """``softmax(q[.., s, e] k[.., t, e]^T) v[.., t, f]``, masked or not."""
+    query, key, value = args[:3]
+    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
 MATRICES: Family = {
-    "linear": Operator("input[... i] weight[o i] +bias[o] -> [... o]", "contractions.with_bias", ("bias", 2)),
-    "addmm": Operator("+self[i j] mat1[i k] mat2[k j] -> [i j]", "contractions.added_product", ("self", 0)),
+    "linear": Operator("input[... i] weight[o i] +bias[o] -> [... o]", "contractions.with_bias", ("bias", 2), flops=rows_by_matrix),
+    "addmm": Operator("+self[i j] mat1[i k] mat2[k j] -> [i j]", "contractions.added_product", ("self", 0), factors=(1, 2)),
     "mm": Operator("self[i k] mat2[k j] -> [i j]"),
     "bmm": Operator("self[b i k] mat2[b k j] -> [b i j]"),
-    "baddbmm": Operator("+self[b i j] batch1[b i k] batch2[b k j] -> [b i j]", "contractions.added_product", ("self", 0)),
-    "matmul": Operator(matmul),
-    "mv": Operator("self[i k] vec[k] -> [i]"),
-    "dot": Operator("self[k] tensor[k] -> []"),
+    "baddbmm": Operator("+self[b i j] batch1[b i k] batch2[b k j] -> [b i j]", "contractions.added_product", ("self", 0), factors=(1, 2)),
+    "matmul": Operator(matmul, flops=rows_by_matrix),
+    "mv": Operator("self[i k] vec[k] -> [i]", flops=rows_by_matrix),
+    "dot": Operator("self[k] tensor[k] -> []", flops=rows_by_matrix),
+    "vdot inner": Operator(flops=rows_by_matrix),
     "outer": Operator("self[i] vec2[j] -> [i j]"),
     "bilinear": Operator("input1[... i] input2[... j] weight[o i j] +bias[o] -> [... o]", "contractions.with_bias", ("bias", 3)),
-    "einsum": Operator(einsum),
+    "einsum": Operator(einsum, flops=all_letters),
     "tensordot": Operator(tensordot),
     "cdist": Operator("x1[... i d!] x2[... j d!] -> [... i j]"),
     "linalg_slogdet": Operator("A[... i! j!] -> [...] [...]"),
@@ -75,7 +110,11 @@ MATRICES: Family = {
     "linalg_eigvalsh": Operator("self[... i! j!] -> [... _k!]"),
     "linalg_eigh": Operator("self[... i! j!] -> [... _k!] [... _k! _l!]"),
     "inverse linalg_cholesky cholesky linalg_matrix_exp": Operator("self[... i! j!] -> [... _k! _l!]"),
-    "_grouped_mm": Operator("self[n! k] mat2[e! k j] offs[e!] +bias[e! j] -> [n! j]", "contractions.grouped_product", ("bias", 3)),
+    "_grouped_mm": Operator(
+        "self[n! k] mat2[e! k j] offs[e!] +bias[e! j] -> [n! j]", "contractions.grouped_product", ("bias", 3), one_matrix_per_row
+    ),
 }
 
-ATTENTION: Family = {"scaled_dot_product_attention": Operator(attention, "contractions.attention")}
+ATTENTION: Family = {
+    "scaled_dot_product_attention": Operator(attention, "contractions.attention", flops=scores_and_values, factors=(0, 1, 2)),
+}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from whale.axes.operators.entry import Family, Operator, Template
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from whale.axes.operators.entry import Family, Operator, Shape, Template
 from whale.axes.outcome import Misfit, Reading
 from whale.ir.graph import Op, Ref
 
@@ -49,9 +53,17 @@ def _tensor_ranks(op: Op, reading: Reading) -> list[int]:
     return ranks
 
 
+def matrices_by_steps(args: Sequence[Any], results: Sequence[Shape]) -> int:
+    """Every matrix, all of which stand behind input and state, meets every step of every sequence."""
+    weights = (weight for item in args[2:] for weight in (item if isinstance(item, list) else [item]))
+    return 2 * prod(args[0][:-1]) * sum(prod(shape) for shape in weights if isinstance(shape, tuple) and len(shape) == 2)
+
+
+_INPUT_AND_WEIGHTS = (0, 2, 3, 4, 5)
+
 RECURRENCES: Family = {
-    "lstm.input": Operator(recurrent(2)),
-    "gru.input rnn_tanh.input rnn_relu.input": Operator(recurrent(1)),
-    "lstm_cell": Operator(recurrent_cell(2)),
-    "gru_cell rnn_tanh_cell rnn_relu_cell": Operator(recurrent_cell(1)),
+    "lstm.input": Operator(recurrent(2), flops=matrices_by_steps, factors=_INPUT_AND_WEIGHTS),
+    "gru.input rnn_tanh.input rnn_relu.input": Operator(recurrent(1), flops=matrices_by_steps, factors=_INPUT_AND_WEIGHTS),
+    "lstm_cell": Operator(recurrent_cell(2), flops=matrices_by_steps, factors=_INPUT_AND_WEIGHTS),
+    "gru_cell rnn_tanh_cell rnn_relu_cell": Operator(recurrent_cell(1), flops=matrices_by_steps, factors=_INPUT_AND_WEIGHTS),
 }

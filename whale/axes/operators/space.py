@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from whale.axes.operators.entry import Family, Operator, names, operand, write
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from whale.axes.operators.entry import Family, Operator, Shape, names, operand, write
 from whale.axes.outcome import Misfit, Reading, argument, number
 from whale.ir.graph import Op
 
@@ -60,10 +64,20 @@ def general_convolution(op: Op, reading: Reading) -> str:
     return convolution(op, reading)
 
 
+def filtered(args: Sequence[Any], results: Sequence[Shape]) -> int:
+    """Each element of the result is a sum over the filter: input channels of its group times the filter's area."""
+    return 2 * prod(results[0]) * prod(args[1][1:])
+
+
+def spread(args: Sequence[Any], results: Sequence[Shape]) -> int:
+    """Transposed: each element of the input meets its filter: output channels of its group times the filter's area."""
+    return 2 * prod(args[0]) * prod(args[1][1:])
+
+
 SPACE: Family = {
-    "conv1d conv2d conv3d": Operator(convolution, "contractions.convolution", ("bias", 2)),
+    "conv1d conv2d conv3d": Operator(convolution, "contractions.convolution", ("bias", 2), filtered),
     "convolution": Operator(general_convolution, "contractions.convolution", ("bias", 2)),
-    "conv_transpose1d conv_transpose2d conv_transpose3d": Operator(transposed_convolution, "contractions.convolution", ("bias", 2)),
+    "conv_transpose1d conv_transpose2d conv_transpose3d": Operator(transposed_convolution, "contractions.convolution", ("bias", 2), spread),
     "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d": Operator(resized),
     "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d": Operator(resized),
     "adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d": Operator(resized),

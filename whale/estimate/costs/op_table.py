@@ -9,14 +9,12 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from whale.axes.operators import operator_of
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.products import NO_PRODUCT, product_sizes
 from whale.ir.graph import ModelGraph, Op, TensorSpec
 
 Floats = NDArray[np.float64]
-
-GATHERS = frozenset({"embedding", "index", "gather", "index_select", "take_along_dim"})
-"""Ops that read of their source only as much as they return."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ _FREE = (0.0,) * 8 + (inf, inf, inf, 0.0)
 
 def _figures(op: Op, graph: ModelGraph, sizes: Mapping[str, Line], inside: frozenset[str]) -> tuple[float, ...]:
     written = sizes[op.name]
-    read = written if op.operator in GATHERS else Line.sum(sizes[name] for name in op.inputs if name not in inside)
+    read = written if operator_of(op).gathers else Line.sum(sizes[name] for name in op.inputs if name not in inside)
     with_rows = (read + written).per_row > 0
     moved = read if op.name in inside else read + written
     product = product_sizes(graph, op)

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.axes import Axes, axes_of
+from whale.axes.operators import operator_of
 from whale.estimate.costs.compute import op_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
-from whale.estimate.costs.op_table import GATHERS, Floats, OpTable, spec_line
+from whale.estimate.costs.op_table import Floats, OpTable, spec_line
 from whale.estimate.costs.products import product_sizes
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph, Op
@@ -149,7 +150,7 @@ def work_on_parts(graph: ModelGraph, axes: Axes, table: OpTable, work: Mapping[s
 
 def _line(graph: ModelGraph, axes: Axes, op: Op, axis: str) -> Line:
     """Bytes of what an op reads and writes that has the axis; a lookup reads as much as it returns."""
-    if op.operator in GATHERS:
+    if operator_of(op).gathers:
         written = Line.sum(spec_line(spec, graph.num_rows) for spec in op.outputs)
         return written * (2 if axis in axes.in_results(op.name) else 1)
     names = (op.name, *op.inputs)
