@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from string import ascii_lowercase, ascii_uppercase
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 from whale.axes.outcome import Dims, Misfit, Outcome, Reading, argument, numbers
 from whale.ir.graph import Argument, Op
@@ -19,6 +20,14 @@ Rule = Union[str, Callable[[Op, Reading], Union[str, Outcome]]]
 Shape = tuple[int, ...]
 Flops = Callable[[Sequence[Any], Sequence[Shape]], int]
 """From the arguments, shapes in the place of tensors, and the shapes of the results; a multiply-add is 2."""
+
+Keeps = Literal["nothing", "inputs", "result", "inputs and result", "inputs and places", "factors"]
+"""What the backward pass keeps: ``result`` (or a mask of its size), ``places`` (where each element of the result comes from), ``factors``
+(what is multiplied by another tensor; a number is not kept)."""
+
+Gradient = Literal["made", "handed on", "one number", "put together"]
+"""The gradient of an operand: has memory of its own; is that of the result, where sizes are equal; takes none, as it is one number in all
+places; or, of a view of a part, is put together with those of the other parts."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,9 @@ class Operator:
         flops: of a product, where torch's own counter lacks it. What is no product costs one for each element that it reads or makes.
         factors: positions of the operands of a product that are multiplied, as against added biases and masks.
         gathers: whether it reads of its source only as much as it returns.
+        keeps: what its backward pass keeps.
+        gradient: what memory the gradients of its operands take.
+        is_two: whether it is two ops, between which passes as much as it reads first.
     """
 
     axes: Rule | None = None
@@ -42,7 +54,13 @@ class Operator:
     flops: Flops | None = None
     factors: tuple[int, ...] = (0, 1)
     gathers: bool = False
+    keeps: Keeps = "inputs"
+    gradient: Gradient = "made"
+    is_two: bool = False
 
+
+Moves = partial(Operator, keeps="nothing")
+"""An operator whose gradient needs shapes and integers only."""
 
 Family = Mapping[str, Operator]
 """Entries by the operators that share them: names without ``aten.``, with an overload where it differs from the others."""

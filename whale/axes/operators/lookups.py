@@ -6,7 +6,7 @@ dimension it indexes is the identity there, so masks of the form ``mask[arange(b
 
 from __future__ import annotations
 
-from whale.axes.operators.entry import Family, Operator, Template, names, operand, write
+from whale.axes.operators.entry import Family, Moves, Operator, Template, names, operand, write
 from whale.axes.outcome import Misfit, Reading, argument, number
 from whale.ir.graph import Op, Ref
 
@@ -163,7 +163,7 @@ def _is_mask(name: str, reading: Reading) -> bool:
 
 
 LOOKUPS: Family = {
-    "embedding": Operator(embedding, "tables.embedding", gathers=True),
+    "embedding": Moves(embedding, "tables.embedding", gathers=True),
     "embedding_bag": Operator(bags),
     "index_select": Operator(chosen_rows, "tables.index_select", gathers=True),
     "gather": Operator(gathering(dim=1, index=2), "tables.gather", gathers=True),

@@ -59,7 +59,8 @@ def ctc_loss(op: Op, reading: Reading) -> str:
 
 
 LOSSES: Family = {
-    "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d nll_loss_forward": Operator(classification_loss, "contractions.class_loss"),
+    "cross_entropy_loss": Operator(classification_loss, "contractions.class_loss", keeps="inputs and result", is_two=True),
+    "nll_loss nll_loss_nd nll_loss2d nll_loss_forward": Operator(classification_loss, "contractions.class_loss", keeps="inputs and result"),
     "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div": Operator(pointwise_loss(2)),
     "ctc_loss": Operator(ctc_loss),
     "poisson_nll_loss": Operator(pointwise_loss(5)),

@@ -59,7 +59,8 @@ def attention(op: Op, reading: Reading) -> str:
 
 def rows_by_matrix(args: Sequence[Any], results: Sequence[Shape]) -> int:
     """``x[..., i] w[o, i]``: each element of the result is a sum of i products."""
-    return 2 * prod(results[0]) * args[0][-1]
+    depth: int = args[0][-1]
+    return 2 * prod(results[0]) * depth
 
 
 def all_letters(args: Sequence[Any], results: Sequence[Shape]) -> int:
@@ -78,13 +79,15 @@ def all_letters(args: Sequence[Any], results: Sequence[Shape]) -> int:
 
 def one_matrix_per_row(args: Sequence[Any], results: Sequence[Shape]) -> int:
     """``_grouped_mm``: rows sorted by group, one matrix per group."""
-    return 2 * prod(args[0]) * args[1][-1]
+    made: int = prod(args[0]) * args[1][-1]
+    return 2 * made
 
 
 def scores_and_values(args: Sequence[Any], results: Sequence[Shape]) -> int:
     """``softmax(q[.., s, e] k[.., t, e]^T) v[.., t, f]``, masked or not."""
     query, key, value = args[:3]
-    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    num_products: int = prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    return 2 * num_products
 
 
 MATRICES: Family = {
@@ -116,5 +119,7 @@ MATRICES: Family = {
 }
 
 ATTENTION: Family = {
-    "scaled_dot_product_attention": Operator(attention, "contractions.attention", flops=scores_and_values, factors=(0, 1, 2)),
+    "scaled_dot_product_attention": Operator(
+        attention, "contractions.attention", flops=scores_and_values, factors=(0, 1, 2), keeps="inputs and result"
+    ),
 }

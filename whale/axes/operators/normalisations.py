@@ -60,6 +60,6 @@ NORMALISATIONS: Family = {
     "instance_norm": Operator(
         "input[n channels ...!] weight[channels] bias[channels] running_mean[channels] running_var[channels] -> [n channels ...!]"
     ),
-    "softmax _softmax _safe_softmax log_softmax _log_softmax": Operator(along()),
+    "softmax _softmax _safe_softmax log_softmax _log_softmax": Operator(along(), keeps="result"),
     "glu": Operator(halved),
 }

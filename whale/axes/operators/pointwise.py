@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.axes.atoms import Clash, Dim
-from whale.axes.operators.entry import Family, Operator, operand
+from whale.axes.operators.entry import Family, Moves, Operator, operand
 from whale.axes.outcome import CLASHES, KEPT, Dims, Letter, Misfit, Outcome, Reading, sizes_of
 from whale.ir.graph import Op
 
@@ -65,12 +65,16 @@ POINTWISE: Family = {
     "feature_dropout": Operator("input[n channels ...!] -> [n channels ...!]"),
     "view_as_complex": Operator("self[... _two!] -> [...]"),
     "view_as_real": Operator("self[...] -> [... _two!]"),
-    "_to_copy alias clone contiguous detach lift_fresh lift_fresh_copy to type_as": Operator(copied),
+    "clone contiguous": Moves(copied, gradient="handed on"),
+    "_to_copy alias detach lift_fresh lift_fresh_copy to type_as": Moves(copied),
+    "add sub subtract": Moves(pointwise, gradient="handed on"),
+    "rsub neg negative masked_fill": Moves(pointwise),
+    "mul multiply div divide": Operator(pointwise, keeps="factors"),
+    "tanh sigmoid exp sqrt rsqrt relu hardtanh dropout native_dropout": Operator(pointwise, keeps="result"),
     (
-        "broadcast_tensors copy fill zero dropout native_dropout alpha_dropout bernoulli where masked_fill lerp nan_to_num softplus "
-        "hardtanh rrelu_with_noise relu6 selu celu normal uniform bitwise_not _conj resolve_conj resolve_neg requires_grad __and__ __or__ "
-        "__xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ floor_divide multiply divide subtract negative absolute fix greater "
-        "greater_equal less less_equal not_equal isclose arctan arctan2 hardswish log_sigmoid conj real imag polar complex "
-        "fake_quantize_per_tensor_affine"
+        "broadcast_tensors copy fill zero alpha_dropout bernoulli where lerp nan_to_num softplus rrelu_with_noise relu6 selu celu normal "
+        "uniform bitwise_not _conj resolve_conj resolve_neg requires_grad __and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ "
+        "__ixor__ floor_divide absolute fix greater greater_equal less less_equal not_equal isclose arctan arctan2 hardswish log_sigmoid "
+        "conj real imag polar complex fake_quantize_per_tensor_affine"
     ): Operator(pointwise),
 }

@@ -56,7 +56,8 @@ def _tensor_ranks(op: Op, reading: Reading) -> list[int]:
 def matrices_by_steps(args: Sequence[Any], results: Sequence[Shape]) -> int:
     """Every matrix, all of which stand behind input and state, meets every step of every sequence."""
     weights = (weight for item in args[2:] for weight in (item if isinstance(item, list) else [item]))
-    return 2 * prod(args[0][:-1]) * sum(prod(shape) for shape in weights if isinstance(shape, tuple) and len(shape) == 2)
+    steps: int = prod(args[0][:-1])
+    return 2 * steps * sum(prod(shape) for shape in weights if isinstance(shape, tuple) and len(shape) == 2)
 
 
 _INPUT_AND_WEIGHTS = (0, 2, 3, 4, 5)

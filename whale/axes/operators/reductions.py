@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whale.axes.operators.entry import Family, Operator, Template, along, chosen, names, operand, write
+from whale.axes.operators.entry import Family, Moves, Operator, Template, along, chosen, names, operand, write
 from whale.axes.outcome import Reading, argument, number
 from whale.ir.graph import Op
 
@@ -71,10 +71,13 @@ _DIFFERENCE = {"input": "_old", "prepend": "_before", "append": "_after", "resul
 
 
 REDUCTIONS: Family = {
-    "sum nansum count_nonzero": Operator(reduction("sum")),
-    "mean": Operator(reduction("mean")),
-    "amax max.default": Operator(reduction("max"), "contractions.extreme"),
-    "amin min.default": Operator(reduction("min"), "contractions.extreme"),
+    "sum": Moves(reduction("sum"), gradient="one number"),
+    "nansum count_nonzero": Operator(reduction("sum")),
+    "mean": Moves(reduction("mean")),
+    "amax": Operator(reduction("max"), "contractions.extreme", keeps="result"),
+    "amin": Operator(reduction("min"), "contractions.extreme", keeps="result"),
+    "max.default": Operator(reduction("max"), "contractions.extreme"),
+    "min.default": Operator(reduction("min"), "contractions.extreme"),
     "any _is_any_true": Operator(reduction("any")),
     "all _is_all_true": Operator(reduction("all")),
     "prod": Operator(reduction("prod")),
@@ -96,8 +99,8 @@ ALONG_A_DIMENSION: Family = {
     "sort.stable": Operator(along(position=2, default=-1)),
     "argsort": Operator(along(default=-1)),
     "diff": Operator(difference),
-    "flip": Operator(along(name="dims")),
-    "roll": Operator(along(position=2, name="dims")),
+    "flip": Moves(along(name="dims")),
+    "roll": Moves(along(position=2, name="dims")),
     "tril triu": Operator("self[... i! j!] -> [... i! j!]"),
     "diagonal": Operator("self[i! j!] -> [i!]"),
     "multinomial": Operator("self[... n!] -> [... _drawn!]"),

@@ -38,7 +38,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Frequencies": FREQUENCIES,
         "Recurrences": RECURRENCES,
         "Factories": FACTORIES,
-        "Pointwise without torch's tag": POINTWISE,
+        "Pointwise": POINTWISE,
     }
 )
 

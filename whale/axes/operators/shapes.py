@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whale.axes.operators.concatenations import cat, slice_, split
-from whale.axes.operators.entry import Family, Operator, Template, names, operand, write
+from whale.axes.operators.entry import Family, Moves, Template, names, operand, write
 from whale.axes.operators.views import view
 from whale.axes.outcome import Misfit, Reading, argument, number, numbers
 from whale.ir.graph import Op
@@ -136,28 +136,28 @@ def unfolding(op: Op, reading: Reading) -> str:
 
 
 SHAPES: Family = {
-    "view reshape _unsafe_view _reshape_alias": Operator(view, "shapes.view"),
-    "view_as reshape_as": Operator(view, "shapes.view_as"),
-    "flatten ravel unsqueeze": Operator(view),
-    "unflatten": Operator(view, "shapes.unflatten"),
-    "squeeze": Operator(view, "shapes.squeeze"),
-    "transpose swapaxes swapdims": Operator(swap()),
-    "t": Operator(swap(0, 1)),
-    "mT": Operator(swap(-2, -1)),
-    "numpy_T": Operator(reverse),
-    "permute": Operator(permutation),
-    "movedim moveaxis": Operator(move),
-    "expand broadcast_to": Operator(expansion, "shapes.sized"),
-    "expand_as": Operator(expansion),
-    "repeat tile": Operator(repetition, "shapes.repeat"),
-    "repeat_interleave.self_int": Operator(interleaved_repetition, "shapes.repeat_interleave"),
-    "cat concat": Operator(cat),
-    "stack": Operator(stack),
-    "split split_with_sizes unsafe_split unsafe_chunk chunk tensor_split": Operator(split, "shapes.split"),
-    "unbind": Operator(unbind),
-    "slice narrow": Operator(slice_, "shapes.slice_"),
-    "select": Operator(select),
-    "pad constant_pad_nd": Operator(padding),
-    "pixel_shuffle": Operator(pixel_shuffle, "shapes.pixel_shuffle"),
-    "unfold": Operator(unfolding),
+    "view reshape _unsafe_view _reshape_alias": Moves(view, "shapes.view"),
+    "view_as reshape_as": Moves(view, "shapes.view_as"),
+    "flatten ravel unsqueeze": Moves(view),
+    "unflatten": Moves(view, "shapes.unflatten"),
+    "squeeze": Moves(view, "shapes.squeeze"),
+    "transpose swapaxes swapdims": Moves(swap()),
+    "t": Moves(swap(0, 1)),
+    "mT": Moves(swap(-2, -1)),
+    "numpy_T": Moves(reverse),
+    "permute": Moves(permutation),
+    "movedim moveaxis": Moves(move),
+    "expand broadcast_to": Moves(expansion, "shapes.sized"),
+    "expand_as": Moves(expansion),
+    "repeat tile": Moves(repetition, "shapes.repeat"),
+    "repeat_interleave.self_int": Moves(interleaved_repetition, "shapes.repeat_interleave"),
+    "cat concat": Moves(cat),
+    "stack": Moves(stack),
+    "split split_with_sizes unsafe_split unsafe_chunk chunk tensor_split": Moves(split, "shapes.split", gradient="put together"),
+    "unbind": Moves(unbind, gradient="put together"),
+    "slice narrow": Moves(slice_, "shapes.slice_", gradient="put together"),
+    "select": Moves(select, gradient="put together"),
+    "pad constant_pad_nd": Moves(padding),
+    "pixel_shuffle": Moves(pixel_shuffle, "shapes.pixel_shuffle"),
+    "unfold": Moves(unfolding),
 }

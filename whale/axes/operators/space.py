@@ -66,21 +66,25 @@ def general_convolution(op: Op, reading: Reading) -> str:
 
 def filtered(args: Sequence[Any], results: Sequence[Shape]) -> int:
     """Each element of the result is a sum over the filter: input channels of its group times the filter's area."""
-    return 2 * prod(results[0]) * prod(args[1][1:])
+    area: int = prod(args[1][1:])
+    return 2 * prod(results[0]) * area
 
 
 def spread(args: Sequence[Any], results: Sequence[Shape]) -> int:
     """Transposed: each element of the input meets its filter: output channels of its group times the filter's area."""
-    return 2 * prod(args[0]) * prod(args[1][1:])
+    made: int = prod(args[0]) * prod(args[1][1:])
+    return 2 * made
 
 
 SPACE: Family = {
     "conv1d conv2d conv3d": Operator(convolution, "contractions.convolution", ("bias", 2), filtered),
     "convolution": Operator(general_convolution, "contractions.convolution", ("bias", 2)),
     "conv_transpose1d conv_transpose2d conv_transpose3d": Operator(transposed_convolution, "contractions.convolution", ("bias", 2), spread),
-    "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d": Operator(resized),
-    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d": Operator(resized),
-    "adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d": Operator(resized),
+    "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d": Operator(
+        resized, keeps="inputs and places"
+    ),
+    "max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d": Operator(resized),
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d": Operator(resized),
     "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d": Operator(resized),
     "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d": Operator(resized),
     "im2col": Operator("self[... c! h! w!] -> [... _patch! _places!]"),

@@ -4,31 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from whale.axes.operators import operator_of
 from whale.estimate.costs.line import Line
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op, Ref
 from whale.ir.writes import dependents
-
-KEEPS_NOTHING = frozenset({
-    "add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "expand", "permute", "transpose", "t", "slice", "select",
-    "reshape", "contiguous", "clone", "to", "_to_copy", "unsqueeze", "squeeze", "split", "split_with_sizes", "chunk", "unbind",
-    "pad", "constant_pad_nd", "masked_fill", "embedding", "roll", "flip", "repeat", "flatten", "unflatten", "detach", "alias",
-})  # fmt: skip
-"""Linear ops: their gradient needs shapes and integers only."""
-
-KEEPS_OUTPUT = frozenset({
-    "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "relu", "dropout",
-    "native_dropout", "amax", "hardtanh",
-})  # fmt: skip
-"""Ops whose gradient is a function of their own result (or of a mask of its size)."""
-
-KEEPS_PLACES = frozenset({"max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"})
-"""Ops that keep, beside what they read, where each element of their result comes from."""
-
-SCALES = frozenset({"mul", "div"})
-"""Ops that are linear where one of their operands is a number."""
-
-KEEPS_BOTH = frozenset({"scaled_dot_product_attention", "cross_entropy_loss", "nll_loss", "nll_loss_nd"})
-"""Ops that keep what they read and, beside it, something of the size of their result."""
 
 
 def activations_of(graph: ModelGraph) -> frozenset[str]:
@@ -66,19 +45,15 @@ def keeps_parameter(graph: ModelGraph, op: Op, parameter: str) -> bool:
 
 
 def _kept_by(op: Op) -> tuple[str, ...]:
-    name = op.operator
-    if name in KEEPS_NOTHING:
+    keeps = operator_of(op).keeps
+    if keeps == "nothing" or (keeps == "factors" and sum(isinstance(each, Ref) for each in op.args) == 1):
         return ()
-    if name in KEEPS_OUTPUT:
-        return (op.name,)
-    if name in SCALES and sum(isinstance(each, Ref) for each in op.args) == 1:
-        return ()
-    return (*op.inputs, op.name) if name in KEEPS_BOTH else op.inputs
+    return (op.name,) if keeps == "result" else (*op.inputs, op.name) if keeps == "inputs and result" else op.inputs
 
 
 def place_share(op: Op) -> float:
     """Bytes of the places that an op keeps, beside those of its result."""
-    keeps = op.operator in KEEPS_PLACES and op.requires_grad
+    keeps = operator_of(op).keeps == "inputs and places" and op.requires_grad
     return DTYPE_BYTES["int64"] / DTYPE_BYTES[op.outputs[0].dtype] if keeps else 0.0
 
 

@@ -19,21 +19,10 @@ from functools import cached_property
 
 import numpy as np
 
+from whale.axes.operators import operator_of
 from whale.estimate.memory.forms import Form, Forms, PerOp
 from whale.estimate.memory.kept import WEIGHTED, place_share
 from whale.ir.graph import ModelGraph, Op
-
-PASSES_ON = frozenset({"add", "sub", "clone", "contiguous", "alias", "detach"})
-"""Ops that hand the gradient of their result on as it is, to each operand of its size."""
-
-SPREADS = frozenset({"sum"})
-"""Ops whose gradient is one number in all places, which takes no memory."""
-
-NARROWS = frozenset({"select", "slice", "narrow", "unbind", "split", "split_with_sizes", "chunk", "tensor_split"})
-"""Views of parts: the gradients of the parts are put together in memory of their own."""
-
-TWO_IN_ONE = frozenset({"cross_entropy_loss"})
-"""Ops that are two: what passes between them is as large as what they read first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +94,7 @@ class Passes:
 
     def inside(self, op: Op) -> float:
         """Bytes that an op needs beside what it reads and makes."""
-        return self.num_bytes[op.inputs[0]] if op.operator in TWO_IN_ONE and op.name not in self.divided else 0.0
+        return self.num_bytes[op.inputs[0]] if operator_of(op).is_two and op.name not in self.divided else 0.0
 
     def backward(self, *, is_first: bool, defers_weights: bool = False) -> Fullest:
         """The stage in a backward pass when it has most.
@@ -242,18 +231,18 @@ class _Backward:
         passes, graph = self.passes, self.passes.graph
         own = graph.storage[op.name]
         if own != op.name:
-            makes_new = op.operator in NARROWS or "in_place" in op.tags
+            makes_new = operator_of(op).gradient == "put together" or "in_place" in op.tags
             return passes.num_bytes[own] if makes_new else 0.0
-        beside = passes.inside(op)
+        beside, gradient = passes.inside(op), operator_of(op).gradient
         for root in dict.fromkeys(graph.storage[source] for source in op.inputs if self._is_value(source)):
             size = passes.num_bytes[root]
-            if root not in self._gradients and self._hands_on(op, size):
+            if root not in self._gradients and gradient == "handed on" and op.name in self._gradients and size == passes.num_bytes[op.name]:
                 self._gradients[root] = self._gradients[op.name]
                 self._gradients[root][1] += 1
             elif root in self._gradients:
                 beside += size
             else:
-                self._hold(root, 0.0 if op.operator in SPREADS else size)
+                self._hold(root, 0.0 if gradient == "one number" else size)
         if not (self.defers and op.operator in WEIGHTED):
             beside += sum(self._parameter(name, uses) for name in passes.trained_by(op.name))
         return beside
@@ -271,10 +260,6 @@ class _Backward:
             self._on_their_way -= size if total > 1 else 0.0
             return size if total > 1 or not stays else 0.0
         return size
-
-    def _hands_on(self, op: Op, size: float) -> bool:
-        """Whether the gradient of an operand of this size is that of the op's result."""
-        return op.operator in PASSES_ON and op.name in self._gradients and size == self.passes.num_bytes[op.name]
 
     def _is_value(self, name: str) -> bool:
         op = self.passes.graph.by_name[name]
