@@ -75,7 +75,7 @@ class InitializationError(WhaleError):
 
 
 class CheckpointError(WhaleError):
-    """A checkpoint that is incomplete or belongs to another model."""
+    """A checkpoint that is incomplete, damaged or of another model."""
 
 
 class RuntimeFault(WhaleError):

@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint import load as plain_load
 
 import whale
 from tests.captures import captured_once
 from tests.distributed.world import World
+from tests.unit.runtime.checkpoint.test_boxes import stored_tensors
 from whale.dry_run import LiveBytes
 from whale.hardware.cluster_file import parse_cluster
 
@@ -188,8 +187,8 @@ def test_cut_and_combs_are_among_the_plans(world: World, tmp_path: Path) -> None
     outcomes = run(world, save, "2", ONE_OF_EACH, str(tmp_path / "saved"), seed=0, num_ranks=2)
     heads = [outcome.shapes["attention.qkv.weight"][0] * HEADS // (3 * WIDTH) for outcome in outcomes]
     assert sum(heads) == HEADS and heads[0] > heads[1] > 0
-    entry = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata["model.attention.qkv.weight"]
-    assert sorted(chunk.sizes[0] for chunk in entry.chunks) == sorted(3 * [count * WIDTH // HEADS for count in heads])  # type: ignore[union-attr]
+    stored = stored_tensors(tmp_path / "saved")["model.attention.qkv.weight"]
+    assert sorted(piece.box.shape[0] for piece in stored.pieces) == sorted(3 * [count * WIDTH // HEADS for count in heads])
 
 
 @pytest.mark.parametrize(("case", "cluster", "num_ranks"), PLANS[:5], ids=["unlike", "even", "three", "last", "replicated"])
@@ -197,29 +196,18 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     world: World, tmp_path: Path, case: str, cluster: str | None, num_ranks: int
 ) -> None:
     outcomes = run(world, save, case, cluster, str(tmp_path / "saved"), seed=0, num_ranks=num_ranks)
-    metadata = FileSystemReader(tmp_path / "saved").read_metadata()
-    assert metadata.storage_data is not None
+    stored = stored_tensors(tmp_path / "saved")
     for name, whole in outcomes[0].weights.items():
         for key in (f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"):
-            entry: Any = metadata.state_dict_metadata[key]
-            assert tuple(entry.size) == tuple(whole.shape)
+            assert stored[key].shape == tuple(whole.shape)
             written = torch.zeros(whole.shape)
-            for chunk in entry.chunks:
-                box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-                written[box] += 1
+            for piece in stored[key].pieces:
+                piece.box.of(written).add_(1)
             assert written.eq(1).all()
     for rank, outcome in enumerate(outcomes):
-        files = [index for index, place in metadata.storage_data.items() if place.relative_path == f"__{rank}_0.distcp"]
-        own = {index.fqn.removeprefix("model.") for index in files if index.fqn.startswith("model.")}
+        written_here = {key for key, tensor in stored.items() for piece in tensor.pieces if piece.file == f"rank_{rank}.safetensors"}
+        own = {key.removeprefix("model.") for key in written_here if key.startswith("model.")}
         assert own <= outcome.shapes.keys()
-
-
-def test_plain_torch_reads_it(world: World, tmp_path: Path) -> None:
-    outcomes = run(world, save, "2", ONE_OF_EACH, str(tmp_path / "saved"), seed=0, num_ranks=2)
-    found = {f"model.{name}": torch.empty_like(value) for name, value in outcomes[0].weights.items()}
-    with warnings.catch_warnings(action="ignore"):
-        plain_load(found, checkpoint_id=tmp_path / "saved", no_dist=True)
-    assert all(torch.equal(found[f"model.{name}"], value) for name, value in outcomes[0].weights.items())
 
 
 def test_no_rank_needs_the_whole_model(world: World, tmp_path: Path) -> None:

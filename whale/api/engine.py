@@ -234,17 +234,21 @@ class Engine:
     @in_short
     @out_of_inference_mode
     @in_company
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, *, trust: bool = False) -> None:
         """Reads a checkpoint that any plan of the same model wrote.
 
         Its data position is taken up by the loader that feeds the steps; where none has yet, by the first loader that was or will
         be made of the same samples.
 
+        Args:
+            path: that it was saved at.
+            trust: whether a checkpoint of the older form, which is unpickled, may run the code that is in it. Others run none.
+
         Raises:
-            CheckpointError: it is incomplete, of another model or optimizer, or of another loader. Nothing has changed.
+            CheckpointError: it is incomplete, damaged, of another model or optimizer, or of another loader. Nothing has changed.
         """
         self.runtime.call_together("load")
-        load_state(Path(path), self.state, self.runtime.roster, self.runtime.holdings, self.model_graph, self._data.check)
+        load_state(Path(path), self.state, self.runtime.roster, self.runtime.holdings, self.model_graph, self._data.check, trust=trust)
         self.runtime.losses.forget()
         self._data.resume()
 

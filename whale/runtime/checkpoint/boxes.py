@@ -116,11 +116,6 @@ def boxes(positions: Sequence[Runs]) -> Iterator[Box]:
         yield Box(tuple(start for start, _ in corner), tuple(stop for _, stop in corner))
 
 
-def bounding_box(positions: Sequence[Runs]) -> Box:
-    """The smallest rectangle around a product of runs, none of them empty."""
-    return Box(tuple(runs[0][0] for runs in positions), tuple(runs[-1][1] for runs in positions))
-
-
 def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph) -> dict[str, Share]:
     """What a rank holds of the parameters and buffers that some rank holds only a part of.
 

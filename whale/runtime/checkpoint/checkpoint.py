@@ -1,4 +1,4 @@
-"""Checkpoints by `torch.distributed.checkpoint`: each element is written once, and read by any plan's ranks that hold it.
+"""Checkpoints: each element is written once, and read by any plan's ranks that hold it.
 
     key                            value
     model.{name}                   a parameter or buffer
@@ -14,27 +14,25 @@ by which plan a checkpoint was written, and no rank needs more of a tensor than 
 from __future__ import annotations
 
 import errno
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import Tensor
-from torch.distributed import DistError
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as read_entries
-from torch.distributed.checkpoint.state_dict_saver import save as write_entries
 
 from whale.comm import World, on_first_rank, together
 from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
-from whale.runtime.checkpoint.boxes import Share
-from whale.runtime.checkpoint.files import aside, check_complete, complete, discard, prepare
-from whale.runtime.checkpoint.planners import ShareLoadPlanner, ShareSavePlanner
+from whale.ir.serialization import from_json, to_json
+from whale.runtime.checkpoint.boxes import Box, Share, boxes
+from whale.runtime.checkpoint.contents import Contents, Index, StoredTensor, open_contents, write_pieces
+from whale.runtime.checkpoint.files import INDEX, PLAN, aside, check_complete, complete, is_older, standing, writing_aside
+from whale.runtime.checkpoint.older import open_older
+from whale.runtime.checkpoint.plain_data import is_plain_tensor, to_plain
 from whale.runtime.state.optimizer_state import OptimizerState
 from whale.units import counted
 
@@ -83,18 +81,11 @@ def save(
     Raises:
         CheckpointError: it cannot be written; the same on all ranks, and the previous one is intact.
     """
-    on_first_rank(world, lambda: _writing(path, lambda: prepare(path)))
-    parts = _parts(tensors, optimizer, shares or {})
-    entries = _entries(tensors, optimizer, extras, [name for name in tensors if writers[name] == world.rank], world.rank)
-    entries.update({key: part for key, (part, _) in parts.items()})
-    planner = ShareSavePlanner({key: share for key, (_, share) in parts.items()})
-    try:
-        metadata = _quietly(path, lambda: write_entries(entries, checkpoint_id=aside(path), planner=planner, no_dist=world.is_alone), world)
-        on_first_rank(world, lambda: _writing(path, lambda: complete(path, _files(metadata), plan)))
-    except CheckpointError:  # on all ranks: nothing half is left behind, which would fill the disk for the next attempt
-        if world.rank == 0:
-            discard(path)
-        raise
+    with ExitStack() as aside_here:  # on rank 0
+        on_first_rank(world, lambda: _writing(path, lambda: aside_here.enter_context(writing_aside(path))))
+        own = together(world, lambda: _writing(path, lambda: _write(path, tensors, optimizer, extras, writers, world.rank, shares or {})))
+        parts: list[Any] = world.gather_objects(own)
+        on_first_rank(world, lambda: _writing(path, lambda: _complete(path, Index.of(uuid4().hex, parts), plan)))
 
 
 def load(
@@ -105,10 +96,11 @@ def load(
     world: World,
     shares: Mapping[str, Share] | None = None,
     check: Callable[[OptimizerState, Extras], None] | None = None,
+    trust: bool = False,
 ) -> tuple[OptimizerState, Extras]:
     """Reads a checkpoint, whatever plan wrote it; all ranks of the world call it together.
 
-    The tensors come last, once every rank has found all else to be right.
+    The tensors are filled last, once every rank has found them and all else to be right; so they are read twice.
 
     Args:
         path: the folder.
@@ -117,6 +109,7 @@ def load(
         world: this process among its peers.
         shares: of the tensors that this rank holds only a part of, by name, where that lies.
         check: raises where what has been read beside the tensors does not fit this rank; nothing has changed then, on any rank.
+        trust: whether a checkpoint of the older form may be unpickled, which can run code.
 
     Returns:
         The optimizer state of this rank's parameters, and the plain data.
@@ -124,126 +117,145 @@ def load(
     Raises:
         CheckpointError: it is incomplete, damaged, of another model, or not the one that other ranks read; the same kind on all ranks.
     """
-    reader = FileSystemReader(path)
+    shares = shares or {}
 
-    def read_rest() -> tuple[Metadata, OptimizerState, Extras]:
-        check_complete(path)
-        metadata = _quietly(path, reader.read_metadata)
-        _check_model(path, metadata, specs)
-        wanted, parts = _targets(tensors, metadata, world.rank, shares or {})
-        kept, extras = _unpack(_read(path, reader, wanted, parts), tensors, world.rank)
+    def read_rest() -> tuple[Contents, OptimizerState, Extras]:
+        contents = _open(path, trust)
+        _check_model(path, contents, specs)
+        kept, extras = _rest(contents, tensors, world.rank, shares)
         if check is not None:
             check(kept, extras)
-        return metadata, kept, extras
+        for name in tensors:
+            for _ in _overlaps(contents, f"model.{name}", shares.get(name)):
+                pass
+        return contents, kept, extras
 
-    metadata, kept, extras = together(world, read_rest)
-    _check_one(path, metadata, world)
-    together(world, lambda: _read(path, reader, *_model_targets(tensors, metadata, shares or {})))
+    def fill() -> None:
+        for name, tensor in tensors.items():
+            _fill(contents, f"model.{name}", shares.get(name), tensor.detach())
+
+    contents, kept, extras = together(world, read_rest)
+    _check_one(path, contents, world)
+    together(world, fill)
     return kept, extras
 
 
-def _read(path: Path, reader: FileSystemReader, wanted: dict[str, Any], parts: Mapping[str, Share]) -> dict[str, Any]:
-    """Fills what is wanted. Each rank reads for itself: what it needs is in the metadata, and `together` shares the outcome."""
-    _quietly(path, lambda: read_entries(wanted, storage_reader=reader, planner=ShareLoadPlanner(parts), no_dist=True))
-    return wanted
+def _write(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    optimizer: OptimizerState,
+    extras: Extras,
+    writers: Mapping[str, int],
+    rank: int,
+    shares: Mapping[str, Share],
+) -> tuple[list[StoredTensor], dict[str, Any]]:
+    """Writes what a rank answers for; gives its tensors, and its plain data by key."""
+    mine = [name for name in tensors if writers[name] == rank]
+    inner: dict[str, Tensor] = {}
+
+    def keep(place: str, tensor: Tensor) -> str:
+        inner[key := f"rank {rank}: {place}"] = tensor
+        return key
+
+    entries = {f"optimizer.{name}.{key}": value for name in mine for key, value in optimizer.state.get(name, {}).items()}
+    plain = {key: value for key, value in entries.items() if not is_plain_tensor(value)}
+    if options := {name: optimizer.options[name] for name in mine if name in optimizer.options}:
+        plain[f"options.{rank}"] = options
+    plain |= {f"extra.{key}": value for key, value in extras.shared.items()}
+    plain |= {f"rank.{rank}.{key}": value for key, value in extras.own.items()}
+    data = {key: to_plain(value, key, keep) for key, value in plain.items()}
+
+    def pieces() -> Iterator[tuple[str, Sequence[int], Box, Tensor]]:
+        for name, tensor in tensors.items():
+            own = {f"optimizer.{name}.{key}": value for key, value in optimizer.state.get(name, {}).items() if is_plain_tensor(value)}
+            for key, value in {f"model.{name}": tensor, **own}.items():
+                share = shares.get(name) if value.shape == tensor.shape else None
+                if share is not None:
+                    yield from ((key, share.shape, box, share.local(box).of(value.detach())) for box in share.written_boxes())
+                elif name in mine:
+                    yield _whole(key, value)
+        yield from (_whole(key, value) for key, value in inner.items())
+
+    return write_pieces(aside(path) / f"rank_{rank}.safetensors", list(pieces())), data
 
 
-def _parts(tensors: Mapping[str, Tensor], optimizer: OptimizerState, shares: Mapping[str, Share]) -> dict[str, tuple[Tensor, Share]]:
-    """What this rank holds a part of, by key: tensors, and what the optimizer keeps for each of their elements."""
-    found: dict[str, tuple[Tensor, Share]] = {}
-    for name, share in shares.items():
-        found[f"model.{name}"] = tensors[name].detach(), share
-        for key, value in optimizer.state.get(name, {}).items():
-            if isinstance(value, Tensor) and value.dim() > 0 and value.shape == tensors[name].shape:
-                found[f"optimizer.{name}.{key}"] = value.detach(), share
-    return found
+def _whole(key: str, tensor: Tensor) -> tuple[str, Sequence[int], Box, Tensor]:
+    return key, tensor.shape, Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach()
 
 
-def _entries(tensors: Mapping[str, Tensor], optimizer: OptimizerState, extras: Extras, mine: Sequence[str], rank: int) -> dict[str, Any]:
-    """What this rank writes, by key."""
-    entries: dict[str, Any] = {f"model.{name}": tensors[name].detach() for name in mine}
-    for name in mine:
-        for key, value in optimizer.state.get(name, {}).items():
-            entries[f"optimizer.{name}.{key}"] = value.detach() if isinstance(value, Tensor) else value
-    options = {name: optimizer.options[name] for name in mine if name in optimizer.options}
-    if options:
-        entries[f"options.{rank}"] = options
-    entries.update({f"extra.{key}": value for key, value in extras.shared.items()})
-    entries.update({f"rank.{rank}.{key}": value for key, value in extras.own.items()})
-    return entries
+def _complete(path: Path, index: Index, plan: str | None) -> None:
+    texts = {INDEX: to_json(index), **({} if plan is None else {PLAN: plan})}
+    complete(path, {piece.file for tensor in index.tensors for piece in tensor.pieces}, texts)
 
 
-def _targets(
-    tensors: Mapping[str, Tensor], metadata: Metadata, rank: int, shares: Mapping[str, Share]
-) -> tuple[dict[str, Any], dict[str, Share]]:
-    """What this rank reads beside its tensors, by key, as room for it; and which of it are parts."""
-    wanted: dict[str, Any] = {}
-    parts: dict[str, Share] = {}
-    for key, stored in metadata.state_dict_metadata.items():
-        section, _, rest = key.partition(".")
-        name = rest.rpartition(".")[0]
-        if section == "optimizer" and name in tensors:
-            if (share := _share_of(stored, shares.get(name))) is not None:
-                parts[key] = share
-            wanted[key] = _room(stored, parts.get(key))
-        elif section in ("extra", "options") or key.startswith(f"rank.{rank}."):
-            wanted[key] = _room(stored, None)
-    return wanted, parts
+def _open(path: Path, trust: bool) -> Contents:
+    path = standing(path)
+    check_complete(path)
+    if not is_older(path):
+        return open_contents(path, from_json(Index, (path / INDEX).read_text(encoding="utf-8")))
+    if not trust:
+        raise CheckpointError(
+            f"what is loaded is plain data ({path} is of the older form, which is unpickled: that can run code)",
+            hint="load(path, trust=True) reads it, if you trust whoever wrote it; saved once more it is plain data",
+        )
+    return open_older(path)
 
 
-def _model_targets(
-    tensors: Mapping[str, Tensor], metadata: Metadata, shares: Mapping[str, Share]
-) -> tuple[dict[str, Any], dict[str, Share]]:
-    """This rank's tensors themselves, by key, and which of them are parts."""
-    wanted = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
-    known = metadata.state_dict_metadata
-    found = {key: _share_of(known[key], shares.get(name)) for key, name in zip(wanted, tensors, strict=True)}
-    return wanted, {key: share for key, share in found.items() if share is not None}
-
-
-def _share_of(stored: TensorStorageMetadata | BytesStorageMetadata, share: Share | None) -> Share | None:
-    """The share that a rank reads of what is stored; None where it reads it as it is."""
-    is_whole_there = share is not None and isinstance(stored, TensorStorageMetadata) and tuple(stored.size) == share.shape
-    return share if is_whole_there else None
-
-
-def _room(stored: TensorStorageMetadata | BytesStorageMetadata, share: Share | None) -> Tensor | None:
-    if not isinstance(stored, TensorStorageMetadata):
-        return None
-    return torch.empty(stored.size if share is None else share.local_shape, dtype=stored.properties.dtype)
-
-
-def _unpack(entries: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int) -> tuple[OptimizerState, Extras]:
+def _rest(contents: Contents, tensors: Mapping[str, Tensor], rank: int, shares: Mapping[str, Share]) -> tuple[OptimizerState, Extras]:
+    """What a rank reads beside its tensors."""
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     own: dict[str, Any] = {}
-    for key, value in entries.items():
+    for key in (*contents.tensors, *contents.plain):
         section, _, rest = key.partition(".")
-        if section == "optimizer":
-            name, _, entry = rest.rpartition(".")
-            state.setdefault(name, {})[entry] = value
+        name, _, entry = rest.rpartition(".")
+        if section == "optimizer" and name in tensors:
+            is_tensor = key in contents.tensors
+            state.setdefault(name, {})[entry] = _read(contents, key, shares.get(name)) if is_tensor else contents.value(key)
         elif section == "options":
-            options.update({name: group for name, group in value.items() if name in tensors})
+            options.update({name: group for name, group in contents.value(key).items() if name in tensors})
         elif section == "extra":
-            shared[rest] = value
-        elif section == "rank":
-            own[rest.partition(".")[2]] = value
+            shared[rest] = contents.value(key)
+        elif section == "rank" and rest.partition(".")[0] == str(rank):
+            own[rest.partition(".")[2]] = contents.value(key)
     return OptimizerState(state, options), Extras(shared, own)
 
 
-def _check_model(path: Path, metadata: Metadata, specs: Mapping[str, TensorSpec]) -> None:
+def _read(contents: Contents, key: str, share: Share | None) -> Tensor:
+    """A tensor, or a rank's part of it where it is cut like the parameter that it belongs to."""
+    stored = contents.tensors[key]
+    share = share if share is not None and share.shape == stored.shape else None
+    room = torch.empty(stored.shape if share is None else share.local_shape, dtype=getattr(torch, stored.dtype))
+    _fill(contents, key, share, room)
+    return room
+
+
+def _fill(contents: Contents, key: str, share: Share | None, target: Tensor) -> None:
+    for box, local, piece in _overlaps(contents, key, share):
+        local.of(target).copy_(box.of(piece))
+
+
+def _overlaps(contents: Contents, key: str, share: Share | None) -> Iterator[tuple[Box, Box, Tensor]]:
+    """The stored pieces of a tensor that a rank holds something of, by rectangles: where each lies in the piece, and at home."""
+    stored = contents.tensors[key]
+    share = share or Share(stored.shape, tuple(((0, size),) for size in stored.shape))
+    for piece in stored.pieces:
+        if (wanted := share.overlap(piece.box)) is not None:
+            values = contents.read(stored, piece)
+            yield from ((box.relative_to(piece.start), share.local(box), values) for box in boxes(wanted))
+
+
+def _check_model(path: Path, contents: Contents, specs: Mapping[str, TensorSpec]) -> None:
     """Raises one error with all the differences between the model's tensors and the checkpoint's."""
     prefix = "model."
-    stored = {key.removeprefix(prefix): entry for key, entry in metadata.state_dict_metadata.items() if key.startswith(prefix)}
+    stored = {key.removeprefix(prefix): tensor for key, tensor in contents.tensors.items() if key.startswith(prefix)}
     differences = [f"{name} is not in the checkpoint" for name in specs if name not in stored]
     differences += [f"{name} is not in the model" for name in stored if name not in specs]
     for name, spec in specs.items():
-        entry = stored.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
+        if name not in stored:
             continue
-        there = _form(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
-        here = _form(spec.shape, spec.dtype)
+        there, here = _form(stored[name].shape, stored[name].dtype), _form(spec.shape, spec.dtype)
         if there != here:
             differences.append(f"{name} is {there} in the checkpoint, {here} in the model")
     if differences:
@@ -254,9 +266,9 @@ def _check_model(path: Path, metadata: Metadata, specs: Mapping[str, TensorSpec]
         )
 
 
-def _check_one(path: Path, metadata: Metadata, world: World) -> None:
+def _check_one(path: Path, contents: Contents, world: World) -> None:
     """Raises, on all ranks, where some read another checkpoint than others do."""
-    ids = world.gather_objects(getattr(metadata.storage_meta, "save_id", None))
+    ids = world.gather_objects(contents.save_id)
     paths = world.gather_objects(str(path))
     other = next((rank for rank, save_id in enumerate(ids) if save_id != ids[0]), None)
     if other is not None:
@@ -270,54 +282,10 @@ def _form(shape: tuple[int, ...], dtype: str) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def _files(metadata: Metadata) -> set[str]:
-    """The data files that a checkpoint's entries lie in."""
-    places = metadata.storage_data or {}
-    return {".metadata", *(place.relative_path for place in places.values())}
-
-
-def _quietly(path: Path, action: Callable[[], T], world: World | None = None) -> T:
-    """Runs a part of torch's checkpoint code, with its failures as ours.
-
-    Args:
-        path: of the checkpoint.
-        action: to run.
-        world: whose ranks speak in it.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            return action()
-    except CheckpointException as failure:  # a BaseException, with each rank's own
-        reasons = "; ".join(f"rank {rank}: {_reason(error)}" for rank, (error, _) in sorted(failure.failures.items()))
-        raise CheckpointError(f"{path} can be neither written nor read in full: {reasons}") from failure
-    except (RuntimeError, DistError) as error:
-        if world is None or world.is_alone:
-            raise CheckpointError(f"{path} can be neither written nor read in full: {_reason(error)}") from error
-        with world.speaking(f"saving {path}"):
-            raise
-    except Exception as error:
-        raise CheckpointError(f"{path} can be neither written nor read in full: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """What failed, in words: the system's own where it has them, which torch's writers raise others over."""
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, OSError):
-        inner = inner.__cause__ or inner.__context__
-    if inner is not None:
-        return _told(inner)
-    text = str(error)
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
-
-
-def _told(error: OSError) -> str:
-    return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"{error.strerror or error}"
-
-
-def _writing(path: Path, action: Callable[[], None]) -> None:
+def _writing(path: Path, action: Callable[[], T]) -> T:
     """Runs a part of the work on files, with the system's failures as ours."""
     try:
-        action()
+        return action()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {_told(error)}") from error
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or error
+        raise CheckpointError(f"{path} cannot be written: {reason}") from error

@@ -1,37 +1,43 @@
 """The folder of a checkpoint: written aside, marked complete last, then renamed, so that a half one is never read.
 
-step_100.incomplete/    while it is written
+step_100.incomplete/    while it is written, with a file "writing" that rank 0 has locked
 step_100.previous/      what stood at the path before, until the new one does
-step_100/               complete: __0_0.distcp ... .metadata plan.json complete.json
+step_100/               complete: rank_0.safetensors ... index.json plan.json complete.json
+
+A save that is killed leaves "writing" behind, unlocked: the next save in the same place finds it, and cleans up.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from whale.errors import CheckpointError
 
-MARKER = "complete.json"
-PLAN = "plan.json"
-FORMAT = 2
+MARKER, INDEX, PLAN, WRITING = "complete.json", "index.json", "plan.json", "writing"
+ASIDE, PREVIOUS = ".incomplete", ".previous"
+FORMAT, OLDER_FORMAT = 3, 2
 
 
 def aside(path: Path) -> Path:
     """Where a checkpoint is written before it is complete."""
-    return path.with_name(path.name + ".incomplete")
+    return path.with_name(path.name + ASIDE)
 
 
 def previous(path: Path) -> Path:
     """Where the checkpoint that stood at a path is kept until the new one does."""
-    return path.with_name(path.name + ".previous")
+    return path.with_name(path.name + PREVIOUS)
 
 
-def prepare(path: Path) -> None:
-    """Makes an empty folder aside.
+@contextmanager
+def writing_aside(path: Path) -> Iterator[None]:
+    """Makes an empty folder aside, for as long as a checkpoint is written; what is left there in the end is removed.
 
     Raises:
         CheckpointError: something that is no checkpoint stands at the path.
@@ -42,13 +48,30 @@ def prepare(path: Path) -> None:
             f"a checkpoint is a folder of its own, and replaces nothing else ({path} holds {next(_contents(path))!r})",
             hint=f"save to {path / 'step_1'}, for one",
         )
-    discard(path)
-    aside(path).mkdir(parents=True)
-
-
-def discard(path: Path) -> None:
-    """Removes what was written aside."""
     shutil.rmtree(aside(path), ignore_errors=True)
+    _clean_up(path.parent)
+    try:
+        aside(path).mkdir(parents=True)
+        with open(aside(path) / WRITING, "wb") as lock:
+            with suppress(OSError):  # a file system without locks: nobody cleans up here
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    finally:
+        shutil.rmtree(aside(path), ignore_errors=True)
+
+
+def _clean_up(folder: Path) -> None:
+    """Removes what killed saves have left in a folder: of those that are alive somebody holds the lock."""
+    for empty in folder.glob(f"*{ASIDE}"):
+        with suppress(OSError):
+            empty.rmdir()
+    for left in folder.glob(f"*/{WRITING}"):
+        with suppress(OSError), open(left, "r+b") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if left.parent.name.endswith(ASIDE):
+                shutil.rmtree(left.parent)
+            elif not faults(left.parent):  # killed once it was in its place
+                _finish(left.parent)
 
 
 def _contents(path: Path) -> Iterator[str]:
@@ -59,24 +82,31 @@ def _may_be_replaced(path: Path) -> bool:
     return path.is_dir() and (not any(path.iterdir()) or (path / MARKER).exists() or (path / ".metadata").exists())
 
 
-def complete(path: Path, data_files: set[str], plan: str | None) -> None:
+def complete(path: Path, data_files: set[str], texts: Mapping[str, str]) -> None:
     """Marks what was written aside as complete and puts it at the path, in place of what stood there.
+
+    Args:
+        path: of the checkpoint.
+        data_files: that ranks have written.
+        texts: of the files to write beside, by name.
 
     Raises:
         CheckpointError: files that other ranks wrote are not to be seen here.
         OSError: it cannot be written.
     """
     folder = aside(path)
-    if plan is not None:
-        _write(folder / PLAN, plan)
     unseen = sorted(name for name in data_files if not (folder / name).exists())
     if unseen:
         raise CheckpointError(
             f"a checkpoint must lie where all ranks see it ({path}: rank 0 does not see {', '.join(unseen)})",
             hint="save to a file system that all hosts share",
         )
-    sizes = {name: (folder / name).stat().st_size for name in sorted(os.listdir(folder))}
-    _write(folder / MARKER, json.dumps({"format": FORMAT, "files": sizes}, indent=1))
+    for name, text in texts.items():
+        _write(folder / name, text)
+    sizes = {name: (folder / name).stat().st_size for name in (*sorted(data_files), *texts)}
+    checksums = {name: _checksum(folder / name) for name in texts}
+    marker = {"format": FORMAT, "files": sizes, "crc32": checksums}
+    _write(folder / MARKER, json.dumps({**marker, "own_crc32": zlib.crc32(json.dumps(marker).encode())}, indent=1))
     _sync_folder(folder)
     if path.exists():
         if not faults(path):
@@ -86,7 +116,16 @@ def complete(path: Path, data_files: set[str], plan: str | None) -> None:
             shutil.rmtree(path)
     folder.rename(path)
     _sync_folder(path.parent)
-    shutil.rmtree(previous(path), ignore_errors=True)
+    _finish(path)
+
+
+def _finish(path: Path) -> None:
+    """Removes what stood at a path before, by way of a folder that the next save cleans up, and says that the save has ended."""
+    if previous(path).exists():
+        (previous(path) / WRITING).touch()
+        previous(path).rename(aside(path))
+        shutil.rmtree(aside(path), ignore_errors=True)
+    (path / WRITING).unlink(missing_ok=True)
 
 
 def _write(path: Path, text: str) -> None:
@@ -94,6 +133,10 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _checksum(path: Path) -> int:
+    return zlib.crc32(path.read_bytes())
 
 
 def _sync_folder(path: Path) -> None:
@@ -105,18 +148,17 @@ def _sync_folder(path: Path) -> None:
 
 
 def faults(path: Path) -> list[str]:
-    """What a checkpoint lacks of being complete; nothing for a complete one."""
+    """What a checkpoint lacks of being complete; nothing for a complete one. Of its tensors only the files' sizes are looked at."""
     if not path.is_dir():
         return ["there is no such folder"]
     try:
-        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        format_number, files = marker["format"], marker["files"]
+        number, files, checksums = _marker(path)
     except FileNotFoundError:
         return [f"{MARKER} is missing, which is written last"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{MARKER} is damaged"]
-    if format_number != FORMAT:
-        return [f"its format is {format_number}, and this version reads format {FORMAT}"]
+    if number not in (FORMAT, OLDER_FORMAT):
+        return [f"its format is {number}, and this version reads format {FORMAT}"]
     found = []
     for name, size in files.items():
         file = path / name
@@ -124,7 +166,29 @@ def faults(path: Path) -> list[str]:
             found.append(f"{name} is missing")
         elif file.stat().st_size != size:
             found.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
+        elif name in checksums and (checksum := _checksum(file)) != checksums[name]:
+            found.append(f"{name} is damaged: its checksum is {checksum:08x}, and was {checksums[name]:08x}")
     return found
+
+
+def is_older(path: Path) -> bool:
+    """Whether a complete checkpoint is of the older form, which torch unpickles."""
+    return _marker(path)[0] == OLDER_FORMAT
+
+
+def _marker(path: Path) -> tuple[int, dict[str, int], dict[str, int]]:
+    """The format, the size of every file, and the checksum of every text."""
+    marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    own, number = marker.pop("own_crc32", None), marker["format"]
+    if (own is not None or number == FORMAT) and own != zlib.crc32(json.dumps(marker).encode()):
+        raise ValueError
+    files, checksums = marker["files"], marker["crc32"] if number == FORMAT else {}
+    return number, files, checksums
+
+
+def standing(path: Path) -> Path:
+    """Where the checkpoint of a path lies: aside, where a save was killed while it took its place."""
+    return previous(path) if not path.exists() and not faults(previous(path)) else path
 
 
 def check_complete(path: Path) -> None:

@@ -59,15 +59,18 @@ def load_state(
     holdings: Holdings,
     model: ModelGraph,
     check_position: Callable[[Mapping[str, int]], None],
+    *,
+    trust: bool = False,
 ) -> None:
     """Fills a state's tensors in place and puts everything else back; all ranks of the world call it.
 
     Args:
         check_position: raises where the data cannot go on as the checkpoint says.
+        trust: whether a checkpoint of the older form may be unpickled, which can run code.
 
     Raises:
         CheckpointError: it is incomplete, damaged, of another model or optimizer, or of other data; the same kind on all ranks.
-            Where it could be read at all, nothing has changed.
+            Nothing has changed.
     """
 
     def check(kept: OptimizerState, extras: Extras) -> None:
@@ -79,7 +82,7 @@ def load_state(
 
     specs = {parameter.name: parameter.spec for parameter in model.parameters if parameter.name in roster.plan.owners}
     shares = find_shares(holdings, roster.rank, model)
-    kept, extras = load(path, tensors=state.tensors, specs=specs, world=roster.world, shares=shares, check=check)
+    kept, extras = load(path, tensors=state.tensors, specs=specs, world=roster.world, shares=shares, check=check, trust=trust)
     write_optimizer(state.optimizer, state.parameters, kept)
     if (schedule := _schedule(state, extras)) is not None:
         state.scheduler.load_state_dict(schedule)

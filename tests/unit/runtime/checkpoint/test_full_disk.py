@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import whale
 from tests.examples import slow
 from whale.errors import CheckpointError
-from whale.runtime.checkpoint import files
+from whale.runtime.checkpoint import contents, files
 
 BATCH = {"input": torch.zeros(4, 2)}
 
@@ -25,7 +25,7 @@ def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("where", "number"),
-    [("torch", errno.ENOSPC), ("marker", errno.EDQUOT), slow("torch", errno.EDQUOT), slow("marker", errno.ENOSPC)],
+    [("data", errno.ENOSPC), ("marker", errno.EDQUOT), slow("data", errno.EDQUOT), slow("marker", errno.ENOSPC)],
 )
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str) -> None:
     engine = whale.parallelize(nn.Linear(2, 1), loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1), batch=BATCH)
@@ -36,7 +36,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: in
         raise OSError(number, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", full) if where == "torch" else patched.setattr(files, "_write", full)
+        patched.setattr(contents, "_bytes_of", full) if where == "data" else patched.setattr(files, "_write", full)
         with pytest.raises(CheckpointError, match="the disk is full"):
             engine.save(tmp_path / "c")
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]

@@ -1,0 +1,204 @@
+"""What lies in a checkpoint: tensors in safetensors files, an index of them in JSON with plain data beside; nothing in it is code.
+
+    tensor   model.qkv.weight   float32[12, 4]
+    pieces   rank_0.safetensors   model.qkv.weight[0:8, 0:4]    crc32
+             rank_1.safetensors   model.qkv.weight[8:12, 0:4]   crc32
+
+A file is written piece by piece: the library's own writer wants all of them side by side in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, TensorSpec, safe_open
+from torch import Tensor
+
+from whale.errors import CheckpointError
+from whale.runtime.checkpoint.boxes import Box
+from whale.runtime.checkpoint.plain_data import from_plain
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A rectangle of a tensor, in a file.
+
+    Attributes:
+        file: of the checkpoint's folder.
+        name: in the file.
+        start, stop: per dimension of the whole tensor, its first position and the one after its last.
+        crc32: of its bytes.
+    """
+
+    file: str
+    name: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    crc32: int
+
+    @property
+    def box(self) -> Box:
+        """Where it lies in the tensor."""
+        return Box(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a checkpoint: type and shape of the whole, and pieces of it."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds.
+
+    Attributes:
+        save_id: tells a save from all others.
+        tensors: those in files.
+        plain: data by key, as `to_plain` gives it.
+    """
+
+    save_id: str
+    tensors: tuple[StoredTensor, ...]
+    plain: Mapping[str, Any]
+
+    @staticmethod
+    def of(save_id: str, parts: Iterable[tuple[Sequence[StoredTensor], Mapping[str, Any]]]) -> Index:
+        """Of what each rank wrote; of plain data under one key, that of the lowest rank."""
+        tensors: dict[str, StoredTensor] = {}
+        pieces: dict[str, list[StoredPiece]] = {}
+        plain: dict[str, Any] = {}
+        for written, data in parts:
+            for tensor in written:
+                tensors.setdefault(tensor.key, tensor)
+                pieces.setdefault(tensor.key, []).extend(tensor.pieces)
+            for key, value in data.items():
+                plain.setdefault(key, value)
+        whole = [StoredTensor(key, one.dtype, one.shape, tuple(pieces[key])) for key, one in tensors.items()]
+        assert all(sum(prod(piece.box.shape) for piece in tensor.pieces) == prod(tensor.shape) for tensor in whole)
+        return Index(save_id, tuple(whole), plain)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint that is open.
+
+    Attributes:
+        save_id: tells it from all others.
+        tensors: what is stored, by key.
+        plain: the keys of its plain data.
+        value: gives plain data, by key.
+        read: gives a piece of a tensor, and raises a `CheckpointError` where it is not as it was written.
+    """
+
+    save_id: str
+    tensors: Mapping[str, StoredTensor]
+    plain: Sequence[str]
+    value: Callable[[str], Any]
+    read: Callable[[StoredTensor, StoredPiece], Tensor]
+
+
+def write_pieces(file: Path, pieces: Sequence[tuple[str, Sequence[int], Box, Tensor]]) -> list[StoredTensor]:
+    """Writes a safetensors file.
+
+    Args:
+        file: to make.
+        pieces: for each, the key and the shape of its tensor, the rectangle, and the values there.
+
+    Returns:
+        For each, its tensor with this piece alone. Of none there is no file.
+    """
+    if not pieces:
+        return []
+    header: dict[str, Any] = {}
+    end = 0
+    ordered = sorted(pieces, key=lambda piece: -piece[-1].itemsize)  # so that each lies at a multiple of its item's size
+    for key, shape, box, value in ordered:
+        code, form = _stored_form(value.dtype, value.shape)
+        header[_name(key, shape, box)] = {"dtype": code, "shape": form, "data_offsets": [end, end := end + value.nbytes]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    written: dict[str, StoredTensor] = {}
+    with open(file, "xb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for key, shape, box, value in ordered:
+            data = _bytes_of(value)
+            out.write(data)
+            piece = StoredPiece(file.name, _name(key, shape, box), box.start, box.stop, zlib.crc32(data))
+            written[piece.name] = StoredTensor(key, str(value.dtype).removeprefix("torch."), tuple(shape), (piece,))
+        out.flush()
+        os.fsync(out.fileno())
+    return [written[_name(key, shape, box)] for key, shape, box, _ in pieces]
+
+
+def open_contents(path: Path, index: Index) -> Contents:
+    """A checkpoint of this form, by its index."""
+    tensors = {tensor.key: tensor for tensor in index.tensors}
+
+    @cache
+    def opened(file: str) -> Any:
+        found: Any = safe_open(path / file, framework="pt")
+        names = {piece.name for tensor in index.tensors for piece in tensor.pieces if piece.file == file}
+        if differing := sorted(names.symmetric_difference(found.keys())):
+            raise SafetensorError(f"its header and the index differ in {differing[0]}")
+        return found
+
+    def read(tensor: StoredTensor, piece: StoredPiece) -> Tensor:
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        try:
+            found: Tensor = opened(piece.file).get_tensor(piece.name)
+        except (SafetensorError, OSError) as error:
+            raise _damage(path, piece, str(error)) from error
+        code, form = _stored_form(dtype, piece.box.shape)
+        if (_stored_form(found.dtype, found.shape)) != (code, form):
+            raise _damage(path, piece, f"{found.dtype}{list(found.shape)} instead of {code}{list(form)}")
+        checksum = zlib.crc32(_bytes_of(found))
+        if checksum != piece.crc32:
+            raise _damage(path, piece, f"its checksum is {checksum:08x}, and was {piece.crc32:08x}")
+        return found if found.dtype == dtype else found.clone().view(dtype).reshape(piece.box.shape)
+
+    def whole(key: str) -> Tensor:
+        return read(tensors[key], tensors[key].pieces[0])
+
+    return Contents(index.save_id, tensors, tuple(index.plain), lambda key: from_plain(index.plain[key], whole), read)
+
+
+def _damage(path: Path, piece: StoredPiece, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"what is loaded is what was saved ({path / piece.file}: {piece.name}: {reason})",
+        hint="the file was changed or damaged after it was written: take a copy of it, or another checkpoint",
+    )
+
+
+def _name(key: str, shape: Sequence[int], box: Box) -> str:
+    """What a piece is called in its file: as its tensor, where it is all of that."""
+    if box.shape == tuple(shape):
+        return key
+    return f"{key}[{', '.join(f'{start}:{stop}' for start, stop in zip(box.start, box.stop, strict=True))}]"
+
+
+def _stored_form(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """Type and shape in a file: as bytes, where safetensors has no such type."""
+    try:
+        spec = TensorSpec(dtype=str(dtype).removeprefix("torch."), shape=shape, data_ptr=0, data_len=0)
+    except SafetensorError:
+        return "U8", [prod(shape) * dtype.itemsize]
+    return spec.dtype, spec.shape
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data

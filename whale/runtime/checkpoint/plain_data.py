@@ -1,0 +1,98 @@
+"""Plain data as JSON: what a checkpoint keeps beside tensors (hyperparameters, schedules, random states), and nothing that is code.
+
+None, bool, int, float, str     as they are
+list                            a list
+tuple, dict, set ...            {"tuple": [...]}, {"dict": [[key, value], ...]}: JSON has but one kind of list, and only text keys
+tensor                          {"tensor": key}: it lies with the other tensors
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from whale.errors import CheckpointError
+
+_CONTAINERS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
+    "tuple": (tuple, tuple),
+    "size": (torch.Size, torch.Size),
+    "set": (set, set),
+    "dict": (dict, dict),
+    "ordered": (OrderedDict, OrderedDict),
+    "counter": (Counter, lambda pairs: Counter(dict(pairs))),
+}
+"""By the word that stands for it, a kind of container and how it is made of its items."""
+
+
+def is_plain_tensor(value: object) -> bool:
+    """Whether a value is a tensor that its shape, type and numbers say all of: none of a subclass, none that is sparse."""
+    return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized  # type: ignore[attr-defined]
+
+
+def to_plain(value: object, place: str, keep: Callable[[str, Tensor], str]) -> Any:
+    """A value as JSON has it.
+
+    Args:
+        value: numbers, text, None, lists, tuples, dicts, sets and tensors, nested.
+        place: what errors call it.
+        keep: takes a tensor, of a place in it, and gives the key that it will lie under.
+
+    Raises:
+        CheckpointError: it holds something else; says where.
+    """
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
+        return value
+    if is_plain_tensor(value):
+        assert isinstance(value, Tensor)
+        return {"tensor": keep(place, value.detach()), "is_cuda": value.is_cuda}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, np.generic):
+        return {"numpy": [value.dtype.str, value.item()]}
+    if type(value) is list:
+        return _items(value, place, keep)
+    for word, (kind, _) in _CONTAINERS.items():
+        if type(value) is kind:
+            return {word: _items(value, place, keep)}
+    raise CheckpointError(
+        f"what a checkpoint keeps is plain data ({place} is a {type(value).__module__}.{type(value).__qualname__})",
+        hint="keep numbers, text, None, tensors, and lists, tuples, dicts or sets of them there: loading a checkpoint runs no code",
+    )
+
+
+def _items(values: Any, place: str, keep: Callable[[str, Tensor], str]) -> list[Any]:
+    if isinstance(values, dict):
+        named = ((key, to_plain(key, f"a key of {place}", keep)) for key in values)
+        return [[plain, to_plain(values[key], f"{place}[{key!r}]", keep)] for key, plain in named]
+    return [to_plain(each, f"{place}[{number}]", keep) for number, each in enumerate(values)]
+
+
+def from_plain(data: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The inverse of `to_plain`.
+
+    Args:
+        data: what it gave.
+        tensor: gives the tensor of a key.
+    """
+    if isinstance(data, list):
+        return [from_plain(each, tensor) for each in data]
+    if not isinstance(data, Mapping):
+        return data
+    word = next(iter(data))
+    if word == "tensor":
+        found = tensor(data[word])
+        return found.cuda() if data["is_cuda"] and torch.cuda.is_available() else found
+    if word == "complex":
+        return complex(*data[word])
+    if word == "numpy":
+        kind, value = data[word]
+        return np.dtype(kind).type(value)
+    items = from_plain(data[word], tensor)
+    kind, make = _CONTAINERS[word]
+    return make(list(map(tuple, items)) if issubclass(kind, dict) else items)
