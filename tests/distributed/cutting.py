@@ -20,6 +20,7 @@ from whale.axes import Axes, Dimension, axes_of, discover
 from whale.axes.labels import may_scatter
 from whale.axes.values import may_lie_in_parts
 from whale.capture import Program, capture
+from whale.comm import Groups, connect
 from whale.deferred import WeightQueue
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Shard
@@ -293,8 +294,9 @@ def _identity(value: Tensor, group: object, what: str) -> Tensor:
 
 def everyone() -> Group:
     """All ranks as one split group."""
-    assert dist.group.WORLD is not None
-    return Group(dist.group.WORLD)
+    world = connect(300.0)
+    ranks = tuple(range(world.size))
+    return Group(Groups(world, [ranks]), ranks)
 
 
 def _held_so(name: str, shards: Sequence[Shard]) -> list[Shard]:

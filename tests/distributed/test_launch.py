@@ -72,19 +72,33 @@ def test_a_pipeline_that_loses_a_rank_ends_and_says_where(how: str, timeout: str
     assert re.search(r"whale run: rank 0 .*(waited|waiting in [^;]+) for rank 1", result.stderr), result.stderr
 
 
+KEPT_ENGINES = """
+import atexit, os
+
+def names():
+    return sorted(open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task"))
+
+atexit.register(lambda: print(names()))
+import torch, whale
+
+batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+engines = []
+for whole, loss in ((whale.replicate(1), "mean"), (whale.replicate(1), "alike"), (whale.split(2), "mean")):
+    torch.manual_seed(0)
+    with whole:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    losses = {"mean": lambda output, _: output.square().mean(), "alike": lambda output, _: (output @ output.T).softmax(-1).square().mean()}
+    engine = whale.parallelize(model, loss=losses[loss], batch=batch, config={"planning": {"search": "off"}})
+    engines.append((engine, engines, engine.step(batch)))
+    engine.state_dict()
+"""
+"""A script that keeps, in a ring of references, engines with groups of all sorts: of all ranks, of what replicas gather, of a split."""
+
+
 def test_no_thread_of_a_process_group_outlives_the_script(tmp_path: Path) -> None:
     """One that lets go of a tensor while the interpreter ends aborts the process: a run that went well would fail, now and then."""
     script = tmp_path / "script.py"
-    script.write_text(
-        "import atexit, os, torch\n"
-        "names = lambda: sorted(open(f'/proc/self/task/{task}/comm').read().strip() for task in os.listdir('/proc/self/task'))\n"
-        "atexit.register(lambda: print(names()))\n"
-        "import whale\n"
-        "torch.manual_seed(0)\n"
-        "batch = torch.randn(4, 4)\n"
-        "engine = whale.parallelize(torch.nn.Linear(4, 4), loss=lambda output, batch: output.square().mean(), batch=batch)\n"
-        "engine.step(batch)\n"
-    )
+    script.write_text(KEPT_ENGINES)
     result = whale_run("--ranks", "2", str(script))
     assert result.returncode == 0, result.stderr
     assert "runloop" not in result.stdout and "python" in result.stdout, result.stdout

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # keeps the group that is there when it is imported: there is to be none
 from torch.distributed.rendezvous import rendezvous
 
 from whale.comm.backend import backend_of
@@ -143,8 +144,8 @@ class Closable(Protocol):
 def close_at_exit(holder: Closable) -> None:
     """Closes a holder of process groups that is still alive when the interpreter ends in good order.
 
-    A group ends its threads when its last holder lets go. Gloo's let go of tensors after the work is done; one that does
-    so while the interpreter ends aborts the process, so that a run that went well would fail.
+    A group ends its threads when its last holder lets go. Gloo's let go of tensors after the work is done, for which they
+    need the interpreter; one that asks for it while it ends aborts the process, so that a run that went well would fail.
     """
     atexit.register(_close, weakref.ref(holder))
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from whale.comm import close_at_exit
 from whale.config import Config
 from whale.errors import BatchError, RuntimeFault, WhaleError
 from whale.ir.plan import Plan
@@ -85,7 +84,6 @@ class Runtime:
         if limit is not None or config.gradient.skip_nonfinite:
             add = self._connections.everyone.add
             self.clipping = Clipping(holdings, roster.rank, state.parameters, limit, add, roster.world.device)
-        close_at_exit(self)
 
     def prepare(self, mode: str, captured: Captured, plan: Plan, schedules: Sequence[Schedule]) -> None:
         """Makes ready to run a mode, in place of an earlier preparation.

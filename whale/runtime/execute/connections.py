@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from whale.comm import Channel, Channels, Groups
+from whale.comm import Channel, Channels, Groups, close_at_exit
 from whale.ir.plan import Stage
 from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.roster import Roster
@@ -48,7 +48,9 @@ class Connections:
         status = StatusBoard.open(world.rank)
         groups = Groups(world, [roster.everyone, *map(roster.in_world, rank_sets)])
         channels = Channels(world, (Channel(*(roster.world_ranks[rank] for rank in pair)) for pair in pairs))
-        return Connections(roster, groups, channels, Everyone(world, groups, status, watch), status, watch)
+        made = Connections(roster, groups, channels, Everyone(world, groups, status, watch), status, watch)
+        close_at_exit(made)
+        return made
 
     def split_group(self, stage: Stage, position: int) -> Group | None:
         """The ranks that share the work of a device of a stage; None where it is not split."""
@@ -56,7 +58,7 @@ class Connections:
             return None
         roster = self.roster
         ranks = tuple(roster.world_ranks[roster.plan.rank_of[device]] for device in stage.groups[position // stage.split])
-        return Group(self.groups[tuple(sorted(ranks))], ranks, roster.world.device, roster.world.waits, watch=self.watch)
+        return Group(self.groups, ranks, roster.world.device, roster.world.waits, watch=self.watch)
 
     def close(self) -> None:
         """Gives back what was made here."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.comm import Launched, Waits, backend_of, blocks_host, start_sum_into
+from whale.comm import Groups, Launched, RankSet, Waits, backend_of, blocks_host, start_sum_into
 from whale.runtime.program.watch import NOBODY, Watch
 
 CPU = torch.device("cpu")
@@ -42,41 +42,49 @@ class Group:
     """A split group.
 
     Attributes:
-        process_group: torch's.
-        ranks: world ranks of its devices, by position; as in the process group where not given.
+        groups: which hold torch's; programs, and what autograd keeps of them, may live longer than those.
+        ranks: world ranks of its devices, by position.
         device: where its tensors lie, which decides what carries them.
         waits: how its collectives are waited for.
         gate: what its next message waits for.
         watch: told of each wait.
     """
 
-    process_group: dist.ProcessGroup
-    ranks: tuple[int, ...] = ()
+    groups: Groups
+    ranks: tuple[int, ...]
     device: torch.device = CPU
     waits: Waits = field(default_factory=lambda: Waits(timedelta(seconds=300)), compare=False)
     gate: Gate = field(default_factory=Gate, compare=False)
     watch: Watch = field(default=NOBODY, compare=False)
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Torch's; not to be kept."""
+        return self.groups[self._members]
+
     @cached_property
+    def _members(self) -> RankSet:
+        return tuple(sorted(self.ranks))
+
+    @property
     def size(self) -> int:
         """Number of devices."""
-        return dist.get_world_size(self.process_group)
+        return len(self.ranks)
 
     @cached_property
     def position(self) -> int:
         """Of this device among them."""
-        return self.order[dist.get_rank(self.process_group)]
+        return self.ranks.index(dist.get_rank())
 
     @cached_property
     def order(self) -> tuple[int, ...]:
         """Per rank of the process group, the position of its device."""
-        members = dist.get_process_group_ranks(self.process_group)
-        return tuple((self.ranks or tuple(members)).index(rank) for rank in members)
+        return tuple(self.ranks.index(rank) for rank in self._members)
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
         """World ranks of the others."""
-        return tuple(rank for rank in dist.get_process_group_ranks(self.process_group) if rank != dist.get_rank())
+        return tuple(rank for rank in self._members if rank != dist.get_rank())
 
     @cached_property
     def is_gloo(self) -> bool:
