@@ -103,7 +103,8 @@ class Runtime:
             schedules=schedules,
             captured=captured,
             tensors={**self._tensors, **constants},
-            axes=self.holdings.shardings.axes if captured is self._captured else discover_if_sharded(plan, captured.graph),
+            axes=self.holdings.shardings.axes if captured is self._captured else discover_if_sharded(self.roster.plan, captured.graph),
+            holdings=self.holdings,
             connections=self._connections,
             sync=self._sync if trains else None,
         )
@@ -233,7 +234,6 @@ class Runtime:
         self._last_training = None
         if self._sync is not None:
             self._sync.close()
-        self._sync = self.clipping = None
         self._connections.close()
 
     def _make_sync(self, buckets: Sequence[Bucket], state: EngineState) -> GradientSync | None:

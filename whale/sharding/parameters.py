@@ -19,7 +19,7 @@ from whale.axes.values import Axes, Dimension, may_lie_in_parts
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
-from whale.sharding.index_sets import intervals
+from whale.sharding.index_sets import Runs, intervals
 from whale.sharding.index_space import IndexSpace
 from whale.sharding.regions import Region
 from whale.sharding.sharding import Sharding
@@ -89,6 +89,10 @@ class Form:
         return self._hash
 
 
+Parts = tuple[tuple[Runs, ...], ...]
+"""Per device of a split group, the positions of its part along each dimension of a parameter."""
+
+
 @dataclass(eq=False)
 class Holders:
     """Who holds what, as it is gathered: stages with the very same parameters and shards share a pattern, which is long to compare."""
@@ -150,6 +154,16 @@ class ParameterShardings:
     def parameters(self) -> tuple[str, ...]:
         """All that somebody holds."""
         return tuple(self._patterns_of)
+
+    def parts(self, pattern: Pattern, name: str) -> Parts | None:
+        """Where the part of a parameter lies that each device of a split group holds; None where each holds all of it."""
+        regions = self._form(pattern, name).regions
+        return None if len(set(regions)) == 1 else tuple(map(self.space(name).positions, regions))
+
+    @cached_property
+    def pattern_at(self) -> Mapping[tuple[int, int], Pattern]:
+        """The pattern of each (replica, stage) pair."""
+        return {holder.place: holder.pattern for holder in self.holders}
 
     def places(self, name: str) -> tuple[tuple[int, int], ...]:
         """The (replica, stage) pairs that hold a parameter."""

@@ -132,7 +132,7 @@ def _carry_replica(
             ops=part.ops,
             estimates=(),
             program=program_of(part.ops),
-            shards=retarget_shards(stage.shards, ours, names, graph, axes, part.ops) if ours and axes else (),
+            shards=retarget_shards(stage, ours, names, graph, axes, part.ops) if ours and axes else (),
         )
         for stage, part in zip(replica.stages, assignment.parts, strict=True)
     )

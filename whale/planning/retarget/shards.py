@@ -11,10 +11,10 @@ from dataclasses import replace
 from whale.axes import Axes
 from whale.axes.labels import label
 from whale.axes.values import Concatenation, Dimension
-from whale.errors import PlanError
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.plan import BATCH, Shard
+from whale.ir.plan import BATCH, Shard, Stage
 from whale.ir.writes import MemoryWrites
+from whale.sharding.parameters import ParameterShardings, Pattern
 
 
 def same_axes(ours: Axes, theirs: Axes) -> dict[str, str]:
@@ -43,43 +43,51 @@ def _pairs(own: Dimension, other: Dimension) -> Iterator[tuple[str, str]]:
 
 
 def retarget_shards(
-    shards: tuple[Shard, ...], ours: Axes, names: Mapping[str, str], graph: ModelGraph, axes: Axes, ops: Sequence[str]
+    stage: Stage, ours: Axes, names: Mapping[str, str], graph: ModelGraph, axes: Axes, ops: Sequence[str]
 ) -> tuple[Shard, ...]:
-    """Cuts for the ops of another capture: sizes and the parts in which parameters are held stay, ops are labelled anew.
+    """Cuts for the ops of another capture: sizes stay where an axis is found again, parameters lie as they do, ops are labelled anew.
 
     Args:
-        shards: of a stage in the first capture.
+        stage: in the first capture.
         ours: the axes of that.
         names: per axis there, its name here.
         graph: the other capture.
         axes: its axes.
         ops: of the stage, in graph order.
-
-    Raises:
-        PlanError: an axis along which parameters are held has no counterpart.
     """
     found: dict[str, Shard] = {}
-    lost = []
-    for shard in shards:
-        if shard.axis == BATCH:  # rows arrive whole there
-            continue
+    for shard in stage.shards:
         like = axes.by_name.get(names.get(shard.axis, ""))
-        if like is not None and like.size == sum(shard.sizes):
-            found[like.name] = Shard(like.name, shard.sizes, whole_parameters=shard.whole_parameters)
-        elif _holds(shard, ours):
-            lost.append(shard.axis)
-    if lost:
-        raise PlanError(
-            f"an axis that is cut in training is one in {graph.mode} too ({', '.join(lost)}: not found there)",
-            hint="the model computes something else there; insist on another axis with whale.split(axis=...)",
-        )
-    work = _Labelling(graph, axes, ops, tuple(found.values())).work()
-    return tuple(_restated(shard, work, axes, ops) for shard in found.values())
+        if shard.axis != BATCH and like is not None and like.size == sum(shard.sizes):  # rows arrive whole there
+            found[like.name] = Shard(like.name, shard.sizes)
+    shards = as_held(stage, ours, tuple(found.values()), axes)
+    work = _Labelling(graph, axes, ops, shards).work()
+    return tuple(_restated(shard, work, axes, ops) for shard in shards)
 
 
-def _holds(shard: Shard, ours: Axes) -> bool:
-    """Whether parameters are held in parts along an axis; along one that only the batch has, as of labels, none are."""
-    return any(holder.rpartition(":")[0] not in shard.whole_parameters for holder in ours.held_by[shard.axis])
+def as_held(stage: Stage, ours: Axes, shards: tuple[Shard, ...], axes: Axes) -> tuple[Shard, ...]:
+    """Cuts along which only those parameters lie in parts that a stage holds in the very same ones; its program has the others whole.
+
+    What devices hold, and what they sum, is the training's, whatever is captured beside it: where a parameter is held in other parts,
+    or in parts of an axis that is none here, the program brings it together; where it is held whole, each device works on its part.
+
+    Args:
+        stage: in the first capture.
+        ours: the axes of that.
+        shards: cuts of the other.
+        axes: of the other.
+    """
+    held, known = (ParameterShardings((), each, ()) for each in (ours, axes))
+    own = Pattern(stage.parameters, stage.split, stage.shards)
+
+    def lies_so(name: str, shard: Shard) -> bool:
+        parts = known.parts(Pattern((name,), stage.split, (replace(shard, whole_parameters=()),)), name)
+        return parts is not None and parts == held.parts(own, name)
+
+    having = {shard.axis: [name for name in stage.parameters if shard.axis in axes.in_parameters.get(name, ())] for shard in shards}
+    return tuple(
+        replace(shard, whole_parameters=tuple(name for name in having[shard.axis] if not lies_so(name, shard))) for shard in shards
+    )
 
 
 def _restated(shard: Shard, work: Mapping[str, str], axes: Axes, ops: Sequence[str]) -> Shard:

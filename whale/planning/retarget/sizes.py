@@ -17,7 +17,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Edge, Plan, Replica, Shard, Stage
 from whale.ir.reach import reached_parameters
 from whale.planning.retarget.retarget import retarget_plan
-from whale.planning.retarget.shards import same_axes
+from whale.planning.retarget.shards import as_held, same_axes
 from whale.planning.structure.crossing import find_batch_axes
 from whale.planning.verify.shards import shard_faults
 
@@ -25,8 +25,8 @@ from whale.planning.verify.shards import shard_faults
 def carry_plan(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
     """A training plan for a capture of the same model at other sizes.
 
-    Where both captures run the same ops, everything stays: cuts, shards, what is recomputed. Else ops go where their
-    parameters are, as in evaluation.
+    Where both captures run the same ops and may be cut alike, everything stays: cuts, shards, what is recomputed. Else ops go
+    where their parameters are, as in evaluation.
 
     Args:
         plan: made for `graph`.
@@ -37,13 +37,23 @@ def carry_plan(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
         PlanError: the model trains other parameters, has another loss, or cannot be divided as the plan says at these sizes.
     """
     _check_training(graph, other)
-    if _ops_of(graph) != _ops_of(other):
-        if any(segment.recompute for replica in plan.replicas for stage in replica.stages for segment in stage.program):
-            raise PlanError("a model that is computed again in parts runs the same ops at all sizes of its batches (here it runs others)")
-        return retarget_plan(plan, graph, other)
+    recomputes = any(segment.recompute for replica in plan.replicas for stage in replica.stages for segment in stage.program)
+    if _ops_of(graph) == _ops_of(other):
+        try:
+            return _as_it_is(plan, graph, other)
+        except PlanError:
+            if recomputes:
+                raise
+    elif recomputes:
+        raise PlanError("a model that is computed again in parts runs the same ops at all sizes of its batches (here it runs others)")
+    return retarget_plan(plan, graph, other)
+
+
+def _as_it_is(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
     axes = discover(other) if plan.is_sharded else None
-    names = same_axes(discover(graph), axes) if axes else {}
-    replicas = tuple(_carry_replica(plan, replica, other, axes, names) for replica in plan.replicas)
+    ours = discover(graph) if axes else None
+    names = same_axes(ours, axes) if ours and axes else {}
+    replicas = tuple(_carry_replica(plan, replica, other, ours, axes, names) for replica in plan.replicas)
     batch_axes = find_batch_axes(other, replicas)
     carried = dataclasses.replace(plan, model=other.fingerprint, replicas=replicas, batch_axes=batch_axes, choices=())
     if axes is not None:
@@ -72,18 +82,23 @@ def _loss_of(graph: ModelGraph) -> list[tuple[bool, bool, bool]]:
     return [(term.weight is None, term.weight_from_inputs, count) for term, count in zip(graph.loss, counted, strict=True)]
 
 
-def _carry_replica(plan: Plan, replica: Replica, graph: ModelGraph, axes: Axes | None, names: Mapping[str, str]) -> Replica:
+def _carry_replica(
+    plan: Plan, replica: Replica, graph: ModelGraph, ours: Axes | None, axes: Axes | None, names: Mapping[str, str]
+) -> Replica:
     first, last = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
     edges = []
     for edge in replica.edges:
         payload = Line.sum(spec_line(spec, graph.num_rows) for name in edge.tensors for spec in graph.by_name[name].outputs)
         edges.append(Edge(edge.source, edge.target, edge.tensors, round(payload.at(last - first))))
-    stages = replica.stages if axes is None else tuple(_carry_stage(stage, axes, names) for stage in replica.stages)
+    stages = replica.stages
+    if ours and axes:
+        stages = tuple(_carry_stage(stage, ours, axes, names) for stage in stages)
     return dataclasses.replace(replica, stages=stages, edges=tuple(edges))
 
 
-def _carry_stage(stage: Stage, axes: Axes, names: Mapping[str, str]) -> Stage:
-    return dataclasses.replace(stage, shards=tuple(_carry_shard(shard, axes, names) for shard in stage.shards))
+def _carry_stage(stage: Stage, ours: Axes, axes: Axes, names: Mapping[str, str]) -> Stage:
+    shards = tuple(_carry_shard(shard, axes, names) for shard in stage.shards)
+    return dataclasses.replace(stage, shards=as_held(stage, ours, shards, axes))
 
 
 def _carry_shard(shard: Shard, axes: Axes, names: Mapping[str, str]) -> Shard:

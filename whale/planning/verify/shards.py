@@ -26,9 +26,16 @@ def shard_faults(plan: Plan, graph: ModelGraph, axes: Axes) -> Iterator[PlanErro
         yield from _held_twice(replica, axes)
 
 
+def uncut_faults(plan: Plan) -> Iterator[PlanError]:
+    """The split stages that divide nothing; one that is carried over to another capture, where its axes are none, may."""
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            if stage.split > 1 and not stage.shards:
+                name = f"replica {replica.index}, stage {stage.index}"
+                yield PlanError(f"a split stage cuts an axis ({name}: groups of {stage.split} devices, no cut)")
+
+
 def _stage(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[PlanError]:
-    if stage.split > 1 and not stage.shards and graph.mode == "train":
-        yield PlanError(f"a split stage cuts an axis ({name}: groups of {stage.split} devices, no cut)")
     shard = [shard.axis for shard in stage.shards]
     for axis in sorted({axis for axis in shard if shard.count(axis) > 1}):
         yield PlanError(f"a stage cuts an axis once ({name}: {axis} {shard.count(axis)} times)")

@@ -18,7 +18,7 @@ from whale.planning.structure.crossing import batch_axis_faults, crossing_faults
 from whale.planning.structure.updates import update_faults
 from whale.planning.verify.names import name_faults
 from whale.planning.verify.shape import shape_faults
-from whale.planning.verify.shards import shard_faults
+from whale.planning.verify.shards import shard_faults, uncut_faults
 from whale.planning.verify.states import state_faults
 from whale.schedules import count_recomputed, edge_pairs, training_schedule
 from whale.units import format_bytes
@@ -65,7 +65,7 @@ def verify(
     if axes is None and needs_axes(plan):
         axes = discover(graph)
     if axes is not None:
-        faults += shard_faults(plan, graph, axes)
+        faults += [*uncut_faults(plan), *shard_faults(plan, graph, axes)]
         faults += batch_axis_faults(plan, graph, axes)
     faults += overlap_faults(plan, graph, axes)
     faults += update_faults(graph, plan.replicas)

@@ -18,9 +18,11 @@ from whale.runtime.execute.seat import Seat
 from whale.runtime.execute.stage import StageRunner
 from whale.runtime.program.captured import Captured
 from whale.runtime.program.lowering import StageShards
+from whale.runtime.program.shard import Slots
 from whale.runtime.program.stage_source import StageSource
+from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.updates import StepBuffers
-from whale.sharding.parameters import shared_parameters
+from whale.sharding.parameters import ParameterShardings, Pattern
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ def make_stages(
     known: Collection[int],
     tensors: Mapping[str, torch.Tensor],
     axes: Axes | None,
+    holdings: Holdings,
     connections: Connections,
 ) -> SeatStages:
     """Makes what a seat runs.
@@ -70,6 +73,7 @@ def make_stages(
         known: loss terms whose weights are known beforehand.
         tensors: what this rank owns, and the constants.
         axes: of the model; None where no stage is cut.
+        holdings: who holds which part of what, whatever the mode.
         connections: to the other ranks.
     """
     device = connections.roster.world.device
@@ -77,7 +81,7 @@ def make_stages(
     mine = replica.pipeline.stages_of(seat.pipeline_rank)
     for index in mine:
         stage = replica.stages[index]
-        shards = _shards(replica, stage, axes, seat.position)
+        shards = _shards(replica, stage, captured.graph, axes, holdings, seat.position)
         splits = any(action.kind is Kind.BACKWARD_WEIGHT and action.stage == index for action in actions)
         source = StageSource(captured.graph, captured.graph_for, replica, stage, set(known), device, splits, shards, connections.watch)
         group = connections.split_group(stage, seat.position)
@@ -88,8 +92,18 @@ def make_stages(
     return SeatStages(runners, outputs, frozenset(index for index in mine if seat.position % replica.stages[index].split == 0))
 
 
-def _shards(replica: Replica, stage: Stage, axes: Axes | None, position: int) -> StageShards | None:
-    if not stage.shards:
+def _shards(replica: Replica, stage: Stage, model: ModelGraph, axes: Axes | None, holdings: Holdings, position: int) -> StageShards | None:
+    """The cuts of a stage in this mode, over what its devices hold in all modes."""
+    held = holdings.shardings.pattern_at[replica.index, stage.index]
+    if not held.shards:
         return None
     assert axes is not None, "a cut stage needs the axes of the model"
-    return StageShards(axes, stage.shards, position % stage.split, shared_parameters(replica, stage))
+    here, own = ParameterShardings((), axes, ()), Pattern(stage.parameters, stage.split, stage.shards)
+    gathered = {}
+    for name in model.parameters_read(stage.ops):
+        parts = holdings.shardings.parts(held, name)
+        if parts is not None and here.parts(own, name) is None:
+            dim = next(dim for dim, runs in enumerate(zip(*parts, strict=True)) if len(set(runs)) > 1)
+            size = model.parameter_by_name[name].spec.shape[dim]
+            gathered[name] = Slots(dim, size, tuple(device[dim] for device in parts), position % stage.split)
+    return StageShards(axes, stage.shards, position % stage.split, stage.split, held.partial, gathered)

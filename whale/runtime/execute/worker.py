@@ -24,6 +24,7 @@ from whale.runtime.execute.order import Order
 from whale.runtime.execute.seat_stages import SeatStages, make_stages
 from whale.runtime.program.captured import Captured
 from whale.runtime.state.gradient_sync import GradientSync
+from whale.runtime.state.holdings import Holdings
 from whale.schedules import Edges, edge_pairs, releases
 
 
@@ -36,6 +37,7 @@ class Worker:
         captured: the model in this mode.
         tensors: what this rank owns, and the constants.
         axes: of the model; None where no stage is cut.
+        holdings: who holds which part of what.
         connections: to the other ranks.
         sync: gradient synchronisation; None where nothing is trained.
 
@@ -53,6 +55,7 @@ class Worker:
         captured: Captured,
         tensors: Mapping[str, torch.Tensor],
         axes: Axes | None,
+        holdings: Holdings,
         connections: Connections,
         sync: GradientSync | None,
     ) -> None:
@@ -69,7 +72,7 @@ class Worker:
             replica, schedule = plan.replicas[self._seat.replica], schedules[self._seat.replica]
             order = Order(schedule.ranks[self._seat.pipeline_rank])
             known = {*self._weights.by_rows, *self._weights.measured}
-            stages = make_stages(replica, self._seat, order.actions, captured, self.written, known, tensors, axes, connections)
+            stages = make_stages(replica, self._seat, order.actions, captured, self.written, known, tensors, axes, holdings, connections)
             exchange = self._make_exchange(schedule, axes, connections)
             self._executor = Executor(
                 order, stages.runners, exchange, self.model, stages.counted, sync, connections.status, connections.watch, self._device

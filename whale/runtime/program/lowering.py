@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from whale.runtime.program.marks import NUM_DIMS, OP, num_dims_of
 from whale.runtime.program.overlap import overlap
 from whale.runtime.program.regather import keep_parts
 from whale.runtime.program.segments import with_segments
-from whale.runtime.program.shard import GROUP, lower_shards
+from whale.runtime.program.shard import GROUP, Slots, lower_shards
 from whale.runtime.program.shared_gradient import divide_gradients
 from whale.runtime.program.watch import NOBODY, Watch
 
@@ -84,9 +84,12 @@ def lower(
     local = _copy(graph, model, wanted, handed, read, outputs, device)
     first: tuple[str, ...] = ()
     if shards is not None:
-        program = lower_shards(local, model, shards.axes, shards.shards, shards.position, num_rows=num_rows)
+        complete = [] if shards.terms is None else [each.name for each in model.parameters if each.name not in shards.terms]
+        program = lower_shards(
+            local, model, shards.axes, shards.shards, shards.position, complete=complete, gathered=shards.gathered, num_rows=num_rows
+        )
         local, first = program.graph, (GROUP,)
-        divide_gradients(local, model, shards.shared - program.partial, len(shards.shards[0].sizes))
+        divide_gradients(local, model, (shards.terms or frozenset()) - program.partial, shards.width)
         if halving is not None:
             local = overlap(local, model, halving, outputs)
     if splits_backward:
@@ -118,13 +121,17 @@ class StageShards:
         axes: of the model.
         shards: of the stage.
         position: of the device in its split group.
-        shared: parameters that another stage of the device reads too.
+        width: devices of that.
+        terms: whole parameters of whose gradients each device has a term, by what the training sums; None where the cuts alone say it.
+        gathered: parameters and buffers that are whole here, but of which the device holds a part, and where the parts lie.
     """
 
     axes: Axes
     shards: tuple[Shard, ...]
     position: int
-    shared: frozenset[str] = frozenset()
+    width: int = 1
+    terms: frozenset[str] | None = None
+    gathered: Mapping[str, Slots] = field(default_factory=dict)
 
     @property
     def divides_rows(self) -> bool:

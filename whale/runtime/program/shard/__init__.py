@@ -2,5 +2,6 @@
 
 from whale.runtime.program.shard.group import Gate, Group
 from whale.runtime.program.shard.lower import GROUP, ShardProgram, lower_shards
+from whale.runtime.program.shard.slots import Slots
 
-__all__ = ["GROUP", "Gate", "Group", "ShardProgram", "lower_shards"]
+__all__ = ["GROUP", "Gate", "Group", "ShardProgram", "Slots", "lower_shards"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import fx
 
@@ -26,6 +27,7 @@ from whale.ir.plan import Shard
 from whale.ir.writes import MemoryWrites
 from whale.runtime.program.shard.call import Call
 from whale.runtime.program.shard.layout import ShardLayout
+from whale.runtime.program.shard.slots import Slots
 from whale.runtime.program.shard.writer import GROUP, Writer
 
 
@@ -53,6 +55,7 @@ def lower_shards(
     position: int,
     *,
     complete: Collection[str] = (),
+    gathered: Mapping[str, Slots] = MappingProxyType({}),
     num_rows: int = 0,
 ) -> ShardProgram:
     """Rewrites a stage's graph so that it computes on parts.
@@ -61,10 +64,11 @@ def lower_shards(
         graph: of the stage, as `whale.runtime.program.lowering` makes it: nodes are named as the ops. It is left as it is.
         model: the captured model.
         axes: of the model.
-        shards: of the stage; at least one.
+        shards: of the stage.
         position: of this device in its split group.
         complete: parameters whose gradients must not be left partial, since another program on the same device adds
-            complete ones to them.
+            complete ones to them, or what is done with gradients is settled.
+        gathered: parameters and buffers that ops take whole, as these cuts say, though the device holds a part; where the parts lie.
         num_rows: rows that the group takes; needed where the batch is cut.
 
     Raises:
@@ -81,6 +85,9 @@ def lower_shards(
     writer = Writer(layout, roots, writes, frozenset(names))
     for node in graph.nodes:
         _write(node, writer)
+        is_held = node.op == "placeholder" and node.name in model.by_name
+        if is_held and (slots := gathered.get(_parameter(model, node.name))) is not None:
+            writer.bring_together(node, slots)
     shard = [node.name for node in known if _parameter(model, node.name) and layout.labels.held(node.name)]
     parameters = {_parameter(model, name): layout.dimensions(name) for name in shard}
     writer.graph.lint()

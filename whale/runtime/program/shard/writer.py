@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from whale.axes.labels import Use
+from whale.errors import PlanError
 from whale.ir.writes import MemoryWrites
 from whale.runtime.program.marks import OP
 from whale.runtime.program.shard.communication import collect, enter, exchange, gather, leave, part, scatter
@@ -65,6 +66,19 @@ class Writer:
         copied = self.graph.node_copy(node, self.copies.__getitem__ if as_it_lies else lambda argument: self.form(argument, Use()))
         self.copies[node] = copied
         return copied
+
+    def bring_together(self, node: fx.Node, slots: Slots) -> None:
+        """Makes of an old node, which is a part in the new graph, the whole tensor; its users leave it a whole gradient.
+
+        Raises:
+            PlanError: it is written, which the part would not see.
+        """
+        if self.is_written_later(node):
+            raise PlanError(
+                f"a buffer that forward writes is held as by the first capture ({node.target} is in parts, and needed whole here)",
+                hint="call parallelize again, with the weights of engine.state_dict()",
+            )
+        self.copies[node] = self.emit(node, gather, (self.copies[node], slots, self.group, f"%{node.name}"), {}, gather.__name__)
 
     def mapped(self, argument: Any, axis: str | None) -> Any:
         """An argument for an op that works along an axis: parts of what has it, all of what has not."""
