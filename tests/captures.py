@@ -64,6 +64,11 @@ def alike(made: Captured, model: nn.Module) -> nn.Module:
     return model
 
 
+def changed(model: nn.Module) -> None:
+    """Has a model that was changed captured as it is now."""
+    _FOUND.pop(model, None)
+
+
 @contextmanager
 def at_hand() -> Iterator[None]:
     """Whoever captures one of these models meanwhile is given what has been made already."""

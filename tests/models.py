@@ -134,11 +134,12 @@ class Experts(nn.Module):
 
 
 class Step(nn.Module):
-    """One block of the chain."""
+    """One block of the chain; its activation may be changed."""
 
     def __init__(self, kind: BlockKind, width: int) -> None:
         super().__init__()
         self.kind = kind
+        self.activation: Callable[[Tensor], Tensor] = F.gelu
         if kind in ("linear", "in_place"):
             self.layer = nn.Linear(width, width)
         elif kind == "feed_forward":
@@ -165,13 +166,13 @@ class Step(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "gelu":
-            return F.gelu(x)
+            return self.activation(x)
         if self.kind == "buffer":
             return x * self.scale + self.offset
         if self.kind in ("convolution", "batch_norm"):
             return self.layer(x.transpose(1, 2)).transpose(1, 2)
         if self.kind == "feed_forward":
-            return x + self.back(F.gelu(self.layer(x)))
+            return x + self.back(self.activation(self.layer(x)))
         if self.kind == "recurrent":
             return self.layer(x)[0]
         if self.kind == "gated":

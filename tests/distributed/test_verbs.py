@@ -1,0 +1,280 @@
+"""All that an engine does, in any order, equals the one process: steps, predictions, gradients, states, checkpoints, captures anew."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, note
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import whale
+from tests import reference
+from tests.captures import Captured, captured_once, changed
+from tests.distributed.split_training import whole_gradients
+from tests.distributed.test_checkpoint_law import PLANS
+from tests.distributed.training import make_cluster
+from tests.distributed.world import World
+from tests.examples import at_most
+from tests.models import CLASSES, Block, Description, Model, Step, descriptions, make_batch, make_loss
+from whale.planning import make_plan
+
+TOLERANCE = 1e-10
+OPTIMIZER = partial(torch.optim.AdamW, lr=0.01, eps=1e-2)  # a large eps, so that rounding of zero gradients stays small
+
+
+def softmax(x: Tensor) -> Tensor:
+    return F.softmax(x, -1)
+
+
+def in_halves(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (2, -1)).softmax(-1).flatten(-2)
+
+
+def over_halves(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (2, -1)).softmax(-2).flatten(-2)
+
+
+def flipped(x: Tensor) -> Tensor:
+    return x + x.flip(-1)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu, "silu": F.silu, "softmax": softmax, "in halves": in_halves, "over halves": over_halves, "flipped": flipped,
+}  # fmt: skip
+"""Along some of them features may be cut, along others not, or otherwise."""
+
+
+class WithMore(nn.Module):
+    """A model that returns more than its loss reads, made with parameters that the loss lacks and with some that it has."""
+
+    def __init__(self, description: Description) -> None:
+        super().__init__()
+        self.inner = Model(description)
+        self.side = nn.Linear(CLASSES, 3)
+        self.scale, self.column = nn.Parameter(torch.randn(CLASSES)), nn.Parameter(torch.randn(CLASSES, 1))
+
+    def forward(self, x: Tensor, extra: Tensor | None = None, shift: Tensor | None = None) -> dict[str, Any]:
+        out = self.inner(x, extra, shift)
+        logits = out[0] if isinstance(out, tuple) else out
+        again = logits @ self.inner.head.weight
+        return {
+            "out": out,
+            "total": (logits * self.scale).sum(-1),
+            "column": logits @ self.column,
+            "side": self.side(logits),
+            "again": again,
+        }
+
+
+def build(description: Description, activation: str, seed: int, num_rows: int) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(seed)
+    model, loss = WithMore(description).double(), make_loss(description)
+    activate(model, activation)
+    return model, make_batch(description, num_rows, seed), lambda output, batch: loss(output["out"], batch)
+
+
+def activate(model: nn.Module, name: str) -> None:
+    for module in model.modules():
+        if isinstance(module, Step):
+            module.activation = ACTIVATIONS[name]
+
+
+Verb = Literal["step", "evaluate", "predict", "gradients", "state", "reload", "activation", "rate"]
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is asked of an engine.
+
+    Attributes:
+        description: the model.
+        plan: by name.
+        verbs: what is called, with a number of rows, a rate, or the name of an activation.
+        activation: at the start.
+        seed: of weights and batches.
+    """
+
+    description: Description
+    plan: str
+    verbs: tuple[tuple[Verb, Any], ...]
+    activation: str = "gelu"
+    seed: int = 0
+
+    NUM_ROWS: ClassVar[int] = 16
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        return PLANS[self.plan][0]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"replicas": list(PLANS[self.plan][1])}
+
+    def batch(self, number: int) -> Any:
+        """The batch of a verb, by its place."""
+        return make_batch(self.description, self.verbs[number][1], self.seed + number)
+
+    def captured(self) -> Captured:
+        return captured_once(build, self.description, self.activation, self.seed, self.NUM_ROWS)
+
+
+def plan_of(course: Course) -> None:
+    graph, _ = course.captured().capture()
+    make_plan(graph, make_cluster(course.speeds), whale.Config(course.config))
+
+
+Found = dict[str, Tensor]
+"""What a verb gives, by name."""
+
+
+def flat(output: Any) -> Found:
+    return {str(number): value for number, value in enumerate(reference.tensors_of(output))}
+
+
+def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder: str) -> list[Found]:
+    """What the verbs give on one rank; gradients put into the expected ones in the places that the rank holds."""
+    warnings.simplefilter("ignore")
+    made, cluster = course.captured(), make_cluster(course.speeds)
+    model, found = made.model, []
+
+    def make() -> whale.Engine:
+        return whale.parallelize(model, loss=made.loss, optimizer=OPTIMIZER, batch=made.batch, config=course.config, cluster=cluster)
+
+    engine = make()
+    for number, (verb, value) in enumerate(course.verbs):
+        given: Mapping[str, Any] = {}
+        if verb in ("step", "evaluate"):
+            given = {"loss": getattr(engine, verb)(course.batch(number)).double()}
+        elif verb == "predict":
+            given = flat(engine.predict(course.batch(number)))
+        elif verb == "gradients":
+            given = whole_gradients(engine, expected[number])
+        elif verb == "state":
+            given = engine.state_dict() or {}
+        elif verb == "reload":
+            engine.save(Path(folder) / str(number))
+            engine.close()
+            engine = make()
+            engine.load(Path(folder) / str(number))
+        elif verb == "activation":
+            activate(model, value)
+            changed(model)
+        elif engine.optimizer is not None:
+            engine.optimizer.param_groups[0]["lr"] = value
+        found.append(reference.copy_of(given))
+    engine.close()
+    return found
+
+
+def run_plainly(course: Course) -> list[Found]:
+    """The same in one process, without Whale."""
+    model, _, loss = build(course.description, course.activation, course.seed, course.NUM_ROWS)
+    optimizer, found = OPTIMIZER(model.named_parameters()), []
+    for number, (verb, value) in enumerate(course.verbs):
+        given: Mapping[str, Any] = {}
+        if verb == "step":
+            batch = course.batch(number)
+            optimizer.zero_grad()
+            result = reference.loss_value(loss(reference.call(model, batch), batch))
+            result.backward()
+            optimizer.step()
+            given = {"loss": result.detach()}
+        elif verb in ("evaluate", "predict"):
+            evaluation, prediction = reference.evaluate(model, loss, course.batch(number))
+            given = {"loss": torch.tensor(evaluation, dtype=torch.float64)} if verb == "evaluate" else flat(prediction)
+            model.train()
+        elif verb == "gradients":
+            given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        elif verb == "state":
+            given = model.state_dict()
+        elif verb == "reload":
+            optimizer.zero_grad()
+        elif verb == "activation":
+            activate(model, value)
+        elif verb == "rate":
+            optimizer.param_groups[0]["lr"] = value
+        found.append(reference.copy_of(given))
+    return found
+
+
+def check(world: World, course: Course) -> None:
+    expected = run_plainly(course)
+    with TemporaryDirectory() as folder:
+        runs = world.run(run, course, expected, folder, num_ranks=len(course.speeds))
+    for number, (verb, wanted) in enumerate(zip(course.verbs, expected, strict=True)):
+        floor = 1e-3 * max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=0.0)
+        for rank, found in enumerate(each[number] for each in runs):
+            names = found if verb[0] == "gradients" else {**wanted, **found}  # a rank has those of its own
+            for name in names:
+                error = reference.relative_error(found[name], wanted[name], floor)
+                assert error < TOLERANCE, f"{name} of {verb[0]} (call {number}) on rank {rank}: {error:g}"
+        missing = wanted.keys() - {name for each in runs for name in each[number]}
+        assert not missing, f"no rank has {sorted(missing)} of {verb[0]} (call {number})"
+
+
+CHAIN = (Block("feed_forward"), Block("attention"), Block("feed_forward"))
+MODEL = Description(tokens=True, blocks=CHAIN, tied=True, loss="two_terms")
+
+
+def all_verbs(*activations: str) -> tuple[tuple[Verb, Any], ...]:
+    """Steps under each of some activations, and all else after each."""
+    found: list[tuple[Verb, Any]] = [("step", 16), ("predict", 16)]
+    for name in activations:
+        found += [("activation", name), ("step", 12), ("gradients", None), ("state", None), ("step", 16)]
+    return (*found, ("predict", 9), ("evaluate", 16), ("reload", None), ("rate", 0.03), ("step", 16), ("state", None))
+
+
+FIXED = {
+    "features cut otherwise": Course(MODEL, "split", all_verbs("gelu"), "flipped"),
+    "features no longer cut": Course(MODEL, "split", all_verbs("in halves", "over halves")),
+    "split stages": Course(MODEL, "split stages", all_verbs("softmax"), "over halves"),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_law_of_fixed_courses(world: World, name: str) -> None:
+    world.prepare(plan_of, FIXED[name])
+    check(world, FIXED[name])
+
+
+@st.composite
+def courses(draw: st.DrawFn) -> Course:
+    rows = st.integers(8, 20)
+    verbs: st.SearchStrategy[tuple[Verb, Any]] = st.one_of(
+        st.tuples(st.sampled_from(("step", "step", "evaluate", "predict")), rows),
+        st.tuples(st.sampled_from(("gradients", "state", "reload")), st.none()),
+        st.tuples(st.just("activation"), st.sampled_from(list(ACTIVATIONS))),
+        st.tuples(st.just("rate"), st.sampled_from((0.003, 0.03))),
+    )
+    description = replace(draw(descriptions()), placement="none", copies=None, segments=MODEL.segments)
+    blocks = (Block("feed_forward"), *(replace(block, tied_to=None, skip_from=None) for block in description.blocks))
+    return Course(
+        replace(description, blocks=blocks),
+        draw(st.sampled_from(list(PLANS))),
+        (("step", 16), *draw(st.lists(verbs, min_size=2, max_size=7)), ("step", 16), ("state", None), ("predict", 16)),
+        draw(st.sampled_from(list(ACTIVATIONS))),
+        draw(st.integers(0, 99)),
+    )
+
+
+@at_most(12, suppress_health_check=list(HealthCheck))
+@given(courses())
+def test_law(world: World, course: Course) -> None:
+    note(f"{course!r}")
+    try:
+        world.prepare(plan_of, course)
+    except whale.PlanError as error:  # too few places to cut at, or nothing to split
+        note(str(error))
+        assume(False)
+        raise
+    check(world, course)
