@@ -28,7 +28,7 @@ def rebuilt(engine: Engine) -> Engine:
         state=engine.state,
         config=old.config,
     )
-    return Engine(engine.modes, engine.state, runtime)
+    return Engine(engine.modes, engine.state, runtime, engine.opening)
 
 
 def train(rank: int, num_ranks: int, case: Case, rebuilds: bool) -> tuple[list[float], dict[str, torch.Tensor], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from whale.api.batches import view_of
 from whale.api.data.data_position import DataPosition
 from whale.api.data.loader import Loader, make_loader
+from whale.api.data.row_source import RowSource
 from whale.api.habits.elsewhere import answer, call_answer, copy_answer
 from whale.api.habits.left_as_given import LeftAsGiven
 from whale.api.habits.since_capture import SinceCapture
@@ -21,20 +23,26 @@ from whale.api.in_company import Turn, in_company
 from whale.api.inference import out_of_inference_mode
 from whale.api.mode import CapturedMode, ModeName
 from whale.api.modes import Modes
+from whale.api.opening import Opening
 from whale.api.preparing import forget, prepare_forward, prepare_training
+from whale.api.state.initial_state import with_optimizer
 from whale.api.state.owned import OwnedParameters
 from whale.api.state.state_keys import give_extra_state, state_keys, whole_state
 from whale.api.step_loss import step_loss
 from whale.api.tracebacks import in_short
 from whale.api.tracing import Tracing
+from whale.comm import together
+from whale.config import Source
 from whale.errors import RuntimeFault, WhaleError, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
+from whale.runtime.checkpoint.moving import move_state
 from whale.runtime.checkpoint.training_state import load_state, save_state
 from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.executor import StepState
 from whale.runtime.runtime import Runtime
+from whale.runtime.state.elementwise import check_elementwise
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.training import train_step
 from whale.runtime.weights.filling import fill_tensors
@@ -50,25 +58,31 @@ class Engine:
         modes: the captured model.
         state: what training changes.
         runtime: the plan at work.
-        trains: whether the user gave an optimizer.
+        opening: how it was put to work, and another would be.
         tracing: records chosen steps; None where none are.
 
     Attributes:
-        modes, state, runtime: as given.
+        modes, state, runtime, opening: as given.
         turn: whose thread it works for.
     """
 
-    def __init__(self, modes: Modes, state: EngineState, runtime: Runtime, *, trains: bool = True, tracing: Tracing | None = None) -> None:
-        self.modes, self.state, self.runtime = modes, state, runtime
+    def __init__(self, modes: Modes, state: EngineState, runtime: Runtime, opening: Opening, *, tracing: Tracing | None = None) -> None:
+        self.modes, self.opening = modes, opening
         self.turn = Turn()
         self._data = DataPosition(state)
-        self._tracing = tracing
-        self._first_step = state.step_number
-        world = runtime.roster.world
-        self._since = SinceCapture(modes.model, modes.train.graph, modes.train.program.tensors, state.tensors, world.device)
+        self._take_up(state, runtime, tracing)
+        world, trains = runtime.roster.world, opening.optimizer is not None
         self._users = UsersTensors(modes.model, tells=world.rank == 0)
         self._as_given = LeftAsGiven(modes.model, trains=trains, warns=world.rank == 0)
         self._warns_of_no_optimizer = not trains and world.rank == 0
+
+    def _take_up(self, state: EngineState, runtime: Runtime, tracing: Tracing | None) -> None:
+        """Goes on with a state, and a plan at work on it."""
+        self.state, self.runtime, self._tracing = state, runtime, tracing
+        self._data.state = state
+        self._first_step = state.step_number
+        train = self.modes.train
+        self._since = SinceCapture(self.modes.model, train.graph, train.program.tensors, state.tensors, runtime.roster.world.device)
 
     # ---- work ------------------------------------------------------------------------------------------------
 
@@ -251,6 +265,54 @@ class Engine:
         load_state(Path(path), self.state, self.runtime.roster, self.runtime.holdings, self.model_graph, self._data.check, trust=trust)
         self.runtime.losses.forget()
         self._data.resume()
+
+    @in_short
+    @out_of_inference_mode
+    @in_company
+    def replan(self, plan: Plan | str | Path | None = None, *, config: Source = None) -> Plan:
+        """Goes on under another plan: weights, optimizer and scheduler are brought to where it wants them, in memory, name by name.
+
+        The training is the one that it would have been under that plan from the start: the same global batches, and loaders go on
+        where they are. All ranks call it, between two steps. `optimizer` and `scheduler` are others afterwards, made by the functions
+        that `whale.parallelize` was given, and `gradients` are those of the next step. What is recorded begins anew.
+
+        Args:
+            plan: as `whale.parallelize` takes it; None plans, by the settings.
+            config: settings that change, as `whale.parallelize` takes them; they win over all others from now on.
+
+        Returns:
+            The plan at work.
+
+        Raises:
+            WhaleError: as `whale.parallelize`, where nothing has changed; or a `RuntimeFault` while tensors were moved, and then the
+                engine is closed.
+        """
+        self.runtime.check_open()
+        self.runtime.call_together("replan")
+        self.runtime.losses.settle()
+        self.runtime.merge_statistics(self.state)
+        opening = self.opening.with_settings(config)
+        world, graph, old, optimizer = opening.world, self.model_graph, self.runtime, self.state.optimizer
+        roster, holdings = opening.prepare(opening.decide(plan))
+
+        def check() -> list[tuple[Loader, RowSource]]:
+            check_elementwise(optimizer, [name for name in roster.owned if name in graph.trained and holdings.is_sharded(name)])
+            return self._data.divided(roster.plan, roster.rank)
+
+        loaders = together(world, check)
+        self.state.forget_gradients()
+        old.close()
+        gc.collect()  # what was at work holds parameters in circles, which would be there twice
+        if self._tracing is not None:
+            self._tracing.give_way()
+        state, kept = move_state(self.state, old.roster, old.holdings, roster, holdings, graph)
+        with_optimizer(state, graph, holdings, opening.optimizer, opening.scheduler, world)
+        together(world, lambda: kept.give(state))
+        self.opening = opening
+        self._take_up(state, *opening.open(roster, holdings, state))
+        for loader, source in loaders:
+            loader.read_from(source)
+        return roster.plan
 
     # ---- what is asked of it ---------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ def join(resolve: Callable[[], Config]) -> tuple[World, Config]:
         return settings
 
     together(world, found)
-    _compare(settings, world)
+    compare_settings(settings, world)
     return world, settings
 
 
@@ -40,7 +40,8 @@ OF_THE_FIRST = ("trace.directory",)
 """What rank 0 alone reads: hosts may write a path otherwise."""
 
 
-def _compare(settings: Config, world: World) -> None:
+def compare_settings(settings: Config, world: World) -> None:
+    """Raises, on all ranks, a ConfigError where ranks have unlike settings."""
     own_values = {name: str(value) for name, value in settings.items() if name not in OF_THE_FIRST}
     everyones = world.gather_objects(own_values)  # lines, which blocks know, do not travel
     first = everyones[0]

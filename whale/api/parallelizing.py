@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from whale.api.apart import warn_where_apart
 from whale.api.arguments import check_arguments, check_kind
 from whale.api.attach import attach
 from whale.api.engine import Engine
@@ -20,23 +19,17 @@ from whale.api.inference import out_of_inference_mode
 from whale.api.joining import join
 from whale.api.losses import as_loss
 from whale.api.modes import Modes
+from whale.api.opening import Opening
 from whale.api.profiled import warn_of_profile
 from whale.api.session import resolve_config
 from whale.api.state.initial_state import initial_state
 from whale.api.tracebacks import in_short
-from whale.api.tracing import Tracing
 from whale.capture import BatchDims
 from whale.comm import on_first_rank, together
 from whale.config import Config
 from whale.errors import warn
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
-from whale.runtime.execute.batch.rank_batch import rank_pieces
-from whale.runtime.program.watch import NOBODY
-from whale.runtime.runtime import Runtime
-from whale.runtime.state.holdings import Holdings, discover_if_sharded
-from whale.schedules import schedules_of
-from whale.search import decide
 from whale.telling import told_if_long
 
 
@@ -102,23 +95,11 @@ def parallelize(
         with told_if_long("capturing the model", on_first=world.rank == 0):
             loss_of = together(world, lambda: as_loss(loss, model, batch))
             modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims)
-        graph = modes.train.graph
-        with told_if_long("planning", on_first=world.rank == 0) as tell:
-            decided = on_first_rank(world, lambda: decide(plan, graph, attachment.cluster, settings, tell=tell)[0])
-        warn_where_apart(decided, graph, world)
+        opening = Opening(world, modes, attachment, settings, optimizer, scheduler)
+        roster, holdings = opening.prepare(opening.decide(plan))
         for text in modes.train.program.warnings if world.rank == 0 else ():
             warn(text)
-        schedules = schedules_of(decided)
-        roster = attachment.roster(decided, world)
-        pieces = rank_pieces(decided, roster.rank, decided.planned_rows)
-        together(world, lambda: modes.train.prepare({stop - start for start, stop in pieces}))
-        axes = discover_if_sharded(decided, graph)
-        holdings = Holdings.of(decided, graph, axes)
         with told_if_long("making weights and process groups", on_first=world.rank == 0):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
-            tracing = Tracing.of(settings, graph, attachment.cluster, roster) if optimizer is not None else None
-            watch = NOBODY if tracing is None else tracing.recorder
-            runtime = Runtime(
-                roster=roster, schedules=schedules, holdings=holdings, captured=modes.train, state=state, config=settings, watch=watch
-            )
-        return Engine(modes, state, runtime, trains=optimizer is not None, tracing=tracing)
+            runtime, tracing = opening.open(roster, holdings, state)
+        return Engine(modes, state, runtime, opening, tracing=tracing)

@@ -91,6 +91,10 @@ class Tracing:
             )
         self._is_closed = True
 
+    def give_way(self) -> None:
+        """Lets another recording take its place."""
+        self._is_closed = True
+
     def _write(self, step_number: int, num_rows: int, seen: list[RankStep]) -> None:
         plan = self.roster.plan
         devices = dict(zip(self.roster.world_ranks, plan.devices, strict=True))

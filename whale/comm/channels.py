@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from whale.comm.backend import backend_of
 from whale.comm.waiting import Launched
 from whale.comm.world import World
 
@@ -45,14 +44,14 @@ class Channels:
         own_groups: whether each channel gets a group of its own; by default where NCCL carries the messages.
 
     Attributes:
-        wire_device: where tensors must lie to travel; Gloo sends from host memory only.
+        wire_device: where tensors must lie to travel.
     """
 
     def __init__(self, world: World, channels: Iterable[Channel], *, own_groups: bool | None = None) -> None:
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._lines = world.waits.lines
-        has_nccl = not world.is_alone and backend_of(world.device) == "nccl"
-        self.wire_device = world.device if has_nccl else torch.device("cpu")
+        self.wire_device = world.wire_device
+        has_nccl = self.wire_device.type != "cpu"
         self._blocks_host = not has_nccl
         if has_nccl if own_groups is None else own_groups:
             # All ranks take part, as in `Groups`: else members with unlike numbers of groups name this one differently.

@@ -56,6 +56,11 @@ class World:
         return self.size == 1
 
     @property
+    def wire_device(self) -> torch.device:
+        """Where tensors must lie to travel from rank to rank: Gloo sends from host memory only."""
+        return self.device if not self.is_alone and backend_of(self.device) == "nccl" else torch.device("cpu")
+
+    @property
     def can_compare(self) -> bool:
         """Whether there are peers to compare notes with."""
         return not self.is_alone and not self.is_imagined

@@ -293,6 +293,11 @@ class ModelGraph:
         """Parameters and buffers by name, tied names included."""
         return {name: parameter for parameter in self.parameters for name in (parameter.name, *parameter.ties)}
 
+    @cached_property
+    def trained(self) -> tuple[str, ...]:
+        """The parameters that are trained, by name, in order."""
+        return tuple(each.name for each in self.parameters if each.kind == "parameter" and each.trainable)
+
     def parameters_among(self, names: Iterable[str]) -> Iterator[Parameter]:
         """The parameters and buffers among some ops, which may be what another op reads; one that is there several times comes as often."""
         for name in names:

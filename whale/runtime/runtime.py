@@ -234,6 +234,7 @@ class Runtime:
         self._last_training = None
         if self._sync is not None:
             self._sync.close()
+        self._sync = self.clipping = None
         self._connections.close()
 
     def _make_sync(self, buckets: Sequence[Bucket], state: EngineState) -> GradientSync | None:

@@ -76,6 +76,10 @@ class Sharding:
         """The same elements on the same devices, added."""
         return Sharding(self.mesh, self.regions)
 
+    def renumbered(self, numbers: Sequence[int]) -> Sharding:
+        """The same with other numbers for the devices: of device n, the n-th."""
+        return Sharding(tuple(numbers[device] for device in self.mesh), self.regions, tuple(numbers[term] for term in self.terms))
+
     @property
     def own_terms(self) -> tuple[int, ...]:
         """Per device, its term; one and the same where values are final."""

@@ -12,7 +12,9 @@ import weakref
 from collections.abc import Mapping
 
 from whale.api.data.loader import Loader
+from whale.api.data.row_source import RowSource
 from whale.errors import CheckpointError
+from whale.ir.plan import Plan
 from whale.runtime.execute.batch.rank_batch import RankBatch
 from whale.runtime.state.engine_state import EngineState
 
@@ -20,12 +22,12 @@ from whale.runtime.state.engine_state import EngineState
 class DataPosition:
     """The loaders of one engine.
 
-    Args:
+    Attributes:
         state: its `position` is one that was read, until a step has been fed from there.
     """
 
     def __init__(self, state: EngineState) -> None:
-        self._state = state
+        self.state = state
         self._made: list[weakref.ref[Loader]] = []  # a script may make one for every epoch
         self._feeding: Loader | None = None
         self._fed: Mapping[str, int] | None = None
@@ -34,8 +36,8 @@ class DataPosition:
     @property
     def now(self) -> Mapping[str, int] | None:
         """Where the data goes on after the steps done, whatever the loader has handed out beside; None for the start."""
-        if self._state.position is not None or self._feeding is None:
-            return self._state.position
+        if self.state.position is not None or self._feeding is None:
+            return self.state.position
         return self._feeding.placed or self._fed
 
     def add(self, loader: Loader) -> None:
@@ -51,10 +53,10 @@ class DataPosition:
         """
         if not isinstance(batch, RankBatch) or not isinstance(batch.source, Loader):
             return
-        source, read = batch.source, self._state.position
+        source, read = batch.source, self.state.position
         if read is not None and source.placed is None:
             self._check_goes_on(source, batch, read)
-        self._feeding, self._fed, self._state.position = source, batch.stop, None
+        self._feeding, self._fed, self.state.position = source, batch.stop, None
         source.placed = None
 
     def _check_goes_on(self, source: Loader, batch: RankBatch, read: Mapping[str, int]) -> None:
@@ -88,12 +90,20 @@ class DataPosition:
             loader.placed = None
         self._hand_out()
 
+    def divided(self, plan: Plan, rank: int | None) -> list[tuple[Loader, RowSource]]:
+        """The loaders that the script still has, with what they would read from under another plan.
+
+        Raises:
+            BatchError: a loader's batches are too small for it.
+        """
+        return [(loader, loader.divided(plan, rank)) for loader in self._loaders()]
+
     def _loaders(self) -> list[Loader]:
         """Those that the script still has, as they were made."""
         return [loader for each in self._made if (loader := each()) is not None]
 
     def _hand_out(self) -> None:
-        read = self._state.position
+        read = self.state.position
         if read is None or self._resumed is not None:
             return
         candidates = self._loaders() if self._feeding is None else [self._feeding]

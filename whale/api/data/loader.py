@@ -7,6 +7,7 @@ the plan gives rank 0 rows 0:3       of the second batch rank 0 reads samples 4 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from whale.api.data.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
 from whale.errors import BatchError, CheckpointError
 from whale.ir.plan import Plan
-from whale.runtime.execute.batch.rank_batch import RankBatch, check_rows
+from whale.runtime.execute.batch.rank_batch import RankBatch
 from whale.runtime.execute.randomness import seed_of
 
 _OWN_OPTIONS = frozenset({"batch_size", "batch_sampler", "sampler", "generator", "collate_fn"})
@@ -63,7 +64,6 @@ def make_loader(
         raise BatchError(f"a loader decides {name} itself (got {options[name]!r})", hint="see global_batch_size, shuffle, seed and collate")
     if global_batch_size < 1:
         raise BatchError(f"global_batch_size must be at least 1 (got {global_batch_size})")
-    check_rows(plan.with_micro_batches_for(global_batch_size), global_batch_size)
     division = Division(global_batch_size, plan, rank, drop_last, collate or default_collate, whole_batches)
     source: RowSource
     if isinstance(dataset, IterableDataset):
@@ -73,9 +73,8 @@ def make_loader(
             )
         source = IterableSource(dataset, division)
     else:
-        indexed = IndexedSource(dataset, division, shuffle, seed)
-        indexed.check()
-        source = indexed
+        source = IndexedSource(dataset, division, shuffle, seed)
+    source.check()
     return Loader(source, seed, {"num_workers": num_workers, **options}, shows_progress=progress and rank == 0)
 
 
@@ -139,6 +138,20 @@ class Loader:
                 hint="make the loader with the same dataset, shuffle and seed, or start an epoch with set_epoch",
             )
 
+    def divided(self, plan: Plan, rank: int | None) -> RowSource:
+        """What it would read from under another plan.
+
+        Raises:
+            BatchError: full batches, or the short last one, are too small for it.
+        """
+        source = replace(self._source, division=replace(self._source.division, plan=plan, rank=rank))
+        source.check()
+        return source
+
+    def read_from(self, source: RowSource) -> None:
+        """Reads the rows of another rank or plan from the next batch on, in an iteration under way too."""
+        self._source = source
+
     def __len__(self) -> int:
         """Batches of a whole epoch.
 
@@ -161,10 +174,13 @@ class Loader:
     def _batches(self) -> Iterator[RankBatch]:
         self._row = self._row if self._resumes else 0
         self._resumes = False
-        epoch, row, division = self._epoch, self._row, self._source.division
+        epoch, row, source = self._epoch, self._row, self._source
         shares = iter(self._fetch(epoch, row))
         share = next(shares, None)
         while share is not None:
+            if self._source is not source:  # under another plan since: what was read ahead is of other rows
+                source, shares = self._source, iter(self._fetch(epoch, row))
+                share = next(shares)
             (num_rows, data), start = share, self._at(epoch, row)
             # The next one is read before this one is handed out, so that after the last one the position is the next epoch's start.
             share = next(shares, None)
@@ -172,7 +188,7 @@ class Loader:
             stop = self._at(epoch, row) if share is not None else self._at(epoch + 1, 0)
             if not self._resumes:  # else another iteration begins elsewhere, where a position says
                 self._epoch, self._row = stop["epoch"], stop["row"]
-            yield RankBatch(data, division.rows(num_rows), num_rows, self, start, stop)
+            yield RankBatch(data, source.division.rows(num_rows), num_rows, self, start, stop)
 
     def _fetch(self, epoch: int, row: int) -> DataLoader[Share]:
         generator = torch.Generator().manual_seed(seed_of("workers", self._seed, epoch))

@@ -64,6 +64,14 @@ class Division:
             self._known_rows[num_rows] = ((0, num_rows),) if own and self.whole_batches else own
         return self._known_rows[num_rows]
 
+    def check(self, num_rows: int) -> None:
+        """Checks that the plan can divide batches of so many rows.
+
+        Raises:
+            BatchError: it cannot.
+        """
+        check_rows(self.plan.with_micro_batches_for(num_rows), num_rows)
+
     def positions(self, num_rows: int) -> Iterator[int]:
         """Row numbers of a global batch that this rank reads, ascending."""
         return itertools.chain.from_iterable(itertools.starmap(range, self.rows(num_rows)))
@@ -71,24 +79,6 @@ class Division:
     def share(self, num_rows: int, samples: list[Any]) -> Share:
         """This rank's share of a batch, from its samples."""
         return num_rows, self.collate(samples) if samples else None
-
-
-class RowSource(Protocol):
-    """What a loader needs of its dataset."""
-
-    @property
-    def division(self) -> Division:
-        """How batches are divided."""
-
-    @property
-    def identity(self) -> dict[str, int]:
-        """What must be equal for a position in one loader to mean the same in another."""
-
-    def num_batches(self) -> int:
-        """Batches of an epoch; a TypeError where that is unknown."""
-
-    def read(self, epoch: int, row: int) -> dict[str, Any]:
-        """Arguments of a `DataLoader` that yields the shares of an epoch from a row on."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +94,9 @@ class IndexedSource:
         """Checks every batch size of an epoch against the plan.
 
         Raises:
-            BatchError: the dataset has no batch, or the last batch is too small.
+            BatchError: the dataset has no batch, or full batches or the last one are too small.
         """
+        self.division.check(self.division.batch_size)
         rest = len(self.dataset) % self.division.batch_size
         if self.num_batches() == 0:
             raise BatchError(
@@ -114,17 +105,20 @@ class IndexedSource:
                 hint="use a smaller global_batch_size, or drop_last=False",
             )
         if rest and not self.division.drop_last:
-            check_rows(self.division.plan.with_micro_batches_for(rest), rest)
+            self.division.check(rest)
 
     @property
     def identity(self) -> dict[str, int]:
+        """What must be equal for a position in one loader to mean the same in another."""
         return {"samples": len(self.dataset), "shuffle": int(self.shuffle), "seed": self.seed}
 
     def num_batches(self) -> int:
+        """Batches of an epoch; a TypeError where that is unknown."""
         size, length = self.division.batch_size, len(self.dataset)
         return length // size if self.division.drop_last else -(-length // size)
 
     def read(self, epoch: int, row: int) -> dict[str, Any]:
+        """Arguments of a `DataLoader` that yields the shares of an epoch from a row on."""
         shares = _IndexedShares(self.dataset, self.division, ("sample", self.seed, epoch))
         return {"dataset": shares, "sampler": _Requests(self, epoch, row)}
 
@@ -190,6 +184,9 @@ class IterableSource:
     def identity(self) -> dict[str, int]:
         return {}
 
+    def check(self) -> None:
+        self.division.check(self.division.batch_size)
+
     def num_batches(self) -> int:
         raise TypeError("a loader of an iterable dataset does not know its number of batches")
 
@@ -207,3 +204,7 @@ class _StreamShares(IterableDataset[Share]):
             num_rows = len(samples)
             if not (self.division.drop_last and num_rows < self.division.batch_size):
                 yield self.division.share(num_rows, [samples[position] for position in self.division.positions(num_rows)])
+
+
+RowSource = IndexedSource | IterableSource
+"""What a loader reads its rows from."""

@@ -10,6 +10,8 @@ from torch import nn
 from whale.api.modes import Modes
 from whale.api.state.optimizers import MakeOptimizer, MakeScheduler, make_optimizer, make_scheduler
 from whale.api.state.weights import agree_on_weights
+from whale.comm import World
+from whale.ir.graph import ModelGraph
 from whale.runtime.execute.roster import Roster
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
@@ -47,9 +49,24 @@ def initial_state(
     users = modes.train.program.tensors
     tensors = agree_on_weights(modes.model, users, roster.owned, roster.holders, world, seed, initialize, shard)
     state = EngineState(tensors)
+    with_optimizer(state, modes.train.graph, holdings, optimizer, scheduler, world)
+    return state
+
+
+def with_optimizer(
+    state: EngineState,
+    graph: ModelGraph,
+    holdings: Holdings,
+    optimizer: MakeOptimizer | None,
+    scheduler: MakeScheduler | None,
+    world: World,
+) -> None:
+    """Gives a state the user's optimizer over its parameters, and the scheduler; all ranks of the world call it.
+
+    Raises:
+        ConfigError: as `make_optimizer` and `make_scheduler`.
+    """
     sharded = [name for name in state.parameters if holdings.is_sharded(name)]
-    trained = [each.name for each in modes.train.graph.parameters if each.kind == "parameter" and each.trainable]
-    state.optimizer = make_optimizer(optimizer, state.parameters, sharded, trained, world)
+    state.optimizer = make_optimizer(optimizer, state.parameters, sharded, graph.trained, world)
     state.keep_to_itself()
     state.scheduler = make_scheduler(scheduler, state.optimizer, world)
-    return state

@@ -106,8 +106,7 @@ def _schedule(state: EngineState, extras: Extras) -> dict[str, Any] | None:
 
 def _first_to_train(roster: Roster, model: ModelGraph) -> int | None:
     """The lowest rank of the world that has an optimizer, if parallelize was given one."""
-    trained = (each.name for each in model.parameters if each.kind == "parameter" and each.trainable)
-    return min((roster.holders[name][0] for name in trained if name in roster.holders), default=None)
+    return min((roster.holders[name][0] for name in model.trained if name in roster.holders), default=None)
 
 
 def _tell_of_schedule(state: EngineState, extras: Extras) -> None:

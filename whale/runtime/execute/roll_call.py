@@ -15,7 +15,7 @@ from whale.comm import World
 from whale.errors import RuntimeFault
 from whale.runtime.execute.everyone import Everyone
 
-Call = Literal["step", "evaluate", "predict", "state_dict", "load_state_dict", "save", "load"]
+Call = Literal["step", "evaluate", "predict", "state_dict", "load_state_dict", "save", "load", "replan"]
 
 _CALLS: tuple[Call, ...] = get_args(Call)
 NUM_TOLD = 11

@@ -6,16 +6,33 @@ the same plan takes it over as it is.
 
 from __future__ import annotations
 
+import collections
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from whale.errors import ConfigError, warn
+
+
+class _Replaced(list[dict[str, Any]]):
+    """The groups of an optimizer that the engine has replaced."""
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        raise self._error()
+
+    def __iter__(self) -> NoReturn:
+        raise self._error()
+
+    def _error(self) -> ConfigError:
+        return ConfigError(
+            "engine.replan made another optimizer, over the parameters that this rank has now (this one trains nothing any more)",
+            hint="read engine.optimizer and engine.scheduler again after engine.replan",
+        )
 
 
 @dataclass
@@ -31,7 +48,7 @@ class EngineState:
         has_moved_statistics: whether steps have moved buffers (running statistics) on their owners, each by its own rows.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None
     step_number: int = 0
@@ -60,6 +77,18 @@ class EngineState:
         """Leaves no parameter a gradient."""
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def release(self, name: str) -> torch.Tensor | None:
+        """Lets go of a tensor, which is somebody else's then; None where this rank owns nothing of it."""
+        self.parameters.pop(name, None)
+        return self.tensors.pop(name, None)
+
+    def release_optimizer(self) -> None:
+        """Lets go of the optimizer's state and parameters; who still has the optimizer at hand is told when he looks into it."""
+        if self.optimizer is not None:
+            self.optimizer.state = collections.defaultdict(dict)
+            self.optimizer.param_groups = _Replaced()
+        self.optimizer = self.scheduler = None
 
     def keep_to_itself(self) -> None:
         """Lets nobody else step the optimizer: whoever has it at hand, or gives it to a `GradScaler`, would apply gradients twice."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from whale.axes import Axes, discover
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime.program.shard.pieces import Index, as_index, part
+from whale.runtime.state.perform import Whole
 from whale.sharding import Piece, Region
 from whale.sharding.parameters import ParameterShardings, parameter_shardings
 
@@ -42,6 +44,11 @@ class Holdings:
     def is_sharded(self, name: str) -> bool:
         """Whether some rank holds only a part."""
         return self.shardings.is_sharded(name)
+
+    def whole(self, model: ModelGraph, name: str) -> Whole:
+        """A parameter or buffer of the model, as what its parts are moved by."""
+        spec = model.parameter_by_name[name].spec
+        return Whole(name, spec.shape, getattr(torch, spec.dtype), self.shardings.space(name))
 
     def index(self, name: str, region: Region, within: Region | None = None) -> tuple[Index, ...] | None:
         """Where a region lies in a tensor that holds another one (by default the whole parameter); None for all of it."""

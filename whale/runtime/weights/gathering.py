@@ -13,10 +13,10 @@ from whale.errors import PlanError, warn
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, Plan
 from whale.ir.writes import Reads
-from whale.runtime.program.shard.pieces import Index, as_index, part, write_part
+from whale.runtime.program.shard.pieces import as_index, write_part
 from whale.runtime.state.holdings import Holdings
-from whale.sharding import Piece as HeldPiece
-from whale.sharding import Region
+from whale.runtime.state.perform import perform
+from whale.sharding import Region, Sharding, reshard
 from whale.sharding.borders import row_space
 from whale.sharding.index_sets import count
 
@@ -46,48 +46,16 @@ def gather_tensors(
         Tensors by name; None on ranks that get nothing.
     """
     found: dict[str, torch.Tensor] = {}
+    target = Sharding.whole(tuple(range(world.size)) if only is None else (only,))
     for name in holdings.shardings.parameters:
-        spec = model.parameter_by_name[name].spec
-        whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) if only in (None, world.rank) else None
-        for piece in holdings.pieces(name):
-            index = holdings.index(name, piece.region)
-            holder = world_ranks[piece.owners[0]]
-            mine = _own_piece(holdings, name, piece, rank, tensors) if holder == world.rank else None
-            with world.speaking(f"gathering {name}"):
-                _gather_piece(whole, index, mine, holder, world, only)
-        if whole is not None:
-            found[name] = whole
+        source = holdings.shardings.gradient(name).final.renumbered(world_ranks)
+        held = None if rank is None or name not in tensors else tensors[name].detach()
+        whole = holdings.whole(model, name)
+        value = perform(reshard(source, target), whole, held, source.held.get(world.rank), world, torch.device("cpu"))
+        if only in (None, world.rank):
+            assert value is not None, "everybody who gets the whole holds it afterwards"
+            found[name] = value.cpu().clone() if value is held else value
     return found if only in (None, world.rank) else None
-
-
-def _own_piece(holdings: Holdings, name: str, piece: HeldPiece, rank: int | None, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    assert rank is not None
-    index = holdings.index(name, piece.region, holdings.held(name, rank))
-    held = tensors[name].detach()
-    return (held if index is None else part(held, index)).cpu()
-
-
-def _gather_piece(
-    whole: torch.Tensor | None, index: tuple[Index, ...] | None, mine: torch.Tensor | None, holder: int, world: World, only: int | None
-) -> None:
-    """Brings one piece from its holder into the whole tensor, on one rank or on all."""
-    if whole is None:
-        if mine is not None:
-            dist.send(_wire(mine.contiguous()), only)
-        return
-    if mine is None or (only is None and not world.is_alone):
-        target = whole if index is None else torch.empty_like(part(whole, index), memory_format=torch.contiguous_format)
-        if mine is not None:
-            target.copy_(mine)
-        if only is None:
-            dist.broadcast(_wire(target), src=holder)
-        else:
-            dist.recv(_wire(target), holder)
-        mine = target
-    if index is not None:
-        write_part(whole, index, mine)
-    elif mine is not whole:
-        whole.copy_(mine)
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,110 @@
+"""Bringing tensors from one sharding to another: the steps of `whale.sharding.reshard`, performed on this rank.
+
+    steps        1 -> 0 x[5:8]        what a step moves, everybody copies out of what it held before into what it holds after
+    rank 0       [0 1 2 3 4]     ->   [0 1 2 3 4 5 6 7]
+    rank 1       [5 6 7]         ->   nothing
+
+Here devices are ranks of the world. It is made for what happens between steps of a training: each tensor is waited for before the next,
+so that no more than one is there twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.comm import World
+from whale.runtime.program.shard.pieces import as_index, part, write_part
+from whale.sharding import IndexSpace, Move, Region, Step
+
+SUMS = ("all-reduce", "reduce-scatter")
+"""Steps in which what arrives from several ranks is added."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of which ranks hold regions.
+
+    Attributes:
+        name: for messages.
+        shape, dtype: of all of it.
+        space: where regions lie in it; one without dimensions for a tensor that nobody holds a part of.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    space: IndexSpace
+
+    def empty(self, region: Region, device: torch.device) -> Tensor:
+        """Room for a region."""
+        return torch.empty(self.space.shape(region) if self.space.dimensions else self.shape, dtype=self.dtype, device=device)
+
+    def cut(self, held: Tensor, region: Region, within: Region) -> Tensor:
+        """A region of what is held, which may be a view."""
+        return held if region == within else part(held, tuple(map(as_index, self.space.positions(region, within))))
+
+    def write(self, held: Tensor, region: Region, within: Region, value: Tensor, *, add: bool) -> None:
+        """Puts a region into what is held, or adds it to what is there."""
+        write_part(held, () if region == within else tuple(map(as_index, self.space.positions(region, within))), value, add=add)
+
+
+def perform(
+    steps: Sequence[Step], whole: Whole, held: Tensor | None, region: Region | None, world: World, device: torch.device
+) -> Tensor | None:
+    """What this rank holds of a tensor after some steps; all ranks that are in one of them call it with the same steps.
+
+    Args:
+        steps: of `whale.sharding.reshard`, between ranks of the world.
+        whole: the tensor.
+        held: what this rank holds; None for nothing. Where no step changes it, it is returned itself; an all-reduce works in its place.
+        region: which part of the tensor that is.
+        world: this process among its peers.
+        device: where what this rank gets is made.
+
+    Raises:
+        RuntimeFault: a peer died, or a wait outlasted its limit.
+    """
+    for step in steps:
+        before, after = dict(step.before).get(world.rank), dict(step.after).get(world.rank)
+        gotten = [move for move in step.moves if world.rank == move.target]
+        is_as_it_was = before == after and [(move.source, move.region) for move in gotten] in ([(world.rank, after)], [])
+        given = [move for move in step.moves if world.rank == move.source and not (is_as_it_was and move.target == world.rank)]
+        own = {move: whole.cut(held, move.region, region) for move in given if held is not None and region is not None}
+        came = _exchange(own, [move for move in gotten if move.source != world.rank], whole, world)
+        if is_as_it_was:
+            continue
+        result = None if after is None else whole.empty(after, device).zero_()  # what nobody gives is zero
+        for move in sorted(gotten, key=lambda move: move.source):  # sums are equal on all ranks
+            assert result is not None and after is not None, "a rank gets what it holds afterwards"
+            value = own[move] if move.source == world.rank else came[move]
+            whole.write(result, move.region, after, value.to(device), add=step.kind in SUMS)
+        if step.kind == "all-reduce" and held is not None and region is not None and result is not None and after is not None:
+            whole.write(held, after, region, result, add=False)
+        else:
+            held, region = result, after
+    return held
+
+
+def _exchange(own: Mapping[Move, Tensor], gotten: Sequence[Move], whole: Whole, world: World) -> dict[Move, Tensor]:
+    """Sends and receives, all at once: a communicator that works in turn has no order in which ranks wait for each other.
+
+    Bytes travel, whatever the type is.
+    """
+    sent = {move: _flat(value.to(world.wire_device)) for move, value in own.items() if move.target != world.rank}
+    rooms = {move: whole.empty(move.region, world.wire_device) for move in gotten}
+    operations = [dist.P2POp(dist.isend, wire, move.target) for move, wire in sent.items()]
+    operations += [dist.P2POp(dist.irecv, _flat(room), move.source) for move, room in rooms.items()]
+    if operations:
+        with world.speaking(f"moving {whole.name}"):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+    return rooms
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
