@@ -24,6 +24,7 @@ from whale.estimate import (
     size_line,
     state_bytes,
 )
+from whale.estimate.costs.op_table import fused_ops
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import Parameter, TensorSpec
@@ -132,7 +133,8 @@ def test_pointwise_ops_may_run_in_one_kernel_with_their_reader() -> None:
     graph = Graph()
     h = graph.linear("layer0", graph.input("x"))
     for number, source in enumerate((h, "p0", "p1")):
-        graph.call(f"p{number}", "aten.tanh.default", source, flops=32, tags=("pointwise",))
+        kind, tags = ("dropout", ()) if number == 1 else ("tanh", ("pointwise",))  # torch does not tag all that are pointwise
+        graph.call(f"p{number}", f"aten.{kind}.default", source, flops=32, tags=tags)
     graph.sum_loss(graph.linear("layer1", "p2"))
     built = graph.build()
     alone, fused = op_table(built), op_table(built, fused=True)
@@ -140,6 +142,15 @@ def test_pointwise_ops_may_run_in_one_kernel_with_their_reader() -> None:
     assert alone.launches[place].tolist() == [1, 1, 1] and fused.launches[place].tolist() == [0, 0, 1]
     assert fused.bytes_per_row[place].tolist() == [8 * 4, 0, 8 * 4], "the first reads, the last writes"
     assert alone.bytes_per_row[place].tolist() == [2 * 8 * 4] * 3
+
+
+def test_what_draws_numbers_is_not_pointwise_for_that() -> None:
+    graph = Graph()
+    h = graph.linear("layer0", graph.input("x"))
+    graph.call("attended", "aten.scaled_dot_product_attention.default", h, h, h, tags=("random",))
+    graph.call("p0", "aten.tanh.default", "attended", tags=("pointwise",))
+    graph.sum_loss(graph.linear("layer1", "p0"))
+    assert fused_ops(graph.build()) == set()
 
 
 def test_products_may_run_in_tensorfloat() -> None:

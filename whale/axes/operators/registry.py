@@ -16,7 +16,7 @@ from whale.axes.operators.lookups import LOOKUPS
 from whale.axes.operators.losses import LOSSES
 from whale.axes.operators.matrices import ATTENTION, MATRICES
 from whale.axes.operators.normalisations import NORMALISATIONS
-from whale.axes.operators.pointwise import POINTWISE, pointwise
+from whale.axes.operators.pointwise import POINTWISE, copied, pointwise
 from whale.axes.operators.recurrences import RECURRENCES
 from whale.axes.operators.reductions import ALONG_A_DIMENSION, REDUCTIONS
 from whale.axes.operators.shapes import SHAPES
@@ -91,6 +91,11 @@ def entry_of(target: str, is_pointwise: bool = False) -> Operator:
         found = OPERATORS.get(target.removeprefix("aten.")) or OPERATORS.get(operator_name(target))
         return found or (PLAIN if is_pointwise else UNKNOWN)
     return PLAIN if is_pointwise else OWN
+
+
+def is_pointwise(op: Op) -> bool:
+    """Whether each element of an op's results comes of one of each operand: as torch's tag says, or the entry."""
+    return entry_of(op.target, "pointwise" in op.tags).axes in (pointwise, copied)
 
 
 def added_operand(op: Op) -> str | None:

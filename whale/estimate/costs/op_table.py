@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.axes.operators import operator_of
+from whale.axes.operators import is_pointwise, operator_of
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.products import NO_PRODUCT, product_sizes
 from whale.ir.graph import ModelGraph, Op, TensorSpec
@@ -127,11 +127,11 @@ def _figures(op: Op, graph: ModelGraph, sizes: Mapping[str, Line], inside: froze
 
 
 def fused_ops(graph: ModelGraph) -> frozenset[str]:
-    """Pointwise ops (dropout among them) that one op alone reads, which makes something of their size and is no matrix product."""
+    """Pointwise ops that one op alone reads, which makes something of their size and is no matrix product."""
     found = set()
     for op in graph.ops:
         users = graph.users[op.name]
-        if op.tags & {"pointwise", "random"} and op.outputs and len(users) == 1:
+        if is_pointwise(op) and not is_free(op) and len(users) == 1:
             user = graph.by_name[users[0]]
             alike = bool(user.outputs) and user.outputs[0].shape == op.outputs[0].shape and not is_free(user)
             if alike and product_sizes(graph, user) == NO_PRODUCT:
