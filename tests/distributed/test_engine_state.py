@@ -64,5 +64,5 @@ def test_a_rebuilt_runtime_goes_on_exactly(world: World, optimizer: str) -> None
 
 
 def test_a_state_knows_no_process_group() -> None:
-    names = {"tensors", "optimizer", "scheduler", "step_number", "position", "has_moved_statistics"}
+    names = {"tensors", "optimizer", "scheduler", "step_number", "position", "num_advanced", "noted_settings", "has_moved_statistics"}
     assert {name for name in EngineState.__dataclass_fields__ if not name.startswith("_")} == names

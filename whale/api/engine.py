@@ -102,8 +102,9 @@ class Engine:
         Raises:
             BatchError: the batch is not of the example's form, too small, or unequal on two ranks. Nothing has changed.
             CaptureError: layers were replaced since the capture, parameters frozen or unfrozen, or `torch.autocast` is in force.
-            RuntimeFault: a peer died, or a wait outlasted ``communication.timeout_seconds``; or the loss is no finite number,
-                and has not gone into the weights (on a GPU it may have: it is looked at two steps later).
+            RuntimeFault: a peer died, or a wait outlasted ``communication.timeout_seconds``; or ranks hold unlike weights of one
+                parameter, or have changed the optimizer's settings in unlike ways; or the loss is no finite number, and has not gone
+                into the weights (on a GPU it may have: it is looked at two steps later).
         """
         self.runtime.check_open()
         if self._warns_of_no_optimizer:

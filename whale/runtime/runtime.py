@@ -16,6 +16,7 @@ from whale.ir.schedule import Schedule
 from whale.ir.updates import buffer_updates
 from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.connections import Connections
+from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.executor import StepState
 from whale.runtime.execute.finite import LossWatch
 from whale.runtime.execute.roll_call import Call, call_together
@@ -73,6 +74,7 @@ class Runtime:
         groups = groups_of(roster.plan, graph, holdings.shardings)
         self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph), watch)
         self._sync = self._make_sync(buckets, state)
+        self._copies = EqualCopies(holdings, roster, state)
         self._buffers = SharedBuffers(holdings, roster.rank, state.tensors, self._connections.everyone.add, roster.world.device)
         self._workers: dict[str, Worker] = {}
         self._kept: dict[str, KeptBuffers] = {}
@@ -107,6 +109,7 @@ class Runtime:
             holdings=self.holdings,
             connections=self._connections,
             sync=self._sync if trains else None,
+            copies=self._copies if trains else None,
         )
         if trains:
             moving = (name for name, kind in self._workers[mode].written.items() if kind == "statistics" and name in self._tensors)

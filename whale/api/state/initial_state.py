@@ -70,3 +70,4 @@ def with_optimizer(
     state.optimizer = make_optimizer(optimizer, state.parameters, sharded, graph.trained, world)
     state.keep_to_itself()
     state.scheduler = make_scheduler(scheduler, state.optimizer, world)
+    state.noted_settings = state.settings

@@ -38,6 +38,7 @@ class Kept:
     def give(self, state: EngineState) -> None:
         """Lets the optimizer and the scheduler of a state go on from here."""
         write_optimizer(state.optimizer, state.parameters, self.optimizer)
+        state.noted_settings = state.settings
         if state.scheduler is not None and self.schedulers:
             assert state.optimizer is not None
             state.scheduler.load_state_dict(fitted_state(state.scheduler, state.optimizer, state.parameters, self.schedulers))

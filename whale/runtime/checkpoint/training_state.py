@@ -89,7 +89,8 @@ def load_state(
         state.note_schedule()
     elif roster.world.rank == _first_to_train(roster, model):
         _tell_of_schedule(state, extras)
-    state.step_number = int(extras.shared["step"])
+    state.noted_settings = state.settings
+    state.step_number, state.num_advanced = int(extras.shared["step"]), 0
     state.position = extras.shared.get("position")
     if "random" in extras.own:
         set_random_state(extras.own["random"])

@@ -1,15 +1,18 @@
-"""What ranks must agree on before a step's first message: the rows and contents of the batch, and the weights of the loss."""
+"""What ranks must agree on before a step's first message: the rows and contents of the batch, the weights of the loss, and what they hold
+in common.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
 import torch
 
+import whale.runtime.execute.equal_copies as equal_copies
 import whale.runtime.execute.roll_call as roll_call
 from whale.comm import Launched
 from whale.errors import BatchError, WhaleError
@@ -19,6 +22,7 @@ from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.batch.digest import BITS, combined, digests, on_host
 from whale.runtime.execute.batch.rank_batch import check_rows
 from whale.runtime.execute.batch.shared_rows import SharedPiece, balance, shared_pieces
+from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.loss import WeightProgram
 from whale.runtime.execute.roster import Roster
@@ -28,6 +32,7 @@ from whale.units import listed
 DEVICE_STEPS = 3
 """Steps whose batches are compared by content where they lie on a device, which has to be waited for."""
 
+_NUM_OF_BATCH = roll_call.NUM_TOLD - equal_copies.NUM_TOLD
 _CALLS: Mapping[str, roll_call.Call] = {"train": "step", "eval": "evaluate", "predict": "predict"}
 
 
@@ -42,6 +47,7 @@ class _Told:
             it has no part of the batch.
         contents: a digest of each tensor of a global batch; None where it cannot be compared, or is not this time.
         balance: of the rows that this rank has read for itself beside others (`shared_rows`); None as `contents`.
+        copies: what is told of weights and settings that others have too (`EqualCopies.told`).
         refusal: why it refuses the batch; None where it does not.
     """
 
@@ -50,16 +56,17 @@ class _Told:
     capture: int | None = None
     contents: Mapping[str, int] | None = None
     balance: int | None = None
+    copies: tuple[float, ...] = (0.0,) * equal_copies.NUM_TOLD
     refusal: str | None = None
 
     @property
     def numbers(self) -> tuple[float, ...]:
         """Rows, their square, whether all are here; of the capture and the contents, whether it tells, what, its square; the balance,
-        likewise without the square. Sums over all ranks are exact in float64.
+        likewise without the square; what is told of copies. Sums over all ranks are exact in float64.
         """
         told = (self.capture, None if self.contents is None else combined(self.contents))
         found = [number for one in told for number in (one is not None, one or 0, (one or 0) ** 2)]
-        return self.num_rows, self.num_rows**2, self.is_whole, *found, self.balance is not None, self.balance or 0
+        return self.num_rows, self.num_rows**2, self.is_whole, *found, self.balance is not None, self.balance or 0, *self.copies
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class Agreement:
         tensors: what weights may read beside the batch.
         roster: who is who.
         everyone: sums over all ranks.
+        copies: what this rank holds in common with others; None where nothing is trained.
     """
 
     def __init__(
@@ -101,7 +109,9 @@ class Agreement:
         tensors: Mapping[str, torch.Tensor],
         roster: Roster,
         everyone: Everyone,
+        copies: EqualCopies | None,
     ) -> None:
+        self._copies = copies
         self._plan, self._weights, self._tensors = plan, weights, tensors
         self._loss_stages, self._held_terms = stages.loss_stages(model), stages.held_terms(model)
         self._seat, self._world, self._everyone = roster.seat, roster.world, everyone
@@ -128,6 +138,7 @@ class Agreement:
 
         Raises:
             BatchError: the batch is too small for the plan, or its rows differ between ranks.
+            RuntimeFault: ranks hold unlike weights of one parameter, or unlike settings of the optimizer.
         """
         try:
             self.micro_batches(batch.num_rows)
@@ -136,6 +147,8 @@ class Agreement:
             self._end(self._start(told), told, None)
             raise refusal
         told = self._told(batch)
+        if self._copies is not None:
+            told = replace(told, copies=self._copies.told())
         if batch.is_global:
             first = self._start(told)
             return Pending(self._measure_whole(batch), lambda: self._end(first, told, self._none()))
@@ -193,7 +206,8 @@ class Agreement:
         """Waits for what all ranks tell, and compares it; the number of ranks that have all rows."""
         numbers, work = first
         self._everyone.finish(work, "comparing the batch")
-        count, squares, num_whole, *others, num_balanced, rest = roll_call.read(numbers, self._call, self._world.size)
+        found = roll_call.read(numbers, self._call, self._world.size)
+        (count, squares, num_whole, *others, num_balanced, rest), copies = found[:_NUM_OF_BATCH], found[_NUM_OF_BATCH:]
         if math.isnan(count):
             self._refuse_with_others(told)
         if not roll_call.are_equal(self._world.size, count, squares):
@@ -211,6 +225,8 @@ class Agreement:
                 hint="draw what is random in a dataset from Python's, NumPy's or torch's own random numbers, which the loader seeds for "
                 "each sample; or seed it by the sample's index",
             )
+        if self._copies is not None and not self._copies.are_equal(copies):
+            self._copies.check()
         return int(num_whole)
 
     def _refuse_with_others(self, told: _Told) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
+import whale.runtime.execute.equal_copies as equal_copies
 from whale.comm import World
 from whale.errors import RuntimeFault
 from whale.runtime.execute.everyone import Everyone
@@ -18,7 +19,7 @@ from whale.runtime.execute.everyone import Everyone
 Call = Literal["step", "evaluate", "predict", "state_dict", "load_state_dict", "save", "load", "replan"]
 
 _CALLS: tuple[Call, ...] = get_args(Call)
-NUM_TOLD = 11
+NUM_TOLD = 11 + equal_copies.NUM_TOLD
 """Numbers that a call may tell beside itself."""
 NUM_NUMBERS = 2 * len(_CALLS) + NUM_TOLD
 

@@ -17,6 +17,7 @@ from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.batch.inputs_ahead import InputsAhead
 from whale.runtime.execute.boundary import Boundary
 from whale.runtime.execute.connections import Connections
+from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.exchange import Exchange
 from whale.runtime.execute.executor import Executor, StepState
 from whale.runtime.execute.loss import LossAccount, weight_program
@@ -40,6 +41,7 @@ class Worker:
         holdings: who holds which part of what.
         connections: to the other ranks.
         sync: gradient synchronisation; None where nothing is trained.
+        copies: what this rank holds in common with others; None likewise.
 
     Attributes:
         plan, model: as given.
@@ -58,6 +60,7 @@ class Worker:
         holdings: Holdings,
         connections: Connections,
         sync: GradientSync | None,
+        copies: EqualCopies | None,
     ) -> None:
         roster = connections.roster
         self.plan, self.model, self._seat = plan, captured.graph, roster.seat
@@ -78,7 +81,7 @@ class Worker:
                 order, stages.runners, exchange, self.model, stages.counted, sync, connections.status, connections.watch, self._device
             )
         self._runners = stages.runners
-        self._agreement = Agreement(plan, self.model, self._weights, stages, tensors, roster, connections.everyone)
+        self._agreement = Agreement(plan, self.model, self._weights, stages, tensors, roster, connections.everyone, copies)
 
     def _make_exchange(self, schedule: Schedule, axes: Axes | None, connections: Connections) -> Exchange:
         seat, world, ranks = self._seat, connections.roster.world, connections.roster.world_ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from whale.errors import ConfigError, warn
+from whale.runtime.state.optimizer_state import plain_settings
 
 
 class _Replaced(list[dict[str, Any]]):
@@ -45,6 +46,8 @@ class EngineState:
         scheduler: the user's learning-rate scheduler; None likewise.
         step_number: steps done; with a seed it decides the random numbers of the next.
         position: where the data goes on, plain data of a loader, read from a checkpoint and not gone on from yet; else None.
+        num_advanced: steps done since it was made, or loaded.
+        noted_settings: of the optimizer, as the last step, or who made or loaded it, has left them.
         has_moved_statistics: whether steps have moved buffers (running statistics) on their owners, each by its own rows.
     """
 
@@ -53,6 +56,8 @@ class EngineState:
     scheduler: Any = None
     step_number: int = 0
     position: Mapping[str, int] | None = None
+    num_advanced: int = 0
+    noted_settings: list[dict[str, object]] = field(default_factory=list)
     has_moved_statistics: bool = False
     _is_advancing: bool = False
     _scheduled: int | None = None
@@ -120,8 +125,15 @@ class EngineState:
         if self.scheduler is not None and applies:
             self.scheduler.step(*([loss] if self._scheduler_reads_loss else []))
             self.note_schedule()
+        self.noted_settings = self.settings
         self.step_number += 1
+        self.num_advanced += 1
         self.has_moved_statistics = True
+
+    @property
+    def settings(self) -> list[dict[str, object]]:
+        """The optimizer's, by group, as far as they are plain values."""
+        return plain_settings(self.optimizer)
 
     def note_schedule(self) -> None:
         """Takes down where the scheduler stands, which has come there rightly."""

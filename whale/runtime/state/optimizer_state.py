@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from whale.errors import CheckpointError, raise_faults
+
+_NO_SETTINGS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Entries of a group that say whom it steps, or by which kernels; these may depend on the device."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,26 @@ def read_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[
             if index in packed["state"]:
                 state[name] = dict(packed["state"][index])
     return OptimizerState(state, options)
+
+
+def plain_settings(optimizer: torch.optim.Optimizer | None) -> list[dict[str, object]]:
+    """Per group of an optimizer, the settings that are plain values, and say what it computes; nothing on a device is read."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [
+        {key: plain for key in sorted(group) if key not in _NO_SETTINGS and (plain := _plain(group[key])) is not ...} for group in groups
+    ]
+
+
+def _plain(value: object) -> object:
+    """A number, a word, a truth or a tuple of them, as it is written in every process; `...` for anything else."""
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else ...
+    if isinstance(value, (tuple, list)):
+        plain = tuple(map(_plain, value))
+        return ... if ... in plain else plain
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    return float(value) if isinstance(value, Real) else ...
 
 
 def write_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, Tensor], saved: OptimizerState) -> None:

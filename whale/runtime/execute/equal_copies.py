@@ -1,0 +1,230 @@
+"""Whether ranks that hold the same parameters hold equal weights, and step them by equal settings of the optimizer.
+
+Each rank tells a number, so made that they add up to zero where copies are equal: of what several ranks hold the lowest adds a digest
+as often as there are others, and each of these takes its own away.
+
+    rank 0   layer.weight   + 1 x digest
+    rank 1   layer.weight   - 1 x digest     sum 0
+
+Settings are compared in every step. Weights are read for it, so they are compared before the first step and after 1, 2, 4, 8 ... of them.
+Copies of weights are equal to the bit on devices that are alike; what unlike ones round otherwise is looked at once more, and let pass.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.errors import RuntimeFault
+from whale.runtime.execute.batch.digest import BITS
+from whale.runtime.execute.roster import Roster
+from whale.runtime.program.shard.pieces import Index, part
+from whale.runtime.state.engine_state import EngineState
+from whale.runtime.state.holdings import Holdings
+from whale.units import listed
+
+_MODULUS = (1 << 31) - 1
+"""Of a rank's number: the sum of 8,192 of them is exact in float64."""
+_CHUNK = 1 << 18
+"""Elements that are weighed at once, at 16 bytes each: they stay in the cache of a CPU."""
+_ODD = 0x1E3779B97F4A7C15
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+NUM_TOLD = 6
+"""Numbers that a rank tells."""
+
+_Key = tuple[str, int]
+"""A parameter, and the number of a piece of it."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A piece of a parameter that other ranks hold too.
+
+    Attributes:
+        index: where it lies in what this rank holds; None for all of it.
+        owners: ranks of the world, ascending.
+    """
+
+    index: tuple[Index, ...] | None
+    owners: tuple[int, ...]
+
+
+class EqualCopies:
+    """Compares what this rank holds with what others hold.
+
+    Args:
+        holdings: who holds what.
+        roster: who is who.
+        state: of the training.
+    """
+
+    def __init__(self, holdings: Holdings, roster: Roster, state: EngineState) -> None:
+        self._state, self._world = state, roster.world
+        self._copies: dict[_Key, _Copy] = {}
+        self._weights: dict[str, int] = {}
+        self._names = {id(parameter): name for name, parameter in state.parameters.items()}
+        for name in state.parameters if self._world.can_compare else ():
+            assert roster.rank is not None, "an idle rank owns nothing"
+            pieces, held = holdings.pieces(name), holdings.held(name, roster.rank)
+            owned = [roster.in_world(piece.owners) for piece in pieces]
+            self._weights[name] = self._factor(roster.holders[name]) * _digest(name)
+            for number, (piece, owners) in enumerate(zip(pieces, owned, strict=True)):
+                if self._world.rank in owners and len(owners) > 1:
+                    self._copies[name, number] = _Copy(holdings.index(name, piece.region, held), owners)
+
+    def told(self) -> tuple[float, ...]:
+        """What this rank tells before a step: its part of the sum that is to be zero; whether it has an optimizer, and of the settings
+        of its groups, by position, a digest and its square: as the last step left them, then as they are.
+        """
+        if not self._world.can_compare:
+            return (0.0,) * NUM_TOLD
+        settings, noted = self._state.settings, self._state.noted_settings
+        total = sum(_digest(group) * sum(self._weights[name] for name in members) for group, members in self._groups(settings))
+        if self._state.num_advanced & (self._state.num_advanced - 1) == 0:
+            sums = self._checksums()
+            total += sum(self._factor(copy.owners) * _digest((key, sums[key])) for key, copy in self._copies.items())
+        positions = [_digest(each) & ((1 << BITS) - 1) for each in (noted, settings)] if settings else [0, 0]
+        return total % _MODULUS, bool(settings), positions[0], positions[0] ** 2, positions[1], positions[1] ** 2
+
+    @staticmethod
+    def are_equal(told: Sequence[float]) -> bool:
+        """Whether nothing speaks against equal copies, by the sums over all ranks of what they tell."""
+        total, num, noted, noted_squares, now, now_squares = map(int, told)
+        is_apart = num * noted_squares == noted**2 and num * now_squares != now**2
+        return total % _MODULUS == 0 and not is_apart
+
+    def check(self) -> None:
+        """Looks at copies one by one, and says which are unlike; all ranks of the world call it.
+
+        Raises:
+            RuntimeFault: ranks hold unlike copies, by more than rounding, or have changed the settings of the optimizer in unlike ways.
+        """
+        named: dict[str, Mapping[str, object]] = {name: {} for name in self._state.parameters}
+        settings = self._state.settings
+        named |= {name: group for group, members in self._groups(settings) for name in members}
+        told = cast(list[Any], self._world.gather_objects((named, self._state.noted_settings, settings)))
+        self._check_settings([each for each, _, _ in told])
+        self._check_positions([noted for _, noted, _ in told], [now for _, _, now in told])
+        self._check_weights()
+
+    def _groups(self, settings: Sequence[Mapping[str, object]]) -> Iterator[tuple[Mapping[str, object], list[str]]]:
+        """The settings of each group of the optimizer, and its parameters."""
+        groups = () if self._state.optimizer is None else self._state.optimizer.param_groups
+        for own, group in zip(settings, groups, strict=True):
+            yield own, [self._names[id(each)] for each in group["params"] if id(each) in self._names]
+
+    def _factor(self, owners: Sequence[int]) -> int:
+        return len(owners) - 1 if self._world.rank == owners[0] else -1
+
+    def _checksums(self) -> dict[_Key, int]:
+        """Of each piece that others hold too, on this rank. Its device is waited for."""
+        found = [checksum(self._piece(key)) for key in self._copies]
+        return dict(zip(self._copies, torch.stack(found).cpu().tolist(), strict=True)) if found else {}
+
+    def _piece(self, key: _Key) -> Tensor:
+        held, index = self._state.tensors[key[0]].detach(), self._copies[key].index
+        return held if index is None else part(held, index)
+
+    @staticmethod
+    def _check_settings(found: Sequence[Mapping[str, Mapping[str, object]]]) -> None:
+        """By parameter: those who hold it step it alike."""
+        for name in dict.fromkeys(name for own in found for name in own):
+            _check_alike({rank: own[name] for rank, own in enumerate(found) if name in own}, name)
+
+    @staticmethod
+    def _check_positions(noted: Sequence[Any], now: Sequence[Any]) -> None:
+        """By position: groups that were alike on all ranks when the last step ended are changed alike by the script."""
+        ranks = [rank for rank, groups in enumerate(now) if groups]
+        if any(noted[rank] != noted[ranks[0]] for rank in ranks):
+            return
+        for number in range(max((len(groups) for groups in now), default=0)):
+            _check_alike({rank: dict(enumerate(now[rank])).get(number, {}) for rank in ranks}, f"parameter group {number}")
+
+    def _check_weights(self) -> None:
+        """By piece: the bits first; where these differ, the numbers."""
+        sums = self._checksums()
+        own = {key: (sums[key], copy.owners, self._piece(key).shape, self._piece(key).dtype) for key, copy in self._copies.items()}
+        found = cast(list[Mapping[_Key, Any]], self._world.gather_objects(own))
+        for key in dict.fromkeys(key for told in found for key in told):
+            of_ranks = {rank: told[key][0] for rank, told in enumerate(found) if key in told}
+            if len(set(of_ranks.values())) > 1:
+                _, owners, shape, dtype = found[min(of_ranks)][key]
+                self._check_numbers(key, owners, shape, dtype)
+
+    def _check_numbers(self, key: _Key, owners: Sequence[int], shape: torch.Size, dtype: torch.dtype) -> None:
+        """Compares a piece with that of its lowest owner, by more than bits."""
+        own = self._piece(key).cpu() if self._world.rank in owners else None
+        reference = own if own is not None and self._world.rank == owners[0] else torch.empty(shape, dtype=dtype)
+        with self._world.speaking(f"comparing {key[0]}"):
+            dist.broadcast(_bytes(reference), src=owners[0])
+        distance, place = (0.0, 0) if own is None else _farthest(own, reference)
+        found = cast(list[tuple[float, int]], self._world.gather_objects((distance, place)))
+        distance, place = max(found)
+        if distance == 0.0:
+            return
+        values = self._world.gather_objects(None if own is None else f"{own.reshape(-1)[place].item():.8g}")
+        _refuse(
+            "the weights of a parameter are equal on all ranks that hold it",
+            key[0],
+            {rank: values[rank] for rank in owners},
+            "write weights on every rank alike, or by engine.load_state_dict(...); an optimizer that draws random numbers draws the same "
+            "ones on every rank",
+        )
+
+
+def checksum(value: Tensor) -> Tensor:
+    """A number of 64 bits for the bits of a tensor, on its device: their sum as integers, each times an odd number of its place."""
+    bits = torch.view_as_real(value) if value.is_complex() else value
+    flat = bits.reshape(-1).view(_AS_INTEGERS[bits.element_size()])
+    places = torch.arange(min(_CHUNK, flat.numel()), device=value.device) * 2 * _ODD + _ODD
+    sums = [(chunk * places[: len(chunk)]).sum() for chunk in torch.split(flat, _CHUNK)]
+    return sums[0] if len(sums) == 1 else checksum(torch.stack(sums))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _digest(value: object) -> int:
+    """The same in every process, for what prints alike."""
+    return zlib.crc32(repr(value).encode())
+
+
+def _farthest(own: Tensor, reference: Tensor) -> tuple[float, int]:
+    """How far two copies are apart, and where most; 0 where it may be rounding, which is the root of the type's precision at most."""
+    ours, theirs = (each.reshape(-1).to(torch.complex128 if each.is_complex() else torch.float64) for each in (own, reference))
+    is_same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    distance, place = torch.where(is_same, 0.0, (ours - theirs).abs().nan_to_num(torch.inf)).max(0)
+    is_rounded = own.is_floating_point() or own.is_complex()
+    rounding = math.sqrt(torch.finfo(own.dtype).eps) * float(theirs.abs().nan_to_num(0.0, 0.0).max()) if is_rounded else 0.0
+    return (float(distance), int(place)) if distance > rounding else (0.0, 0)
+
+
+def _check_alike(of_ranks: Mapping[int, Mapping[str, object]], what: str) -> None:
+    """Compares the settings that ranks have, key by key."""
+    for key in sorted({key for settings in of_ranks.values() for key in settings}):
+        values = {rank: settings.get(key) for rank, settings in of_ranks.items()}
+        if len({repr(value) for value in values.values()}) > 1:
+            _refuse(
+                "all ranks have the same settings of the optimizer",
+                f"{key} of {what}",
+                values,
+                "set them on every rank alike, and not inside `if rank == 0:`; parameter groups that are to differ have an entry that "
+                'tells them apart: {"params": ..., "name": "layer 0"}',
+            )
+
+
+def _refuse(rule: str, what: str, values: Mapping[int, object], hint: str) -> NoReturn:
+    """Says who has which value."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(f"{value}", []).append(rank)
+    said = ", ".join(f"{value} on {listed('rank', own)}" for value, own in ranks.items())
+    raise RuntimeFault(f"{rule} ({what}: {said})", hint=hint)
