@@ -1,4 +1,4 @@
-"""How long the search for a plan takes and how far from its bound it ends: the clusters of docs/planning.md, and how both grow.
+"""How long the search for a plan takes: the clusters of docs/planning.md, and how it grows.
 
     python examples/benchmarks/searching.py --json searching.json
     python examples/benchmarks/searching.py --growth
@@ -108,7 +108,6 @@ class Result:
         cpu_seconds: of the search.
         num_planned: plans that were made.
         step_seconds: of the plan that it found.
-        bound_seconds: what no plan of the space is below, where it was not seen whole; else of the plan.
         rule_seconds: of copies of the model on all devices; None where they do not fit, or were not asked for.
         plan: that it found, in a line.
         load: of the machine, over the last minute.
@@ -117,7 +116,6 @@ class Result:
     cpu_seconds: float
     num_planned: int
     step_seconds: float
-    bound_seconds: float
     rule_seconds: float | None
     plan: str
     load: float
@@ -125,8 +123,7 @@ class Result:
     def row(self, *, with_rule: bool) -> str:
         """Of the table of the page, after the name of the case."""
         rule = "does not fit" if self.rule_seconds is None else format_seconds(self.rule_seconds)
-        gap = self.step_seconds / self.bound_seconds - 1
-        times = (format_seconds(self.step_seconds), *([rule] if with_rule else []), f"{format_seconds(self.bound_seconds)} ({gap:.0%})")
+        times = (format_seconds(self.step_seconds), *([rule] if with_rule else []))
         return " | ".join((f"{self.cpu_seconds:.1f} s", str(self.num_planned), *times, self.plan))
 
 
@@ -146,9 +143,7 @@ def measure(case: Case, profile: cProfile.Profile | None, *, with_rule: bool) ->
             rule = make_plan(graph, cluster, Config(), rows=case.rows).step_seconds
         except WhaleError:
             rule = None  # it does not fit
-    return Result(
-        cpu_seconds, found.num_planned, found.step.step_seconds, found.bound, rule, str(found.arrangement), round(os.getloadavg()[0], 1)
-    )
+    return Result(cpu_seconds, found.num_planned, found.step.step_seconds, rule, str(found.arrangement), round(os.getloadavg()[0], 1))
 
 
 def main() -> None:

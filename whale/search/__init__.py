@@ -1,4 +1,4 @@
-"""The search over plans: the fastest that fits, how far it can be from the best, and what came next. Without torch."""
+"""The search over plans: the fastest that fits, and what came next. Without torch."""
 
 from whale.search.deciding import decide
 from whale.search.found import Candidate, Found

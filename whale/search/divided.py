@@ -2,7 +2,7 @@
 
 first       the plan without a search
    | rows      for each choice of devices and each order, numbers of micro-batches, uphill from the best so far
-   | rest      what may be better by its bound, where there is effort enough for all of it
+   | rest      what else promises to be better, as far as the effort goes
    | planning  on few devices these in every order; what is computed again; the event simulation judges
 Found
 """
@@ -10,7 +10,7 @@ Found
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,15 +20,16 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import MemoryShortage
-from whale.planning.pipeline.placement import Placed, Seats, every_placement
+from whale.planning.pipeline.placement import Placed, Seats, every_placement, placements
 from whale.planning.plan import Draft, draft_as_set
 from whale.planning.verify.refused import Refused
 from whale.search.arrangement import Group, Order, Team
-from whale.search.bounds.scoped import ScopedBounds
 from whale.search.climb import climbed
 from whale.search.found import NUM_RUNNERS_UP
 from whale.search.progress import Progress
 from whale.search.run import effort
+from whale.search.sketch.scoped import ScopedSketches
+from whale.search.sketch.sketch import PLAIN
 from whale.search.space.space import COMPLETE
 from whale.search.space.ways import Way, Ways
 
@@ -46,7 +47,7 @@ class DividedRun(Progress):
         prices: of the graph on the cluster.
         config: settings.
         ways: there are.
-        bounds: of them.
+        sketches: of them.
 
     Attributes:
         seen: ways that were looked at, with what the objective says of them; infinite where they have no plan.
@@ -56,7 +57,7 @@ class DividedRun(Progress):
     prices: Prices
     config: Config
     ways: Ways
-    bounds: ScopedBounds
+    sketches: ScopedSketches
     seen: dict[Way, float] = field(default_factory=dict, init=False)
     short: dict[Way, MemoryShortage] = field(default_factory=dict, init=False)
     _placements: dict[tuple[tuple[str, ...], Order | None], tuple[tuple[Placed, ...], ...]] = field(default_factory=dict, init=False)
@@ -71,19 +72,8 @@ class DividedRun(Progress):
         with self.kept():
             for row in self.ways.rows:
                 self._climb(row)
-            rest = self._open()
-            if sum(self._effort_of(way) for _, way in rest) <= self.effort:
-                for bound, way in rest:
-                    if self.best is None or bound < self.best.value:
-                        self._value(way)
-
-    def unproven(self, value: float) -> list[float]:
-        """The bounds below a value of the ways that were not looked at, or not with their devices in every order."""
-        least: dict[Way, float] = {}
-        for bound, way in self._open():
-            own = replace(way, placed=())
-            least[own] = min(bound, least.get(own, math.inf))
-        return [bound for bound in least.values() if bound < value]
+            for way in self._rest():
+                self._value(way)
 
     def nearest(self) -> tuple[MemoryShortage, int] | None:
         """Why the way that comes nearest does not fit, and how many bytes more of each device it needs; None where that is not the reason.
@@ -102,46 +92,37 @@ class DividedRun(Progress):
             pass
         return fault, missing
 
-    def _open(self) -> list[tuple[float, Way]]:
-        """What was not looked at and may be better than the best plan, by its bound, which is told; least first."""
-        value = math.inf if self.best is None else self.best.value
-        found = [(bound, way) for row in self.ways.rows for plain in row for bound, way in self._bounded(plain) if bound < value]
-        return sorted(found, key=lambda each: each[0])
+    def _rest(self) -> list[Way]:
+        """What was not looked at, what promises most first: on few devices each placement by itself."""
+        found = list[Way]()
+        for plain in (way for row in self.ways.rows for way in row):
+            if self.seen.get(plain) == math.inf and plain not in self.short:
+                continue  # in whatever order its devices stand
+            is_small = self.ways.sizes is not None and len(self.prices.cluster.devices) <= COMPLETE
+            every = [replace(plain, placed=placed) for placed in self._placed(plain)] if is_small else [plain]
+            found += [way for way in every if way not in self.seen]
+        return sorted(found, key=self._likely)
 
-    def _bounded(self, way: Way) -> Iterator[tuple[float, Way]]:
-        """What is left of a way, with its bounds: on few devices each placement by itself."""
-        if way in self.seen and (self.seen[way] == math.inf and way not in self.short):
-            return  # in whatever order its devices stand
+    def _likely(self, way: Way) -> float:
+        """What the objective roughly says of a way, with its devices in the best order; 0 where replicas are written down."""
         if self.ways.sizes is None:
-            if way not in self.seen:
-                yield self._at_least(way, self.bounds.of_any(way, 1)), way
-            return
-        every = [replace(way, placed=placed) for placed in self._placed(way)]
-        for own in every:
-            if own not in self.seen:
-                yield self._at_least(way, self.bounds.of_placed(way, own.placed)), own
-        if not every and way not in self.seen:
-            yield self._at_least(way, self.bounds.of(way)), way
+            return 0.0
+        every = (way.placed,) if way.placed else self._placed(way)
+        return min(self._likely_placed(way, placed) for placed in every)
 
-    def _at_least(self, way: Way, seconds: float) -> float:
-        """What the objective says at least of a way whose step takes so long: the cheapest of its devices may be those in use."""
-        cluster = self.prices.cluster
-        if self.ways.sizes is not None:
-            each = self.bounds.scoped(way).pipeline.num_devices
-            num_used = len(way.devices) // each * each
-        else:
-            num_used = len(way.devices if self.best is None else self.best.draft.plan.devices)
-        cheapest = sorted((cluster.by_name[name] for name in way.devices), key=cluster.price_share)[:num_used]
-        team = Team(tuple(Group(device.kind) for device in cheapest), 1)
-        return self.objective.at_least((team,), seconds)
+    def _likely_placed(self, way: Way, placed: tuple[Placed, ...]) -> float:
+        devices = self.prices.cluster.by_name
+        team = Team(tuple(Group(devices[name].kind) for replica in placed for names in replica for name in names), 1)
+        (found,) = self.objective.likely((team,), way.order or PLAIN, (way.num_micro_batch,), (self.sketches.seconds(way, placed),))
+        return found
 
     def _placed(self, way: Way) -> tuple[tuple[Placed, ...], ...]:
-        """On few devices all placements of a way's replicas; empty on many, where the planner's rules say."""
+        """Placements of a way's replicas: on few devices all that there are, on many kinds along the pipeline in every order."""
         key = way.devices, way.order
         if key not in self._placements:
-            is_small = len(self.prices.cluster.devices) <= COMPLETE
-            taken, pipeline = self._taken(way), self.bounds.scoped(way).pipeline
-            found = every_placement(taken, pipeline, prefer_intra_node=True) if is_small else ()
+            taken, pipeline = self._taken(way), self.sketches.scoped(way).pipeline
+            found = tuple(every_placement(taken, pipeline, prefer_intra_node=True))
+            found = found or placements(taken, pipeline, [0.0] * pipeline.num_ranks, None, prefer_intra_node=True)
             self._placements[key] = tuple(placement.replicas for placement in found)
         return self._placements[key]
 
@@ -173,7 +154,7 @@ class DividedRun(Progress):
         if way in self.seen:
             return self.seen[way]
         needed = self._effort_of(way)
-        if needed > self.effort or self._is_hopeless(way):
+        if needed > self.effort or self._is_hopeless(way, needed):
             return math.inf
         self.effort -= needed
         self.seen[way] = math.inf
@@ -192,11 +173,9 @@ class DividedRun(Progress):
         self.tell_all()
         return self.seen[way]
 
-    def _is_hopeless(self, way: Way) -> bool:
-        """Whether a way cannot be better by its bounds, and there are runners-up enough."""
-        if self.best is None or len(self.drafts) <= NUM_RUNNERS_UP:
-            return False
-        return all(bound >= self.best.value for bound, _ in self._bounded(way))
+    def _is_hopeless(self, way: Way, needed: float) -> bool:
+        """Whether a way seems to be far from the best plan, and there are runners-up enough."""
+        return self.best is not None and len(self.drafts) > NUM_RUNNERS_UP and self._likely(way) > self.reach(needed)
 
     def _draft(self, way: Way, prices: Prices) -> Draft:
         seats = Seats(prices.cluster, self._taken(way), in_any_order=True, stated=way.placed)

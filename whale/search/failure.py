@@ -11,7 +11,6 @@ from whale.ir.cluster import Device
 from whale.planning.pipeline.balance import MemoryShortage, shortage
 from whale.planning.shard.insisting import NothingToCut
 from whale.search.arrangement import Group, Team
-from whale.search.bounds.bounds import Bounds
 from whale.search.sketch.sketch import Sketches
 from whale.search.space.space import Lineup, Space
 from whale.units import counted, format_bytes
@@ -23,23 +22,22 @@ MOST = 64.0
 """Memories are not imagined larger than so many times."""
 
 
-def failure(faults: Sequence[WhaleError], space: Space, lineups: Sequence[Lineup], bounds: Bounds, sketches: Sketches) -> WhaleError:
+def failure(faults: Sequence[WhaleError], space: Space, lineups: Sequence[Lineup], sketches: Sketches) -> WhaleError:
     """The error that says it.
 
     Args:
         faults: of the plans that were tried.
         space: that was searched.
         lineups: of the space.
-        bounds: know the bytes of the model.
-        sketches: know what fits, roughly.
+        sketches: know the bytes of the model, and what fits, roughly.
     """
-    missing = min((max(map(bounds.shortage, lineup)) for lineup in lineups), default=0)
+    missing = min((max(map(sketches.shortage, lineup)) for lineup in lineups), default=0)
     shortages = [fault for fault in faults if isinstance(fault, MemoryShortage)]
     if not faults and not missing:
         return _nothing(space, lineups)
     if faults and not shortages:
         return commonest(faults)
-    hint = "; or ".join(_remedies(space, lineups, bounds, sketches)) or "devices with more memory, or more of them"
+    hint = "; or ".join(_remedies(space, lineups, sketches)) or "devices with more memory, or more of them"
     if shortages:
         nearest = min(shortages, key=lambda fault: fault.num_bytes)
         error = shortage(nearest.message, nearest.num_bytes, nearest.sizes)
@@ -64,9 +62,7 @@ def _rule(fault: WhaleError) -> str:
     return fault.message.partition(" (")[0]
 
 
-def failure_divided(
-    nearest: MemoryShortage, missing: int, space: Space, lineups: Sequence[Lineup], bounds: Bounds, sketches: Sketches
-) -> WhaleError:
+def failure_divided(nearest: MemoryShortage, missing: int, space: Space, lineups: Sequence[Lineup], sketches: Sketches) -> WhaleError:
     """Likewise where the user has divided the model: with how much more memory it fits so, and what would hold it if it were not divided.
 
     Args:
@@ -76,8 +72,8 @@ def failure_divided(
     """
     error = shortage(nearest.message, nearest.num_bytes, nearest.sizes)
     error.hint = f"devices with {format_bytes(missing)} more to fill"
-    if not any(_fits(lineup, sketches, 1.0, space.freedom.micro_batches) for lineup in _nearest(lineups, bounds)):
-        undivided = ", or ".join(_remedies(space, lineups, bounds, sketches))
+    if not any(_fits(lineup, sketches, 1.0, space.freedom.micro_batches) for lineup in _nearest(lineups, sketches)):
+        undivided = ", or ".join(_remedies(space, lineups, sketches))
         error.hint += f"; or without that division {undivided}" if undivided else ""
     return error
 
@@ -98,9 +94,9 @@ def _nothing(space: Space, lineups: Sequence[Lineup]) -> ConfigError:
     return ConfigError(f"the model has a place to cut for every stage (stages: {stages}; chunks of each device: {chunks} or more)")
 
 
-def _remedies(space: Space, lineups: Sequence[Lineup], bounds: Bounds, sketches: Sketches) -> Iterator[str]:
+def _remedies(space: Space, lineups: Sequence[Lineup], sketches: Sketches) -> Iterator[str]:
     """With how much memory something would fit, and with how many devices."""
-    scale = min((_scale(lineup, sketches, space.freedom.micro_batches) for lineup in _nearest(lineups, bounds)), default=MOST)
+    scale = min((_scale(lineup, sketches, space.freedom.micro_batches) for lineup in _nearest(lineups, sketches)), default=MOST)
     kinds = tuple(dict.fromkeys(device.kind for device in space.cluster.devices))
     if scale < MOST:
         rooms = ", ".join(f"{format_bytes(round(scale * sketches.prices.costs.capacity(kind)))} of a {kind.model}" for kind in kinds)
@@ -111,9 +107,9 @@ def _remedies(space: Space, lineups: Sequence[Lineup], bounds: Bounds, sketches:
         yield f"a pipeline of about {' or '.join(found)}"
 
 
-def _nearest(lineups: Sequence[Lineup], bounds: Bounds) -> Sequence[Lineup]:
+def _nearest(lineups: Sequence[Lineup], sketches: Sketches) -> Sequence[Lineup]:
     """Those that lack least."""
-    return sorted(lineups, key=lambda lineup: (max(map(bounds.shortage, lineup)), len(lineup)))[:NUM_LINEUPS]
+    return sorted(lineups, key=lambda lineup: (max(map(sketches.shortage, lineup)), len(lineup)))[:NUM_LINEUPS]
 
 
 def _fits(lineup: Lineup, sketches: Sketches, scale: float, micro_batches: int | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -66,11 +65,9 @@ class Found:
         step: its estimate.
         arrangement: what it is, in short.
         objective: that it is the best by.
-        bound: what no plan of the space is below, by the objective.
         others: of the other arrangements that were planned, best first.
         num_arrangements: in the space.
         num_planned: plans that were made and estimated.
-        num_unproven: arrangements that might hold a better plan by their bound, but were not planned.
         was_interrupted: whether it was ended early by the user.
         is_smallest_first: whether nothing seemed to fit, until what takes least memory was looked at first.
     """
@@ -79,11 +76,9 @@ class Found:
     step: StepEstimate
     arrangement: Arrangement | Way
     objective: Objective
-    bound: float
     others: tuple[Candidate, ...]
     num_arrangements: int
     num_planned: int
-    num_unproven: int
     was_interrupted: bool = False
     is_smallest_first: bool = False
 
@@ -91,11 +86,6 @@ class Found:
     def runners_up(self) -> tuple[Candidate, ...]:
         """The first of the others."""
         return self.others[:NUM_RUNNERS_UP]
-
-    @property
-    def gap(self) -> float:
-        """By how much the plan can be above the best of the space: 0.018 for 1.8 %."""
-        return self.value / self.bound - 1 if self.bound > 0 else 0.0
 
     @cached_property
     def value(self) -> float:
@@ -127,17 +117,9 @@ class Found:
         return f"{self.arrangement}: {self.objective.text(self.value)}"
 
     @property
-    def _distance(self) -> str:
-        """How far the best may be, by the bound; a share above 100 % would be read as a fault of the plan."""
-        bound = self.objective.text(self.bound)
-        if self.gap < 1:
-            return f"within {self.gap:.1%} of the best of this space, which is at least {bound}"
-        return f"how near the best of this space is cannot be told: it is at least {bound}, and the plan {1 + self.gap:.1f} times that"
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """How good the plan is, and what came next, in words."""
-        return tuple(self._reasons())
+    def effort(self) -> str:
+        """What was looked at, in words."""
+        return f"{counted(self.num_planned, 'plan')} of {counted(self.num_arrangements, 'arrangement')} simulated"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -161,23 +143,3 @@ class Found:
         if other is None or best >= own:
             return f"{said}, and no other that was made is {judge.better} as measured"
         return f"{said}, {other.arrangement} to {text(best)} as measured and to {text(other.value)} with slow moments"
-
-    @property
-    def proof(self) -> str:
-        """How far from the best plan it can be, in words."""
-        if not self.num_unproven:
-            return f"no arrangement of this space is {self.objective.better}"
-        bounds = "its bound" if self.num_unproven == 1 else "their bounds"
-        return (
-            f"{self._distance} "
-            f"({counted(self.num_unproven, 'arrangement')} might be {self.objective.better} by {bounds}; planning.effort looks at more)"
-        )
-
-    def _reasons(self) -> Iterator[str]:
-        yield from self.notes
-        made = counted(self.num_planned, "plan")
-        yield f"chosen among {counted(self.num_arrangements, 'arrangement')}, {made} estimated: {self.arrangement}"
-        yield self.proof
-        for runner_up in self.runners_up:
-            worse = runner_up.value / self.value - 1 if self.value > 0 else 0.0
-            yield f"next: {runner_up} ({worse:+.1%})"

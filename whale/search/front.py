@@ -1,20 +1,19 @@
-"""The arrangements of a space as far as they are worth a look: those that roughly promise most are sketched, and come first."""
+"""The arrangements of a space in the order of what they promise: by rough times of all, and by sketches of what may come first."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 from whale.ir.cluster import Device
 from whale.search.arrangement import Arrangement, Order
-from whale.search.bounds.bounds import Bounds
 from whale.search.climb import climbed
 from whale.search.objective import Objective
-from whale.search.run import Closed, Look, effort
+from whale.search.run import Look, effort
 from whale.search.sketch.rough import RULES, Rough
 from whale.search.sketch.sketch import Sketches
 from whale.search.space.space import Lineup, Space
@@ -34,7 +33,6 @@ class Group:
         teams, order: of all of them.
         micro_batches: of each.
         near: the rule by which their devices get names; None for every way.
-        bound: what none of their plans is below.
         place: of the line-up among all.
         rough: what each roughly comes to, at least: without the end of a step, until that `is_known`.
     """
@@ -43,7 +41,6 @@ class Group:
     order: Order
     micro_batches: Sequence[int]
     near: bool | None
-    bound: float
     place: int
     rough: Sequence[float]
     is_known: bool = False
@@ -73,7 +70,6 @@ class Front:
 
     Args:
         space: of arrangements.
-        bounds: below them.
         sketches: of them.
         objective: judges.
 
@@ -82,7 +78,6 @@ class Front:
     """
 
     space: Space
-    bounds: Bounds
     sketches: Sketches
     objective: Objective
     num_arrangements: int = field(default=0, init=False)
@@ -90,7 +85,7 @@ class Front:
     @cached_property
     def lineups(self) -> tuple[Lineup, ...]:
         """All line-ups."""
-        return tuple(self.space.lineups(self.bounds))
+        return tuple(self.space.lineups(self.sketches))
 
     def known(self, arrangements: Sequence[Arrangement]) -> list[Look]:
         """Arrangements that are good elsewhere, and that there are devices for; they need not be in the space."""
@@ -101,15 +96,13 @@ class Front:
                 taken.update(team.taken)
             if all(self.space.counts.get(kind, 0) >= number for kind, number in taken.items()):
                 work = effort(each.num_devices, each.num_tasks, is_split=each.is_split)
-                bounds = self._closed_forms, self._bounds_of_cuts
-                for near in self.space.rules(each.teams):
-                    found.append(Look(each, near, 0.0, bounds, self._fits, 0.0, work, is_must=True))
+                found += [Look(each, near, self._fits, 0.0, work, is_must=True) for near in self.space.rules(each.teams)]
         return found
 
     def promising(self) -> list[Look]:
         """The arrangements that may be the best plan, as far as sketches tell; those that promise most first.
 
-        Copies of the model come next after the first: the plan without a search is always looked at, where it can be better.
+        Copies of the model come next after the first: the plan without a search is looked at, if it is near the best.
         """
         found = list(self._plain())
         best = min((look.likely for look in found), default=math.inf)
@@ -121,30 +114,15 @@ class Front:
         first = min(found, key=lambda look: look.likely, default=None)  # it is planned whatever effort it takes
         return sorted(found, key=lambda look: (look is not first, not look.is_must))
 
-    def closed(self, value: float) -> list[Closed]:
-        """The arrangements that were not looked at, as far as their bounds are below a value."""
-        return [
-            Closed(group.bound, (group.teams, group.order), len(group.micro_batches), partial(self._looks, group, group.rough))
-            for *_, group in self._left
-            if group.bound < value
-        ]
-
-    def below(self, value: float, reach: float = math.inf) -> list[Look]:
-        """The other arrangements whose bound is below a value; those that roughly come to more are not sketched.
+    def others(self, value: Callable[[], float], reach: Callable[[], float]) -> Iterator[Look]:
+        """The arrangements that were not promising enough, those that roughly come to least first.
 
         Args:
-            reach: what roughly comes to more than this stays closed.
+            value: of the best plan so far: what roughly comes to more is not sketched.
+            reach: what roughly comes to more than this is not looked at.
         """
-        found, left = list[Look](), list[_Entry]()
-        entries = (self._known(each) if each[-1].bound < value and each[0] <= reach else each for each in self._left)
-        for entry in sorted(entries):
-            rough, *_, group = entry
-            if group.bound < value and rough > reach:
-                left.append(entry)
-            elif group.bound < value:
-                found += self._sketched(group) if rough < value else self._looks(group, group.rough)
-        self._left[:] = left  # at once: what interrupts it leaves them where they are
-        return self._in_turn(found)
+        while (group := self._next(reach())) is not None:
+            yield from self._in_turn(list(self._sketched(group) if min(group.rough) < value() else self._looks(group, group.rough)))
 
     def _plain(self) -> Iterator[Look]:
         """Copies of the model on as many devices as can be, and the copies that roughly are the best."""
@@ -169,8 +147,8 @@ class Front:
         return heap
 
     def _next(self, limit: float) -> Group | None:
-        """What roughly comes to least, if that is below a limit; it is left no longer."""
-        while self._left and self._left[0][0] < limit:
+        """What roughly comes to least, if that is no more than a limit; it is left no longer."""
+        while self._left and self._left[0][0] <= limit:
             entry = heappop(self._left)
             if entry[1]:
                 return entry[-1]
@@ -192,7 +170,7 @@ class Front:
     @cached_property
     def _turns(self) -> Sequence[tuple[Lineup, Mapping[Order, Sequence[int]]]]:
         """The line-ups that may fit, with their orders and numbers of micro-batches."""
-        fitting = (lineup for lineup in self.lineups if not any(map(self.bounds.shortage, lineup)))
+        fitting = (lineup for lineup in self.lineups if not any(map(self.sketches.shortage, lineup)))
         return [(lineup, turns) for lineup in fitting if (turns := self.space.turns(lineup))]
 
     @cached_property
@@ -202,48 +180,27 @@ class Front:
 
     def _groups(self) -> Iterator[Group]:
         """All arrangements."""
-        rough, least = (
-            self._rough,
-            self.bounds.of_lineups([(lineup, min(own[0] for own in turns.values())) for lineup, turns in self._turns]),
-        )
+        rough = self._rough
         passes = rough.passes.tolist()
-        for place, ((lineup, turns), own_least) in enumerate(zip(self._turns, least, strict=True)):
-            bound, asked = self.objective.at_least(lineup, own_least), self.space.rules(lineup)
+        for place, (lineup, turns) in enumerate(self._turns):
+            asked = self.space.rules(lineup)
             for near in asked:
                 for order, own in turns.items():
                     start = rough.micro_batches.index(own[0])
                     seconds = passes[place][rough.orders.index(order)][RULES.index(near is not False)][start : start + len(own)]
                     self.num_arrangements += near is asked[0] and len(own)
-                    yield Group(lineup, order, own, near, bound, place, self.objective.likely(lineup, order, own, seconds))
+                    yield Group(lineup, order, own, near, place, self.objective.likely(lineup, order, own, seconds))
 
     def _looks(self, group: Group, likely: Sequence[float]) -> Iterator[Look]:
-        own, bounds = group.own, (self._closed_forms, self._bounds_of_cuts)
+        own = group.own
         num_devices, is_split, num_stages = group.num_devices, own[0].is_split, own[0].num_tasks // own[0].num_micro_batch
         for arrangement, seconds in zip(own, likely, strict=True):
             work = effort(num_devices, num_stages * arrangement.num_micro_batch, is_split=is_split)
-            yield Look(arrangement, group.near, group.bound, bounds, self._fits, seconds, work)
-
-    def bound(self, arrangement: Arrangement) -> float:
-        """What none of its plans is below."""
-        return max(*self._closed_forms([arrangement]), *self._bounds_of_cuts([arrangement]))
-
-    def _closed_forms(self, arrangements: Sequence[Arrangement]) -> list[float]:
-        """The bounds that are quick for many at once."""
-        found = self.bounds.of(arrangements)
-        return [self.objective.at_least(each.teams, seconds) for each, seconds in zip(arrangements, found, strict=True)]
-
-    def _bounds_of_cuts(self, arrangements: Sequence[Arrangement]) -> list[float]:
-        """Alike replicas have the mean of the rows, and the slowest stage of some cut."""
-        return [self._bound_of_cuts(each) if len(each.teams) == 1 else 0.0 for each in arrangements]
-
-    def _bound_of_cuts(self, arrangement: Arrangement) -> float:
-        rows = self.bounds.num_rows / arrangement.num_replicas
-        seconds = self.sketches.least(arrangement.teams[0], arrangement.order, arrangement.num_micro_batch, rows)
-        return self.objective.at_least(arrangement.teams, seconds)
+            yield Look(arrangement, group.near, self._fits, seconds, work)
 
     def _fits(self, arrangement: Arrangement, share: float) -> bool:
         """Whether it would fit in this share of the memory, with equal rows for all replicas."""
-        rows = self.bounds.num_rows / arrangement.num_replicas
+        rows = self.sketches.num_rows / arrangement.num_replicas
         order, m = arrangement.order, arrangement.num_micro_batch
         return all(self.sketches.fits(team, rows, share, m, order) for team in arrangement.teams)
 
@@ -261,9 +218,4 @@ class Front:
 
     def _in_turn(self, looks: list[Look]) -> list[Look]:
         """Those that promise most first."""
-
-        def turn(look: Look) -> tuple[float, float, int]:
-            ease = 1 + EASE * look.effort
-            return look.likely * ease, look.bound * ease, look.arrangement.num_devices
-
-        return sorted(looks, key=turn)
+        return sorted(looks, key=lambda look: (look.likely * (1 + EASE * look.effort), look.arrangement.num_devices))

@@ -24,8 +24,6 @@ from whale.search.objective import LeastMemory, Objective
 class Expected:
     """Another objective, with what slow moments add to it: half of what each adds by itself, since half of all moments are slow.
 
-    Nothing is better in a slow moment, so that bounds of the other objective are bounds of this one.
-
     Attributes:
         judge: that objective.
         slow: prices in the slow moments of each.
@@ -42,9 +40,6 @@ class Expected:
         usual = self.judge.of(plan, step)
         values = (self.judge.of(plan, estimate_with(prices, plan)) for prices in self.slow)
         return usual + sum(max(value - usual, 0.0) for value in values) / 2
-
-    def at_least(self, teams: Sequence[Team], seconds: float) -> float:
-        return self.judge.at_least(teams, seconds)
 
     def likely(self, teams: Sequence[Team], order: Order, micro_batches: Sequence[int], seconds: Sequence[float]) -> Sequence[float]:
         return self.judge.likely(teams, order, micro_batches, seconds)

@@ -15,7 +15,7 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.plan import Plan
 from whale.schedules import peak_in_flight
 from whale.search.arrangement import Order, Team
-from whale.search.bounds.bounds import Bounds
+from whale.search.sketch.sketch import Sketches
 from whale.units import format_bytes, format_seconds
 
 SECONDS_PER_HOUR = 3600.0
@@ -30,10 +30,6 @@ class Objective(Protocol):
 
     def of(self, plan: Plan, step: StepEstimate) -> float:
         """Of a plan, with its estimate."""
-        ...
-
-    def at_least(self, teams: Sequence[Team], seconds: float) -> float:
-        """What no plan of these replicas is below, if none has a step of less than so many seconds."""
         ...
 
     def likely(self, teams: Sequence[Team], order: Order, micro_batches: Sequence[int], seconds: Sequence[float]) -> Sequence[float]:
@@ -60,9 +56,6 @@ class LeastTime:
 
     def of(self, plan: Plan, step: StepEstimate) -> float:
         return step.step_seconds
-
-    def at_least(self, teams: Sequence[Team], seconds: float) -> float:
-        return seconds
 
     def likely(self, teams: Sequence[Team], order: Order, micro_batches: Sequence[int], seconds: Sequence[float]) -> Sequence[float]:
         return seconds
@@ -92,9 +85,6 @@ class LeastCost:
         per_hour = self.cluster.price_per_hour(plan.devices)
         assert per_hour is not None, "checked before the search"
         return self._sample(per_hour, step.step_seconds)
-
-    def at_least(self, teams: Sequence[Team], seconds: float) -> float:
-        return self._sample(self._per_hour(teams), seconds)
 
     def likely(self, teams: Sequence[Team], order: Order, micro_batches: Sequence[int], seconds: Sequence[float]) -> Sequence[float]:
         per_hour = self._per_hour(teams)
@@ -130,23 +120,20 @@ class LeastMemory:
     """Bytes on the device that holds most when it is fullest.
 
     Attributes:
-        bounds: know the bytes of the model.
+        sketches: know the bytes of the model.
     """
 
     better = "smaller"
 
-    bounds: Bounds
+    sketches: Sketches
 
     def of(self, plan: Plan, step: StepEstimate) -> float:
         return max(each.peak.total for each in step.devices)
 
-    def at_least(self, teams: Sequence[Team], seconds: float) -> float:
-        """Somewhere is an equal part of the parameters, or more."""
-        return float(self.bounds.parameter_bytes / min(team.one.num_devices for team in teams))
-
     def likely(self, teams: Sequence[Team], order: Order, micro_batches: Sequence[int], seconds: Sequence[float]) -> Sequence[float]:
-        """With what the micro-batches in flight keep on the first rank; split groups hold most of that whole."""
-        rows, least = self.bounds.num_rows / sum(team.count for team in teams), self.at_least(teams, 0.0)
+        """An equal part of the parameters, and what is in flight on the first rank keeps; split groups hold most of that whole."""
+        least = self.sketches.parameter_bytes / min(team.one.num_devices for team in teams)
+        rows = self.sketches.num_rows / sum(team.count for team in teams)
         alive = (max(self._alive(team, order, m) / team.num_ranks for team in teams) for m in micro_batches)
         return [least + self._activations.at(rows / m) * own for m, own in zip(micro_batches, alive, strict=True)]
 
@@ -165,7 +152,7 @@ class LeastMemory:
 
     @cached_property
     def _activations(self) -> Line:
-        prices = self.bounds.prices
+        prices = self.sketches.prices
         return Line.sum(prices.outputs[name] for name in prices.activations)
 
 
@@ -188,9 +175,6 @@ class SmallestFirst:
     def of(self, plan: Plan, step: StepEstimate) -> float:
         return self.judge.of(plan, step)
 
-    def at_least(self, teams: Sequence[Team], seconds: float) -> float:
-        return self.judge.at_least(teams, seconds)
-
     def likely(self, teams: Sequence[Team], order: Order, micro_batches: Sequence[int], seconds: Sequence[float]) -> Sequence[float]:
         return self.memory.likely(teams, order, micro_batches, seconds)
 
@@ -206,7 +190,7 @@ def format_cost(cost: float) -> str:
     return f"{cost * MILLION:.4g} per million samples"
 
 
-def objective_of(name: str, cluster: Cluster, bounds: Bounds) -> Objective:
+def objective_of(name: str, cluster: Cluster, sketches: Sketches) -> Objective:
     """The objective of a name that ``planning.objective`` takes.
 
     Raises:
@@ -214,8 +198,8 @@ def objective_of(name: str, cluster: Cluster, bounds: Bounds) -> Objective:
     """
     if name == "cost":
         check_prices(cluster)
-        return LeastCost(cluster, bounds.num_rows)
-    return LeastMemory(bounds) if name == "memory" else LeastTime()
+        return LeastCost(cluster, sketches.num_rows)
+    return LeastMemory(sketches) if name == "memory" else LeastTime()
 
 
 def check_prices(cluster: Cluster) -> None:

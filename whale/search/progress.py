@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from whale.search.space.ways import Way
 from whale.units import counted
 
 T = TypeVar("T")
+
+PATIENCE = 500
+"""A plan of which so many would be the effort that is left is made if its sketch is up to twice the best plan, others likewise."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -65,6 +69,14 @@ class Progress:
     def _keep(found: dict[Arrangement | Way, Candidate], own: Candidate) -> None:
         known = found.setdefault(own.arrangement, own)
         found[own.arrangement] = own if own.rank < known.rank else known
+
+    def value(self) -> float:
+        """Of the best plan so far; infinite where there is none."""
+        return math.inf if self.best is None else self.best.value
+
+    def reach(self, effort: float = 1.0) -> float:
+        """What takes so much effort and seems to come to more than this is not planned."""
+        return math.inf if self.num_arrangements * effort <= self.effort else self.value() * (1 + self.effort / effort / PATIENCE)
 
     def settle(self) -> None:
         """Takes plans that keep samples apart, where there is no other: the plan says so."""

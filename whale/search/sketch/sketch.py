@@ -103,10 +103,31 @@ class Sketches:
         """Seconds of a device for all rows."""
         return self.pieces.seconds(Group(kind), float(self.num_rows), again=False)[0][-1]
 
-    def least(self, team: Team, order: Order, num_micro_batch: int, rows: float) -> float:
-        """Seconds per step that the slowest rank of a replica with so many rows computes at least, whatever the cut and its memory."""
-        found = self._cut(team, order, num_micro_batch, rows, math.inf, again=False)
-        return math.inf if found is None else num_micro_batch * found.least
+    def share_of(self, team: Team) -> float:
+        """Rows of a replica of a team, if all devices of the cluster took as many as they are fast."""
+        return self.num_rows * self.speed(team.one) / self._all_speeds
+
+    @cached_property
+    def _all_speeds(self) -> float:
+        return sum(1 / self._work(device.kind) for device in self.prices.cluster.devices)
+
+    def about(self, team: Team, order: Order, num_micro_batch: int) -> float:
+        """Seconds in which a replica of one kind computes its `share_of` the rows, if its ranks had equal parts of the work."""
+        rows = max(self.share_of(team), num_micro_batch) / num_micro_batch
+        whole = self.pieces.total(team.ranks[0], rows)[0]
+        if team.num_ranks == 1 or not order.fills:
+            return num_micro_batch * whole / team.num_ranks
+        return (num_micro_batch + team.num_ranks - 1) * whole / team.num_ranks
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Of all parameters, with what training keeps beside them."""
+        return sum(self.prices.parameter_bytes(parameter.name) for parameter in self.prices.graph.parameters)
+
+    def shortage(self, team: Team) -> int:
+        """Bytes by which the parameters alone overflow a replica of this team; 0 where they fit."""
+        room = sum(self.prices.costs.capacity(kind) * number for kind, number in team.one.taken.items())
+        return max(0, self.parameter_bytes - room)
 
     def fits(self, team: Team, rows: float, scale: float, micro_batches: int | None, order: Order = PLAIN) -> bool:
         """Whether a replica of a team with so many rows would fit in memories that are so much larger.
@@ -197,10 +218,10 @@ class Sketches:
 
     def _found(self, team: Team, order: Order, m: int, rows: float, scale: float, *, again: bool) -> Cut | None:
         own, ranks, stages = rows / m, _stage_ranks(team, order), list[Stage]()
-        pieces = self._pieces_for(len(ranks)) if scale < math.inf else self.pieces
+        pieces = self._pieces_for(len(ranks))
         largest = math.ceil(own - 1e-9)  # micro-batches differ by a row
         kept, received = pieces.kept(largest), self.pieces.crossing.at(largest) / 2
-        peaks = (0,) * team.num_ranks if scale == math.inf else self.in_flight(order, team.num_ranks, m)
+        peaks = self.in_flight(order, team.num_ranks, m)
         waiting = most_waiting(order.schedule, num_ranks=team.num_ranks, num_micro_batch=m, num_chunks=order.num_chunks) if again else peaks
         seconds = {group: pieces.seconds(group, own, again=again) for group in team.numbers}
         rooms = {group: scale * self.prices.costs.capacity(group.kind) * group.width / order.num_chunks for group in team.numbers}
@@ -210,7 +231,7 @@ class Sketches:
             if again:
                 room -= 2 * math.sqrt(alive * received * kept[-1] / len(ranks))
             stages.append(Stage(*seconds[group], pieces.parameters, kept, waiting[rank] if again else alive, room))
-        return cut(stages, pieces.num_units, may_be_empty=scale == math.inf)
+        return cut(stages, pieces.num_units)
 
     def _pieces_for(self, num_stages: int) -> Pieces:
         """Those that stages are made of: between light places, where there are enough."""

@@ -11,7 +11,7 @@ from itertools import islice, permutations, product
 
 from whale.ir.cluster import Cluster, Device
 from whale.search.arrangement import Group, Order, Team
-from whale.search.bounds.bounds import Bounds
+from whale.search.sketch.sketch import Sketches
 from whale.search.space.freedom import Freedom
 
 COMPLETE = 4
@@ -22,12 +22,6 @@ FRONT = 4
 
 DEEPEST = 64
 """Replicas over several kinds have at most so many ranks, where there are many devices."""
-
-ABOUT = 0.05
-"""What a team takes is not below what it takes about at least by a larger share: micro-batches differ by a row."""
-
-AT_ONCE = 16
-"""What so many teams take is worked out together."""
 
 PAIR = 2
 """Of more kinds along a pipeline all have split groups of one width, where there are many devices."""
@@ -70,14 +64,14 @@ class Space:
         """Devices of each kind, on the host that has most of them."""
         return Counter({kind: max(numbers) for kind, numbers in self._on_hosts.items()})
 
-    def lineups(self, bounds: Bounds) -> Iterator[Lineup]:
+    def lineups(self, sketches: Sketches) -> Iterator[Lineup]:
         """Which replicas there are, each line-up once.
 
         Args:
-            bounds: tell which replicas of one kind are worth a look.
+            sketches: tell which replicas of one kind are worth a look.
         """
         small = len(self.cluster.devices) <= COMPLETE
-        for lineup in dict.fromkeys(self._every_lineup() if small else self._lineups_in_a_row(bounds)):
+        for lineup in dict.fromkeys(self._every_lineup() if small else self._lineups_in_a_row(sketches)):
             if self._is_allowed(lineup) and (self.freedom.using is None or any(self.freedom.using in team.taken for team in lineup)):
                 yield lineup
 
@@ -141,13 +135,13 @@ class Space:
             ends = [team for team in longer if all(number <= self.counts[kind] for kind, number in team.taken.items())]
             yield from ends
 
-    def _lineups_in_a_row(self, bounds: Bounds) -> Iterator[Lineup]:
+    def _lineups_in_a_row(self, sketches: Sketches) -> Iterator[Lineup]:
         """Replicas of one kind each, of every kind its own; and replicas over several kinds, like devices in a row."""
         for team in (team for kind in self.counts for team in self._of_one_kind(kind)):
             yield (team,)
             for count in self._fewer(team):
                 yield (replace(team, count=count),)
-        for used in product(*([None, *self._front(kind, bounds)] for kind in self.counts)):
+        for used in product(*([None, *self._front(kind, sketches)] for kind in self.counts)):
             lineup = tuple(team for team in used if team is not None)
             if lineup:
                 yield lineup
@@ -192,32 +186,21 @@ class Space:
             return (self._num_ranks,) if self._num_ranks <= most else ()
         return sorted({*powers_of_two(most), *(min(room // count, most) for count in powers_of_two(room))})
 
-    def _front(self, kind: Device, bounds: Bounds) -> Sequence[Team]:
+    def _front(self, kind: Device, sketches: Sketches) -> Sequence[Team]:
         """The replicas of one kind that take least time for their share of the rows, and copies of the model, as far as they fit."""
-        teams = [team for team in self._of_one_kind(kind) if self._is_allowed((team,)) and not bounds.shortage(team)]
+        teams = [team for team in self._of_one_kind(kind) if self._is_allowed((team,)) and not sketches.shortage(team)]
         plain = [team for team in teams if team.one.num_devices == 1]
-        return [*plain, *self._fastest([team for team in teams if team not in plain], FRONT - len(plain), bounds)]
+        return [*plain, *self._fastest([team for team in teams if team not in plain], FRONT - len(plain), sketches)]
 
-    def _fastest(self, teams: Sequence[Team], number: int, bounds: Bounds) -> Sequence[Team]:
-        """So many teams that take least time alone, fastest first, with their best numbers of micro-batches.
-
-        What a team takes about at least is quickly known: in the order of that they are looked at, until enough take surely less.
-        """
+    def _fastest(self, teams: Sequence[Team], number: int, sketches: Sketches) -> Sequence[Team]:
+        """So many teams that take least time alone for their share of the rows, fastest first, with their best numbers of micro-batches."""
         order = self.freedom.orders[0]
-        looks = sorted(
-            (bounds.about_alone(team, order, count), place, count)
-            for place, team in enumerate(teams)
-            for count in self._micro_batches((team,), int(bounds.share_of(team))) or (1,)
-        )
-        found: dict[int, float] = {}
-        for start in range(0, len(looks), AT_ONCE):
-            portion = looks[start : start + AT_ONCE]
-            if sum(seconds < portion[0][0] * (1 - ABOUT) for seconds in found.values()) >= number:
-                break
-            own = bounds.alone([(teams[place], order, count) for _, place, count in portion])
-            for (_, place, _), seconds in zip(portion, own, strict=True):
-                found[place] = min(seconds, found.get(place, seconds))
-        return [teams[place] for place in sorted(found, key=lambda place: (found[place], place))][:number]
+
+        def seconds(team: Team) -> float:
+            counts = self._micro_batches((team,), int(sketches.share_of(team))) or (1,)
+            return min(sketches.about(team, order, count) for count in counts)
+
+        return sorted(teams, key=seconds)[:number]
 
     def _sequences(self) -> Iterator[tuple[Device, ...]]:
         for number in range(2, len(self.counts) + 1):

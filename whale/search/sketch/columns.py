@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate import OpTable, op_seconds
-from whale.estimate.costs.compute import kernel_seconds
 from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
@@ -62,7 +61,6 @@ class Columns:
     of: NDArray[np.int64]
     first_trained: Floats
     _known: dict[tuple[Device, float], Times] = field(default_factory=dict, init=False)
-    _kernels: dict[Device, tuple[Floats, Floats]] = field(default_factory=dict, init=False)
     _last_sums: dict[Device, tuple[Floats, Floats]] = field(default_factory=dict, init=False)
 
     def seconds(self, kind: Device, rows: float) -> Times:
@@ -78,19 +76,6 @@ class Columns:
                 found.backward_host * training,
             )
         return self._known[key]
-
-    def passes(self, kind: Device, rows: Floats) -> tuple[Floats, Floats]:
-        """Seconds forward and backward of every column for micro-batches of so many rows each: ``[micro-batches, columns]``."""
-        found = [self.seconds(kind, number) for number in rows.tolist()]
-        return np.stack([each.forward for each in found]), np.stack([each.backward for each in found])
-
-    def kernels(self, kind: Device) -> tuple[Floats, Floats]:
-        """Of the seconds of every column forward and backward, what any part of it takes too; of measured times nothing is known."""
-        if kind not in self._kernels:
-            known = self.prices.costs.measured is None
-            forward, backward = kernel_seconds(self.table, kind, self.prices.costs)
-            self._kernels[kind] = forward * known, backward * (known and self.prices.training)
-        return self._kernels[kind]
 
     def last_sums(self, kind: Device, num_rows: int) -> tuple[Floats, Floats]:
         """Of some numbers of the gradients that are whole last: their bytes, and the share of a backward pass that is left then at most.

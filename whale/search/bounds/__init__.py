@@ -1,1 +1,0 @@
-"""What no plan of an arrangement can beat."""
