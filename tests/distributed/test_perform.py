@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.distributed.world import World as Ranks
 from tests.examples import at_most
-from tests.unit.sharding.shardings import run, scatter, shardings, spaces
+from tests.unit.sharding.shardings import SIZES, TENSORS, run, scatter, shardings, spaces
 from whale.comm import World, connect
 from whale.runtime.state.perform import Whole, perform
 from whale.sharding import IndexSpace, Region, Sharding, reshard
@@ -29,6 +29,9 @@ def performed(rank: int, size: int, source: Sharding, target: Sharding, space: I
 
 @given(shardings(), shardings(terms="groups"), spaces, st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]))
 @at_most(60)
+@example(  # a rank whose term nobody adds to lets go of what it holds
+    Sharding((0,), (Region(),)), Sharding((1, 0, 2), (Region(),) * 3, (0, 1, 1)), IndexSpace(TENSORS[0], SIZES), torch.float32
+)
 def test_ranks_hold_what_the_steps_say(world: Ranks, source: Sharding, target: Sharding, space: IndexSpace, dtype: torch.dtype) -> None:
     assume(max(source.mesh + target.mesh) < MOST_RANKS)
     wanted = run(reshard(source, target), source, target, space, scatter(source, space, 7))

@@ -70,9 +70,11 @@ def perform(
         RuntimeFault: a peer died, or a wait outlasted its limit.
     """
     for step in steps:
+        if world.rank not in step.participants:
+            continue
         before, after = dict(step.before).get(world.rank), dict(step.after).get(world.rank)
         gotten = [move for move in step.moves if world.rank == move.target]
-        is_as_it_was = before == after and [(move.source, move.region) for move in gotten] in ([(world.rank, after)], [])
+        is_as_it_was = before == after and [(move.source, move.region) for move in gotten] == [(world.rank, after)]
         given = [move for move in step.moves if world.rank == move.source and not (is_as_it_was and move.target == world.rank)]
         own = {move: whole.cut(held, move.region, region) for move in given if held is not None and region is not None}
         came = _exchange(own, [move for move in gotten if move.source != world.rank], whole, world)
