@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,26 @@ def test_another_plan_reads_the_checkpoint(world: World, tmp_path: Path) -> None
     folder = str(tmp_path / "saved")
     world.run(save_only, folder, num_ranks=2)
     assert max(world.run(load_elsewhere, folder, num_ranks=3)) < 1e-12
+
+
+def words_of_parts(rank: int, size: int) -> tuple[list[str], bool]:
+    """What is said where the parameters are gone through, twice; and whether they are parts."""
+    model, batch = make("axis", "first.up.weight:0")
+    engine = parallelize(model, batch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            norms = [parameter.norm() for parameter in engine.parameters()]
+            assert len(norms) == len(engine.parameters.items())
+    is_part = any(parameter.shape != model.get_parameter(name).shape for name, parameter in engine.parameters.items())
+    engine.close()
+    return [str(each.message) for each in caught], is_part
+
+
+def test_norms_of_parts_are_not_without_a_word(world: World) -> None:
+    ((text,), is_part), (others, is_other) = world.run(words_of_parts, num_ranks=2)
+    assert is_part and is_other and not others
+    assert "engine.parameters are what this rank holds" in text and "gradient.clip_norm clips by the norm of all" in text
 
 
 def mixing_optimizer(rank: int, size: int) -> str:

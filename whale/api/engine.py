@@ -33,7 +33,7 @@ from whale.api.tracebacks import in_short
 from whale.api.tracing import Tracing
 from whale.comm import together
 from whale.config import Source
-from whale.errors import RuntimeFault, WhaleError, warn
+from whale.errors import RuntimeFault, WhaleError, first_few, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
@@ -74,7 +74,7 @@ class Engine:
         world, trains = runtime.roster.world, opening.optimizer is not None
         self._users = UsersTensors(modes.model, tells=world.rank == 0)
         self._as_given = LeftAsGiven(modes.model, trains=trains, warns=world.rank == 0)
-        self._warns_of_no_optimizer = not trains and world.rank == 0
+        self._warns_of_no_optimizer, self._has_told_of_parts = not trains and world.rank == 0, False
 
     def _take_up(self, state: EngineState, runtime: Runtime, tracing: Tracing | None) -> None:
         """Goes on with a state, and a plan at work on it."""
@@ -349,8 +349,12 @@ class Engine:
 
     @property
     def parameters(self) -> OwnedParameters:
-        """The parameters that this rank owns, by name; called, as a module's are, an iterator over them."""
-        return OwnedParameters(self.state.parameters)
+        """The parameters that this rank owns, or its parts of them, by name; called, as a module's are, an iterator over them.
+
+        Warns:
+            UserWarning: they are gone through, some are parts, and a norm of each (for a max-norm, say) would be that of the part.
+        """
+        return OwnedParameters(self.state.parameters, self._tell_of_parts)
 
     @property
     def model_graph(self) -> ModelGraph:
@@ -410,6 +414,18 @@ class Engine:
                 self.runtime.refuse(name, refusal)
                 raise
             return key, captured, view
+
+    def _tell_of_parts(self) -> None:
+        """Warns, once, that what this rank holds are parts; the first rank that holds parts of those speaks for the others."""
+        holders = self.runtime.holdings.holders_of_parts
+        parts = [name for name in self.state.parameters if self.rank in holders(name)]
+        if parts and not self._has_told_of_parts and self.rank == min(holders(parts[0])):
+            self._has_told_of_parts = True
+            warn(
+                f"engine.parameters are what this rank holds, which of {first_few(parts)} is a part: a norm or a count of it is that of "
+                "the part. gradient.clip_norm clips by the norm of all gradients; engine.state_dict() has whole weights, and "
+                "engine.load_state_dict(...) takes them"
+            )
 
     def _exchange(self) -> None:
         """Notes that the script has weights from the engine, or has given it some."""

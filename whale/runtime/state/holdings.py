@@ -45,6 +45,10 @@ class Holdings:
         """Whether some rank holds only a part."""
         return self.shardings.is_sharded(name)
 
+    def holders_of_parts(self, name: str) -> list[int]:
+        """The ranks of the plan that hold a part of a parameter, and not all of it."""
+        return [rank for rank, region in self.shardings.gradient(name).held.items() if self.index(name, region) is not None]
+
     def whole(self, model: ModelGraph, name: str) -> Whole:
         """A parameter or buffer of the model, as what its parts are moved by."""
         spec = model.parameter_by_name[name].spec
