@@ -14,12 +14,15 @@ gradients in I, which is exact as well, only not delayed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
+
+from whale.axes.operators import entry_of
 
 aten = torch.ops.aten
 Gradients = tuple[torch.Tensor | None, ...]
@@ -35,6 +38,7 @@ class Rule:
         input_gradient: from the op's arguments and the output's gradient.
         weight_gradients: likewise, one per position in `weights`.
         is_real: whether they are those of real tensors alone: of complex ones the op is left as it is.
+        fits: whether a call is of the plain form that the rule is for; takes the dimensions of its arguments, too.
     """
 
     data: int
@@ -42,6 +46,7 @@ class Rule:
     input_gradient: Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor | None]
     weight_gradients: Callable[[tuple[Any, ...], torch.Tensor], Gradients]
     is_real: bool = False
+    fits: Callable[[fx.Node, Sequence[int | None]], bool] = lambda node, num_dims: True
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,19 +89,25 @@ def _embedding_weights(args: tuple[Any, ...], gradient: torch.Tensor) -> Gradien
     return (aten.embedding_dense_backward.default(gradient, args[1], args[0].shape[0], padding, by_frequency),)
 
 
-_CONVOLUTION = Rule(0, (1, 2), lambda args, g: _convolution(args, g, [True, False, False])[0], _convolution_weights, is_real=True)
-_MATMUL = Rule(0, (1,), lambda args, g: g @ args[1].mH, _matmul_weights)
-
-RULES: dict[Any, Rule] = {
-    aten.linear.default: Rule(0, (1, 2), lambda args, g: g @ args[1].conj(), _linear_weights),
-    aten.addmm.default: Rule(1, (0, 2), lambda args, g: g @ args[2].mH, _addmm_weights),
-    aten.mm.default: _MATMUL,
-    aten.matmul.default: _MATMUL,
-    aten.embedding.default: Rule(1, (0,), lambda args, g: None, _embedding_weights),
-    aten.conv1d.default: _CONVOLUTION,
-    aten.conv2d.default: _CONVOLUTION,
-    aten.conv3d.default: _CONVOLUTION,
+RULES = {
+    "linear": Rule(0, (1, 2), lambda args, g: g @ args[1].conj(), _linear_weights, fits=lambda node, dims: (dims[0] or 0) >= 2),
+    "addmm": Rule(1, (0, 2), lambda args, g: g @ args[2].mH, _addmm_weights, fits=lambda node, dims: dims[0] == 1),
+    "matmul": Rule(0, (1,), lambda args, g: g @ args[1].mH, _matmul_weights, fits=lambda node, dims: dims[1] == 2 and (dims[0] or 0) >= 2),
+    "embedding": Rule(1, (0,), lambda args, g: None, _embedding_weights, fits=lambda node, dims: not any(node.args[4:])),
+    "convolution": Rule(
+        *(0, (1, 2), lambda args, g: _convolution(args, g, [True, False, False])[0], _convolution_weights),
+        is_real=True,
+        fits=lambda node, dims: not any(isinstance(argument, str) for argument in node.args),
+    ),
 }
+"""By name, as the entries of operators have it."""
+
+
+@cache
+def rule_of(target: Any) -> Rule | None:
+    """The rule of an operator; None where it has none."""
+    name = entry_of(str(target)).weights
+    return None if name is None else RULES[name]
 
 
 class WeightQueue:
@@ -145,8 +156,8 @@ class _Deferred(torch.autograd.Function):
     """An op whose weight gradients go to a queue."""
 
     @staticmethod
-    def forward(ctx: Any, queue: WeightQueue, target: Any, *args: Any) -> torch.Tensor:
-        ctx.queue, ctx.target = queue, target
+    def forward(ctx: Any, queue: WeightQueue, rule: Rule, target: Any, *args: Any) -> torch.Tensor:
+        ctx.queue, ctx.rule = queue, rule
         ctx.places = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
         ctx.save_for_backward(*(args[position] for position in ctx.places))  # so that torch sees an in-place change in between
         # A tensor that a checkpoint recomputes stands for the parameter, but has a gradient of its own.
@@ -159,25 +170,26 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        rule = RULES[ctx.target]
+        rule = ctx.rule
         restored = list(ctx.rest)
         for position, value in zip(ctx.places, ctx.saved_tensors, strict=True):
             restored[position] = ctx.leaves.get(position, value)
         args = tuple(restored)
         ctx.queue.add(rule, args, gradient)
-        results: list[Any] = [None] * (2 + len(args))
-        if ctx.needs_input_grad[2 + rule.data]:
-            results[2 + rule.data] = rule.input_gradient(args, gradient)
+        results: list[Any] = [None] * (3 + len(args))
+        if ctx.needs_input_grad[3 + rule.data]:
+            results[3 + rule.data] = rule.input_gradient(args, gradient)
         return tuple(results)
 
 
 def deferred(queue: WeightQueue, target: Any, *args: Any) -> torch.Tensor:
     """Runs an op so that its weight gradients wait in a queue, where its rule can tell them."""
-    rule = RULES[target]
+    rule = rule_of(target)
+    assert rule is not None, target
     if rule.is_real and args[rule.data].is_complex():
         plain: torch.Tensor = target(*args)
         return plain
-    output: torch.Tensor = _Deferred.apply(queue, target, *args)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Deferred.apply(queue, rule, target, *args)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -204,29 +216,16 @@ def defer_weights(graph: fx.Graph, parameters: Collection[str], queue: fx.Node, 
 
 
 def _can_wait(node: fx.Node, parameters: Collection[str], num_dims: Callable[[fx.Node], int]) -> bool:
-    rule = RULES.get(node.target) if node.op == "call_function" else None
+    rule = rule_of(node.target) if node.op == "call_function" else None
     if rule is None or node.kwargs:
         return False
     weights = [node.args[p] for p in rule.weights if p < len(node.args) and node.args[p] is not None]
     is_direct = all(_brings(weight, parameters) for weight in weights)
     data = node.args[rule.data]
-    return is_direct and isinstance(data, fx.Node) and not _brings(data, parameters) and _fits(node, num_dims)
+    dims = [num_dims(argument) if isinstance(argument, fx.Node) else None for argument in node.args]
+    return is_direct and isinstance(data, fx.Node) and not _brings(data, parameters) and rule.fits(node, dims)
 
 
 def _brings(argument: Any, parameters: Collection[str]) -> bool:
     """Whether an argument is the placeholder of one of the parameters."""
     return isinstance(argument, fx.Node) and argument.op == "placeholder" and argument.target in parameters
-
-
-def _fits(node: fx.Node, num_dims: Callable[[fx.Node], int]) -> bool:
-    """Whether the op is of the plain form that the rule is for."""
-    dims = [num_dims(argument) if isinstance(argument, fx.Node) else None for argument in node.args]
-    if node.target is aten.matmul.default:
-        return dims[1] == 2 and (dims[0] or 0) >= 2
-    if node.target is aten.linear.default:
-        return (dims[0] or 0) >= 2
-    if node.target is aten.addmm.default:
-        return dims[0] == 1
-    if node.target is aten.embedding.default:
-        return not any(node.args[4:])
-    return True

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from whale.deferred import RULES, WeightQueue, defer_weights, deferred
+from whale.axes.operators import OPERATORS
+from whale.deferred import RULES, WeightQueue, defer_weights, deferred, rule_of
 from whale.runtime.program.marks import NUM_DIMS, num_dims_of
 
 aten = torch.ops.aten
@@ -52,7 +53,9 @@ def test_a_rule_gives_the_gradients_of_its_op(name: str) -> None:
 
     queue = WeightQueue()
     deferred(queue, target, *args).backward(seed)
-    weights = [args[p] for p in RULES[target].weights if p < len(args) and args[p] is not None]
+    rule = rule_of(target)
+    assert rule is not None
+    weights = [args[p] for p in rule.weights if p < len(args) and args[p] is not None]
     assert all(weight.grad is None for weight in weights), "weight gradients must wait"
     queue.run()
     for tensor, gradient in zip(tensors, expected, strict=True):
@@ -60,7 +63,16 @@ def test_a_rule_gives_the_gradients_of_its_op(name: str) -> None:
 
 
 def test_every_rule_is_tested() -> None:
-    assert {target for target, _ in CASES.values()} == set(RULES)
+    named = {name: entry.weights for name, entry in OPERATORS.items() if entry.weights is not None}
+    assert {target._schema.name.removeprefix("aten::") for target, _ in CASES.values()} == set(named)
+    assert set(named.values()) == set(RULES)
+
+
+def test_a_convolution_that_pads_by_a_word_is_left_as_it_is() -> None:
+    graph = fx.Graph()
+    queue, x, w = (graph.placeholder(name) for name in ("queue", "x", "w"))
+    graph.output(graph.call_function(aten.conv1d.padding, (x, w, None, [1], "same")))
+    assert defer_weights(graph, {"w"}, queue, lambda node: 3) == 0
 
 
 def test_shared_and_frozen_weights() -> None:

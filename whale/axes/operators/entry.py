@@ -45,6 +45,8 @@ class Operator:
         gathers: whether it reads of its source only as much as it returns.
         keeps: what its backward pass keeps.
         gradient: what memory the gradients of its operands take.
+        weights: how its weight gradients are computed apart from the rest of its backward pass: a rule of `whale.deferred`; None where they
+            are not.
         is_two: whether it is two ops, between which passes as much as it reads first.
     """
 
@@ -56,6 +58,7 @@ class Operator:
     gathers: bool = False
     keeps: Keeps = "inputs"
     gradient: Gradient = "made"
+    weights: str | None = None
     is_two: bool = False
 
 

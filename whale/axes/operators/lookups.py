@@ -163,7 +163,7 @@ def _is_mask(name: str, reading: Reading) -> bool:
 
 
 LOOKUPS: Family = {
-    "embedding": Moves(embedding, "tables.embedding", gathers=True),
+    "embedding": Moves(embedding, "tables.embedding", gathers=True, weights="embedding"),
     "embedding_bag": Operator(bags),
     "index_select": Operator(chosen_rows, "tables.index_select", gathers=True),
     "gather": Operator(gathering(dim=1, index=2), "tables.gather", gathers=True),

@@ -91,12 +91,16 @@ def scores_and_values(args: Sequence[Any], results: Sequence[Shape]) -> int:
 
 
 MATRICES: Family = {
-    "linear": Operator("input[... i] weight[o i] +bias[o] -> [... o]", "contractions.with_bias", ("bias", 2), flops=rows_by_matrix),
-    "addmm": Operator("+self[i j] mat1[i k] mat2[k j] -> [i j]", "contractions.added_product", ("self", 0), factors=(1, 2)),
-    "mm": Operator("self[i k] mat2[k j] -> [i j]"),
+    "linear": Operator(
+        "input[... i] weight[o i] +bias[o] -> [... o]", "contractions.with_bias", ("bias", 2), flops=rows_by_matrix, weights="linear"
+    ),
+    "addmm": Operator(
+        "+self[i j] mat1[i k] mat2[k j] -> [i j]", "contractions.added_product", ("self", 0), factors=(1, 2), weights="addmm"
+    ),
+    "mm": Operator("self[i k] mat2[k j] -> [i j]", weights="matmul"),
     "bmm": Operator("self[b i k] mat2[b k j] -> [b i j]"),
     "baddbmm": Operator("+self[b i j] batch1[b i k] batch2[b k j] -> [b i j]", "contractions.added_product", ("self", 0), factors=(1, 2)),
-    "matmul": Operator(matmul, flops=rows_by_matrix),
+    "matmul": Operator(matmul, flops=rows_by_matrix, weights="matmul"),
     "mv": Operator("self[i k] vec[k] -> [i]", flops=rows_by_matrix),
     "dot": Operator("self[k] tensor[k] -> []", flops=rows_by_matrix),
     "vdot inner": Operator(flops=rows_by_matrix),

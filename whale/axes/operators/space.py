@@ -77,7 +77,7 @@ def spread(args: Sequence[Any], results: Sequence[Shape]) -> int:
 
 
 SPACE: Family = {
-    "conv1d conv2d conv3d": Operator(convolution, "contractions.convolution", ("bias", 2), filtered),
+    "conv1d conv2d conv3d": Operator(convolution, "contractions.convolution", ("bias", 2), filtered, weights="convolution"),
     "convolution": Operator(general_convolution, "contractions.convolution", ("bias", 2)),
     "conv_transpose1d conv_transpose2d conv_transpose3d": Operator(transposed_convolution, "contractions.convolution", ("bias", 2), spread),
     "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d": Operator(

@@ -41,7 +41,7 @@ def keeps_parameter(graph: ModelGraph, op: Op, parameter: str) -> bool:
     if graph.mode != "train" or not op.requires_grad or parameter not in _kept_by(op):
         return False
     flows_on = any(graph.by_name[name].requires_grad for name in op.inputs if name != parameter and graph.by_name[name].kind == "call")
-    return flows_on or op.operator not in WEIGHTED
+    return flows_on or operator_of(op).weights is None
 
 
 def _kept_by(op: Op) -> tuple[str, ...]:
@@ -63,14 +63,10 @@ def places_line(graph: ModelGraph, sizes: Mapping[str, Line], ops: Iterable[str]
     return Line.sum(sizes[name] * share for name, share in shares if share)
 
 
-WEIGHTED = frozenset({"linear", "addmm", "mm", "matmul", "embedding", "conv1d", "conv2d", "conv3d"})
-"""Ops whose weight gradients can be computed apart from the rest of their backward pass."""
-
-
 def weight_share(graph: ModelGraph, name: str) -> float:
     """The share of an op's backward pass that is its weight gradients, where these can be computed apart: half, or all of it."""
     op = graph.by_name[name]
-    if op.operator not in WEIGHTED or not op.requires_grad:
+    if operator_of(op).weights is None or not op.requires_grad:
         return 0.0
     sources = [graph.by_name[source] for source in op.inputs]
     if not any(source.kind == "parameter" and source.requires_grad for source in sources):

@@ -21,7 +21,7 @@ import numpy as np
 
 from whale.axes.operators import operator_of
 from whale.estimate.memory.forms import Form, Forms, PerOp
-from whale.estimate.memory.kept import WEIGHTED, place_share
+from whale.estimate.memory.kept import place_share
 from whale.ir.graph import ModelGraph, Op
 
 
@@ -243,7 +243,7 @@ class _Backward:
                 beside += size
             else:
                 self._hold(root, 0.0 if gradient == "one number" else size)
-        if not (self.defers and op.operator in WEIGHTED):
+        if not self._waits(op):
             beside += sum(self._parameter(name, uses) for name in passes.trained_by(op.name))
         return beside
 
@@ -261,6 +261,10 @@ class _Backward:
             return size if total > 1 or not stays else 0.0
         return size
 
+    def _waits(self, op: Op) -> bool:
+        """Whether an op leaves its weight gradients to another pass."""
+        return self.defers and operator_of(op).weights is not None
+
     def _is_value(self, name: str) -> bool:
         op = self.passes.graph.by_name[name]
         return op.kind == "call" and op.requires_grad
@@ -272,7 +276,7 @@ class _Backward:
     def _pass(self, op: Op) -> None:
         """Lets the gradient of an op's result go, unless who handed it holds it, or weight gradients wait with it."""
         passes = self.passes
-        waits = self.defers and op.operator in WEIGHTED and any(passes.trained_by(op.name))
+        waits = self._waits(op) and any(passes.trained_by(op.name))
         if op.name in self._gradients and op.name not in passes.crossing and not waits:
             shared = self._gradients.pop(op.name)
             shared[1] -= 1
@@ -281,7 +285,7 @@ class _Backward:
 
     def _let_go(self, name: str) -> None:
         passes = self.passes
-        waits = self.defers and passes.graph.by_name[name].operator in WEIGHTED
+        waits = self._waits(passes.graph.by_name[name])
         for root in passes.frees.get(name, ()):
             self._freed += 0.0 if waits else passes.num_bytes[root]
         if name not in passes.segment_of:
