@@ -147,7 +147,7 @@ class Device(Counting, _Threaded):
     """
 
     def __init__(self, exchange: Exchange, rank: int, order: tuple[int, ...], is_gloo: bool) -> None:
-        super().__init__(None)
+        super().__init__(None, tuple(range(len(order))))
         vars(self).update(exchange=exchange, size=len(order), position=order[rank], order=order, is_gloo=is_gloo)
 
     rank = Counting.rank
