@@ -18,7 +18,8 @@ from whale.hardware import load_cluster, select
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import read_profile
-from whale.ir.serialization import from_json
+from whale.ir.reading import parse_json
+from whale.ir.serialization import read_value
 
 FUNCTION_HELP = "FILE.py:FUNCTION that returns (model, batch, loss)"
 
@@ -212,7 +213,7 @@ def parse_pairs(pairs: Sequence[str], flag: str) -> dict[str, Any]:
     """``["layers=4", "name=x"]`` as ``{"layers": 4, "name": "x"}``; a value that is no JSON is text.
 
     Raises:
-        ConfigError: a pair has no ``=``, or a key comes twice.
+        ConfigError: a pair has no ``=``, or a key comes twice, or a value nests too deep.
     """
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -222,9 +223,11 @@ def parse_pairs(pairs: Sequence[str], flag: str) -> dict[str, Any]:
         if key in found:
             raise ConfigError(f"{flag} states {key} twice")
         try:
-            found[key] = json.loads(value)
-        except ValueError:
+            found[key] = parse_json(value)
+        except json.JSONDecodeError:
             found[key] = value
+        except ValueError as error:
+            raise ConfigError(f"{flag} {key} cannot be read: {error}") from None
     return found
 
 
@@ -232,7 +235,7 @@ def _read_captured(path: Path, pairs: Sequence[str]) -> ModelGraph:
     if pairs:
         raise ConfigError(f"--arg needs FILE.py:FUNCTION; {path} is already captured")
     try:
-        return from_json(ModelGraph, path.read_text())
+        return read_value(ModelGraph, path)
     except OSError as error:
         raise CaptureError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -1,7 +1,7 @@
 """YAML read strictly: every value with its file and line, duplicate keys refused, and no surprises in what text means.
 
 Numbers, ``true``, ``false`` and ``null`` are those of YAML 1.2, so that a host may be called ``no`` and ``1e-3`` is a number.
-Everything else is text, a list or a mapping with text keys.
+Everything else is text, a list or a mapping with text keys. Aliases are written out, within bounds.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from whale.errors import ConfigError, WhaleError, raise_faults
+from whale.ir.reading import MOST_BYTES_OF_YAML, MOST_DEPTH, MOST_VALUES, read_text
 from whale.ir.source import SourceLine
 
 PathKey = tuple[str | int, ...]
@@ -47,27 +49,24 @@ def read_yaml(path: str | Path, kind: type[WhaleError] = ConfigError) -> Documen
         WhaleError: of the given kind: the file cannot be read, or is not YAML, or repeats a key; all faults at once.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path, MOST_BYTES_OF_YAML)
     except OSError as error:
         raise kind(f"cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise kind(f"{path} is not text in UTF-8 (byte {error.start})") from None
+    except ValueError as error:
+        raise kind(f"cannot read {path}: {error}") from None
     return parse_yaml(text, str(path), kind)
 
 
 def parse_yaml(text: str, file: str, kind: type[WhaleError] = ConfigError) -> Document:
     """Reads one YAML document from text; `file` is what errors call it."""
+    reader = _Reader(file, kind)
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = _Composer(text, reader).get_single_node()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise kind(f"not YAML: {error.problem or error}", where=SourceLine(file, line)) from None
     except yaml.YAMLError as error:
         raise kind(f"not YAML: {str(error).splitlines()[0]}", where=SourceLine(file, 1)) from None
-    reader = _Reader(file, kind)
-    for token in yaml.scan(text):
-        if isinstance(token, yaml.TagToken):
-            reader.fault(f"tag {''.join(part or '' for part in token.value)!r} has no meaning here", token)
     data = None if root is None else reader.read(root, (), ())
     raise_faults(reader.faults)
     return Document(file, data, reader.lines)
@@ -116,8 +115,12 @@ class _Reader:
             result[name] = self.read(value_node, (*way, name), above)
         return result
 
-    def fault(self, message: str, node: yaml.Node | yaml.Token) -> None:
-        self.faults.append(self.kind(message, where=SourceLine(self.file, node.start_mark.line + 1)))
+    def fault(self, message: str, node: yaml.Node | yaml.Event) -> None:
+        self.faults.append(self.at_fault(message, node))
+
+    def at_fault(self, message: str, node: yaml.Node | yaml.Event) -> WhaleError:
+        assert node.start_mark is not None
+        return self.kind(message, where=SourceLine(self.file, node.start_mark.line + 1))
 
 
 def _scalar(node: yaml.Node) -> object:
@@ -130,3 +133,48 @@ def _scalar(node: yaml.Node) -> object:
         if pattern.fullmatch(text):
             return number(text)
     return text
+
+
+class _Composer(yaml.SafeLoader):
+    """Makes nodes of text, within bounds.
+
+    Args:
+        text: to read.
+        reader: is told what is at fault.
+    """
+
+    def __init__(self, text: str, reader: _Reader) -> None:
+        super().__init__(text)
+        self._reader = reader
+        self._depth = 0
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """The next value; what an alias stands for is the node that stands there already."""
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if (tag := getattr(event, "tag", None)) is not None:
+            self._reader.fault(f"tag {tag.replace('tag:yaml.org,2002:', '!!')!r} has no meaning here", event)
+        if isinstance(event, yaml.CollectionStartEvent) and self._depth >= MOST_DEPTH:
+            raise self._reader.at_fault(f"lists and mappings nest at most {MOST_DEPTH} deep (here: {MOST_DEPTH + 1} or more)", event)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        assert node is not None
+        self._depth -= 1
+        if not isinstance(event, yaml.AliasEvent):
+            self._extents[node] = self._extent(node, event)
+        return node
+
+    def _extent(self, node: yaml.Node, event: yaml.Event) -> tuple[int, int]:
+        """How many values a node is, and how deep they nest, with all that aliases stand for."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1, 0
+        inner = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
+        extents = [self._extents.get(each, (1, 0)) for each in inner]  # an alias inside the value it stands for has none yet
+        num_values, depth = 1 + sum(number for number, _ in extents), 1 + max((deep for _, deep in extents), default=0)
+        if num_values > MOST_VALUES:
+            reason = f"a file has at most {MOST_VALUES:,} values, with those that aliases stand for (here: {num_values:,})"
+            raise self._reader.at_fault(reason, event)
+        if depth > MOST_DEPTH:
+            reason = f"lists and mappings nest at most {MOST_DEPTH} deep, with those that aliases stand for (here: {depth})"
+            raise self._reader.at_fault(reason, event)
+        return num_values, depth

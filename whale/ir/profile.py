@@ -11,7 +11,7 @@ from whale.errors import ConfigError
 from whale.ir.cluster import Device
 from whale.ir.figure import Figure, noise
 from whale.ir.graph import Argument, ModelGraph, Op, Ref
-from whale.ir.serialization import from_json
+from whale.ir.serialization import read_value
 
 
 def signature(op: Op, graph: ModelGraph) -> str:
@@ -112,7 +112,7 @@ def read_profile(path: str | Path) -> Profile:
         ConfigError: the file cannot be read, or holds no profile.
     """
     try:
-        return from_json(Profile, Path(path).read_text())
+        return read_value(Profile, path)
     except OSError as error:
         raise ConfigError(f"cannot read the profile {path}: {error.strerror}", hint="whale profile ... --output FILE writes one") from None
     except (ValueError, TypeError) as error:  # not JSON is a ValueError too

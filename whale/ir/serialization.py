@@ -8,9 +8,11 @@ import types
 from collections.abc import Mapping
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from whale.ir.graph import Ref
+from whale.ir.reading import MOST_BYTES_OF_JSON, parse_json, read_text
 
 T = TypeVar("T")
 
@@ -26,9 +28,19 @@ def from_json(kind: type[T], text: str) -> T:
     Raises:
         ValueError: the text is not JSON, a field is missing or unknown, or a value is of another kind; says where.
     """
-    decoded = decode(kind, json.loads(text))
+    decoded = decode(kind, parse_json(text))
     assert isinstance(decoded, kind)
     return decoded
+
+
+def read_value(kind: type[T], path: str | Path) -> T:
+    """A value from a file that `to_json` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no such value, as `from_json` says, or is too large.
+    """
+    return from_json(kind, read_text(path, MOST_BYTES_OF_JSON))
 
 
 def encode(value: object) -> Any:

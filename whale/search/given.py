@@ -13,7 +13,7 @@ from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan
-from whale.ir.serialization import from_json
+from whale.ir.serialization import read_value
 from whale.planning.explain.step import explain_step
 from whale.planning.pricing.estimating import with_figures
 from whale.planning.verify.verify import verify
@@ -79,7 +79,7 @@ def _told_of(path: str | Path | None) -> Iterator[None]:
 
 def _read(path: Path) -> Plan:
     try:
-        return from_json(Plan, path.read_text())
+        return read_value(Plan, path)
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}", hint=_WRITES_ONE) from error
     except (ValueError, TypeError) as error:  # not JSON is a ValueError too

@@ -33,7 +33,7 @@ def test_pairs_are_json_where_they_can_be() -> None:
     }
 
 
-@pytest.mark.parametrize("pairs", [["layers"], ["=4"], ["a=1", "a=2"]])
+@pytest.mark.parametrize("pairs", [["layers"], ["=4"], ["a=1", "a=2"], ["a=" + "[" * 10_000]])
 def test_faulty_pairs(pairs: list[str]) -> None:
     with pytest.raises(ConfigError, match="--arg"):
         parse_pairs(pairs, "--arg")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import at_most
-from whale.config import parse_yaml, read_yaml
-from whale.errors import ClusterError, ConfigError
+from whale.config import load_config, parse_yaml, read_plan, read_yaml
+from whale.errors import ClusterError, ConfigError, WhaleError
+from whale.hardware.cluster_file import load_cluster
+from whale.ir.reading import MOST_BYTES_OF_YAML
 
 text = st.text(
     st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"], exclude_characters="\x7f"), max_size=20
@@ -82,6 +85,40 @@ def test_refuses(text: str, message: str) -> None:
 
 def test_aliases_stand_for_values() -> None:
     assert parse_yaml("a: &x {b: 1}\nc: *x\n", "f").data == {"a": {"b": 1}, "c": {"b": 1}}
+
+
+def bomb(num_lines: int, fan_out: int) -> str:
+    """Lists of aliases of the list in the line before."""
+    lines = [f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * fan_out)}]" for number in range(1, num_lines)]
+    return "\n".join(["a0: &a0 [x]", *lines])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (bomb(100, 10), r"at most 200,000 values, with those that aliases stand for \(here: 211,111\)\n  at .*:6"),
+        (bomb(5000, 1), r"at most 100 deep, with those that aliases stand for \(here: 101\)\n  at .*:101"),
+        ("[" * 10_000 + "]" * 10_000, r"at most 100 deep \(here: 101 or more\)\n  at .*:1"),
+        ("{a: " * 10_000 + "}" * 10_000, r"at most 100 deep \(here: 101 or more\)"),
+        ("\n".join(" " * number + "a:" for number in range(1000)), r"at most 100 deep \(here: 101 or more\)\n  at .*:101"),
+        ("#" * (MOST_BYTES_OF_YAML + 1), r"at most 4,194,304 bytes \(this: 4,194,305\)"),
+    ],
+    ids=["aliases", "chain", "lists", "mappings", "lines", "size"],
+)
+def test_what_would_take_long_is_refused_at_once(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text(text)
+    for read in (partial(load_config, environment={}), read_plan, load_cluster):
+        with pytest.raises(WhaleError, match=message):
+            read(file)  # type: ignore[operator]
+
+
+def test_a_hundred_deep_may_be_nested() -> None:
+    data = parse_yaml("[" * 100 + "]" * 100, "f").data
+    for _ in range(100):
+        assert isinstance(data, list)
+        data = data[0] if data else None
+    assert data is None
 
 
 def test_an_empty_file() -> None:

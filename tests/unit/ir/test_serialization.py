@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from whale.ir.plan import (
     TaskGraph,
     VirtualDevice,
 )
+from whale.ir.reading import parse_json, read_text
 from whale.ir.scope import Scope
 from whale.ir.serialization import from_json, to_json
 from whale.ir.source import SourceLine
@@ -168,3 +170,25 @@ def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
     text = json.dumps({"axis": "heads", "sizes": [2, 2], field: value})
     with pytest.raises(ValueError, match="is no "):
         from_json(Shard, text)
+
+
+@pytest.mark.parametrize("text", ["[" * 10_000 + "]" * 10_000, '{"axis": ' * 10_000 + "1" + "}" * 10_000])
+def test_text_that_nests_too_deep_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"nest at most 100 deep \(here: 10000\)"):
+        from_json(Shard, text)
+
+
+@at_most(50)
+@given(st.recursive(st.integers() | st.text('[]{}"\\'), lambda inner: st.lists(inner) | st.dictionaries(st.text('[{"\\'), inner)))
+def test_brackets_in_text_do_not_nest(value: object) -> None:
+    assert parse_json(json.dumps(value)) == value
+    assert parse_json(json.dumps(["[{" * 200, value], ensure_ascii=False)) == ["[{" * 200, value]
+
+
+def test_a_file_that_is_too_large_is_refused_before_it_is_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("12345")
+    assert read_text(tmp_path / "file", 5) == "12345"
+    with pytest.raises(ValueError, match=r"at most 4 bytes \(this: 5\)"):
+        read_text(tmp_path / "file", 4)
+    with pytest.raises(ValueError, match=r"at most 4 bytes \(this: 5\)"):
+        read_text("/dev/zero", 4)

@@ -27,7 +27,7 @@ from torch import Tensor
 from whale.comm import World, on_first_rank, together
 from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
-from whale.ir.serialization import from_json, to_json
+from whale.ir.serialization import read_value, to_json
 from whale.runtime.checkpoint.boxes import Box, Share, boxes
 from whale.runtime.checkpoint.contents import Contents, Index, StoredTensor, open_contents, write_pieces
 from whale.runtime.checkpoint.files import INDEX, PLAN, aside, check_complete, complete, is_older, standing, writing_aside
@@ -192,7 +192,10 @@ def _open(path: Path, trust: bool) -> Contents:
     path = standing(path)
     check_complete(path)
     if not is_older(path):
-        return open_contents(path, from_json(Index, (path / INDEX).read_text(encoding="utf-8")))
+        try:
+            return open_contents(path, read_value(Index, path / INDEX))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path / INDEX} cannot be read: {error}") from error
     if not trust:
         raise CheckpointError(
             f"what is loaded is plain data ({path} is of the older form, which is unpickled: that can run code)",

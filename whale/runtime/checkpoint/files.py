@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from whale.errors import CheckpointError
+from whale.ir.reading import read_json
 
 MARKER, INDEX, PLAN, WRITING = "complete.json", "index.json", "plan.json", "writing"
 ASIDE, PREVIOUS = ".incomplete", ".previous"
@@ -178,7 +179,7 @@ def is_older(path: Path) -> bool:
 
 def _marker(path: Path) -> tuple[int, dict[str, int], dict[str, int]]:
     """The format, the size of every file, and the checksum of every text."""
-    marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    marker = read_json(path / MARKER)
     own, number = marker.pop("own_crc32", None), marker["format"]
     if (own is not None or number == FORMAT) and own != zlib.crc32(json.dumps(marker).encode()):
         raise ValueError

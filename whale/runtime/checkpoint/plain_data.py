@@ -18,6 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import CheckpointError
+from whale.ir import reading
+
+MOST_DEPTH = (reading.MOST_DEPTH - 3) // 3
+"""Of what is kept: a dict is three lists and mappings of JSON, and lies in three of the index."""
 
 _CONTAINERS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
     "tuple": (tuple, tuple),
@@ -35,13 +39,14 @@ def is_plain_tensor(value: object) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized  # type: ignore[attr-defined]
 
 
-def to_plain(value: object, place: str, keep: Callable[[str, Tensor], str]) -> Any:
+def to_plain(value: object, place: str, keep: Callable[[str, Tensor], str], depth: int = 0) -> Any:
     """A value as JSON has it.
 
     Args:
         value: numbers, text, None, lists, tuples, dicts, sets and tensors, nested.
         place: what errors call it.
         keep: takes a tensor, of a place in it, and gives the key that it will lie under.
+        depth: of the lists and others that it lies in.
 
     Raises:
         CheckpointError: it holds something else; says where.
@@ -55,22 +60,24 @@ def to_plain(value: object, place: str, keep: Callable[[str, Tensor], str]) -> A
         return {"complex": [value.real, value.imag]}
     if isinstance(value, np.generic):
         return {"numpy": [value.dtype.str, value.item()]}
+    if depth >= MOST_DEPTH:
+        raise CheckpointError(f"what a checkpoint keeps nests at most {MOST_DEPTH} deep ({place} is deeper)")
     if type(value) is list:
-        return _items(value, place, keep)
+        return _items(value, place, keep, depth + 1)
     for word, (kind, _) in _CONTAINERS.items():
         if type(value) is kind:
-            return {word: _items(value, place, keep)}
+            return {word: _items(value, place, keep, depth + 1)}
     raise CheckpointError(
         f"what a checkpoint keeps is plain data ({place} is a {type(value).__module__}.{type(value).__qualname__})",
         hint="keep numbers, text, None, tensors, and lists, tuples, dicts or sets of them there: loading a checkpoint runs no code",
     )
 
 
-def _items(values: Any, place: str, keep: Callable[[str, Tensor], str]) -> list[Any]:
+def _items(values: Any, place: str, keep: Callable[[str, Tensor], str], depth: int) -> list[Any]:
     if isinstance(values, dict):
-        named = ((key, to_plain(key, f"a key of {place}", keep)) for key in values)
-        return [[plain, to_plain(values[key], f"{place}[{key!r}]", keep)] for key, plain in named]
-    return [to_plain(each, f"{place}[{number}]", keep) for number, each in enumerate(values)]
+        named = ((key, to_plain(key, f"a key of {place}", keep, depth)) for key in values)
+        return [[plain, to_plain(values[key], f"{place}[{key!r}]", keep, depth)] for key, plain in named]
+    return [to_plain(each, f"{place}[{number}]", keep, depth) for number, each in enumerate(values)]
 
 
 def from_plain(data: Any, tensor: Callable[[str], Tensor]) -> Any:

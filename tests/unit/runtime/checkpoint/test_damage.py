@@ -170,6 +170,18 @@ def test_what_is_not_plain_data_is_told_by_its_name(tmp_path: Path, thing: Any) 
     assert not list(tmp_path.iterdir())
 
 
+def test_what_nests_too_deep_is_told_when_it_is_saved(tmp_path: Path) -> None:
+    deep: Any = ()
+    for _ in range(31):
+        deep = {0: (deep)}
+    write(tmp_path / "c", extras=Extras({"step": 3, "deep": deep}))
+    assert read(tmp_path / "c")[2].shared["deep"] == deep
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match=r"nests at most 32 deep \(extra\.deep\[0\]"):
+        write(tmp_path / "c", extras=Extras({"step": 4, "deep": deep}))
+
+
 class Bomb:
     """Makes a file when it is unpickled."""
 
