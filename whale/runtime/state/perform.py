@@ -21,9 +21,6 @@ from whale.comm import World
 from whale.runtime.program.shard.pieces import as_index, part, write_part
 from whale.sharding import IndexSpace, Move, Region, Step
 
-SUMS = ("all-reduce", "reduce-scatter")
-"""Steps in which what arrives from several ranks is added."""
-
 
 @dataclass(frozen=True)
 class Whole:
@@ -81,10 +78,13 @@ def perform(
         if is_as_it_was:
             continue
         result = None if after is None else whole.empty(after, device).zero_()  # what nobody gives is zero
+        taken: list[Region] = []
         for move in sorted(gotten, key=lambda move: move.source):  # sums are equal on all ranks
             assert result is not None and after is not None, "a rank gets what it holds afterwards"
             value = own[move] if move.source == world.rank else came[move]
-            whole.write(result, move.region, after, value.to(device), add=step.kind in SUMS)
+            adds = any(not move.region.intersect(other).is_empty for other in taken)
+            whole.write(result, move.region, after, value.to(device), add=adds)
+            taken.append(move.region)
         if step.kind == "all-reduce" and held is not None and region is not None and result is not None and after is not None:
             whole.write(held, after, region, result, add=False)
         else:
