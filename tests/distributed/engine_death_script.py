@@ -1,4 +1,4 @@
-"""Run by test_launch.py: a 2-stage pipeline in training, in whose second step rank 1 dies or hangs."""
+"""Run by test_launch.py: a 2-stage pipeline in training, in whose second step rank 1 gets a signal (KILL, TERM, STOP)."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import torch
 import whale
 
 RANK = int(os.environ["RANK"])
-DIES = sys.argv[1] == "dies"
+SIGNAL = signal.Signals[f"SIG{sys.argv[1]}"]
 
 
 class Fatal(torch.optim.SGD):
@@ -24,7 +24,7 @@ class Fatal(torch.optim.SGD):
         super().step()
         self.steps += 1
         if RANK == 1 and self.steps == 2:
-            os.kill(os.getpid(), signal.SIGKILL) if DIES else signal.pause()
+            os.kill(os.getpid(), SIGNAL)
 
 
 def part(name: str) -> torch.nn.Module:

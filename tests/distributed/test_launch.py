@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,14 +64,82 @@ def test_a_faulty_recipe_starts_no_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "timeout", "said"), [("dies", NEVER, "was killed by SIGKILL"), ("hangs", "30", "was stopped by SIGTERM")], ids=["dies", "hangs"]
+    ("how", "timeout", "said"),
+    [
+        ("KILL", NEVER, "was killed by SIGKILL"),
+        ("TERM", NEVER, "was killed by SIGTERM"),
+        ("STOP", "30", r"stood still \(SIGSTOP, or a debugger\) and was killed"),
+    ],
+    ids=["KILL", "TERM", "STOP"],
 )
 def test_a_pipeline_that_loses_a_rank_ends_and_says_where(how: str, timeout: str, said: str) -> None:
-    """A killed rank is noticed at once, one that hangs after the time that a rank may wait."""
+    """A dead rank is noticed at once, and one that stands still after the time that a rank may wait; it is named first."""
     result = whale_run("--ranks", "2", "--timeout", timeout, str(SCRIPT.with_name("engine_death_script.py")), how)
     assert result.returncode == 1
     assert re.search(rf"whale run: rank 1 \(pid \d+\) {said}; last running in STEP", result.stderr), result.stderr
     assert re.search(r"whale run: rank 0 .*(waited|waiting in [^;]+) for rank 1", result.stderr), result.stderr
+    assert result.stderr.index("whale run: rank 1") < result.stderr.index("whale run: rank 0"), "the cause comes first"
+    assert "forcefully" not in result.stderr, "torchrun did so, half a minute later"
+
+
+def test_ranks_end_with_a_launcher_that_is_killed_and_the_next_run_cleans_up(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "with open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}.part', 'w') as file:\n"
+        "    file.write(f'{os.getpid()} {os.environ[\"WHALE_RUN_DIR\"]}')\n"
+        "os.rename(file.name, file.name.removesuffix('.part'))\n"
+        "signal.pause()\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-m", "whale", "run", "--ranks", "2", str(script), str(tmp_path)])
+    said = [tmp_path / "0", tmp_path / "1"]
+    wait_until(lambda: all(path.exists() for path in said), "the ranks have begun")
+    launcher.kill()
+    launcher.wait()
+    pids, directories = zip(*(path.read_text().split() for path in said), strict=True)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), "the ranks have ended")
+    assert whale_run("--ranks", "1", str(SCRIPT), "none").returncode == 0
+    assert not Path(directories[0]).exists()
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not is_so():
+        assert time.monotonic() < until, f"not in {PATIENCE_SECONDS} s: {what}"
+        time.sleep(0.02)
+
+
+def is_alive(pid: str) -> bool:
+    """Whether a process, which may be nobody's child, has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_on_one_host_nothing_listens_to_others(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch.distributed as dist, whale.comm\n"
+        "world = whale.comm.connect(600)\n"
+        "world.barrier()\n"
+        "def sockets(pid):\n"
+        "    links = (f'/proc/{pid}/fd/{name}' for name in os.listdir(f'/proc/{pid}/fd'))\n"
+        "    return {os.readlink(link) for link in links if os.path.lexists(link)}\n"
+        "own = sockets(os.getpid()) | sockets(os.getppid())\n"
+        "listens, places = '0A', []\n"
+        "for name in ('tcp', 'tcp6'):\n"
+        "    for line in open(f'/proc/net/{name}').read().splitlines()[1:]:\n"
+        "        words = line.split()\n"
+        "        if words[3] == listens and f'socket:[{words[9]}]' in own:\n"
+        "            places.append(words[1].partition(':')[0])\n"
+        "print(*places, end=' \\n')\n"
+        "world.barrier()\n"
+    )
+    result = whale_run("--ranks", "2", str(script))
+    assert result.returncode == 0, result.stderr
+    places = re.findall("[0-9A-F]{8,}", result.stdout)
+    assert len(places) >= 4 and set(places) == {"0100007F"}, f"a store and a rank each, at 127.0.0.1: {result.stdout}"
 
 
 KEPT_ENGINES = """

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from whale.cli import rank_start
 from whale.cli.unknown import refuse_unknown
 from whale.config import RECIPE_VARIABLE, load_config
 from whale.errors import ConfigError
@@ -25,6 +31,12 @@ if TYPE_CHECKING:
 
 TIMEOUT = "WHALE_COMMUNICATION_TIMEOUT_SECONDS"
 TRACE = "WHALE_TRACE_DIRECTORY"
+
+LOOPBACK = "127.0.0.1"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables that say at which network interface a backend listens."""
+
+_RUN = "whale_run_"
 
 _POSITIONAL = {"training_script": ("SCRIPT", True), "training_script_args": ("WORDS", False)}
 """What torchrun's own words are called, and whether there must be one."""
@@ -45,10 +57,12 @@ def run(words: Sequence[str]) -> int:
         0 if every rank ended well, 1 otherwise.
 
     Raises:
-        WhaleError: the recipe cannot be read, or does not hold.
+        WhaleError: the recipe cannot be read, or does not hold; or no rank can be started.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run as run_torchrun
 
     from whale.runtime.execute.status import RUN_DIRECTORY, read_all
@@ -58,16 +72,27 @@ def run(words: Sequence[str]) -> int:
     refuse_unknown(parser, rest)
     _check(arguments)
     variables, begun = _variables(arguments), time.time()
-    with _run_directory() as directory, _environment({**variables, RUN_DIRECTORY: directory}):
+    _bind_ranks(arguments)
+    with (
+        _meeting_on_loopback(arguments),
+        _run_directory() as directory,
+        _environment({**variables, RUN_DIRECTORY: directory}),
+        _watching(directory) as deaths,
+    ):
         try:
             run_torchrun(arguments)  # type: ignore[no-untyped-call]
         except ChildFailedError as error:
-            print(describe_failure(error, read_all(directory), time.time()), file=sys.stderr)
+            print(describe_failure(error, read_all(directory), time.time(), deaths), file=sys.stderr)
             _tell_recorded(variables.get(TRACE), begun)
             return 1
         except SignalException as error:
             print(f"whale run: stopped by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
+        except (DistError, RendezvousError) as error:
+            where = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
+            raise ConfigError(f"the launchers of all hosts meet at {where}, which fails: {str(error).splitlines()[0]}") from error
+        except OSError as error:
+            raise ConfigError(f"no rank can be started: {error.strerror or error} ({error.filename})") from error
     _tell_recorded(variables.get(TRACE), begun)
     return 0
 
@@ -120,7 +145,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--ranks takes a whole number above 0, or auto, gpu or cpu ({ranks} is not)")
     if not (arguments.module or arguments.no_python) and not Path(arguments.training_script).is_file():
         raise ConfigError(f"there is no script {arguments.training_script}", hint="whale run [flags] SCRIPT [the script's own words]")
-    if arguments.trace is not None and str(arguments.nnodes) in ("1", "1:1"):  # of several hosts, that of rank 0 has it
+    if arguments.trace is not None and _is_one_host(arguments):  # of several hosts, that of rank 0 has it
         from whale.api import tracing
 
         tracing.make_folder(arguments.trace)
@@ -132,6 +157,9 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
         variables["PYTHONHASHSEED"] = "0"  # a model's code may go through a set; all ranks capture it in one order
     if str(arguments.nproc_per_node) != "1" and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = "1"  # torchrun's default, without its banner
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if _is_one_host(arguments) and loopback is not None:
+        variables |= {name: loopback for name in INTERFACES if name not in os.environ}
     if arguments.recipe is not None:
         recipe = Path(arguments.recipe).resolve()
         load_config(recipe, environment=os.environ)  # a fault in it is reported once, here, and no rank is started
@@ -145,15 +173,142 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
     return variables
 
 
+def _is_one_host(arguments: argparse.Namespace) -> bool:
+    return str(arguments.nnodes) in ("1", "1:1")
+
+
+@contextmanager
+def _meeting_on_loopback(arguments: argparse.Namespace) -> Iterator[None]:
+    """Where all ranks are on this host, and no flag says where they meet: a store that listens to this host alone.
+
+    torchrun's own listens at all interfaces. This one is there before it, at a port that torchrun is told, and serves it.
+
+    Raises:
+        ConfigError: the port is in use.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    is_ours = arguments.standalone or (arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint)
+    if not (is_ours and _is_one_host(arguments) and arguments.max_restarts == 0 and arguments.master_addr in (LOOPBACK, "localhost")):
+        yield
+        return
+    try:
+        listener = socket.create_server((LOOPBACK, arguments.master_port or 0))
+    except OSError as error:
+        raise ConfigError(
+            f"the ranks meet at port {arguments.master_port} of this host, which cannot be had: {os.strerror(error.errno or 0)}",
+            hint="leave out --master-port: a free one is taken",
+        ) from error
+    port = listener.getsockname()[1]
+    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach())
+    arguments.standalone, arguments.rdzv_backend, arguments.master_addr, arguments.master_port = False, "static", LOOPBACK, port
+    yield
+    del store  # it has listened until here
+
+
+def _bind_ranks(arguments: argparse.Namespace) -> None:
+    """Has the ranks end with this process, whatever ends it."""
+    if arguments.run_path:  # a function in a fork of this process, and no command
+        return
+    command = [arguments.training_script, *arguments.training_script_args]
+    if not arguments.no_python:
+        command = [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else []), *command]
+    arguments.no_python, arguments.module, arguments.training_script = True, False, sys.executable
+    arguments.training_script_args = ["-I", "-S", rank_start.__file__, str(os.getpid()), *command]
+
+
+@dataclass
+class Deaths:
+    """What torchrun's account leaves out: it ends all ranks when one has ended badly.
+
+    Attributes:
+        first: the process that ended badly before all others.
+        stopped: those that stood still then (SIGSTOP, a debugger). They would not end by SIGTERM, and are killed.
+    """
+
+    first: int | None = None
+    stopped: set[int] = field(default_factory=set)
+
+
+@contextmanager
+def _watching(directory: str) -> Iterator[Deaths]:
+    """Sees which rank ends first; of the ranks that stand still it knows those with a record in the run directory."""
+    from whale.runtime.execute.status import read_all
+
+    found = Deaths()
+
+    def look(_: int, __: FrameType | None) -> None:
+        ended = None if found.first is not None else os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None or ended.si_status == 0:
+            return
+        found.first = ended.si_pid
+        for status in read_all(directory).values():
+            with suppress(ChildProcessError):
+                if os.waitid(os.P_PID, status.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None:
+                    found.stopped.add(status.pid)
+                    os.kill(status.pid, signal.SIGKILL)
+
+    if not hasattr(os, "waitid") or threading.current_thread() is not threading.main_thread():
+        yield found
+        return
+    before = signal.signal(signal.SIGCHLD, look)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 @contextmanager
 def _run_directory() -> Iterator[str]:
+    """A folder for what ranks say of themselves; those that killed runs have left are removed.
+
+    It is locked for as long as this process lives, and its ranks do not inherit the lock.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
     # In memory where the system offers it: a record that is written at every action should never wake a disk.
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    directory = tempfile.mkdtemp(prefix="whale_run_", dir=memory)
+    memory = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    for left in memory.glob(f"{_RUN}*"):
+        with suppress(OSError):
+            lock = _locked(left)
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    try:
+        directory, lock = _make_locked(memory)
+    except OSError as error:
+        raise ConfigError(f"a run keeps what its ranks do in {memory}: {error.strerror}") from error
     try:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _make_locked(parent: Path) -> tuple[str, int]:
+    """A new folder and its lock; another launcher that cleans up may come between the two."""
+    while True:
+        directory = tempfile.mkdtemp(prefix=_RUN, dir=parent)
+        with suppress(FileNotFoundError, BlockingIOError):
+            lock = _locked(Path(directory))
+            if Path(directory).exists():
+                return directory, lock
+            os.close(lock)
+
+
+def _locked(directory: Path) -> int:
+    """A descriptor that holds the lock of a folder until it is closed.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 @contextmanager
@@ -171,18 +326,19 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def describe_failure(error: ChildFailedError, statuses: Mapping[int, RankStatus], now: float) -> str:
+def describe_failure(error: ChildFailedError, statuses: Mapping[int, RankStatus], now: float, deaths: Deaths) -> str:
     """Which rank died, its last action, and what every other rank was doing or waiting for.
 
     Args:
         error: torchrun's account: the ranks that it saw fail.
         statuses: what the ranks of this host last said.
         now: seconds of ``time.time()``.
+        deaths: what was seen of them.
     """
-    failures = sorted(error.failures.items(), key=lambda item: _blame(item[0], item[1], statuses))
+    failures = sorted(error.failures.items(), key=lambda item: _blame(item[0], item[1], statuses, deaths))
     lines = []
     for rank, failure in failures:
-        lines.append(f"whale run: rank {rank} (pid {failure.pid}) {_how(failure)}; {_last(statuses.get(rank), now)}")
+        lines.append(f"whale run: rank {rank} (pid {failure.pid}) {_how(failure, deaths)}; {_last(statuses.get(rank), now)}")
     for rank, status in sorted(statuses.items()):
         if rank not in error.failures:
             lines.append(f"  rank {rank} was {_last(status, now).removeprefix('last ')}")
@@ -190,21 +346,28 @@ def describe_failure(error: ChildFailedError, statuses: Mapping[int, RankStatus]
     return "\n".join(lines) + silent
 
 
-def _blame(rank: int, failure: ProcessFailure, statuses: Mapping[int, RankStatus]) -> tuple[int, int, int]:
+def _blame(rank: int, failure: ProcessFailure, statuses: Mapping[int, RankStatus], deaths: Deaths) -> tuple[int, int, int]:
     """Sorts the likely cause first: killed, then failed by itself, then failed while it waited, then stopped by torchrun."""
     if failure.exitcode < 0:
-        order = 3 if -failure.exitcode == signal.SIGTERM else 0
+        order = 3 if _was_told_to_end(failure, deaths) else 0
     else:
         status = statuses.get(rank)
         order = 2 if status is not None and status.waits_for else 1
     return order, int(failure.timestamp), rank
 
 
-def _how(failure: ProcessFailure) -> str:
+def _was_told_to_end(failure: ProcessFailure, deaths: Deaths) -> bool:
+    """Whether it got what torchrun sends the others after a death."""
+    return -failure.exitcode == signal.SIGTERM and failure.pid != deaths.first
+
+
+def _how(failure: ProcessFailure, deaths: Deaths) -> str:
     if failure.exitcode >= 0:
         return f"exited with code {failure.exitcode}"
-    if -failure.exitcode == signal.SIGTERM:
-        return "was stopped by SIGTERM"  # what torchrun sends the others after a death
+    if failure.pid in deaths.stopped:
+        return "stood still (SIGSTOP, or a debugger) and was killed"
+    if _was_told_to_end(failure, deaths):
+        return "was stopped by SIGTERM"
     return f"was killed by {failure.signal_name()}"
 
 

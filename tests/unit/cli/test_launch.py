@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -40,8 +42,11 @@ def status(rank: int, state: Any, action: str, *waits_for: int) -> RankStatus:
     return RankStatus(rank, 100 + rank, state, action, waits_for, len(waits_for), since=10.0)
 
 
-def describe(failures: dict[int, Failure], *statuses: RankStatus) -> list[str]:
-    return launch.describe_failure(cast(Any, Failed(failures)), {s.rank: s for s in statuses}, 12.0).splitlines()
+NOBODY = launch.Deaths()
+
+
+def describe(failures: dict[int, Failure], *statuses: RankStatus, deaths: launch.Deaths = NOBODY) -> list[str]:
+    return launch.describe_failure(cast(Any, Failed(failures)), {s.rank: s for s in statuses}, 12.0, deaths).splitlines()
 
 
 def test_the_killed_rank_comes_before_those_that_lost_it() -> None:
@@ -62,6 +67,19 @@ def test_a_rank_that_failed_by_itself_comes_before_those_that_waited() -> None:
     failures = {0: Failure(1, timestamp=4), 1: Failure(1, timestamp=5)}
     lines = describe(failures, status(0, "failed", "0RECV_B3: closed", 1), status(1, "failed", "1F3: bad value"))
     assert lines[0].startswith("whale run: rank 1 ")
+
+
+def test_a_rank_that_sigterm_ended_before_all_others_comes_before_them() -> None:
+    lines = describe(
+        {0: Failure(-15, pid=7), 1: Failure(1), 2: Failure(-15, pid=8)}, status(2, "waiting", "2RECV_F3", 1), deaths=launch.Deaths(first=8)
+    )
+    assert [line.split()[3] for line in lines if line.startswith("whale run: rank")] == ["2", "1", "0"]
+    assert "was killed by SIGTERM" in lines[0] and "was stopped by SIGTERM" in lines[2]
+
+
+def test_a_rank_that_stood_still_comes_before_those_that_waited_for_it() -> None:
+    lines = describe({0: Failure(1), 1: Failure(-9, pid=7)}, status(0, "failed", "1RECV_F0", 1), deaths=launch.Deaths(100, {7}))
+    assert lines[0].startswith("whale run: rank 1 (pid 7) stood still (SIGSTOP, or a debugger) and was killed;")
 
 
 def test_ranks_that_had_not_begun_or_still_run_are_told_too() -> None:
@@ -90,19 +108,23 @@ def test_help_shows_our_own_flags_first() -> None:
 def test_ranks_get_the_recipe_the_timeout_the_trace_one_thread_and_a_hash_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(2, "eth0"), (1, "lo")])
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text("pipeline:\n  num_micro_batch: 2\n")
     words = ["--ranks", "2", "--recipe", "recipe.yaml", "--timeout", "5", "--trace", "recorded", "train.py"]
     assert launch._variables(launch.make_parser().parse_args(words)) == {
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
         "WHALE_RECIPE": str(tmp_path / "recipe.yaml"),
         "WHALE_COMMUNICATION_TIMEOUT_SECONDS": "5.0",
         "WHALE_TRACE_DIRECTORY": str(tmp_path / "recorded"),
     }
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("PYTHONHASHSEED", "random")
-    assert launch._variables(launch.make_parser().parse_args(["train.py"])) == {}
+    assert launch._variables(launch.make_parser().parse_args(["--nnodes", "2", "train.py"])) == {}
 
 
 @pytest.mark.parametrize(
@@ -132,6 +154,25 @@ def test_what_was_recorded_is_told_where_it_is(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == "", "of an earlier run"
     launch._tell_recorded(str(tmp_path), report.stat().st_mtime - 1)
     assert f"recorded {report} for a browser" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_told_before_a_rank_starts(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"the ranks meet at port {port} of this host, which cannot be had: Address already in use"):
+            launch.run(["--ranks", "1", "--master-port", str(port), str(script)])
+        with pytest.raises(ConfigError, match=rf"the launchers of all hosts meet at 127.0.0.1:{port}, which fails: .*in use"):
+            launch.run(["--nnodes", "2", "--master-port", str(port), str(script)])
+
+
+def test_folders_of_runs_that_are_killed_are_removed_and_others_are_not() -> None:
+    with launch._run_directory() as running:
+        left = Path(tempfile.mkdtemp(prefix="whale_run_", dir=Path(running).parent))
+        with launch._run_directory() as another:
+            assert Path(running).exists() and Path(another).exists()
+            assert not left.exists(), "nobody held its lock"
 
 
 def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from whale.errors import first_few
+from whale.errors import first_few, warn
 
 RUN_DIRECTORY = "WHALE_RUN_DIR"
 """Environment variable that names the run directory; without it statuses stay in memory."""
@@ -80,7 +80,7 @@ class StatusBoard:
 
     @staticmethod
     def open(rank: int, environment: Mapping[str, str] | None = None) -> StatusBoard:
-        """Opens the record of a rank in the run directory, or in memory where no run directory is named.
+        """Opens the record of a rank in the run directory; in memory where none is named, and with a warning where it cannot be written.
 
         Args:
             rank: number of this rank in the world.
@@ -89,9 +89,13 @@ class StatusBoard:
         directory = (os.environ if environment is None else environment).get(RUN_DIRECTORY)
         if not directory:
             return StatusBoard(rank, mmap.mmap(-1, _RECORD.size))
-        with open(_path(Path(directory), rank), "w+b") as file:
-            file.truncate(_RECORD.size)
-            return StatusBoard(rank, mmap.mmap(file.fileno(), _RECORD.size))
+        try:
+            with open(_path(Path(directory), rank), "w+b", buffering=0) as file:
+                file.write(bytes(_RECORD.size))  # pages that are promised only end the process when they are written, on a full disk
+                return StatusBoard(rank, mmap.mmap(file.fileno(), _RECORD.size))
+        except OSError as error:
+            warn(f"what rank {rank} does is kept in {directory}: {error.strerror}; if it dies, `whale run` cannot say where")
+            return StatusBoard(rank, mmap.mmap(-1, _RECORD.size))
 
     def set(self, action: str, waits_for: Sequence[int] = ()) -> None:
         """States the action that begins now, and the ranks without which it cannot end."""

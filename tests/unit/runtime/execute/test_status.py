@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,17 @@ def test_a_status_reads_as_a_sentence() -> None:
     failed = RankStatus(0, 1, "failed", "1RECV_B3: connection closed", (2,), 1, since=10.0)
     assert failed.describe(11.0) == "failed in 1RECV_B3: connection closed, while it waited for rank 2, 1.0 s ago"
     assert RankStatus(0, 1, "finished", "", (), 0, since=10.0).describe(11.0) == "finished, 1.0 s ago"
+
+
+def test_a_full_disk_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("no disk can be mounted here")
+    try:
+        (tmp_path / "full").write_bytes(bytes(4096))
+        with pytest.warns(UserWarning, match=rf"what rank 1 does is kept in {tmp_path}: No space left on device"):
+            board = open_in(tmp_path, 1)
+        board.set("0F0")
+        assert board.read().action == "0F0" and read_all(tmp_path) == {}
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
