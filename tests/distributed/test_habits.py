@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import whale
 from tests.distributed.training import make_cluster
 from tests.distributed.world import World
-from whale.errors import BatchError, ConfigError
+from whale.errors import BatchError, ConfigError, WhaleError
 
 Batch = dict[str, Tensor]
 Named = list[tuple[str, nn.Parameter]]
@@ -117,6 +118,35 @@ def test_a_value_that_changes_on_one_rank_is_refused_on_all(world: World) -> Non
     for said, loss in world.run(unlike, num_ranks=2):
         assert said.startswith("every rank must capture the same model")
         assert loss == pytest.approx(expected, rel=1e-12)
+
+
+class Far(Net):
+    """Reads what nobody watches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(os.environ.get("WHALE_TEST_FACTOR", "1.0"))
+
+
+def far(rank: int, num_ranks: int, name: str, on: int | None) -> tuple[str, str, int]:
+    cluster = make_cluster((1.0, 3.0) if name == "uneven" else (1e-4, 1e-4))
+    engine = whale.parallelize(Far(), loss=mean, optimizer=SGD, batch=batch(0), config=SETTINGS[name], cluster=cluster)
+    engine.step(batch(0))
+    if on in (None, rank):
+        os.environ["WHALE_TEST_FACTOR"] = "2.0"
+    with pytest.raises(WhaleError) as caught:
+        engine.step(batch(0))
+    return caught.value.message, str(caught.value.where), engine.step_number
+
+
+@pytest.mark.parametrize(("name", "on"), [("split", None), ("pipeline", 1)])
+def test_what_nobody_watches_is_found_on_all_ranks(world: World, name: str, on: int | None) -> None:
+    for rank, (said, where, steps) in enumerate(world.run(far, name, on, num_ranks=2)):
+        own = "" if on in (None, rank) else f"every rank needs a good batch (refused on rank {on}: "
+        assert said.startswith(
+            f"{own}a captured model computes in each step what it did when it was captured (traced again before step 2: %mul"
+        )
+        assert ": 2.0, captured: 1.0)" in said and steps == 1
+        assert ("test_habits.py:" in where) == (on in (None, rank))
 
 
 def one_step(rank: int, num_ranks: int, loss: Callable[[Tensor, Batch], Tensor]) -> tuple[float, dict[str, Tensor]]:

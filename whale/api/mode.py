@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, Program, capture
+from whale.capture.again import difference
 from whale.capture.flat.row_constants import are_same
 from whale.errors import BatchError, CaptureError
 from whale.ir.graph import LossTerm, ModelGraph
@@ -56,6 +57,23 @@ class CapturedMode:
     def constants(self) -> Mapping[str, torch.Tensor]:
         """Tensors that the model's code made, by op name."""
         return {op.name: self.program.tensors[op.name] for op in self.graph.ops if op.kind == "constant"}
+
+    def check_again(self, when: str) -> None:
+        """Traces the model once more and compares.
+
+        Args:
+            when: it is done, in words.
+
+        Raises:
+            CaptureError: it computes something else than what was captured, or cannot be traced any more.
+        """
+        rule = f"a captured model computes in each step what it did when it was captured (traced again before {when}"
+        try:
+            found = difference((self.graph, self.program), capture(self._model, self.structure, self._loss, mode=self._name))
+        except CaptureError as error:
+            raise CaptureError(f"{rule}: {error.message})", where=error.where, hint=error.hint) from None
+        if found is not None:
+            raise CaptureError(f"{rule}: {found.what})", where=found.where, hint=_FAR)
 
     def prepare(self, row_counts: Collection[int]) -> None:
         """Captures for pieces of these numbers of rows, where one capture does not serve all.
@@ -121,6 +139,13 @@ class CapturedMode:
                     where=self.graph.by_name[name].where,
                     hint="make it from the tensors of the batch: x.new_full((), x.shape[0])",
                 )
+
+
+_FAR = (
+    "something that this line reads has changed and is not watched (a global, os.environ, an iterator, x.item() of a tensor that is "
+    "written): keep it in an attribute of the model or the loss, for which the model is captured anew, or in a tensor of the batch; "
+    "runtime.retrace: off leaves what was captured as it is"
+)
 
 
 def _told(term: LossTerm) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -10,12 +11,41 @@ from torch import nn
 
 from whale.api.mode import CapturedMode, ModeName, structure_for
 from whale.capture import BatchDims, BatchStructure, check_batch_dims
-from whale.capture.exporting.plain_values import PlainValues, Values
+from whale.capture.exporting.near_values import NearValues, Seen
 from whale.comm import World, together
-from whale.errors import BatchError, CaptureError, warn
+from whale.errors import BatchError, CaptureError, first_few, warn
 from whale.ir.graph import ModelGraph
 from whale.runtime.execute.batch.rank_batch import RankBatch
+from whale.telling import told_if_long
 from whale.units import listed
+
+
+@dataclass
+class _Mode:
+    """The captures of one mode.
+
+    Attributes:
+        base: the first.
+        then: the values near the model when it was made.
+        read: paths of the places that captures of the mode have read.
+        others: of other sizes and values; the last was used last.
+        kinds: values other than the base's, each with a number of its own.
+        num_calls: that were served.
+    """
+
+    base: CapturedMode
+    then: Seen
+    read: frozenset[str]
+    others: list[_Other] = field(default_factory=list)
+    kinds: list[Seen] = field(default_factory=list)
+    num_calls: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Other:
+    structure: BatchStructure
+    then: Seen
+    captured: CapturedMode
 
 
 class Modes:
@@ -28,6 +58,7 @@ class Modes:
         world: this process among its peers; all ranks capture together.
         num_sizes: captures that are kept of each mode beside the first.
         batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
+        retrace: when the model is traced again, to see that it still computes what was captured.
 
     Attributes:
         model: as given.
@@ -45,21 +76,20 @@ class Modes:
         world: World,
         num_sizes: int,
         batch_dims: BatchDims | None = None,
+        retrace: str = "doubling",
     ) -> None:
         self.model, self._loss, self._example, self._world, self._num_sizes = model, loss, batch, world, num_sizes
         self._batch_dims = batch_dims
-        self._found: dict[ModeName, CapturedMode] = {}
-        self._others: dict[ModeName, dict[tuple[BatchStructure, Values], CapturedMode]] = {}
-        self._plain = PlainValues(model, loss)
-        self._values: dict[ModeName, Values] = {}
-        self._numbers: dict[Values, int] = {}
+        self._retrace = retrace
+        self._modes: dict[ModeName, _Mode] = {}
+        self._near = NearValues(model, loss)
         self._warned: set[str] = set()
         if batch_dims:
             check_batch_dims(batch, batch_dims)
         self.train = self._capture("train", batch)
 
     def __getitem__(self, name: ModeName) -> CapturedMode:
-        return self._found[name]
+        return self._modes[name].base
 
     def ensure(self, name: ModeName, batch: Any) -> CapturedMode:
         """The capture of a mode, made if it is not there yet; all ranks of the world call it.
@@ -71,12 +101,14 @@ class Modes:
         Raises:
             CaptureError: as `Modes`.
         """
-        if name not in self._found:
+        if name not in self._modes:
             self._capture(name, batch.data if isinstance(batch, RankBatch) else batch)
-        return self._found[name]
+        return self._modes[name].base
 
     def fitting(self, name: ModeName, batch: Any, forget: Callable[[str], None]) -> CapturedMode:
-        """The capture of a mode that serves a batch of this rank's; one more where its sizes are new, or plain values have changed.
+        """The capture of a mode that serves a batch of this rank's; one more where its sizes are new, or values near it have changed.
+
+        After 1, 2, 4, 8 ... calls of a mode, before the next one, the model is traced again and compared with what was captured.
 
         No other rank takes part.
 
@@ -87,20 +119,35 @@ class Modes:
 
         Raises:
             BatchError: the batch is not like the example, or the model cannot be captured for its sizes.
+            CaptureError: the model computes something else than was captured.
         """
-        base, known = self._found[name], self._values[name]
+        mode = self._modes[name]
         data = batch.data if isinstance(batch, RankBatch) else batch
-        structure = base.structure if data is None else base.structure.like(data)
-        values = self._plain.now(known, trains=name == "train")
-        if structure is base.structure and values == known:
-            return base
-        others = self._others.setdefault(name, {})
-        found = others.pop((structure, values), None) or self._capture_other(name, structure, values)
-        others[structure, values] = found  # the last one is the one used last
-        if len(others) > self._num_sizes:
-            forget(others.pop(next(iter(others))).key)
-            self._warn("the model has been captured for so many sizes and values that the least used are dropped, and captured again")
-        return found
+        structure = mode.base.structure if data is None else mode.base.structure.like(data)
+        captured, is_new = self._fitting(name, structure), False
+        if captured is None:
+            captured, is_new = self._capture_other(name, structure), True
+            if len(mode.others) > self._num_sizes:
+                forget(mode.others.pop(0).captured.key)
+                self._warn("the model has been captured for so many sizes and values that the least used are dropped, and captured again")
+        done = mode.num_calls
+        if not is_new and (self._retrace == "always" or (self._retrace == "doubling" and done and done & (done - 1) == 0)):
+            with told_if_long("tracing the model again", on_first=self._world.rank == 0):
+                captured.check_again(f"{name} {done + 1}" if name != "train" else f"step {done + 1}")
+        mode.num_calls += 1
+        return captured
+
+    def _fitting(self, name: ModeName, structure: BatchStructure) -> CapturedMode | None:
+        """A capture that is there, for these sizes and the values of now."""
+        mode, trains = self._modes[name], name == "train"
+        if structure is mode.base.structure and not mode.then.changed(mode.read, trains=trains):
+            return mode.base
+        for other in mode.others:
+            if other.structure == structure and not other.then.changed(mode.read, trains=trains):
+                mode.others.remove(other)
+                mode.others.append(other)
+                return other.captured
+        return None
 
     def _capture(self, name: ModeName, batch: Any) -> CapturedMode:
         def make() -> CapturedMode:
@@ -108,13 +155,13 @@ class Modes:
 
         captured = together(self._world, make)
         _compare_captures(None if batch is None else captured.graph, self._world)
-        self._found[name], self._values[name] = captured, self._plain.now(trains=name == "train")
+        self._modes[name] = _Mode(captured, self._near.seen(), captured.program.reads)
         return captured
 
-    def _capture_other(self, name: ModeName, structure: BatchStructure, values: Values) -> CapturedMode:
+    def _capture_other(self, name: ModeName, structure: BatchStructure) -> CapturedMode:
         """A capture for other sizes than the example's, or for other plain values than those of the first capture."""
-        base = self._found[name]
-        sizes, changed = base.structure.differing(structure), self._plain.differing(self._values[name], values)
+        mode, trains = self._modes[name], name == "train"
+        sizes, changed = mode.base.structure.differing(structure), first_few(mode.then.changed(mode.read, trains=trains))
         if sizes:
             rule = f"the model takes batches of these sizes ({sizes})"
             self._warn("a batch has other sizes than the example's, and the model is captured anew for each, as slowly as the first time")
@@ -122,10 +169,23 @@ class Modes:
             rule = f"a model is captured anew for plain values that have changed since ({changed})"
             self._warn_of_values(changed)
         try:
-            number = f" {self._numbers.setdefault(values, len(self._numbers) + 1)}" if changed else ""
-            return CapturedMode(self.model, structure, self._loss, name, key=f"{name}{number}: {sizes}")
+            number = f" {self._number(mode, trains)}" if changed else ""
+            captured = CapturedMode(self.model, structure, self._loss, name, key=f"{name}{number}: {sizes}")
         except CaptureError as error:
             raise BatchError(f"{rule}: {error.message}", where=error.where, hint=error.hint) from None
+        if changed:
+            self._near = NearValues(self.model, self._loss)  # with what new objects and functions keep
+        mode.read |= captured.program.reads
+        mode.others.append(_Other(structure, self._near.seen(), captured))
+        return captured
+
+    def _number(self, mode: _Mode, trains: bool) -> int:
+        """A number for the values of now, one for all sizes."""
+        for number, then in enumerate(mode.kinds, start=1):
+            if not then.changed(mode.read, trains=trains):
+                return number
+        mode.kinds.append(self._near.seen())
+        return len(mode.kinds)
 
     def _warn_of_values(self, changed: str) -> None:
         if self._world.rank == 0 and "values" not in self._warned:

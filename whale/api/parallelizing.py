@@ -94,7 +94,7 @@ def parallelize(
         attachment = attach(cluster if cluster is not None else settings.cluster.file, world, settings.cluster.devices)
         with told_if_long("capturing the model", on_first=world.rank == 0):
             loss_of = together(world, lambda: as_loss(loss, model, batch))
-            modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims)
+            modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims, settings.runtime.retrace)
         opening = Opening(world, modes, attachment, settings, optimizer, scheduler)
         roster, holdings = opening.prepare(opening.decide(plan))
         for text in modes.train.program.warnings if world.rank == 0 else ():

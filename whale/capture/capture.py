@@ -11,15 +11,19 @@ describe   nodes become ops, without torch
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import fx, nn
 
+from whale.capture.again import difference
 from whale.capture.batch import BatchDims, BatchStructure
-from whale.capture.exporting.attributes import warning_of
+from whale.capture.exporting.attribute_access import AttributeAccess, warning_of
 from whale.capture.exporting.errors import check_model
-from whale.capture.exporting.once import done_once
+from whale.capture.exporting.near_values import NearValues
+from whale.capture.exporting.once import Once
 from whale.capture.exporting.trace import Traced, trace
 from whale.capture.exporting.wrapper import Loss, Mode, check_loss
 from whale.capture.flat.aliasing import memory_roots, written_arguments
@@ -36,7 +40,7 @@ from whale.capture.scopes import default_scope, renumber
 from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import tag_of
 from whale.capture.versions import check_version
-from whale.errors import CaptureError
+from whale.errors import CaptureError, WhaleError
 from whale.ir.graph import LossTerm, ModelGraph, Op
 from whale.ir.scope import Scope
 from whale.ir.source import SourceLine
@@ -73,11 +77,34 @@ def capture(
     structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, 1 if static else 2, batch_dims)
     check_model(model)
     check_loss(loss)
-    default = default_scope()
-    with done_once(model, loss) as once:
-        first, double = trace(model, loss, structure, mode, static)
-    first = replace(first, once=once.warnings)
-    return _build(model, structure, first, double, mode, default)
+    near = NearValues(model, loss)
+    once, lines = Once(near), tuple[str, ...]()
+    graph, program = _captured(model, loss, structure, mode, static, near, once)
+    if once.drawn:
+        lines = _lines_of_draws(partial(_captured, model, loss, structure, mode, static, near), near, (graph, program))
+    texts = once.warnings(lines)
+    return replace(graph, warnings=(*graph.warnings, *texts)), replace(program, warnings=(*program.warnings, *texts))
+
+
+def _captured(
+    model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool, near: NearValues, once: Once
+) -> tuple[ModelGraph, Program]:
+    default, access = default_scope(), AttributeAccess(near)
+    with torch.random.fork_rng(devices=[]):
+        first, double = trace(model, loss, structure, mode, static, access, once)
+    graph, program = _build(model, structure, first, double, mode, default)
+    return graph, replace(program, reads=access.read)
+
+
+def _lines_of_draws(
+    captured: Callable[[Once], tuple[ModelGraph, Program]], near: NearValues, first: tuple[ModelGraph, Program]
+) -> tuple[str, ...]:
+    """Where other draws of Python and NumPy make another graph."""
+    try:
+        found = difference(first, captured(Once(near, seed=1)))
+    except WhaleError:  # with other draws it cannot be captured: there is no line to name
+        return ()
+    return () if found is None else (f"{found.where}: {found.what}",)
 
 
 def _build(
@@ -220,7 +247,7 @@ def _warnings(traced: Traced) -> tuple[str, ...]:
 
 def _of_state(traced: Traced) -> tuple[str, ...]:
     """Warnings of what goes on from call to call, and does not from step to step."""
-    return (*([warning_of(traced.found.handed_on)] if traced.found.handed_on else []), *traced.once)
+    return (warning_of(traced.found.handed_on),) if traced.found.handed_on else ()
 
 
 def _check_trains(graph: ModelGraph) -> None:

@@ -72,6 +72,7 @@ class Program:
         sources: per parameter, buffer or constant placeholder, the key of its tensor in `tensors`.
         outputs: how the output is put together; None where the graph returns a loss.
         warnings: of what goes on from call to call in a plain loop, and is lost in the graph.
+        reads: the places near the model whose values count (`whale.capture.exporting.near_values`).
     """
 
     graph: fx.Graph
@@ -80,6 +81,7 @@ class Program:
     sources: Mapping[str, str]
     outputs: OutputStructure | None = None
     warnings: tuple[str, ...] = ()
+    reads: frozenset[str] = frozenset()
 
     def module(self) -> fx.GraphModule:
         """The graph as a module without state: it takes its placeholders' values in order."""

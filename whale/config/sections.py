@@ -85,6 +85,12 @@ class Runtime:
     num_sizes: int = key(
         32, "captures kept for batches of other sizes (lengths) than the example's; the least used of more is dropped", rule=at_least(1)
     )
+    retrace: str = key(
+        "doubling",
+        "when the model is traced again, to find that its code computes something else than was captured: doubling: after 1, 2, 4, 8 ... "
+        "steps; always: before each; off: never",
+        choices=("doubling", "always", "off"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

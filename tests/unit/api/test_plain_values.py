@@ -25,7 +25,6 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 Loss = Callable[[Tensor, dict[str, Tensor]], Tensor]
 Change = Callable[[nn.Module, float], None]
 
-factor = 1.0
 options = types.SimpleNamespace(factor=1.0, steps=0)
 
 
@@ -118,20 +117,6 @@ def closure() -> tuple[Loss, Change]:
     return lambda output, batch: weight * plain(output, batch), change
 
 
-def of_a_global() -> tuple[Loss, Change]:
-    def change(_: nn.Module, value: float) -> None:
-        global factor
-        factor = value
-
-    change(nn.Identity(), 1.0)
-    return lambda output, batch: factor * plain(output, batch), change
-
-
-def of_an_object() -> tuple[Loss, Change]:
-    options.factor = 1.0
-    return lambda output, batch: options.factor * plain(output, batch), lambda _, value: setattr(options, "factor", value)
-
-
 def of_a_class() -> tuple[Loss, Change]:
     loss = Weighted()
     return loss, lambda _, value: setattr(loss, "weight", value)
@@ -162,8 +147,6 @@ CASES = (
     other_ops,
     of_a_layer,
     closure,
-    of_a_global,
-    of_an_object,
     of_a_class,
     method,
 )
@@ -229,9 +212,9 @@ def test_what_no_code_of_the_step_reads_may_change() -> None:
     with pytest.warns(UserWarning, match=r"\(Scaled.scale: 1.0, now 2.0\)"):
         engine.step(BATCH)
     model.scale = 1.0
-    assert len(engine.modes._others["train"]) == 1
+    assert len(engine.modes._modes["train"].others) == 1
     engine.step(BATCH)
-    assert len(engine.modes._others["train"]) == 1  # the first capture serves again
+    assert len(engine.modes._modes["train"].others) == 1  # the first capture serves again
 
 
 def test_a_part_that_is_frozen_later_stays_in_evaluation_mode() -> None:

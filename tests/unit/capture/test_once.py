@@ -20,15 +20,16 @@ own = random.Random(0)
 calls = 0
 
 
-class Dropping(nn.Module):
-    """Drops a layer by a number of Python's, or one that a function of NumPy's gives."""
+class Scaling(nn.Module):
+    """Scales a layer by a number of Python's, or one that a function of NumPy's gives."""
 
     def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()
         self.layer, self.draw = nn.Linear(2, 2), draw
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if self.draw() < 2 else x
+        found: Tensor = self.layer(x) * self.draw()
+        return found
 
 
 class Seeded(nn.Module):
@@ -55,6 +56,10 @@ def of_an_own_one() -> float:
     return own.random()
 
 
+def unseen() -> float:
+    return 1.0 if random.random() < 2 else 0.0
+
+
 def of_torch() -> float:
     random.Random(1).random()  # made anew: the same in each step
     return 1.0
@@ -70,20 +75,25 @@ def warnings_of(model: nn.Module, loss: Loss = mean) -> tuple[str, ...]:
     return program.warnings
 
 
-@pytest.mark.parametrize("draw", [of_python, of_numpy, of_an_own_one])
-def test_draws_are_told_with_their_line(draw: Callable[[], float]) -> None:
-    (said,) = warnings_of(Dropping(draw))
-    line = f"{__file__.rpartition('/')[2]}:{draw.__code__.co_firstlineno + 1}"
+@pytest.mark.parametrize("draw", [of_python, of_numpy])
+def test_draws_are_told_with_the_line_that_they_change(draw: Callable[[], float]) -> None:
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    (said,) = warnings_of(Scaling(draw))
+    line = f"{__file__.rpartition('/')[2]}:{Scaling.forward.__code__.co_firstlineno + 1}"
     assert said.startswith("random numbers of Python and NumPy are drawn while the model is captured and never again (") and line in said
+    assert states == (random.getstate(), np.random.get_state()[1].tolist()), "the script draws on as if nothing had been drawn"
 
 
-def test_draws_of_a_generator_that_a_module_keeps() -> None:
-    (said,) = warnings_of(Seeded())
-    assert "never again (Seeded.rng): each step has the same" in said
+@pytest.mark.parametrize(
+    ("make", "generator"), [(Seeded, "Seeded.rng"), (lambda: Scaling(of_an_own_one), "own"), (lambda: Scaling(unseen), "random")]
+)
+def test_draws_of_any_generator_at_hand_are_told(make: Callable[[], nn.Module], generator: str) -> None:
+    (said,) = warnings_of(make())
+    assert f"never again ({generator}): each step has the same" in said
 
 
 def test_nothing_is_said_where_nothing_is_drawn() -> None:
-    assert warnings_of(Dropping(of_torch)) == ()
+    assert warnings_of(Scaling(of_torch)) == ()
     assert warnings_of(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))) == ()
 
 
@@ -147,7 +157,7 @@ def of_a_buffer() -> tuple[Any, Callable[[], object]]:
     [
         (of_a_closure, "number: 0, now 1"),
         (of_a_global, "calls: 0, now 1"),
-        (of_an_object, "Counting.calls: 0, now 1"),
+        (of_an_object, "Counting.calls: nothing, now 1"),
         (of_a_buffer, "Centred.center: a tensor, now a tensor"),
     ],
 )

@@ -3,104 +3,94 @@
     lam = np.random.beta(1, 1)                  drawn once; every step mixes by the same
     self.calls += 1                             of a loss that is an object: counted once
 
-What `forward` keeps in attributes of the model is found by `whale.capture.exporting.attributes`, which can tell state from notes.
+What `forward` keeps in attributes of the model is found by `whale.capture.exporting.attribute_access`, which can tell state from notes.
 """
 
 from __future__ import annotations
 
-import dis
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
-
-from whale.capture.exporting.plain_values import PlainValues
-from whale.capture.source import is_users, line_in
+from whale.capture.exporting.near_values import Kept, NearValues, of_globals
 from whale.errors import first_few
 
 
-@dataclass
 class Once:
-    """What was found, as warnings."""
+    """What the calls of a capture leave behind, put back after each, so that the next finds what it found.
 
-    warnings: tuple[str, ...] = ()
+    Args:
+        near: the model and its loss.
+        seed: of the generators of Python and NumPy that all share: traces of one seed draw alike, whatever the script has drawn.
+
+    Attributes:
+        drawn: the generators that were drawn from.
+        written: what was written to closures, classes, globals and objects of the loss.
+    """
+
+    def __init__(self, near: NearValues, seed: int = 0) -> None:
+        self._near, self._seed = near, seed
+        self.drawn: tuple[str, ...] = ()
+        self.written: tuple[str, ...] = ()
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Around one call of the model and its loss."""
+        numpy = sys.modules.get("numpy.random")
+        shared = {"random": random, **({} if numpy is None else {"numpy.random": numpy})}
+        generators = {**shared, **self._near.generators}
+        states = {name: _state(generator) for name, generator in generators.items()}
+        for generator in shared.values():
+            generator.seed(self._seed)
+        began = {name: pickle.dumps(_state(generator)) for name, generator in generators.items()}
+        kept = Kept([*self._near.places.values(), *of_globals(self._near.functions)])
+        try:
+            yield
+        finally:
+            self.written = tuple(kept.put_back())
+            self.drawn = tuple(name for name, generator in generators.items() if pickle.dumps(_state(generator)) != began[name])
+            for name, generator in generators.items():
+                _set_state(generator, states[name])
+
+    def warnings(self, lines: tuple[str, ...]) -> tuple[str, ...]:
+        """What is said of them.
+
+        Args:
+            lines: where other draws make another graph.
+        """
+        return (*([_text_of_draws(self.drawn, lines)] if self.drawn else []), *([_text_of_writes(self.written)] if self.written else []))
 
 
-@contextmanager
-def done_once(model: nn.Module, loss: Callable[..., Any] | None) -> Iterator[Once]:
-    """Looks at what captures inside it leave behind; plain values are put back, so that the next capture finds what they found."""
-    plain, found = PlainValues(model, loss), Once()
-    generators = [*_global_generators(), *plain.generators.values()]
-    states = [_state(generator) for generator in generators]
-    kept = plain.outside()
-    try:
-        yield found
-    finally:
-        written = kept.put_back()
-        drawn = any(_state(generator) != state for generator, state in zip(generators, states, strict=True))
-        texts = [_text_of_draws(plain)] if drawn else []
-        texts += [_text_of_writes(written)] if written else []
-        found.warnings = tuple(texts)
-
-
-def _text_of_draws(plain: PlainValues) -> str:
-    lines = list(dict.fromkeys(line for function in plain.functions for line in _drawing_lines(function)))
-    places = f" ({first_few([*lines, *plain.generators])})" if lines or plain.generators else ""
+def _text_of_draws(drawn: tuple[str, ...], lines: tuple[str, ...]) -> str:
     return (
-        f"random numbers of Python and NumPy are drawn while the model is captured and never again{places}: each step has the same; draw "
-        "them with torch, as tensors (torch.rand(())), or in the data set, as a tensor of the batch"
+        "random numbers of Python and NumPy are drawn while the model is captured and never again "
+        f"({first_few([*lines, *drawn])}): each step has the same; draw them with torch, as tensors (torch.rand(())), or in the data set, "
+        "as a tensor of the batch"
     )
 
 
-def _text_of_writes(written: str) -> str:
+def _text_of_writes(written: tuple[str, ...]) -> str:
     return (
         "what a loss keeps in plain values, or a model in globals and closures, is written while it is captured and never again: each step "
-        f"starts from what was there before ({written}); write it in the script, between steps, or keep it in a buffer of the model"
+        f"starts from what was there before ({first_few(written)}); write it in the script, between steps, or keep it in a buffer of "
+        "the model"
     )
 
 
-def _global_generators() -> list[Any]:
-    numpy = sys.modules.get("numpy.random")
-    return [random, *([] if numpy is None else [numpy])]
+def _state(generator: Any) -> Any:
+    """The state of a generator of Python's, or of NumPy's older or newer ones."""
+    for name in ("getstate", "get_state"):
+        if hasattr(generator, name):
+            return getattr(generator, name)()
+    return generator.bit_generator.state
 
 
-def _state(generator: Any) -> object:
-    """The state of a generator of Python's, or of NumPy's older or newer ones; comparable."""
-    if hasattr(generator, "getstate"):
-        return generator.getstate()
-    return pickle.dumps(generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state)
-
-
-def _drawing_lines(function: FunctionType) -> Iterator[str]:
-    """Lines on which code names a source of random numbers other than torch."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    known = {**function.__globals__, **{name: cell.cell_contents for name, cell in cells if cell != CellType()}}
-    for code in _codes(function.__code__):
-        number, of_numpy = code.co_firstlineno, False
-        for step in dis.get_instructions(code):
-            number = step.starts_line or number
-            value = known.get(step.argval) if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF") else None
-            names_random = of_numpy and step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval == "random"
-            of_numpy = isinstance(value, ModuleType) and value.__name__ == "numpy"
-            if (names_random or _draws(value)) and is_users(code.co_filename):
-                yield str(line_in(code, number))
-
-
-def _draws(value: object) -> bool:
-    if isinstance(value, ModuleType):
-        return value.__name__ in ("random", "numpy.random")
-    owner = value if getattr(value, "__self__", None) is None else getattr(value, "__self__", None)
-    return isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random")
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
+def _set_state(generator: Any, state: Any) -> None:
+    for name in ("setstate", "set_state"):
+        if hasattr(generator, name):
+            getattr(generator, name)(state)
+            return
+    generator.bit_generator.state = state

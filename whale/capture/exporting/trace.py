@@ -19,12 +19,14 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.proxy import TracerBase
 
 from whale.capture.batch import BatchStructure, Leaf
+from whale.capture.exporting.attribute_access import AttributeAccess
 from whale.capture.exporting.ctc import CtcLosses
 from whale.capture.exporting.data_access import DataAccess
 from whale.capture.exporting.errors import as_capture_error, quiet_export, refused_parameters, watched
 from whale.capture.exporting.functions import FunctionCall, collected
 from whale.capture.exporting.modes import Faker, fake_tensors, marked_averages, training_flags
 from whale.capture.exporting.numbers import ReadNumbers
+from whale.capture.exporting.once import Once
 from whale.capture.exporting.regions import numbered
 from whale.capture.exporting.ways import Way, Ways
 from whale.capture.exporting.wrapper import Findings, Loss, Mode, Wrapper
@@ -47,7 +49,6 @@ class Traced:
         calls: of custom autograd functions, in order.
         ways: what each read of a tensor was told, in order.
         counters: per momentum of a batch normalisation that stands for one over a counter, the counter.
-        once: warnings of what is done while it is captured and never again.
     """
 
     exported: ExportedProgram
@@ -58,14 +59,17 @@ class Traced:
     calls: tuple[FunctionCall, ...]
     ways: tuple[Way, ...] = ()
     counters: Mapping[float, str] = field(default_factory=dict)
-    once: tuple[str, ...] = ()
 
 
-def trace(model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool) -> tuple[Traced, Traced | None]:
+def trace(
+    model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool, access: AttributeAccess, once: Once
+) -> tuple[Traced, Traced | None]:
     """Exports with a symbolic number of rows, or with two fixed ones where the model's code needs a number.
 
     Args:
         static: export at the example's rows alone.
+        access: notes what is read of attributes.
+        once: puts back what each call leaves behind.
 
     Returns:
         The export at the example's rows; and, if rows are not symbolic there, one at twice as many (None if that failed): the two
@@ -74,7 +78,7 @@ def trace(model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: 
     Raises:
         WhaleError: the model cannot be captured.
     """
-    export = _Export(model, loss, structure, mode)
+    export = _Export(model, loss, structure, mode, access, once)
     first = export.attempt(structure.example_rows, dynamic=not static)
     if isinstance(first, Traced) and first.dynamic:
         return first, None
@@ -92,6 +96,8 @@ class _Export:
     loss: Loss | None
     structure: BatchStructure
     mode: Mode
+    access: AttributeAccess
+    once: Once
     ways: Ways = field(default_factory=Ways)
 
     def attempt(self, rows: int, dynamic: bool) -> Traced | Exception:
@@ -119,8 +125,8 @@ class _Export:
         size = Dim("rows", min=2)
         shapes = tuple({0: size} if dynamic and leaf.has_rows else None for leaf in self.structure.inputs)
         with capturing() as scopes, collected() as calls, numbered(), marked_averages(self.model) as counters:
-            wrapper = Wrapper(self.model, self.loss, self.structure, self.mode, self.ways, numbers.note)
-            with _surroundings(self.model, self.mode, fake, fake_mode):
+            wrapper = Wrapper(self.model, self.loss, self.structure, self.mode, self.ways, numbers.note, self.access, self.once)
+            with self.access.noted(), _surroundings(self.model, self.mode, fake, fake_mode):
                 exported = torch.export.export(wrapper, tuple(leaves), strict=False, dynamic_shapes=(shapes,))
         return Traced(exported, rows, dynamic, wrapper.found, tuple(scopes.entered), tuple(calls), counters=counters)
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure
-from whale.capture.exporting.attributes import forget_new, handed_on, held_attributes
+from whale.capture.exporting.attribute_access import AttributeAccess, forget_new, fresh
 from whale.capture.exporting.known_values import KnownValues
+from whale.capture.exporting.once import Once
 from whale.capture.exporting.ways import Ways
 from whale.capture.program import ObjectStructure, OutputStructure
 from whale.capture.source import line_of_function
@@ -54,6 +55,8 @@ class Wrapper(nn.Module):
         mode: Mode,
         ways: Ways,
         read: Callable[[object, Tensor], None],
+        access: AttributeAccess,
+        once: Once,
     ) -> None:
         super().__init__()
         self.model = model
@@ -61,19 +64,22 @@ class Wrapper(nn.Module):
         self._loss = (loss,)  # in a tuple, so that a loss that is a module is not registered
         self._structure = structure
         self._mode = mode
-        self._ways, self._read = ways, read
+        self._ways, self._read, self._access, self._once = ways, read, access, once
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         before = [(module, name, held) for module in self.model.modules() for name, held in module._buffers.items() if held is not None]
-        attributes = held_attributes(self.model)
-        try:
-            with KnownValues(self._ways.op, self._read) as known, self._ways.asked(known.knows):
-                results = self._results(list(tensors))
-                for module, name, held in before:
-                    _keep_written(module, name, held)
-            self.found.handed_on = handed_on(attributes)
-        finally:
-            forget_new(attributes)  # another run may follow where this one failed
+        modules = fresh(self.model)
+        with self._once.put_back():
+            self._access.begin()
+            try:
+                with KnownValues(self._ways.op, self._read) as known, self._ways.asked(known.knows):
+                    results = self._results(list(tensors))
+                    for module, name, held in before:
+                        _keep_written(module, name, held)
+                has_new_hooks = any(module.new_hooks for module in modules)
+                self.found.handed_on = self._access.handed_on(known.knows, has_new_hooks=has_new_hooks)
+            finally:
+                forget_new(modules)  # another run may follow where this one failed
         return results
 
     def _results(self, tensors: list[Tensor]) -> tuple[Any, ...]:

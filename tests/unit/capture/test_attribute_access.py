@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import whale
 from whale.capture import capture
-from whale.capture.exporting import attributes
+from whale.capture.exporting import attribute_access
 
 BATCH = torch.randn(8, 4)
 
@@ -89,13 +89,26 @@ class Outer(Base):
         return self.layer(x)
 
 
+class Longest(Base):
+    """Keeps what may be state for all that anybody can tell."""
+
+    def start(self) -> None:
+        self.longest = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+        return self.layer(x)
+
+
 FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a tensor": (Smoothed, "Smoothed.state at tests/unit/capture/test_attributes.py:35"),
-    "a counter": (Counted, "Counted.calls at tests/unit/capture/test_attributes.py:44"),
-    "what was nothing": (Recurrent, "Recurrent.hidden at tests/unit/capture/test_attributes.py:54"),
-    "a flag": (OnceDone, "OnceDone.is_done at tests/unit/capture/test_attributes.py:64"),
-    "in a method": (ThroughAMethod, "ThroughAMethod.scale at tests/unit/capture/test_attributes.py:79"),
-    "set from outside": (Outer, "Counted.times"),
+    "a tensor": (Smoothed, "Smoothed.state at tests/unit/capture/test_attribute_access.py:35"),
+    "a counter": (Counted, "Counted.calls at tests/unit/capture/test_attribute_access.py:44"),
+    "what was nothing": (Recurrent, "Recurrent.hidden at tests/unit/capture/test_attribute_access.py:54"),
+    "a flag": (OnceDone, "OnceDone.is_done at tests/unit/capture/test_attribute_access.py:64"),
+    "in a method": (ThroughAMethod, "ThroughAMethod.scale at tests/unit/capture/test_attribute_access.py:79"),
+    "set from outside": (Outer, "Counted.times at tests/unit/capture/test_attribute_access.py:88"),
+    "what is replaced where it is more": (Longest, "Longest.longest at tests/unit/capture/test_attribute_access.py:100"),
 }
 
 
@@ -105,7 +118,7 @@ def test_state_is_found(name: str) -> None:
     model = make()
     before = dict(vars(model))
     graph, program = capture(model, BATCH, lambda output, batch: output.mean())
-    assert program.warnings == (attributes.warning_of((said,)),)
+    assert program.warnings == (attribute_access.warning_of((said,)),)
     assert any(f"starts from what was there before ({said})" in warning for warning in graph.warnings)
     assert vars(model) == before, "the model is left as it was"
 
@@ -116,13 +129,10 @@ class Harmless(Base):
     def start(self) -> None:
         self.table: Tensor | None = None
         self.length = 0
-        self.longest = 1
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None:
             self.table = torch.arange(4.0)
-        if x.shape[1] > self.longest:
-            self.longest = x.shape[1]
         self.length = x.shape[1]
         self._prepare()
         self.last = self.layer(x) + self.table * self.length

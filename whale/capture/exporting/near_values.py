@@ -1,0 +1,403 @@
+"""Values near a model and its loss, which are watched by value: what their modules, objects, classes and functions keep.
+
+    self.scale, self.parts[0], drop.p, part.training    attributes of modules, of the loss, of objects that these keep
+    Net.scale, Net.forward                              their classes
+    lambda output, batch: weight * mean(output)         closures, defaults, arguments of `functools.partial`
+    layer.register_forward_hook(...)                    hooks
+
+No code is read. Which attributes count, the capture says: it notes what is read (`whale.capture.exporting.attribute_access`). What lies
+further away (globals, os.environ, iterators, items of large lists) is found where the model is traced again (`whale.capture.again`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from random import Random, SystemRandom
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_NO_NAMESPACE: dict[str, Any] = {}
+_NAMESPACES = (SimpleNamespace, argparse.Namespace)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SEQUENCES = (list, tuple, deque, set, frozenset)
+_MOST_ITEMS = 64
+"""Of a container, or of an array of NumPy, whose contents are compared."""
+_DEEPEST = 3
+"""Objects that are kept by objects are followed so far."""
+
+
+class _Missing:
+    """Stands for a value where there is none."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
+
+
+@dataclass(frozen=True, eq=False)
+class _TheObject:
+    """Whatever has no contents to compare: it is the same one, or not."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _TheObject) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        if isinstance(self.value, Tensor):
+            return "a tensor"
+        return getattr(self.value, "__qualname__", f"another {type(self.value).__name__}")
+
+
+def comparable(value: object, depth: int = 0) -> object:
+    """A value in a form that stays as it is and can be compared: its contents where it has few, else the object itself."""
+    if isinstance(value, (*_PLAIN, _Missing)):
+        return value
+    inside = functools.partial(comparable, depth=depth + 1)
+    if isinstance(value, functools.partial):
+        return "partial", *map(inside, (value.func, value.args, value.keywords))
+    if depth < _DEEPEST and isinstance(value, (set, frozenset)) and len(value) <= _MOST_ITEMS:
+        return frozenset(map(inside, value))
+    if depth < _DEEPEST and isinstance(value, _SEQUENCES) and len(value) <= _MOST_ITEMS:
+        return tuple(map(inside, value))
+    if depth < _DEEPEST and isinstance(value, dict) and len(value) <= _MOST_ITEMS:
+        return tuple((inside(key), inside(item)) for key, item in value.items())
+    if type(value).__module__ == "numpy" and getattr(value, "size", _MOST_ITEMS + 1) <= _MOST_ITEMS and not isinstance(value, type):
+        array: Any = value
+        return str(array.dtype), array.tolist() if array.ndim == 0 else tuple(array.ravel().tolist())
+    return _TheObject(value)
+
+
+def are_same(then: object, now: object) -> bool:
+    """Whether two comparable values are equal; NaN is the NaN that it was."""
+    return then is now or then == now
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value is kept.
+
+    Attributes:
+        path: tells it from all others, in each process and each walk alike.
+        label: as the user may call it.
+        read: gives the value, or `MISSING`.
+        write: puts one there.
+        owner: the namespace of an object whose reads are noted, by id; None where the value counts whether it is read or not.
+        name: of the attribute.
+        is_of_model: whether a module of the model keeps it.
+        is_flag: whether it is the training flag of one.
+    """
+
+    path: str
+    label: str
+    read: Callable[[], object]
+    write: Callable[[object], None]
+    owner: int | None
+    name: str
+    is_of_model: bool
+    is_flag: bool = False
+
+
+class Seen:
+    """What was near at one moment.
+
+    Args:
+        model: the user's.
+        places: near it.
+    """
+
+    def __init__(self, model: nn.Module, places: Iterable[Place]) -> None:
+        self._model = model
+        self._held = [(place, value, comparable(value) if _may_change(value) else None) for place in places for value in (place.read(),)]
+        self._read: frozenset[str] = frozenset()
+        self._watched: list[tuple[Callable[[], object], object, object, Place]] = []
+
+    def changed(self, read: frozenset[str], *, trains: bool) -> list[str]:
+        """What of these has changed since, in words.
+
+        Args:
+            read: paths of places.
+            trains: whether training flags count; those of a model that is in evaluation mode as a whole do not.
+        """
+        if read is not self._read:
+            self._read = read
+            self._watched = [(place.read, value, inside, place) for place, value, inside in self._held if place.path in read]
+        found = []
+        for get, value, inside, place in self._watched:  # in every step
+            now = get()
+            if now is value and inside is None:
+                continue
+            then, after = comparable(value) if inside is None else inside, comparable(now)
+            if not are_same(then, after) and not (place.is_flag and not (trains and self._model.training)):
+                found.append(f"{place.label}: {then!r}, now {after!r}")
+        return found
+
+
+def _may_change(value: object) -> bool:
+    """Whether a value may hold something else and be the same object."""
+    if isinstance(value, (tuple, frozenset)):
+        return len(value) <= _MOST_ITEMS and any(map(_may_change, value))
+    return isinstance(value, (*_SEQUENCES, dict, functools.partial)) or type(value).__module__ == "numpy"
+
+
+class NearValues:
+    """The places near a model and its loss, as they are now.
+
+    Args:
+        model: the user's.
+        loss: the user's; None for a loss that is the model's.
+
+    Attributes:
+        model: as given.
+        places: by path.
+        generators: of random numbers, by what the code calls them.
+        functions: of the user's, whose closures and defaults are among the places.
+        noted: per class, the attributes of its objects whose reads can be noted.
+        owners: of the objects' namespaces, by id: the object's label, and whether it is a module of the model.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+        self.model = model
+        self.places: dict[str, Place] = {}
+        self.generators: dict[str, Any] = {}
+        self.functions: list[FunctionType] = []
+        self.noted: dict[type, set[str]] = {}
+        self.owners: dict[int, tuple[str, bool]] = {}
+        self._seen: dict[int, object] = {}
+        self._of_model = frozenset(id(vars(module)) for module in model.modules())
+        for name, module in model.named_modules():
+            label = name or type(model).__name__
+            self._add(f"model.{name}.training", f"{label}.training", vars(module), "training", is_flag=True)
+        self._find(model, "model", type(model).__name__, 0)
+        self._find(loss, "loss", type(loss).__name__, 0)
+        for held in _globals(self.functions):
+            self.generators |= {name: value for name, value in held.items() if _is_generator(value)}
+
+    def seen(self) -> Seen:
+        """What they hold now."""
+        return Seen(self.model, self.places.values())
+
+    # ---- the walk --------------------------------------------------------------------------------------------
+
+    def _find(self, value: object, path: str, label: str, depth: int) -> None:
+        if isinstance(value, (*_PLAIN, Tensor, ModuleType)) or id(value) in self._seen or depth > _DEEPEST:
+            return
+        if isinstance(value, type):
+            self._kind(value, depth)
+            return
+        self._seen[id(value)] = value  # kept, so that its id stays its own
+        if isinstance(value, FunctionType):
+            self._function(value, path, depth)
+        elif isinstance(value, MethodType):
+            self._find(value.__func__, f"{path}()", label, depth)
+            self._find(value.__self__, f"{path}.self", type(value.__self__).__name__, depth)
+        elif isinstance(value, functools.partial):
+            for name, each in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
+                self._find(each, f"{path}.{name}", label, depth)
+        elif isinstance(value, (*_SEQUENCES, dict)):
+            items = value.values() if isinstance(value, dict) else value
+            for number, item in enumerate(items if len(value) <= _MOST_ITEMS else ()):
+                self._find(item, f"{path}[{number}]", f"{label}[{number}]", depth + 1)
+        elif _is_generator(value):
+            self.generators[label] = value
+        else:
+            self._object(value, path, label, depth)
+
+    def _object(self, value: Any, path: str, label: str, depth: int) -> None:
+        kind: Any = type(value)
+        if _is_of_a_library(kind) and not isinstance(value, (nn.Module, *_NAMESPACES)):
+            return
+        held, can_note = getattr(value, "__dict__", _NO_NAMESPACE), not _is_of_a_library(kind)
+        is_module = isinstance(value, nn.Module)
+        self._kind(kind, depth)
+        names = [name for name in {**held, **_class_values(kind)} if not (is_module and name in OF_EVERY_MODULE)]
+        if names:
+            self.owners[id(held)] = label, id(held) in self._of_model
+        for name in names if held is not _NO_NAMESPACE else ():
+            self._add(f"{path}.{name}", f"{label}.{name}", held, name, is_noted=can_note and _can_note(kind, name))
+            if can_note and _can_note(kind, name):
+                self.noted.setdefault(kind, set()).add(name)
+        for name in _slots(kind):
+            read, write = partial(getattr, value, name, MISSING), partial(setattr, value, name)
+            self.places[f"{path}.{name}"] = Place(f"{path}.{name}", f"{label}.{name}", read, write, None, name, False)
+        for name in names:
+            self._find(held.get(name), f"{path}.{name}", f"{label}.{name}", depth + (0 if is_module else 1))
+        if is_module:
+            self._module(value, path)
+
+    def _module(self, module: nn.Module, path: str) -> None:
+        label = type(module).__name__
+        self._add(f"{path}.forward", f"{label}.forward", vars(module), "forward")
+        for kind in _HOOKS:
+            place, told = f"{path}.{kind}", f"{label}: {kind.strip('_').replace('_', ' ')}"
+            self.places[place] = Place(place, told, partial(_hooks, module, kind), lambda _: None, None, kind, True)
+            for number, hook in enumerate(_hooks(module, kind)):
+                self._find(hook, f"{place}.{number}", label, 0)
+        if id(vars(module)) not in self._of_model:
+            for name in module._buffers:
+                self._add(f"{path}.{name}", f"{label}.{name}", module._buffers, name)
+        for name, child in module._modules.items():
+            self._find(child, f"{path}.{name}", type(child).__name__, 0)
+
+    def _function(self, function: FunctionType, path: str, depth: int) -> None:
+        self.functions.append(function)
+        self._find(getattr(function, "__wrapped__", None), f"{path}.wrapped", function.__name__, depth)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            place = f"{path}<{name}>"
+            self.places[place] = Place(place, name, partial(_contents, cell), partial(setattr, cell, "cell_contents"), None, name, False)
+            self._find(_contents(cell), place, name, depth + 1)
+        for name in ("__defaults__", "__kwdefaults__") if function.__defaults__ or function.__kwdefaults__ else ():
+            place, label = f"{path}.{name}", f"{function.__name__}: defaults"
+            self.places[place] = Place(place, label, partial(getattr, function, name), partial(setattr, function, name), None, name, False)
+            self._find(getattr(function, name), place, label, depth + 1)
+        for name in vars(function).keys() - {"__wrapped__"}:
+            self._add(f"{path}.{name}", f"{function.__name__}.{name}", vars(function), name)
+
+    def _kind(self, kind: Any, depth: int) -> None:
+        for base in kind.__mro__:
+            if _is_of_a_library(base) or id(base) in self._seen:
+                continue
+            self._seen[id(base)] = base
+            named = f"{base.__module__}.{base.__qualname__}"
+            for name, member in list(vars(base).items()):
+                function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+                if isinstance(function, FunctionType):
+                    self._find(function, f"{named}.{name}()", f"{base.__name__}.{name}", depth)
+                if isinstance(function, FunctionType) or _is_value(name, member):
+                    path, write = f"{named}.{name}", partial(setattr, base, name)
+                    self.places[path] = Place(path, f"{base.__name__}.{name}", partial(_member, base, name), write, None, name, False)
+
+    def _add(self, path: str, label: str, held: dict[str, Any], name: str, *, is_noted: bool = False, is_flag: bool = False) -> None:
+        read, write = partial(held.get, name, MISSING), partial(_put, held, name)
+        self.places[path] = Place(path, label, read, write, id(held) if is_noted else None, name, id(held) in self._of_model, is_flag)
+
+
+def of_globals(functions: Iterable[FunctionType]) -> Iterator[Place]:
+    """The plain globals beside functions: too many to be watched, and written by everybody; but a capture leaves them as they were."""
+    for held in _globals(functions):
+        for name, value in held.items():
+            if isinstance(value, (*_PLAIN, *_SEQUENCES, dict)) and not name.startswith("__"):
+                yield Place(name, name, partial(held.get, name, MISSING), partial(_put, held, name), None, name, False)
+
+
+def _globals(functions: Iterable[FunctionType]) -> list[dict[str, Any]]:
+    return list({id(function.__globals__): function.__globals__ for function in functions}.values())
+
+
+def _is_generator(value: object) -> bool:
+    """Whether a value draws random numbers, from a state of its own that can be put back."""
+    is_numpys = type(value).__module__.startswith("numpy.random") and hasattr(value, "standard_normal")
+    return is_numpys or (isinstance(value, Random) and not isinstance(value, SystemRandom))
+
+
+class Kept:
+    """What places hold, with the contents of containers, to be put back.
+
+    Args:
+        places: to look at.
+    """
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._held = [(place, value, _copied(value), comparable(value)) for place in places for value in (place.read(),)]
+
+    def put_back(self) -> list[str]:
+        """Puts back what has been replaced or changed since; says of all but the model's attributes what has been written."""
+        told = []
+        for place, value, contents, then in self._held:
+            now = comparable(place.read())
+            if are_same(then, now):
+                continue
+            if not place.is_of_model and then is not None:  # what was nothing is made once, and kept at hand
+                told.append(f"{place.label}: {then!r}, now {now!r}")
+            if contents is not None:
+                _refill(value, contents)
+            place.write(value)
+        return told
+
+
+def _copied(value: object) -> Any:
+    """The contents of a container that may be written to; None for all else."""
+    return copy.copy(value) if isinstance(value, (list, dict, set, deque)) and len(value) <= _MOST_ITEMS else None
+
+
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, (dict, set)) else container.extend)(contents)
+
+
+def _put(held: dict[str, Any], name: str, value: object) -> None:
+    if value is MISSING:
+        held.pop(name, None)
+    else:
+        held[name] = value
+
+
+def _contents(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable without a value yet
+        return MISSING
+
+
+class Noted:
+    """Stands on a class before the attributes of its objects, for some time.
+
+    Attributes:
+        default: the class's own value, or `MISSING`.
+    """
+
+    default: Any
+
+
+def _member(kind: type, name: str) -> object:
+    found = vars(kind).get(name, MISSING)
+    return found.default if isinstance(found, Noted) else found
+
+
+def _hooks(module: nn.Module, kind: str) -> tuple[object, ...]:
+    """The user's own hooks, of one kind."""
+    return tuple(hook for hook in (vars(module).get(kind) or {}).values() if not type(hook).__module__.startswith("whale."))
+
+
+def _slots(kind: Any) -> list[str]:
+    bases = [base for base in kind.__mro__ if not _is_of_a_library(base)]
+    return [name for base in bases for name, member in vars(base).items() if inspect.ismemberdescriptor(member)]
+
+
+def _class_values(kind: type) -> dict[str, object]:
+    """Plain values that a class gives to its objects."""
+    bases = [base for base in reversed(kind.__mro__) if not _is_of_a_library(base)]
+    return {name: member for base in bases for name, member in vars(base).items() if _is_value(name, member)}
+
+
+def _is_value(name: str, member: object) -> bool:
+    return not name.startswith("__") and not hasattr(type(member), "__get__") and not name.startswith("_abc_")
+
+
+def _can_note(kind: type, name: str) -> bool:
+    """Whether reads of an attribute can be noted: nothing else stands between it and who reads it."""
+    return not hasattr(type(inspect.getattr_static(kind, name, None)), "__set__")
+
+
+@functools.cache
+def _is_of_a_library(kind: Any) -> bool:
+    """Whether a class is torch's, NumPy's or Python's own: nobody changes it."""
+    package = kind.__module__.partition(".")[0]
+    return package in ("torch", "numpy", "whale") or (package in sys.stdlib_module_names and package != "__main__")
