@@ -55,17 +55,17 @@ def read_policy(policy: str | Shares, pipeline: PipelineShape) -> Policy:
     """The policy that ``recompute.policy`` asks for in a pipeline.
 
     Raises:
-        ConfigError: it names a stage that is not there, or asks for parts of stages where the schedule recomputes whole ones.
+        ConfigError: it names a stage that is not there, or asks for parts of stages, or for as little as memory demands, where the
+            schedule recomputes whole ones.
     """
     if isinstance(policy, str) and policy in ("none", "full"):
         return KEEP_ALL
     if any(pipeline.recomputed) and not pipeline.recomputed_stages:
-        if policy == "auto":
-            return KEEP_ALL
         asked = policy if isinstance(policy, str) else dict(policy)
         raise ConfigError(
             f"schedule {pipeline.schedule} recomputes whole stages (recompute.policy: {asked})",
-            hint="recompute.policy: full goes with it, or by stage, full for one of them at least; parts alone recompute under the others",
+            hint="recompute.policy: full goes with it, or by stage, full for one of them at least; under the other schedules parts alone "
+            "recompute, and auto as little as memory demands",
         )
     if policy == "blocks":
         return Policy("shares", dict.fromkeys(range(pipeline.num_stages), 1.0))

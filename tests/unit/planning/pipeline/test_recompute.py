@@ -218,6 +218,10 @@ def test_each_device_recomputes_as_its_own_memory_demands(golden: Callable[[str,
     [
         ({"recompute.policy": {2: 0.5}}, r"recompute\.policy gives shares to stages of the pipeline \(stage 2: the last is 1\)"),
         ({"recompute.policy": "selective", "pipeline.schedule": "recompute_early"}, "schedule recompute_early recomputes whole stages"),
+        (
+            {"recompute.policy": "auto", "pipeline.schedule": "shifted_critical_path"},
+            r"recomputes whole stages \(recompute\.policy: auto\)",
+        ),
         ({"recompute.policy": {0: 0.5}, "pipeline.schedule": "recompute_early"}, "schedule recompute_early recomputes whole stages"),
         ({"pipeline.schedule": "interleaved", "pipeline.num_chunks": 5}, r"with 5 chunks on 2 ranks needs 10 TaskGraphs \(the model"),
     ],
