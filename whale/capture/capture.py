@@ -41,6 +41,9 @@ from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import tag_of
 from whale.capture.versions import check_version
 from whale.errors import CaptureError, WhaleError
+
+
+from whale.errors import CaptureError, raise_faults
 from whale.ir.graph import LossTerm, ModelGraph, Op
 from whale.ir.scope import Scope
 from whale.ir.source import SourceLine
@@ -143,6 +146,7 @@ def _build(
         warnings=_warnings(first),
     )
     _check_trains(graph)
+    _check_dense(graph, flat.graph)
     return graph, _program(flat, structure, held, first)
 
 
@@ -257,6 +261,24 @@ def _check_trains(graph: ModelGraph) -> None:
             where=graph.loss[0].where if graph.loss else None,
             hint="is the model frozen, or the loss detached or computed from integers?",
         )
+
+
+def _check_dense(graph: ModelGraph, nodes: fx.Graph) -> None:
+    """Refuses ops that are asked for a sparse gradient: gradients are summed, divided and applied as dense tensors."""
+    faults = []
+    for node in nodes.nodes if graph.mode == "train" else ():
+        arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+        given = dict(zip((each.name for each in arguments), node.args, strict=False)) | node.kwargs
+        word = next((name for name in ("sparse", "sparse_grad") if given.get(name) is True), None)
+        if word is not None and (op := graph.by_name[node.name]).requires_grad:
+            faults.append(
+                CaptureError(
+                    f"gradients are dense ({op.module or op.target} asks for a sparse one: {word}=True)",
+                    where=op.where,
+                    hint=f"{word}=False, and an optimizer for dense gradients: torch.optim.AdamW, not SparseAdam",
+                )
+            )
+    raise_faults(faults)
 
 
 def _program(flat: Flat, structure: BatchStructure, held: Holdings, traced: Traced) -> Program:

@@ -241,3 +241,45 @@ def test_a_loss_takes_the_output_and_the_batch(loss: Callable[..., Any]) -> None
     with pytest.raises(CaptureError, match=r"a loss is called as loss\(output, batch\) \(this one takes \(") as caught:
         capture(Net(lambda linear, x: linear(x)), torch.randn(4, 4), loss)
     assert str(caught.value.where).endswith(f"test_errors.py:{loss.__code__.co_firstlineno}")
+
+
+class Table(nn.Module):
+    """Rows of a table that is trained beside its reader, or not."""
+
+    def __init__(self, look_up: Callable[[Tensor, Tensor], Tensor], *, is_trained: bool = True) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Parameter(torch.randn(8, 4), requires_grad=is_trained), nn.Linear(4, 1)
+        self.look_up = look_up
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.linear(self.look_up(self.table, ids))
+        return result
+
+
+def sparse_rows(table: Tensor, ids: Tensor) -> Tensor:
+    return F.embedding(ids, table, sparse=True)
+
+
+def sparse_bags(table: Tensor, ids: Tensor) -> Tensor:
+    return F.embedding_bag(ids, table, sparse=True)
+
+
+def sparse_gather(table: Tensor, ids: Tensor) -> Tensor:
+    return torch.gather(table, 0, ids, sparse_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("look_up", "word"), [(sparse_rows, "sparse=True"), (sparse_bags, "sparse=True"), (sparse_gather, "sparse_grad=True")]
+)
+def test_a_sparse_gradient_is_refused_with_its_line(look_up: Callable[[Tensor, Tensor], Tensor], word: str) -> None:
+    batch = {"ids": torch.randint(0, 8, (6, 4))}
+    line = look_up.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError, match=rf"gradients are dense \(.* asks for a sparse one: {word}\)\n  at .*test_errors\.py:{line}"):
+        capture(Table(look_up), batch, lambda output, batch: output.mean())
+    capture(Table(look_up, is_trained=False), batch, lambda output, batch: output.mean())
+
+
+def test_a_module_with_sparse_gradients_is_told_by_its_name() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1))
+    with pytest.raises(CaptureError, match=r"gradients are dense \(0 asks for a sparse one: sparse=True\)"):
+        capture(model, {"input": torch.randint(0, 8, (6,))}, lambda output, batch: output.mean())
