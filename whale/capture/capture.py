@@ -40,10 +40,7 @@ from whale.capture.scopes import default_scope, renumber
 from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import tag_of
 from whale.capture.versions import check_version
-from whale.errors import CaptureError, WhaleError
-
-
-from whale.errors import CaptureError, raise_faults
+from whale.errors import CaptureError, WhaleError, raise_faults
 from whale.ir.graph import LossTerm, ModelGraph, Op
 from whale.ir.scope import Scope
 from whale.ir.source import SourceLine
