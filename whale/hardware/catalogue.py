@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
@@ -132,20 +132,10 @@ def _named(root: Entry, section: str, what: str) -> list[tuple[str, Entry]]:
 
 def read_link(entry: Entry) -> Link | None:
     """A link written as ``{bandwidth: 25 Gbit/s, latency: 20 us}``; None, with faults noted, if it is wrong."""
-    if not entry.is_mapping(("bandwidth", "latency", "shared", "slow"), required=("bandwidth", "latency")):
+    if not entry.is_mapping(("bandwidth", "latency", "shared"), required=("bandwidth", "latency")):
         return None
     bandwidth, latency = entry.quantity("bandwidth", "B/s"), entry.quantity("latency", "s", zero=True)
-    link = None if bandwidth is None or latency is None else Link(bandwidth, latency, entry.flag("shared"))
-    return link if link is None or not entry.has("slow") else replace(link, slow=_read_slow(entry, link))
-
-
-def _read_slow(entry: Entry, link: Link) -> Link:
-    """The same link in a slow moment, ``slow: {bandwidth: 20 Gbit/s, latency: 30 us}``, of which either may be left out."""
-    below = entry.below("slow", f"{entry.name}: slow")
-    if not below.is_mapping(("bandwidth", "latency")):
-        return link
-    bandwidth = below.slower("bandwidth", "B/s", link.bandwidth)
-    return Link(bandwidth, below.slower("latency", "s", link.latency), link.shared)
+    return None if bandwidth is None or latency is None else Link(bandwidth, latency, entry.flag("shared"))
 
 
 def read_flops(entry: Entry) -> dict[str, float]:

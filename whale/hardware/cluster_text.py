@@ -69,7 +69,7 @@ def _handling(handling: Handling) -> str:
     said = {"seconds": format_quantity(handling.seconds, "s")}
     if handling.per_byte:
         said["bandwidth"] = format_quantity(1 / handling.per_byte, "B/s")
-    return _mapping(said | ({"slow": _handling(handling.slow)} if handling.slow is not None else {}))
+    return _mapping(said)
 
 
 def _efficiency(kind: Device) -> str:
@@ -79,14 +79,10 @@ def _efficiency(kind: Device) -> str:
 
 
 def _link(link: Link) -> str:
-    said = _pace(link)
+    said = {"bandwidth": format_quantity(link.bandwidth, "B/s"), "latency": format_quantity(link.latency, "s")}
     if link.shared:
         said["shared"] = "true"
-    return _mapping(said | ({"slow": _mapping(_pace(link.slow))} if link.slow is not None else {}))
-
-
-def _pace(link: Link) -> dict[str, str]:
-    return {"bandwidth": format_quantity(link.bandwidth, "B/s"), "latency": format_quantity(link.latency, "s")}
+    return _mapping(said)
 
 
 def _figure(figure: Figure) -> str:

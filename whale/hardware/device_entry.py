@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -113,16 +112,11 @@ def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[
 
 
 def _read_handling(entry: Entry) -> Handling:
-    """What messages take of the device: ``{seconds: 100 us, bandwidth: 4 GB/s}``, of which either may be left out, as in ``slow``."""
+    """What messages take of the device: ``{seconds: 100 us, bandwidth: 4 GB/s}``, of which either may be left out."""
     if not entry.has("handling"):
         return NO_HANDLING
     below = entry.below("handling", f"{entry.name}: handling")
-    if not below.is_mapping(("seconds", "bandwidth", "slow")):
+    if not below.is_mapping(("seconds", "bandwidth")):
         return NO_HANDLING
     seconds, bandwidth = below.quantity("seconds", "s", zero=True) or 0.0, below.quantity("bandwidth", "B/s")
-    handling = Handling(seconds, 0.0 if bandwidth is None else 1 / bandwidth)
-    slow = below.below("slow", f"{below.name}: slow")
-    if not below.has("slow") or not slow.is_mapping(("seconds", "bandwidth")):
-        return handling
-    rate = slow.slower("bandwidth", "B/s", math.inf if bandwidth is None else bandwidth)
-    return replace(handling, slow=Handling(slow.slower("seconds", "s", seconds), 1 / rate))
+    return Handling(seconds, 0.0 if bandwidth is None else 1 / bandwidth)

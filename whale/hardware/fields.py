@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from whale.config import Document, did_you_mean
 from whale.errors import ClusterError, WhaleError
-from whale.units import format_quantity, parse_quantity
+from whale.units import parse_quantity
 
 EXAMPLES = {"B": "16 GiB", "B/s": "25 Gbit/s", "s": "5 us", "FLOP/s": "15.7 TFLOP/s"}
 
@@ -81,16 +81,6 @@ class Entry:
         if not math.isfinite(amount) or amount < 0 or (amount == 0 and not zero):
             self.fault(f"{self.name}: {key} must be {rule} ({value!r} is not)", key)
             return None
-        return amount
-
-    def slower(self, key: str, unit: str, usual: float) -> float:
-        """A time that is no shorter, or a rate that is no higher, than the usual one; that one if it is absent or wrong."""
-        amount = self.quantity(key, unit, zero=unit == "s")
-        if amount is None:
-            return usual
-        if amount < usual if unit == "s" else amount > usual:
-            self.fault(f"{self.name}: {key} is no better than as measured ({self.get(key)!r}, {format_quantity(usual, unit)})", key)
-            return usual
         return amount
 
     def number(self, key: str, high: float = math.inf, *, zero: bool = False) -> float | None:

@@ -18,18 +18,11 @@ class Link:
         bandwidth: bytes per second, one way, per device; of a shared one all together.
         latency: seconds per message.
         shared: whether all that travels inside a host at the same time shares it, as on a bus through the host's memory.
-        slow: as it is in a slow moment, where what was measured scatters; None where it does not, or nobody measured it.
     """
 
     bandwidth: float
     latency: float
     shared: bool = False
-    slow: Link | None = None
-
-    @property
-    def in_slow_moment(self) -> Link:
-        """As it is then."""
-        return self if self.slow is None else self.slow
 
     def seconds(self, num_bytes: float) -> float:
         """Time to move one message."""
@@ -40,8 +33,7 @@ class Link:
         """A link that is as slow as the slowest of these in every respect."""
         found = list(links)
         bandwidth, latency = min(link.bandwidth for link in found), max(link.latency for link in found)
-        slow = Link.slowest(link.in_slow_moment for link in found) if any(link.slow for link in found) else None
-        return Link(bandwidth, latency, any(link.shared for link in found), slow)
+        return Link(bandwidth, latency, any(link.shared for link in found))
 
     def __str__(self) -> str:
         return f"{format_count(self.bandwidth)}B/s{' shared' if self.shared else ''} + {format_seconds(self.latency)}"
@@ -54,17 +46,10 @@ class Handling:
     Attributes:
         seconds: of each message that it sends or receives.
         per_byte: seconds of each byte that it sends or receives.
-        slow: what they take in a slow moment, where what was measured scatters; None as of links.
     """
 
     seconds: float = 0.0
     per_byte: float = 0.0
-    slow: Handling | None = None
-
-    @property
-    def in_slow_moment(self) -> Handling:
-        """What they take then."""
-        return self if self.slow is None else self.slow
 
     def __bool__(self) -> bool:
         return self.seconds > 0 or self.per_byte > 0
@@ -210,25 +195,6 @@ class Cluster:
         kept = {host.name for host in hosts if host.devices}
         pairs = tuple(pair for pair in self.pairs if kept.issuperset(pair[0]))
         return replace(self, hosts=tuple(host for host in hosts if host.devices), pairs=pairs)
-
-    def in_slow_moment(self, kinds: Collection[Device] = (), *, links: bool = False) -> Cluster:
-        """The cluster while some of it is slow: what messages take of devices of some kinds, or the links.
-
-        Of what was measured one half is slower than the median; in the middle of that half is the quartile that is meant.
-        """
-
-        def link_of(link: Link) -> Link:
-            return link.in_slow_moment if links else link
-
-        def slow(host: Host) -> Host:
-            devices = (
-                replace(device, handling=device.handling.in_slow_moment) if device.kind in kinds else device for device in host.devices
-            )
-            return replace(host, devices=tuple(devices), link=link_of(host.link))
-
-        network = None if self.network is None else link_of(self.network)
-        pairs = tuple((pair, link_of(link)) for pair, link in self.pairs)
-        return replace(self, hosts=tuple(map(slow, self.hosts)), network=network, pairs=pairs)
 
     def price_per_hour(self, devices: Collection[str]) -> float | None:
         """What some devices cost together, with the hosts that they are on; None where one has no price, and its host has none."""

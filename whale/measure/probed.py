@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from whale.hardware import CPU, DeviceProfile, catalogue
 from whale.ir.cluster import NO_HANDLING, Cluster, Device, Handling, Host, Link
@@ -111,32 +111,21 @@ def _device(report: Report, name: str, figures: Sequence[Figure]) -> Device:
 
 
 def _handling(figures: Sequence[Figure]) -> Handling:
-    seconds, rate = (_figure(figures, what) for what in (HANDLING, HANDLED_BYTES))
+    seconds, rate = (_value(figures, what) for what in (HANDLING, HANDLED_BYTES))
     if seconds is None or rate is None:
         return NO_HANDLING
-    slow = Handling(seconds.high, 1 / rate.low)
-    usual = Handling(seconds.value, 1 / rate.value)
-    return usual if slow == usual else replace(usual, slow=slow)
-
-
-def _figure(figures: Sequence[Figure], what: str) -> Figure | None:
-    return next((figure for figure in figures if figure.name.endswith(f": {what}")), None)
+    return Handling(seconds, 1 / rate)
 
 
 def _value(figures: Sequence[Figure], what: str) -> float | None:
-    found = _figure(figures, what)
-    return None if found is None else found.value
+    return next((figure.value for figure in figures if figure.name.endswith(f": {what}")), None)
 
 
 def _link(figures: Sequence[Figure], how: str) -> Link:
-    """The link as one pair alone has it, or all at once; in a slow moment at the worse quartiles."""
-    bandwidth, latency = (_figure(figures, f"{what}, {how}") for what in (BANDWIDTH, LATENCY))
+    """The link as one pair alone has it, or all at once."""
+    bandwidth, latency = (_value(figures, f"{what}, {how}") for what in (BANDWIDTH, LATENCY))
     assert bandwidth is not None and latency is not None, "a pair measures both"
-    return _scattering(Link(bandwidth.value, latency.value), Link(bandwidth.low, latency.high))
-
-
-def _scattering(usual: Link, slow: Link) -> Link:
-    return usual if slow == usual else replace(usual, slow=slow)
+    return Link(bandwidth, latency)
 
 
 def _inside(host: str, devices: Sequence[Device], messages: Mapping[str, Sequence[Figure]]) -> Link:
@@ -146,8 +135,7 @@ def _inside(host: str, devices: Sequence[Device], messages: Mapping[str, Sequenc
         return Link(devices[0].bandwidth, 0.0)  # of a single device: nothing leaves it
     alone, together = _link(found, ALONE), _link(found, AT_ONCE)
     if len(devices) * together.bandwidth * SHARED_BELOW < alone.bandwidth:
-        slow = Link(alone.in_slow_moment.bandwidth, together.in_slow_moment.latency, shared=True)
-        return _scattering(Link(alone.bandwidth, together.latency, shared=True), slow)
+        return Link(alone.bandwidth, together.latency, shared=True)
     return together
 
 

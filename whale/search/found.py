@@ -10,7 +10,6 @@ from whale.estimate import StepEstimate
 from whale.ir.plan import Choice, Plan
 from whale.planning.plan import Draft
 from whale.search.arrangement import Arrangement
-from whale.search.moments import Expected
 from whale.search.objective import Objective
 from whale.search.space.ways import Way
 from whale.units import counted
@@ -19,8 +18,6 @@ NUM_RUNNERS_UP = 5
 """So many are told."""
 
 SMALLEST_FIRST = "it fits only as what takes least memory was looked at first, with nothing, all blocks or everything computed again"
-
-SCATTERS = "what was measured scatters, so that plans are compared with what slow moments of devices and links add"
 
 
 @dataclass(frozen=True)
@@ -129,17 +126,4 @@ class Found:
             found.append(f"the search was interrupted: the best of {counted(self.num_planned, 'plan')} so far")
         if self.is_smallest_first:
             found.append(SMALLEST_FIRST)
-        if isinstance(self.objective, Expected):
-            found.append(f"{SCATTERS}: {self._in_moments(self.objective)}")
         return tuple(found)
-
-    def _in_moments(self, expected: Expected) -> str:
-        """What the plan comes to without slow moments and with them, and what other is better without."""
-        judge, text = expected.judge, expected.text
-        own = judge.of(self.plan, self.step)
-        said = f"this plan comes to {text(own)} as measured and to {text(self.value)} with slow moments"
-        values = ((judge.of(each.draft.plan, each.draft.step), each) for each in self.others)
-        best, other = min(values, key=lambda each: each[0], default=(own, None))
-        if other is None or best >= own:
-            return f"{said}, and no other that was made is {judge.better} as measured"
-        return f"{said}, {other.arrangement} to {text(best)} as measured and to {text(other.value)} with slow moments"

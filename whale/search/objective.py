@@ -23,10 +23,7 @@ MILLION = 1_000_000
 
 
 class Objective(Protocol):
-    """How plans are judged; less is better, in a word `better`."""
-
-    @property
-    def better(self) -> str: ...
+    """How plans are judged; less is better."""
 
     def of(self, plan: Plan, step: StepEstimate) -> float:
         """Of a plan, with its estimate."""
@@ -52,8 +49,6 @@ class Objective(Protocol):
 class LeastTime:
     """Seconds of a step."""
 
-    better = "faster"
-
     def of(self, plan: Plan, step: StepEstimate) -> float:
         return step.step_seconds
 
@@ -75,8 +70,6 @@ class LeastCost:
         cluster: with a price for every device.
         num_rows: of a step.
     """
-
-    better = "cheaper"
 
     cluster: Cluster
     num_rows: int
@@ -123,8 +116,6 @@ class LeastMemory:
         sketches: know the bytes of the model.
     """
 
-    better = "smaller"
-
     sketches: Sketches
 
     def of(self, plan: Plan, step: StepEstimate) -> float:
@@ -167,10 +158,6 @@ class SmallestFirst:
 
     judge: Objective
     memory: LeastMemory
-
-    @property
-    def better(self) -> str:
-        return self.judge.better
 
     def of(self, plan: Plan, step: StepEstimate) -> float:
         return self.judge.of(plan, step)

@@ -30,7 +30,6 @@ from whale.search.divided import DividedRun, is_divided
 from whale.search.failure import failure, failure_divided
 from whale.search.found import Found
 from whale.search.front import Front
-from whale.search.moments import expected
 from whale.search.objective import LeastMemory, Objective, SmallestFirst, objective_of
 from whale.search.progress import Progress
 from whale.search.run import FreeRun
@@ -86,7 +85,7 @@ def search(
     seater = Seater(prices, freedom.config, num_rows)
     pieces = pieces_of(columns_of(prices, seater.structure), seater.points)
     sketches = Sketches(prices, pieces, Ties(prices), num_rows, freedom.recomputes)
-    objective = expected(objective_of(config.planning.objective, cluster, sketches), prices)
+    objective = objective_of(config.planning.objective, cluster, sketches)
     left = config.planning.effort if effort is None else effort
     question = _Question(config, seater, sketches, objective, left, tell)
     return question.divided(freedom) if is_divided(graph, config) else question.free(freedom, start)

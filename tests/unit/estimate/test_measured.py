@@ -83,19 +83,6 @@ def test_ops_add_up_to_the_whole_pass() -> None:
     assert found.backward[computing].sum(axis=0) == pytest.approx([4e-3, 16e-3, 4e-2])
 
 
-def test_a_kind_is_slow_by_the_upper_quartiles_of_its_passes() -> None:
-    graph = chain(2)
-    found = profile(graph)
-    figures = tuple(Figure("pass", "s", 1e-3, 0.9e-3, high, 5) for high in (1.1e-3, 1.3e-3, 1.2e-3))
-    found = replace(found, kinds=tuple(replace(kind, forward=figures, backward=figures) for kind in found.kinds))
-    usual, (kind,) = measured(found, graph, HERE), (device.kind for device in HERE.devices)
-    assert measured(profile(graph), graph, HERE).kinds[kind].slow == 1.0, "no pass was measured"
-    slow = usual.in_slow_moment((kind,), {kind: kind}).kinds[kind]
-    assert np.nansum(slow.forward) == pytest.approx(1.2 * np.nansum(usual.kinds[kind].forward))
-    assert np.nansum(slow.backward) == pytest.approx(1.2 * np.nansum(usual.kinds[kind].backward))
-    assert usual.in_slow_moment((), {kind: kind}).kinds[kind] is usual.kinds[kind]
-
-
 def test_weights_that_wait_take_what_was_measured_of_all_or_python_of_the_host() -> None:
     graph = chain(2)
     found = profile(graph)

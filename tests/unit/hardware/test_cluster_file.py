@@ -144,7 +144,7 @@ def test_pairs() -> None:
         ("hosts: [{devices: 2 x T4, link: {bandwidth: 0, latency: 0}}]\n", "bandwidth must be above 0"),
         ("hosts: [{devices: 2 x T4, link: {bandwidth: 3 GB, latency: 0}}]\n", "bandwidth is an amount in B/s above 0 ('3 GB' is not)"),
         ("hosts: [{devices: 2 x T4, link: pcie9}]\n", "unknown link 'pcie9'"),
-        ("hosts: [{devices: 2 x T4, link: null}]\n", "takes the keys bandwidth, latency, shared, slow (there is nothing)"),
+        ("hosts: [{devices: 2 x T4, link: null}]\n", "takes the keys bandwidth, latency, shared (there is nothing)"),
         ("hosts: [{devices: T4}, {devices: T4}]\n", "2 hosts need a network between them (none is given)"),
         ("hosts: [{devices: T4}, {devices: T4}]\nnetwork: null\n", "network takes the keys"),
         ("hosts: [{name: a, devices: T4}, {name: a, devices: T4}]\n" + NETWORK, "two hosts have the name 'a'\n  at cluster.yaml:1"),

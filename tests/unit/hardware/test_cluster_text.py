@@ -78,33 +78,6 @@ def test_what_messages_take_of_a_device_reads_back() -> None:
         parse_cluster(text.replace("seconds: 1 us", "second: 1 us"))
 
 
-def test_slow_moments_read_back() -> None:
-    text = """name: c
-hosts:
-  - name: h
-    devices: [{model: T4, handling: {seconds: 100 us, bandwidth: 4 GB/s, slow: {seconds: 300 us}}}]
-    link: {bandwidth: 10 GB/s, latency: 8 us, shared: true, slow: {bandwidth: 5 GB/s, latency: 20 us}}
-  - {name: i, devices: [T4]}
-network: {bandwidth: 1 GB/s, latency: 0 us, slow: {latency: 1 ms}}
-"""
-    cluster = parse_cluster(text)
-    again = parse_cluster(cluster_text(cluster))
-    assert (again.hosts[0].link, again.network) == (
-        Link(1e10, pytest.approx(8e-6), True, Link(5e9, pytest.approx(2e-5), True)),
-        Link(1e9, 0.0, False, Link(1e9, 1e-3)),
-    )
-    handling = again.devices[0].handling
-    assert handling.slow is not None and (handling.slow.seconds, handling.slow.per_byte) == (pytest.approx(3e-4), handling.per_byte)
-    assert again.hosts[1].link.slow is None and again.in_slow_moment() == again
-    assert again.in_slow_moment(links=True).network == Link(1e9, 1e-3)
-    with pytest.raises(ClusterError) as caught:
-        parse_cluster(text.replace("5 GB/s", "50 GB/s").replace("300 us", "30 us").replace("latency: 1 ms", "delay: 1 ms"))
-    said = str(caught.value)
-    assert "slow: bandwidth is no better than as measured ('50 GB/s', 10 GB/s)\n  at cluster.yaml:5" in said
-    assert "handling: slow: seconds is no better than as measured ('30 us', 100 us)\n  at cluster.yaml:4" in said
-    assert "slow has no key 'delay'" in said
-
-
 def test_figures_that_are_none_are_faults_with_their_lines() -> None:
     text = """hosts:
   - {name: a, devices: [T4]}

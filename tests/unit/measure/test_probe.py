@@ -72,21 +72,20 @@ def test_what_messages_take_of_a_rank() -> None:
     first = report("a", 1e9)
     sums = (Samples("handling of a message", "s", (2e-4, 4e-4)), Samples("handling of bytes", "B/s", (1e9, 3e9)))
     cluster = probed_cluster([replace(first, compute=(*first.compute, *sums)), report("a", 5e9)])
-    slow = Handling(pytest.approx(3.5e-4), 1 / 1.5e9)
-    assert [device.handling for device in cluster.devices] == [Handling(pytest.approx(3e-4), 1 / 2e9, slow), NO_HANDLING]
+    assert [device.handling for device in cluster.devices] == [Handling(pytest.approx(3e-4), 1 / 2e9), NO_HANDLING]
 
 
-def test_what_scatters_is_slow_at_its_worse_quartiles() -> None:
+def test_a_link_that_all_share_is_as_one_pair_has_it() -> None:
     figures = {"latency": ("s", (1e-4, 2e-4, 6e-4)), "bandwidth": ("B/s", (1e9, 3e9, 4e9))}
     messages = tuple(
         ("inside a", Samples(f"{what}, {how}", unit, values)) for how in (ALONE, AT_ONCE) for what, (unit, values) in figures.items()
     )
     (host,) = probed_cluster([replace(report("a", 1e9), messages=messages), report("a", 1e9)]).hosts
-    assert host.link == Link(3e9, 2e-4, slow=Link(2e9, pytest.approx(4e-4)))
+    assert host.link == Link(3e9, 2e-4)
     shared = [("inside a", Samples(f"bandwidth, {AT_ONCE}", "B/s", (1e9,)))]
     kept = [(where, each) for where, each in messages if each.name != f"bandwidth, {AT_ONCE}"]
     (host,) = probed_cluster([replace(report("a", 1e9), messages=(*kept, *shared)), report("a", 1e9)]).hosts
-    assert host.link == Link(3e9, 2e-4, True, slow=Link(2e9, pytest.approx(4e-4), True)), "a shared link is slow as one pair has it"
+    assert host.link == Link(3e9, 2e-4, True)
 
 
 def test_a_gpu_is_as_fast_as_measured_and_waits_for_its_host() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,19 +26,12 @@ class KindTimes:
         rows: numbers of rows, ascending.
         forward, backward: per op of the graph, in its order, and number of rows; no number where nothing was measured.
         apart: per number of rows, what the passes of the whole graph take longer where weight gradients wait; empty likewise.
-        slow: so many times as long all of it takes in a slow moment.
     """
 
     rows: Floats
     forward: Floats
     backward: Floats
     apart: Floats = field(default_factory=lambda: np.zeros(0))
-    slow: float = 1.0
-
-    @property
-    def in_slow_moment(self) -> KindTimes:
-        """What it takes then."""
-        return KindTimes(self.rows, self.forward * self.slow, self.backward * self.slow, self.apart * self.slow)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +39,6 @@ class Measured:
     """The times of a graph's ops, by kind of device."""
 
     kinds: Mapping[Device, KindTimes]
-
-    def in_slow_moment(self, kinds: Collection[Device], names: Mapping[Device, Device]) -> Measured:
-        """The times while devices of some kinds are slow.
-
-        Args:
-            names: what each kind is then, which may be another because of what messages take of it.
-        """
-        return Measured({names[kind]: own.in_slow_moment if kind in kinds else own for kind, own in self.kinds.items()})
 
     def lines(self, device: Device, ops: NDArray[np.int64], shares: Floats, num_rows: float, *, backward: bool) -> tuple[Floats, Floats]:
         """Seconds as ``fixed + per_row x rows`` about a number of rows, one for each op; no number where nothing was measured.
@@ -137,13 +121,7 @@ def _times(profile: KindProfile, graph: ModelGraph) -> KindTimes:
         _adding_up(forward, priced, profile.forward),
         _adding_up(backward, trained, profile.backward),
         np.array(profile.apart),
-        _slow((*profile.forward, *profile.backward)),
     )
-
-
-def _slow(passes: Sequence[Figure]) -> float:
-    """By how many times passes are longer in a slow moment: the mean of their upper quartiles, each by its median."""
-    return fmean(each.high / each.value for each in passes) if passes else 1.0
 
 
 def _adding_up(seconds: Floats, counted: NDArray[np.bool_], passes: Sequence[Figure]) -> Floats:

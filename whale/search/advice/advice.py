@@ -13,7 +13,7 @@ from typing import Literal
 
 from whale.config import Config
 from whale.errors import AnnotationError, ConfigError, PlanError
-from whale.estimate import Costs, StepEstimate
+from whale.estimate import Costs, StepEstimate, estimate_with
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
@@ -21,7 +21,6 @@ from whale.ir.plan import Plan, Replica
 from whale.search.advice.changes import faster_between, faster_inside, one_more, with_plenty
 from whale.search.arrangement import Arrangement
 from whale.search.found import Candidate, Found
-from whale.search.moments import value_on
 from whale.search.searching import search
 from whale.search.space.freedom import pin_of
 from whale.units import format_bytes, format_seconds
@@ -250,7 +249,8 @@ class _Adviser:
 
     def _as_it_is(self, found: Found, cluster: Cluster) -> float:
         """What the plan comes to on a cluster of the same devices: a search there need not come by it again."""
-        return value_on(found.objective, found.plan, Prices(self.graph, cluster, Costs.for_model(self.config, self.graph, cluster)))
+        prices = Prices(self.graph, cluster, Costs.for_model(self.config, self.graph, cluster))
+        return found.objective.of(found.plan, estimate_with(prices, found.plan))
 
     def _changed(
         self, found: Found | None, about: About, subject: str, what: str, cluster: Cluster, as_it_is: float | None = None
