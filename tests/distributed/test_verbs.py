@@ -55,24 +55,25 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class WithMore(nn.Module):
-    """A model that returns more than its loss reads, made with parameters that the loss lacks and with some that it has."""
+    """A model that returns more than its loss reads: of parameters of its own, of early layers once more, of both at once."""
 
     def __init__(self, description: Description) -> None:
         super().__init__()
         self.inner = Model(description)
         self.side = nn.Linear(CLASSES, 3)
         self.scale, self.column = nn.Parameter(torch.randn(CLASSES)), nn.Parameter(torch.randn(CLASSES, 1))
+        self.bias = nn.Parameter(torch.randn(2 * description.width))
 
     def forward(self, x: Tensor, extra: Tensor | None = None, shift: Tensor | None = None) -> dict[str, Any]:
         out = self.inner(x, extra, shift)
         logits = out[0] if isinstance(out, tuple) else out
-        again = logits @ self.inner.head.weight
+        back = F.linear(logits @ self.inner.head.weight, self.inner.steps[0].layer.weight, self.bias)
         return {
             "out": out,
             "total": (logits * self.scale).sum(-1),
             "column": logits @ self.column,
             "side": self.side(logits),
-            "again": again,
+            "back": back,
         }
 
 
@@ -89,7 +90,7 @@ def activate(model: nn.Module, name: str) -> None:
             module.activation = ACTIVATIONS[name]
 
 
-Verb = Literal["step", "evaluate", "predict", "gradients", "state", "reload", "activation", "rate"]
+Verb = Literal["step", "evaluate", "predict", "gradients", "state", "reload", "replan", "activation", "rate"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Course:
     Attributes:
         description: the model.
         plan: by name.
-        verbs: what is called, with a number of rows, a rate, or the name of an activation.
+        verbs: what is called, with a number of rows, a rate, or the name of a plan or an activation.
         activation: at the start.
         seed: of weights and batches.
     """
@@ -116,9 +117,9 @@ class Course:
     def speeds(self) -> tuple[float, ...]:
         return PLANS[self.plan][0]
 
-    @property
-    def config(self) -> dict[str, Any]:
-        return {"replicas": list(PLANS[self.plan][1])}
+    def config(self, plan: str = "") -> dict[str, Any]:
+        """Settings for the first plan, or another."""
+        return {"replicas": list(PLANS[plan or self.plan][1])}
 
     def batch(self, number: int) -> Any:
         """The batch of a verb, by its place."""
@@ -130,7 +131,8 @@ class Course:
 
 def plan_of(course: Course) -> None:
     graph, _ = course.captured().capture()
-    make_plan(graph, make_cluster(course.speeds), whale.Config(course.config))
+    for plan in (course.plan, *(value for verb, value in course.verbs if verb == "replan")):
+        make_plan(graph, make_cluster(course.speeds), whale.Config(course.config(plan)))
 
 
 Found = dict[str, Tensor]
@@ -144,11 +146,11 @@ def flat(output: Any) -> Found:
 def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder: str) -> list[Found]:
     """What the verbs give on one rank; gradients put into the expected ones in the places that the rank holds."""
     warnings.simplefilter("ignore")
-    made, cluster = course.captured(), make_cluster(course.speeds)
+    made, cluster, plan = course.captured(), make_cluster(course.speeds), course.plan
     model, found = made.model, []
 
     def make() -> whale.Engine:
-        return whale.parallelize(model, loss=made.loss, optimizer=OPTIMIZER, batch=made.batch, config=course.config, cluster=cluster)
+        return whale.parallelize(model, loss=made.loss, optimizer=OPTIMIZER, batch=made.batch, config=course.config(plan), cluster=cluster)
 
     engine = make()
     for number, (verb, value) in enumerate(course.verbs):
@@ -166,6 +168,9 @@ def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder
             engine.close()
             engine = make()
             engine.load(Path(folder) / str(number))
+        elif verb == "replan":
+            plan = value
+            engine.replan(config=course.config(plan))
         elif verb == "activation":
             activate(model, value)
             changed(model)
@@ -197,7 +202,7 @@ def run_plainly(course: Course) -> list[Found]:
             given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         elif verb == "state":
             given = model.state_dict()
-        elif verb == "reload":
+        elif verb in ("reload", "replan"):
             optimizer.zero_grad()
         elif verb == "activation":
             activate(model, value)
@@ -238,6 +243,7 @@ FIXED = {
     "features cut otherwise": Course(MODEL, "split", all_verbs("gelu"), "flipped"),
     "features no longer cut": Course(MODEL, "split", all_verbs("in halves", "over halves")),
     "split stages": Course(MODEL, "split stages", all_verbs("softmax"), "over halves"),
+    "chunks": Course(MODEL, "chunks", (("step", 16), ("predict", 9), ("step", 16), ("predict", 16))),
 }
 
 
@@ -258,9 +264,12 @@ def courses(draw: st.DrawFn) -> Course:
     )
     description = replace(draw(descriptions()), placement="none", copies=None, segments=MODEL.segments)
     blocks = (Block("feed_forward"), *(replace(block, tied_to=None, skip_from=None) for block in description.blocks))
+    plan = draw(st.sampled_from(list(PLANS)))
+    others = [name for name, (speeds, _) in PLANS.items() if len(speeds) == len(PLANS[plan][0])]
+    verbs |= st.tuples(st.just("replan"), st.sampled_from(others))
     return Course(
         replace(description, blocks=blocks),
-        draw(st.sampled_from(list(PLANS))),
+        plan,
         (("step", 16), *draw(st.lists(verbs, min_size=2, max_size=7)), ("step", 16), ("state", None), ("predict", 16)),
         draw(st.sampled_from(list(ACTIVATIONS))),
         draw(st.integers(0, 99)),

@@ -393,6 +393,7 @@ class Engine:
         base = self.modes.ensure(name, batch)
         if self.runtime.plan_of(name) is None:
             prepare_forward(self.runtime, self.modes, base, base.graph.num_rows)
+        self.runtime.lend(name)
         key, captured, view = self._view(name, batch)
         return self.runtime.forward(key, view, self.state.step_number), captured, view
 

@@ -6,11 +6,12 @@ It works on an `EngineState` and keeps nothing of it: it may be closed, and anot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from whale.config import Config
-from whale.errors import BatchError, RuntimeFault, WhaleError
+from whale.errors import BatchError, PlanError, RuntimeFault, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.updates import buffer_updates
@@ -32,6 +33,7 @@ from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.runtime.state.kept_buffers import KeptBuffers
 from whale.runtime.state.updates import SharedBuffers
+from whale.runtime.weights.gathering import lend_tensors
 from whale.schedules import alike_schedules
 from whale.sharding.buckets import Bucket, plan_buckets
 from whale.sharding.communicators import channels_of, groups_of
@@ -77,6 +79,7 @@ class Runtime:
         self._copies = EqualCopies(holdings, roster, state)
         self._buffers = SharedBuffers(holdings, roster.rank, state.tensors, self._connections.everyone.add, roster.world.device)
         self._workers: dict[str, Worker] = {}
+        self._lent: dict[str, torch.Tensor] = {}
         self._kept: dict[str, KeptBuffers] = {}
         self._last_training: Worker | None = None
         self.prepare("train", captured, roster.plan, schedules)
@@ -95,11 +98,20 @@ class Runtime:
             captured: the model in it.
             plan: for it; on the same devices.
             schedules: per replica, with communication.
+
+        Raises:
+            PlanError: batches of other sizes than the example's would be lent more parameters.
         """
         self.forget(mode)
         device = self.roster.world.device
         constants = {name: value.to(device) for name, value in captured.constants.items()}
         trains = captured.graph.mode == "train"
+        borrowers = self.holdings.borrowers(plan)
+        if mode != captured.graph.mode and not trains and not borrowers.items() <= self._borrowers(captured.graph.mode).items():
+            raise PlanError(f"what a {captured.graph.mode} reads, and where, is the same at all sizes of its batches (here it reads more)")
+        for name in (name for name, ranks in borrowers.items() if self.roster.rank in ranks and name not in self._lent):
+            spec = captured.graph.parameter_by_name[name].spec
+            self._lent[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
         self._workers[mode] = Worker(
             plan=plan,
             schedules=schedules,
@@ -107,6 +119,7 @@ class Runtime:
             tensors={**self._tensors, **constants},
             axes=self.holdings.shardings.axes if captured is self._captured else discover_if_sharded(self.roster.plan, captured.graph),
             holdings=self.holdings,
+            lent=self._lent,
             connections=self._connections,
             sync=self._sync if trains else None,
             copies=self._copies if trains else None,
@@ -162,6 +175,24 @@ class Runtime:
         worker = self._workers[mode]
         with self.status.reporting():
             self._buffers.settle(worker.model, worker.written, worker.made, num_rows)
+
+    def lend(self, mode: Literal["eval", "predict"]) -> None:
+        """Brings this rank what its stages read in a mode and do not hold; all ranks of the world call it, before `forward`."""
+        roster = self.roster
+        with self.status.reporting():
+            lend_tensors(
+                self._captured.graph,
+                self.holdings,
+                roster.rank,
+                self._tensors,
+                roster.world_ranks,
+                roster.world,
+                self._borrowers(mode),
+                self._lent,
+            )
+
+    def _borrowers(self, mode: str) -> dict[str, tuple[int, ...]]:
+        return self.holdings.borrowers(self._workers[mode].plan)
 
     def forward(self, mode: str, batch: BatchView, step_number: int) -> StepState:
         """Runs a mode without backward.
@@ -234,6 +265,7 @@ class Runtime:
             worker.close()
         self._workers.clear()
         self._kept.clear()
+        self._lent.clear()
         self._last_training = None
         if self._sync is not None:
             self._sync.close()

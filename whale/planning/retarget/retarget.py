@@ -9,6 +9,7 @@ from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Line, spec_line
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Edge, Plan, Replica, Shard, TaskGraph, program_of
+from whale.ir.writes import written_buffers
 from whale.planning.replicas.joining import cut_rows
 from whale.planning.retarget.shards import retarget_shards, same_axes
 from whale.planning.structure.crossing import crossing_faults, find_batch_axes
@@ -22,14 +23,15 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
     """A plan with the devices, shares and parameters of `plan` for the ops of `other`.
 
     An op that reads parameters runs on the first stage that holds them all and is not before its producers. What is
-    computed from these stays with its producers, what is computed from the batch alone goes where it is read.
+    computed from these stays with its producers, what is computed from the batch alone goes where it is read. Where nothing is
+    trained and there is no such stage, a later one is lent the parameters: it then has more of them than in training.
 
     Args:
         plan: made for `train_graph`.
         other: another capture of the model: evaluation, prediction, or other rows.
 
     Raises:
-        PlanError: the captures have unlike parameters, or an op finds no stage.
+        PlanError: the captures have unlike parameters, or an op finds no stage where it is trained or writes what it would be lent.
     """
     own = {parameter.name for parameter in train_graph.parameters}
     unknown = sorted(parameter.name for parameter in other.parameters if parameter.name not in own)
@@ -95,17 +97,20 @@ def _assign_by_holders(graph: ModelGraph, structure: Structure, held: tuple[tupl
         elif name not in floating:
             wishes[name] = Wish(anywhere)
     assignment, late = assign(graph, structure, wishes, len(held))
-    faults: list[WhaleError] = [_fault(graph, fault) for fault in late]
+    trains = graph.mode == "train"
+    faults: list[WhaleError] = [_fault(graph, fault) for fault in late if trains]
     for stage, part in enumerate(assignment.parts):
-        missing = [name for name in part.parameters if name not in held[stage] and name in _read_by(graph, structure, part.ops)]
-        if missing:
-            faults.append(PlanError(f"in {graph.mode}, stage {stage} reads parameters that it does not hold ({', '.join(missing)})"))
+        missing = _lent(graph, part.ops, held[stage])
+        written = written_buffers(graph, frozenset(part.ops))
+        if odd := [name for name in missing if trains or name in written]:
+            faults.append(PlanError(f"in {graph.mode}, stage {stage} trains or writes what it does not hold ({', '.join(odd)})"))
     raise_faults(faults)
     return assignment
 
 
-def _read_by(graph: ModelGraph, structure: Structure, ops: tuple[str, ...]) -> set[str]:
-    return {each.name for name in ops for each in graph.parameters_among(structure.inputs[name])}
+def _lent(graph: ModelGraph, ops: tuple[str, ...], held: tuple[str, ...]) -> tuple[str, ...]:
+    """The parameters and buffers that ops of a stage read and it does not hold."""
+    return tuple(sorted(graph.parameters_read(ops).difference(held)))
 
 
 def _fault(graph: ModelGraph, late: Late) -> PlanError:
@@ -126,21 +131,19 @@ def _carry_replica(
     axes: Axes | None,
     names: dict[str, str],
 ) -> Replica:
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            ops=part.ops,
-            estimates=(),
-            program=program_of(part.ops),
-            shards=retarget_shards(stage, ours, names, graph, axes, part.ops) if ours and axes else (),
+    stages = []
+    for stage, part in zip(replica.stages, assignment.parts, strict=True):
+        lent = _lent(graph, part.ops, stage.parameters)
+        shards = retarget_shards(stage, ours, names, graph, axes, part.ops, lent) if ours and axes else ()
+        parameters = (*stage.parameters, *lent)
+        stages.append(
+            dataclasses.replace(stage, ops=part.ops, parameters=parameters, estimates=(), program=program_of(part.ops), shards=shards)
         )
-        for stage, part in zip(replica.stages, assignment.parts, strict=True)
-    )
     edges = []
     for (source, target), tensors in assignment.edges.items():
         payload = Line.sum(spec_line(spec, graph.num_rows) for name in tensors for spec in graph.by_name[name].outputs)
         edges.append(Edge(source, target, tensors, round(payload.at(num_rows))))
-    return dataclasses.replace(replica, stages=stages, edges=tuple(edges))
+    return dataclasses.replace(replica, stages=tuple(stages), edges=tuple(edges))
 
 
 def _with_rows_cut(carried: Replica, replica: Replica, graph: ModelGraph, axes: Axes) -> Replica:

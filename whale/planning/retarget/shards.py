@@ -43,7 +43,7 @@ def _pairs(own: Dimension, other: Dimension) -> Iterator[tuple[str, str]]:
 
 
 def retarget_shards(
-    stage: Stage, ours: Axes, names: Mapping[str, str], graph: ModelGraph, axes: Axes, ops: Sequence[str]
+    stage: Stage, ours: Axes, names: Mapping[str, str], graph: ModelGraph, axes: Axes, ops: Sequence[str], lent: Sequence[str] = ()
 ) -> tuple[Shard, ...]:
     """Cuts for the ops of another capture: sizes stay where an axis is found again, parameters lie as they do, ops are labelled anew.
 
@@ -54,18 +54,19 @@ def retarget_shards(
         graph: the other capture.
         axes: its axes.
         ops: of the stage, in graph order.
+        lent: parameters that its ops read and it does not hold; they are brought to it whole.
     """
     found: dict[str, Shard] = {}
     for shard in stage.shards:
         like = axes.by_name.get(names.get(shard.axis, ""))
         if shard.axis != BATCH and like is not None and like.size == sum(shard.sizes):  # rows arrive whole there
             found[like.name] = Shard(like.name, shard.sizes)
-    shards = as_held(stage, ours, tuple(found.values()), axes)
+    shards = as_held(stage, ours, tuple(found.values()), axes, lent)
     work = _Labelling(graph, axes, ops, shards).work()
     return tuple(_restated(shard, work, axes, ops) for shard in shards)
 
 
-def as_held(stage: Stage, ours: Axes, shards: tuple[Shard, ...], axes: Axes) -> tuple[Shard, ...]:
+def as_held(stage: Stage, ours: Axes, shards: tuple[Shard, ...], axes: Axes, lent: Sequence[str] = ()) -> tuple[Shard, ...]:
     """Cuts along which only those parameters lie in parts that a stage holds in the very same ones; its program has the others whole.
 
     What devices hold, and what they sum, is the training's, whatever is captured beside it: where a parameter is held in other parts,
@@ -76,15 +77,17 @@ def as_held(stage: Stage, ours: Axes, shards: tuple[Shard, ...], axes: Axes) -> 
         ours: the axes of that.
         shards: cuts of the other.
         axes: of the other.
+        lent: more parameters, which are whole there.
     """
     held, known = (ParameterShardings((), each, ()) for each in (ours, axes))
     own = Pattern(stage.parameters, stage.split, stage.shards)
 
     def lies_so(name: str, shard: Shard) -> bool:
         parts = known.parts(Pattern((name,), stage.split, (replace(shard, whole_parameters=()),)), name)
-        return parts is not None and parts == held.parts(own, name)
+        return name not in lent and parts is not None and parts == held.parts(own, name)
 
-    having = {shard.axis: [name for name in stage.parameters if shard.axis in axes.in_parameters.get(name, ())] for shard in shards}
+    names = (*stage.parameters, *lent)
+    having = {shard.axis: [name for name in names if shard.axis in axes.in_parameters.get(name, ())] for shard in shards}
     return tuple(
         replace(shard, whole_parameters=tuple(name for name in having[shard.axis] if not lies_so(name, shard))) for shard in shards
     )

@@ -60,6 +60,7 @@ def make_stages(
     tensors: Mapping[str, torch.Tensor],
     axes: Axes | None,
     holdings: Holdings,
+    lent: Mapping[str, torch.Tensor],
     connections: Connections,
 ) -> SeatStages:
     """Makes what a seat runs.
@@ -74,6 +75,7 @@ def make_stages(
         tensors: what this rank owns, and the constants.
         axes: of the model; None where no stage is cut.
         holdings: who holds which part of what, whatever the mode.
+        lent: what its stages read in this mode and do not hold, whole.
         connections: to the other ranks.
     """
     device = connections.roster.world.device
@@ -87,7 +89,8 @@ def make_stages(
         group = connections.split_group(stage, seat.position)
         written = written_buffers(captured.graph, frozenset(stage.ops))
         buffers = StepBuffers(tensors, {name: kinds[name] for name in written if kinds[name] != "statistics"})
-        runners[index] = StageRunner(source, tensors, device, buffers, row_group=seat.position // stage.split, split_group=group)
+        own = {**tensors, **{name: lent[name] for name in holdings.lacks(replica.index, stage)}}
+        runners[index] = StageRunner(source, own, device, buffers, row_group=seat.position // stage.split, split_group=group)
         outputs[index] = source.outputs
     return SeatStages(runners, outputs, frozenset(index for index in mine if seat.position % replica.stages[index].split == 0))
 
@@ -101,7 +104,7 @@ def _shards(replica: Replica, stage: Stage, model: ModelGraph, axes: Axes | None
     here, own = ParameterShardings((), axes, ()), Pattern(stage.parameters, stage.split, stage.shards)
     gathered = {}
     for name in model.parameters_read(stage.ops):
-        parts = holdings.shardings.parts(held, name)
+        parts = holdings.shardings.parts(held, name) if name in held.parameters else None
         if parts is not None and here.parts(own, name) is None:
             dim = next(dim for dim, runs in enumerate(zip(*parts, strict=True)) if len(set(runs)) > 1)
             size = model.parameter_by_name[name].spec.shape[dim]

@@ -39,6 +39,7 @@ class Worker:
         tensors: what this rank owns, and the constants.
         axes: of the model; None where no stage is cut.
         holdings: who holds which part of what.
+        lent: what this rank's stages read in this mode and do not hold, whole.
         connections: to the other ranks.
         sync: gradient synchronisation; None where nothing is trained.
         copies: what this rank holds in common with others; None likewise.
@@ -58,6 +59,7 @@ class Worker:
         tensors: Mapping[str, torch.Tensor],
         axes: Axes | None,
         holdings: Holdings,
+        lent: Mapping[str, torch.Tensor],
         connections: Connections,
         sync: GradientSync | None,
         copies: EqualCopies | None,
@@ -75,7 +77,9 @@ class Worker:
             replica, schedule = plan.replicas[self._seat.replica], schedules[self._seat.replica]
             order = Order(schedule.ranks[self._seat.pipeline_rank])
             known = {*self._weights.by_rows, *self._weights.measured}
-            stages = make_stages(replica, self._seat, order.actions, captured, self.written, known, tensors, axes, holdings, connections)
+            stages = make_stages(
+                replica, self._seat, order.actions, captured, self.written, known, tensors, axes, holdings, lent, connections
+            )
             exchange = self._make_exchange(schedule, axes, connections)
             self._executor = Executor(
                 order, stages.runners, exchange, self.model, stages.counted, sync, connections.status, connections.watch, self._device

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whale.axes import Axes, discover
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, Stage
 from whale.runtime.program.shard.pieces import Index, as_index, part
 from whale.runtime.state.perform import Whole
 from whale.sharding import Piece, Region
@@ -44,6 +44,20 @@ class Holdings:
     def is_sharded(self, name: str) -> bool:
         """Whether some rank holds only a part."""
         return self.shardings.is_sharded(name)
+
+    def lacks(self, replica: int, stage: Stage) -> list[str]:
+        """The parameters and buffers that a stage has in some mode, and does not hold."""
+        held = frozenset(self.shardings.pattern_at[replica, stage.index].parameters)
+        return [name for name in stage.parameters if name not in held]
+
+    def borrowers(self, plan: Plan) -> dict[str, tuple[int, ...]]:
+        """The parameters and buffers that stages lack in a mode with this plan, and the ranks of the plan that are lent them."""
+        found: dict[str, set[int]] = {}
+        for replica in plan.replicas:
+            for stage in replica.stages:
+                for name in self.lacks(replica.index, stage):
+                    found.setdefault(name, set()).update(plan.rank_of[device] for device in stage.virtual_device.devices)
+        return {name: tuple(sorted(ranks)) for name, ranks in sorted(found.items())}
 
     def holders_of_parts(self, name: str) -> list[int]:
         """The ranks of the plan that hold a part of a parameter, and not all of it."""

@@ -63,6 +63,34 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
+def lend_tensors(
+    model: ModelGraph,
+    holdings: Holdings,
+    rank: int | None,
+    tensors: Mapping[str, torch.Tensor],
+    world_ranks: Sequence[int],
+    world: World,
+    borrowers: Mapping[str, Sequence[int]],
+    lent: Mapping[str, torch.Tensor],
+) -> None:
+    """Brings parameters and buffers, whole, to ranks that compute with them and do not hold them; all ranks of the world call it.
+
+    Args:
+        model, holdings, rank, tensors, world_ranks, world: as of `gather_tensors`.
+        borrowers: per name, the ranks of the plan that are lent it.
+        lent: where they come to on this rank.
+    """
+    for name, ranks in borrowers.items():
+        source = holdings.shardings.gradient(name).final.renumbered(world_ranks)
+        target = Sharding.whole(tuple(world_ranks[each] for each in ranks))
+        held = None if rank is None or name not in tensors else tensors[name].detach()
+        whole = holdings.whole(model, name)
+        value = perform(reshard(source, target), whole, held, source.held.get(world.rank), world, world.device)
+        if rank in ranks:
+            assert value is not None, "everybody who is lent the whole holds it afterwards"
+            lent[name].copy_(value)
+
+
 Piece = tuple[str, int, int, torch.Tensor]
 """An output, the global rows it is for, and this rank's part of it."""
 

@@ -77,7 +77,7 @@ def test_cheap_ops_on_a_buffer_that_one_stage_holds_are_sent() -> None:
     assert [edge.tensors for edge in carried.replicas[0].edges] == [("sum0", "read")]
 
 
-def test_an_order_that_the_placement_cannot_serve() -> None:
+def test_an_order_that_the_placement_cannot_serve_is_lent_parameters_unless_it_trains_them() -> None:
     train, there = chain(2), cluster((1e9, 1e9))
     plan = make_plan(train, there, TWO)
     graph = Graph()
@@ -85,8 +85,10 @@ def test_an_order_that_the_placement_cannot_serve() -> None:
     for index in (1, 0):
         value = graph.linear(f"eval{index}", value, f"layer{index}.weight")
     graph.outputs = (value,)
+    lent = retarget_plan(plan, train, graph.build(mode="predict")).replicas[0].stages
+    assert [stage.parameters for stage in lent] == [("layer0.weight",), ("layer1.weight", "layer0.weight")]
     with pytest.raises(PlanError, match=r"eval0 reads parameters of stage 0 and a value of stage 1"):
-        retarget_plan(plan, train, graph.build(mode="predict"))
+        retarget_plan(plan, train, graph.build(mode="train"))
 
 
 def test_unlike_parameters() -> None:
