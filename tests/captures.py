@@ -42,7 +42,7 @@ class Captured:
         structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, 1 if static else 2)
         key = mode, static, structure
         if key not in self._made:
-            self._made[key] = capture(self.model, structure, self.loss, mode=mode, static=static)  # type: ignore[arg-type]
+            self._made[key] = capture(self.model, structure, self.loss, mode=mode, static=static, device="cpu")  # type: ignore[arg-type]
         return self._made[key]
 
 
@@ -74,11 +74,11 @@ def at_hand() -> Iterator[None]:
     """Whoever captures one of these models meanwhile is given what has been made already."""
 
     def given(
-        model: nn.Module, batch: Any, loss: Any, *, mode: Any, static: bool = False, batch_dims: Any = None
+        model: nn.Module, batch: Any, loss: Any, *, mode: Any, static: bool = False, batch_dims: Any = None, device: str | None = None
     ) -> tuple[ModelGraph, Program]:
         made = _FOUND.get(model)
         if made is None or loss is not made.loss or batch_dims:
-            return capture(model, batch, loss, mode=mode, static=static, batch_dims=batch_dims)
+            return capture(model, batch, loss, mode=mode, static=static, batch_dims=batch_dims, device=device)
         graph, program = made.capture(mode, batch, static)
         return graph, program if model is made.model else replace(program, tensors={**program.tensors, **holdings(model).tensors})
 

@@ -7,6 +7,7 @@ whose backward returns the input's gradient and puts the weight's on a queue:
     I   x.grad = y.grad @ conj(w)       queue: (x, y.grad)
     W   w.grad += y.grad.T @ conj(x)    queue: empty
 
+A parameter that is cast for the op (autocast) counts as read directly: the cast is done with the op, and its gradient's with W.
 Every use of a parameter queues its own part, so shared weights add up; ops without a rule here give their weights'
 gradients in I, which is exact as well, only not delayed.
 """
@@ -26,6 +27,7 @@ from whale.axes.operators import entry_of
 
 aten = torch.ops.aten
 Gradients = tuple[torch.Tensor | None, ...]
+Types = tuple[torch.dtype | None, ...]
 
 
 @dataclass(frozen=True)
@@ -114,15 +116,15 @@ class WeightQueue:
     """The weight gradients of one micro-batch that are still to be computed."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Rule, tuple[Any, ...], torch.Tensor]] = []
+        self._pending: list[tuple[Rule, tuple[Any, ...], Types, torch.Tensor]] = []
 
-    def add(self, rule: Rule, args: tuple[Any, ...], gradient: torch.Tensor) -> None:
-        """Keeps what one op's weight gradients need."""
-        self._pending.append((rule, args, gradient))
+    def add(self, rule: Rule, args: tuple[Any, ...], types: Types, gradient: torch.Tensor) -> None:
+        """Keeps what one op's weight gradients need: its arguments before they are cast, and the types that they are cast to."""
+        self._pending.append((rule, args, types, gradient))
 
     def parameters(self) -> list[torch.Tensor]:
         """Those that a gradient waits for, once for each use, in the order in which `run` adds them."""
-        return [parameter for rule, args, _ in self._pending for _, parameter in _weights(rule, args)]
+        return [parameter for rule, args, _, _ in self._pending for _, parameter in _weights(rule, args)]
 
     def run(self, is_final: Callable[[torch.Tensor], None] | None = None) -> None:
         """Adds every pending weight gradient to its parameter and forgets it.
@@ -134,11 +136,12 @@ class WeightQueue:
             return
         num_uses = Counter(self.parameters())
         with torch.no_grad():
-            for rule, args, gradient in self._pending:
-                values = rule.weight_gradients(args, gradient)
+            for rule, args, types, gradient in self._pending:
+                values = rule.weight_gradients(_as_types(args, types), gradient)
                 for number, parameter in _weights(rule, args):
                     value = values[number]
                     if value is not None:
+                        value = value.to(parameter.dtype)
                         parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
                     num_uses[parameter] -= 1
                     if is_final is not None and num_uses[parameter] == 0:
@@ -152,18 +155,22 @@ def _weights(rule: Rule, args: tuple[Any, ...]) -> list[tuple[int, torch.Tensor]
     return [(number, parameter) for number, parameter in found if parameter is not None and parameter.requires_grad]
 
 
+def _as_types(args: tuple[Any, ...], types: Types) -> tuple[Any, ...]:
+    return tuple(value if dtype is None else value.to(dtype) for value, dtype in zip(args, types, strict=True)) if types else args
+
+
 class _Deferred(torch.autograd.Function):
     """An op whose weight gradients go to a queue."""
 
     @staticmethod
-    def forward(ctx: Any, queue: WeightQueue, rule: Rule, target: Any, *args: Any) -> torch.Tensor:
-        ctx.queue, ctx.rule = queue, rule
+    def forward(ctx: Any, queue: WeightQueue, rule: Rule, target: Any, types: Types, *args: Any) -> torch.Tensor:
+        ctx.queue, ctx.rule, ctx.types = queue, rule, types
         ctx.places = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
         ctx.save_for_backward(*(args[position] for position in ctx.places))  # so that torch sees an in-place change in between
         # A tensor that a checkpoint recomputes stands for the parameter, but has a gradient of its own.
         ctx.leaves = {position: args[position] for position in ctx.places if args[position].requires_grad and args[position].is_leaf}
         ctx.rest = tuple(None if isinstance(value, torch.Tensor) else value for value in args)
-        output: torch.Tensor = target(*args)
+        output: torch.Tensor = target(*_as_types(args, types))
         # Some ops return a view of what they made, which autograd would not let later ops change in place.
         return output if output._base is None else output.data
 
@@ -175,21 +182,25 @@ class _Deferred(torch.autograd.Function):
         for position, value in zip(ctx.places, ctx.saved_tensors, strict=True):
             restored[position] = ctx.leaves.get(position, value)
         args = tuple(restored)
-        ctx.queue.add(rule, args, gradient)
-        results: list[Any] = [None] * (3 + len(args))
-        if ctx.needs_input_grad[3 + rule.data]:
-            results[3 + rule.data] = rule.input_gradient(args, gradient)
+        ctx.queue.add(rule, args, ctx.types, gradient)
+        results: list[Any] = [None] * (4 + len(args))
+        if ctx.needs_input_grad[4 + rule.data]:
+            results[4 + rule.data] = rule.input_gradient(_as_types(args, ctx.types), gradient)
         return tuple(results)
 
 
-def deferred(queue: WeightQueue, target: Any, *args: Any) -> torch.Tensor:
-    """Runs an op so that its weight gradients wait in a queue, where its rule can tell them."""
+def deferred(queue: WeightQueue, target: Any, types: Types, *args: Any) -> torch.Tensor:
+    """Runs an op so that its weight gradients wait in a queue, where its rule can tell them.
+
+    Args:
+        types: per argument, what it is cast to before, None for as it is; empty where none is cast.
+    """
     rule = rule_of(target)
     assert rule is not None, target
     if rule.is_real and args[rule.data].is_complex():
-        plain: torch.Tensor = target(*args)
+        plain: torch.Tensor = target(*_as_types(args, types))
         return plain
-    output: torch.Tensor = _Deferred.apply(queue, rule, target, *args)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Deferred.apply(queue, rule, target, types, *args)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -207,11 +218,19 @@ def defer_weights(graph: fx.Graph, parameters: Collection[str], queue: fx.Node, 
     """
     found = [node for node in graph.nodes if _can_wait(node, parameters, num_dims)]
     for node in found:
+        rule = rule_of(node.target)
+        assert rule is not None
+        casts = [_cast_of(argument) if place in rule.weights else (argument, None) for place, argument in enumerate(node.args)]
+        types = tuple(dtype for _, dtype in casts) if any(dtype for _, dtype in casts) else ()
         with graph.inserting_before(node):
-            replacement = graph.call_function(deferred, (queue, node.target, *node.args))
+            replacement = graph.call_function(deferred, (queue, node.target, types, *(argument for argument, _ in casts)))
         replacement.meta = dict(node.meta)
         node.replace_all_uses_with(replacement)
+        read = node.all_input_nodes
         graph.erase_node(node)
+        for source in read:
+            if source.target is aten.to.dtype and not source.users:
+                graph.erase_node(source)
     return len(found)
 
 
@@ -227,5 +246,12 @@ def _can_wait(node: fx.Node, parameters: Collection[str], num_dims: Callable[[fx
 
 
 def _brings(argument: Any, parameters: Collection[str]) -> bool:
-    """Whether an argument is the placeholder of one of the parameters."""
-    return isinstance(argument, fx.Node) and argument.op == "placeholder" and argument.target in parameters
+    """Whether an argument is the placeholder of one of the parameters, or a cast of it."""
+    source, _ = _cast_of(argument)
+    return isinstance(source, fx.Node) and source.op == "placeholder" and source.target in parameters
+
+
+def _cast_of(argument: Any) -> tuple[Any, torch.dtype | None]:
+    """What an argument is cast from, and to which type; the argument itself where it is no cast."""
+    is_cast = isinstance(argument, fx.Node) and argument.target is aten.to.dtype and len(argument.args) == 2 and not argument.kwargs
+    return argument.args if is_cast else (argument, None)

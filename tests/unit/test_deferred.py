@@ -52,7 +52,7 @@ def test_a_rule_gives_the_gradients_of_its_op(name: str) -> None:
     expected = torch.autograd.grad(output, tensors, seed)
 
     queue = WeightQueue()
-    deferred(queue, target, *args).backward(seed)
+    deferred(queue, target, (), *args).backward(seed)
     rule = rule_of(target)
     assert rule is not None
     weights = [args[p] for p in rule.weights if p < len(args) and args[p] is not None]
@@ -80,8 +80,8 @@ def test_shared_and_frozen_weights() -> None:
     seed = torch.randn(3, 4, dtype=torch.float64)
     (expected,) = torch.autograd.grad(aten.linear(aten.linear(x, weight, bias), weight), [weight], seed)
     queue = WeightQueue()
-    hidden = deferred(queue, aten.linear.default, x, weight, bias)
-    deferred(queue, aten.linear.default, hidden, weight).backward(seed)
+    hidden = deferred(queue, aten.linear.default, (), x, weight, bias)
+    deferred(queue, aten.linear.default, (), hidden, weight).backward(seed)
     told: list[torch.Tensor] = []
 
     def is_final(parameter: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ def test_complex_convolutions_give_all_their_gradients_at_once() -> None:
     seed = torch.randn_like(output)
     expected = torch.autograd.grad(output, [x, weight], seed)
     queue = WeightQueue()
-    deferred(queue, aten.conv1d.default, x, weight).backward(seed)
+    deferred(queue, aten.conv1d.default, (), x, weight).backward(seed)
     assert not queue.parameters()
     for tensor, gradient in zip((x, weight), expected, strict=True):
         torch.testing.assert_close(tensor.grad, gradient)
@@ -110,7 +110,7 @@ def test_complex_convolutions_give_all_their_gradients_at_once() -> None:
 def test_an_in_place_change_in_between_is_seen() -> None:
     x, weight = _tensor(3, 4), _tensor(5, 4)
     hidden = x * 1
-    output = deferred(WeightQueue(), aten.linear.default, hidden, weight)
+    output = deferred(WeightQueue(), aten.linear.default, (), hidden, weight)
     hidden.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
@@ -128,3 +128,29 @@ def test_only_direct_uses_of_parameters_are_replaced() -> None:
     assert defer_weights(graph, {"w"}, queue, num_dims_of) == 1
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     assert targets.count(deferred) == 1 and targets.count(aten.linear.default) == 1
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_weights_behind_casts_wait_too(is_shared: bool) -> None:
+    class Mixed(nn.Module):
+        def forward(self, queue: object, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            low, bias = aten.to.dtype(w, torch.bfloat16), aten.to.dtype(b, torch.bfloat16)
+            y = aten.linear.default(aten.to.dtype(x, torch.bfloat16), low, bias)
+            return y, low.sum() if is_shared else y
+
+    graph = fx.symbolic_trace(Mixed()).graph
+    queue, *_ = graph.nodes
+    for node in graph.nodes:
+        node.meta[NUM_DIMS] = 2
+    assert defer_weights(graph, {"w", "b"}, queue, num_dims_of) == 1
+    casts = [node for node in graph.nodes if node.target is aten.to.dtype]
+    assert len(casts) == 1 + is_shared, "a cast that nobody else reads is done with the op"
+    x, w, b = (_tensor(*shape, dtype=torch.float32) for shape in ((3, 4), (5, 4), (5,)))
+    expected = torch.autograd.grad(nn.functional.linear(x.bfloat16(), w.bfloat16(), b.bfloat16()).float().sum(), [x, w, b])
+    pending = WeightQueue()
+    fx.GraphModule(nn.Module(), graph)(pending, x, w, b)[0].float().sum().backward()
+    assert w.grad is None and b.grad is None
+    pending.run()
+    for tensor, gradient in zip((x, w, b), expected, strict=True):
+        assert tensor.grad is not None and tensor.grad.dtype is torch.float32
+        torch.testing.assert_close(tensor.grad, gradient, rtol=0, atol=0)

@@ -27,6 +27,7 @@ class CapturedMode:
         loss: the user's loss.
         name: which mode.
         batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
+        device: the kind of device that it runs on, whose autocast counts; None for any.
         key: tells this capture from others of the mode; its name by default.
 
     Attributes:
@@ -43,14 +44,16 @@ class CapturedMode:
         loss: Callable[..., Any] | None,
         name: ModeName,
         batch_dims: BatchDims | None = None,
+        device: str | None = None,
         key: str = "",
     ) -> None:
+        self._device = device
         self._model, self._loss, self._name = model, loss, name
         self.key = key or name
         self.structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, batch_dims=batch_dims)
         self.graph: ModelGraph
         self.program: Program
-        self.graph, self.program = capture(model, self.structure, loss, mode=name)
+        self.graph, self.program = capture(model, self.structure, loss, mode=name, device=device)
         self._by_rows: dict[int, fx.Graph] = {self.graph.num_rows: self.program.graph}
 
     @property
@@ -98,7 +101,8 @@ class CapturedMode:
 
     def _capture_at(self, num_rows: int) -> fx.Graph:
         try:
-            graph, program = capture(self._model, self.structure.with_rows(num_rows), self._loss, mode=self._name, static=True)
+            structure = self.structure.with_rows(num_rows)
+            graph, program = capture(self._model, structure, self._loss, mode=self._name, static=True, device=self._device)
         except CaptureError as error:
             raise CaptureError(
                 f"the model must be captured for {num_rows} rows too, which a device takes of {self.graph.num_rows}: {error.message}",

@@ -151,7 +151,8 @@ class Modes:
 
     def _capture(self, name: ModeName, batch: Any) -> CapturedMode:
         def make() -> CapturedMode:
-            return CapturedMode(self.model, structure_for(batch, self._example, self._batch_dims), self._loss, name)
+            structure = structure_for(batch, self._example, self._batch_dims)
+            return CapturedMode(self.model, structure, self._loss, name, device=self._world.device.type)
 
         captured = together(self._world, make)
         _compare_captures(None if batch is None else captured.graph, self._world)
@@ -170,7 +171,7 @@ class Modes:
             self._warn_of_values(changed)
         try:
             number = f" {self._number(mode, trains)}" if changed else ""
-            captured = CapturedMode(self.model, structure, self._loss, name, key=f"{name}{number}: {sizes}")
+            captured = CapturedMode(self.model, structure, self._loss, name, device=self._world.device.type, key=f"{name}{number}: {sizes}")
         except CaptureError as error:
             raise BatchError(f"{rule}: {error.message}", where=error.where, hint=error.hint) from None
         if changed:

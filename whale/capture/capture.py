@@ -54,6 +54,7 @@ def capture(
     mode: Mode = "train",
     static: bool = False,
     batch_dims: BatchDims | None = None,
+    device: str | None = None,
 ) -> tuple[ModelGraph, Program]:
     """Captures a model and its loss as one graph, for any number of rows where its code allows that.
 
@@ -68,6 +69,8 @@ def capture(
         static: capture for the example's number of rows alone (which may then be 1).
         batch_dims: per tensor of the batch, by its key, 0 where it has rows and None where it has none; of the others, those have
             rows whose dimension 0 is as large as that of most.
+        device: the kind of device that it will run on (``cpu``, ``cuda``): `torch.autocast` for another does nothing there. None for
+            whichever the autocasts in the model are for.
 
     Raises:
         CaptureError: something in the model would be lost, or depends on values in tensors; or torch's version was not tested.
@@ -79,20 +82,27 @@ def capture(
     check_loss(loss)
     near = NearValues(model, loss)
     once, lines = Once(near), tuple[str, ...]()
-    graph, program = _captured(model, loss, structure, mode, static, near, once)
+    graph, program = _captured(model, loss, structure, mode, static, device, near, once)
     if once.drawn:
-        lines = _lines_of_draws(partial(_captured, model, loss, structure, mode, static, near), near, (graph, program))
+        lines = _lines_of_draws(partial(_captured, model, loss, structure, mode, static, device, near), near, (graph, program))
     texts = once.warnings(lines)
     return replace(graph, warnings=(*graph.warnings, *texts)), replace(program, warnings=(*program.warnings, *texts))
 
 
 def _captured(
-    model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool, near: NearValues, once: Once
+    model: nn.Module,
+    loss: Loss | None,
+    structure: BatchStructure,
+    mode: Mode,
+    static: bool,
+    device: str | None,
+    near: NearValues,
+    once: Once,
 ) -> tuple[ModelGraph, Program]:
     default, access = default_scope(), AttributeAccess(near)
     with torch.random.fork_rng(devices=[]):
         first, double = trace(model, loss, structure, mode, static, access, once)
-    graph, program = _build(model, structure, first, double, mode, default)
+    graph, program = _build(model, structure, first, double, mode, default, device)
     return graph, replace(program, reads=access.read)
 
 
@@ -108,11 +118,11 @@ def _lines_of_draws(
 
 
 def _build(
-    model: nn.Module, structure: BatchStructure, first: Traced, double: Traced | None, mode: Mode, default: Scope | None
+    model: nn.Module, structure: BatchStructure, first: Traced, double: Traced | None, mode: Mode, default: Scope | None, device: str | None
 ) -> tuple[ModelGraph, Program]:
     held = holdings(model)
-    flat = flatten(first, structure, held)
-    second = None if double is None else flatten(double, structure, held)
+    flat = flatten(first, structure, held, device)
+    second = None if double is None else flatten(double, structure, held, device)
     for each in (flat, second):
         if each is not None:
             settle_writes(each)
@@ -140,7 +150,7 @@ def _build(
         outputs=() if terms else tuple(node.name for node in _returned(flat.graph)),
         mode=mode,
         dynamic=first.dynamic,
-        warnings=_warnings(first),
+        warnings=(*_warnings(first), *flat.warnings),
     )
     _check_trains(graph)
     _check_dense(graph, flat.graph)
@@ -282,7 +292,9 @@ def _program(flat: Flat, structure: BatchStructure, held: Holdings, traced: Trac
     names = {node.name for node in flat.graph.find_nodes(op="placeholder")}
     sources = {name: key for name, key in flat.sources.items() if name in names}
     constants = {name: tensor for name, tensor in flat.constants.items() if name in names}
-    return Program(flat.graph, {**held.tensors, **constants}, structure, sources, traced.found.outputs, _of_state(traced))
+    return Program(
+        flat.graph, {**held.tensors, **constants}, structure, sources, traced.found.outputs, (*_of_state(traced), *flat.warnings)
+    )
 
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:

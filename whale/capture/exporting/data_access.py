@@ -21,7 +21,7 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backwar
 
 
 class DataAccess(TorchFunctionMode):
-    """Reads `tensor.data` as ``tensor.detach()``, and refuses to set it; refuses what takes values out of torch, and packed sequences."""
+    """Reads `tensor.data` as ``tensor.detach()``, and refuses to set it; refuses what takes values out of torch, and what export loses."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
@@ -37,6 +37,12 @@ class DataAccess(TorchFunctionMode):
                 "a captured model computes no gradients itself (torch.autograd.grad, backward)",
                 where=user_line(),
                 hint="write the gradient out as tensor operations, or as an autograd.Function",
+            )
+        if func is torch._C._set_grad_enabled and not args[0] and torch.is_grad_enabled() and _casts():
+            raise CaptureError(  # torch.export forgets it
+                "a captured model has no no_grad() inside of torch.autocast",
+                where=user_line(),
+                hint="write the autocast inside of the no_grad(), or detach() what is read there",
             )
         if any(map(_is_transformed, args)):
             raise CaptureError(
@@ -57,6 +63,10 @@ class DataAccess(TorchFunctionMode):
                 hint="run the layer on the padded batch and read each row's last place: output[torch.arange(len(lengths)), lengths - 1]",
             )
         return func(*args, **(kwargs or {}))
+
+
+def _casts() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def _is_transformed(value: object) -> bool:

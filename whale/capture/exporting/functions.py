@@ -9,7 +9,7 @@ A function whose forward and backward are pointwise throughout is marked so: the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -53,6 +53,7 @@ class FunctionCall:
         self._constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         self._is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         self._outputs: tuple[pytree.TreeSpec, tuple[Any, ...]] | None = None
+        self._autocasts = tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
         self.tags: tuple[torch.Tag, ...] = ()
         self.__name__, self.__module__ = function.__name__, function.__module__
 
@@ -64,7 +65,10 @@ class FunctionCall:
 
     def __call__(self, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The tensor that the function returns, or the tensors, with its own backward."""
-        found = self._tensors(self.function.apply(*self._arguments(operands)), operands)  # type: ignore[no-untyped-call]
+        with ExitStack() as stack:  # its forward may ask for it, or compute under it
+            for kind, dtype in self._autocasts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            found = self._tensors(self.function.apply(*self._arguments(operands)), operands)  # type: ignore[no-untyped-call]
         return found[0] if len(found) == 1 else found
 
     def traced(self, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -111,7 +115,7 @@ class FunctionCall:
         return tuple(tensor.clone() if tensor.untyped_storage()._cdata in lent else tensor for tensor in found)
 
     def _form(self) -> tuple[Any, ...]:
-        return self.function, self._spec, self._is_tensor, self._constants
+        return self.function, self._spec, self._is_tensor, self._constants, self._autocasts
 
 
 @contextmanager

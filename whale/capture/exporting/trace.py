@@ -152,5 +152,7 @@ def _surroundings(model: nn.Module, mode: Mode, fake: Faker, fake_mode: FakeTens
         CtcLosses(),
         refused_parameters(fake_mode) if mode == "train" else contextlib.nullcontext(),
         quiet_export(),
+        mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False),  # a plan may be made elsewhere
+        mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
     ):
         yield

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure
 from whale.capture.exporting.ctc import LOSS_PER_ROW, write_loss
@@ -28,9 +29,10 @@ from whale.capture.exporting.functions import CALL
 from whale.capture.exporting.trace import Traced
 from whale.capture.exporting.ways import Way, held, way_of
 from whale.capture.flat.aliasing import written_arguments
+from whale.capture.flat.autocast import Autocast, casts_of, types_of
 from whale.capture.flat.gradients import may_have_gradient
 from whale.capture.flat.parameters import Holdings
-from whale.capture.flat.sizes import READS_ROWS, Sizes, tensors_of
+from whale.capture.flat.sizes import READS_ROWS, Sizes
 from whale.capture.flat.strided import STRIDED, strided
 from whale.capture.source import line_of_stack_trace
 from whale.errors import CaptureError
@@ -63,6 +65,7 @@ class Flat:
         sources: per parameter, buffer and constant placeholder, the key of its tensor.
         kinds: per placeholder, the kind of its op.
         constants: lifted constants by op name.
+        warnings: of what does nothing on the kind of device that it will run on.
     """
 
     graph: fx.Graph
@@ -72,10 +75,14 @@ class Flat:
     sources: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
-def flatten(traced: Traced, structure: BatchStructure, held: Holdings) -> Flat:
+def flatten(traced: Traced, structure: BatchStructure, held: Holdings, device: str | None) -> Flat:
     """Makes the flat graph of an export.
+
+    Args:
+        device: the kind of device that it will run on, whose autocast counts; None for any.
 
     Raises:
         CaptureError: the program holds an operator that is a program of its own (a loop, a branch).
@@ -87,7 +94,7 @@ def flatten(traced: Traced, structure: BatchStructure, held: Holdings) -> Flat:
     node.meta[READS_ROWS] = True
     flat = Flat(graph, node, Sizes(rows.node.expr if isinstance(rows, torch.SymInt) else None, traced.rows))
     flat.kinds[node.name] = "input"
-    _Flattening(traced, structure, held, flat).run()
+    _Flattening(traced, structure, held, flat, device).run()
     if traced.found.weight is not None:
         flat.results = (*flat.results, traced.found.weight)
     return flat
@@ -105,13 +112,17 @@ def _symbolic_rows(traced: Traced, structure: BatchStructure) -> int | torch.Sym
 
 
 class _Flattening:
-    def __init__(self, traced: Traced, structure: BatchStructure, held: Holdings, flat: Flat) -> None:
+    def __init__(self, traced: Traced, structure: BatchStructure, held: Holdings, flat: Flat, device: str | None) -> None:
+        self._device = device
         self._exported, self._calls, self._ways, self._counters = traced.exported, traced.calls, traced.ways, traced.counters
         self._structure = structure
         self._held = held
         self._flat = flat
         self._graph = flat.graph
         self._without_gradients = False
+        self._autocasts: dict[str, Autocast] = {}
+        self._retyped: set[fx.Node] = set()
+        self._cast_weights: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self._named: dict[str, fx.Node] = {}
         self._multiples: dict[tuple[int, int], fx.Node | int] = {(1, 0): flat.rows}
 
@@ -187,6 +198,8 @@ class _Flattening:
         if node.target is LOSS_PER_ROW:
             copied = write_loss(self._graph, node, args)
             copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+            self._write_casts(copied)
+            self._retype(copied)
             return copied
         if node.target is aten.batch_norm.default and args[_MOMENTUM] in self._counters:
             args = self._with_average(node, args)
@@ -197,6 +210,8 @@ class _Flattening:
             target = aten.detach.default
         copied = self._graph.create_node("call_function", target, args, kwargs, node.name)
         copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+        self._write_casts(copied)
+        self._retype(copied)
         return copied
 
     def _with_average(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -267,13 +282,7 @@ class _Flattening:
         if name == "wrap_with_set_grad_enabled":
             return self._gradient_region(node, *args)
         if name == "wrap_with_autocast":
-            _, dtype, enabled, _, module, *inputs = args
-            regions = dict(zip(_inputs(module), inputs, strict=True))
-            first = self._graph._root.prev
-            results = self._inline(module, regions)
-            if enabled:
-                self._write_casts(_after(first), dtype)
-            return results
+            return self._autocast_region(node, *cast(Any, args))
         raise CaptureError(
             f"a captured model is one graph without inner programs (it has {name})",
             where=line_of_stack_trace(node.meta.get("stack_trace")),
@@ -300,22 +309,59 @@ class _Flattening:
         made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": node.meta["val"].detach()}
         return made
 
-    def _write_casts(self, nodes: list[fx.Node], dtype: torch.dtype) -> None:
-        """Writes out the casts that autocast makes: the type of an op's result tells which it computed in."""
-        for node in nodes:
-            results = [tensor.dtype for tensor in tensors_of(node) if tensor.is_floating_point()]
-            if not results or results[0] not in (dtype, torch.float32) or _dtypes_without_casts(node) == results:
-                continue
-            for source in node.all_input_nodes:
-                value = source.meta.get("val")
-                if isinstance(value, Tensor) and value.dtype in (dtype, torch.float32) and value.dtype != results[0]:
-                    self._cast(node, source, results[0])
+    def _autocast_region(
+        self, node: fx.Node, kind: str, dtype: torch.dtype, enabled: bool, caches: bool, module: fx.GraphModule, *inputs: Any
+    ) -> tuple[Any, ...]:
+        if enabled and self._device not in (None, kind):
+            text = f'torch.autocast("{kind}") of a model does nothing on {self._device}, where it is trained'
+            self._flat.warnings += [text] if text not in self._flat.warnings else []
+        before = self._autocasts
+        self._autocasts = {**before, kind: Autocast(kind, dtype if enabled else None)}
+        results = self._inline(module, dict(zip(_inputs(module), inputs, strict=True)))
+        self._autocasts = before
+        if not before:
+            self._cast_weights.clear()
+        return results
 
-    def _cast(self, node: fx.Node, source: fx.Node, dtype: torch.dtype) -> None:
+    def _write_casts(self, node: fx.Node) -> None:
+        """Writes out the casts that autocast makes of an op's operands; a parameter is cast once in a region, as torch keeps it."""
+        for autocast in self._autocasts.values():
+            if autocast.dtype is None or self._device not in (None, autocast.kind):
+                continue
+            casts = casts_of(node, autocast)
+            if casts is None:
+                raise CaptureError(
+                    f"autocast casts the operands of an op, and not what it makes in between (%{node.name}, {node.target}, under "
+                    f"torch.autocast to {str(autocast.dtype).removeprefix('torch.')})",
+                    where=line_of_stack_trace(node.meta.get("stack_trace")),
+                    hint="call it under torch.autocast(..., enabled=False), with its operands in the type that it is to compute in",
+                )
+            for source, dtype in casts.items():
+                node.replace_input_with(source, self._cast(node, source, dtype))
+
+    def _retype(self, node: fx.Node) -> None:
+        """Gives results the types that they have after casts: an export knows those of autocast on its own kind of device, of most ops."""
+        if not self._autocasts and not self._retyped.intersection(node.all_input_nodes):
+            return
+        leaves, spec = pytree.tree_flatten(node.meta.get("val"))
+        own = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        types = types_of(node) if own else ()
+        if types is None or types == tuple(leaf.dtype for leaf in own):
+            return
+        found = iter(types)
+        node.meta["val"] = pytree.tree_unflatten([leaf.to(next(found)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        self._retyped.add(node)
+
+    def _cast(self, node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+        key = source, dtype
+        if key in self._cast_weights:
+            return self._cast_weights[key]
         with self._graph.inserting_before(node):
             made = self._graph.call_function(aten.to.dtype, (source, dtype))
         made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": source.meta["val"].to(dtype)}
-        node.replace_input_with(source, made)
+        if source.op == "placeholder" and source.meta["val"].requires_grad:
+            self._cast_weights[key] = made
+        return made
 
 
 def _written_input(result: Any, given: Sequence[Any], inputs: Sequence[Any]) -> Any:
@@ -329,25 +375,5 @@ def _written_input(result: Any, given: Sequence[Any], inputs: Sequence[Any]) -> 
     return next((own for own, detached in zip(inputs, given, strict=True) if source is detached is not own), result)
 
 
-def _dtypes_without_casts(node: fx.Node) -> list[torch.dtype]:
-    """Floating-point result types of an op run as it stands; none if it does not run on such a mixture of types."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    try:
-        with torch.no_grad():
-            found = node.target(*args, **kwargs)  # type: ignore[operator]
-    except RuntimeError:
-        return []
-    values = found if isinstance(found, (tuple, list)) else (found,)
-    return [item.dtype for item in values if isinstance(item, Tensor) and item.is_floating_point()]
-
-
 def _inputs(module: fx.GraphModule) -> list[fx.Node]:
     return module.graph.find_nodes(op="placeholder")
-
-
-def _after(first: fx.Node) -> list[fx.Node]:
-    found, node = [], first.next
-    while node.op != "root":
-        found.append(node)
-        node = node.next
-    return found

@@ -61,14 +61,14 @@ def _as_shapes(argument: Any) -> Any:
     if not isinstance(argument, Node):
         return argument
     shapes = _shapes_of(argument)
-    return shapes[0] if shapes else _hint(argument.meta.get("val"))
+    return shapes[0] if shapes else hint_of(argument.meta.get("val"))
 
 
 def _shapes_of(node: Node) -> list[torch.Size]:
     """Example shapes of a node's tensors."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return [torch.Size(map(_hint, item.shape)) for item in values if isinstance(item, torch.Tensor)]
+    return [torch.Size(map(hint_of, item.shape)) for item in values if isinstance(item, torch.Tensor)]
 
 
 def _num_elements(node: Node) -> int:
@@ -83,7 +83,7 @@ def _is_view(target: torch._ops.OpOverload) -> bool:
     return (alias is not None and not alias.is_write) or target.overloadpacket in (aten.reshape, aten.to, aten.contiguous)
 
 
-def _hint(size: Any) -> Any:
+def hint_of(size: Any) -> Any:
     """A size at the example's rows; one that depends on values in tensors counts as 1."""
     if not isinstance(size, torch.SymInt):
         return size

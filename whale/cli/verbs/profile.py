@@ -75,7 +75,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     world = connect(Config().communication.timeout_seconds)
     on_first_rank(world, lambda: check_output(arguments.output))
     model, batch, loss, batch_dims = together(world, lambda: build_model(arguments.source, arguments.arg))
-    graph, program = together(world, lambda: capture(model, batch, loss, batch_dims=batch_dims))
+    graph, program = together(world, lambda: capture(model, batch, loss, batch_dims=batch_dims, device=world.device.type))
     inputs = Inputs(graph, program.graph, program.values(batch), world.device)
     cluster = together(world, lambda: _cluster(arguments, world))
     file = Path(arguments.output)

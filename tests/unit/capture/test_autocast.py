@@ -1,0 +1,149 @@
+"""A captured model computes as torch does under the autocast regions of its code: bit by bit, on the kind of device that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import whale
+from tests.examples import at_most
+from whale.capture import capture
+from whale.deferred import defer_weights, rule_of
+from whale.errors import CaptureError
+
+aten = torch.ops.aten
+WIDTH = 6
+
+
+class Layers(nn.Module):
+    """Each layer is inside of a region, outside, or inside of one that is off in one that is on.
+
+    Args:
+        names: of layers.
+        regions: as many of ``on``, ``off`` and ``none``.
+        kind: of device.
+    """
+
+    def __init__(self, names: tuple[str, ...], regions: tuple[str, ...], kind: str = "cpu") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.plan, self.kind = tuple(zip(names, regions, strict=True)), kind
+        self.linear, self.convolution = nn.Linear(WIDTH, WIDTH), nn.Conv1d(WIDTH, WIDTH, 3, padding=1, bias=False)
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3, bias=False)
+
+    def one(self, name: str, x: Tensor) -> Tensor:
+        return LAYERS[name](self, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, region in self.plan:
+            if region == "none":
+                x = self.one(name, x.float())
+                continue
+            with torch.autocast(self.kind, torch.bfloat16):
+                if region == "on":
+                    x = self.one(name, self.one("linear", x))
+                else:
+                    with torch.autocast(self.kind, enabled=False):
+                        x = self.one(name, x.float())
+                    x = torch.cat([x, self.one("linear", x)], 1)[:, : x.shape[1]]
+        with torch.autocast(self.kind, torch.bfloat16):
+            logits: Tensor = self.last(x)
+        return logits
+
+
+LAYERS: dict[str, Callable[[Layers, Tensor], Tensor]] = {
+    "linear": lambda m, x: m.linear(x),
+    "convolution": lambda m, x: m.convolution(x.mT).mT,
+    "norm": lambda m, x: m.norm(x),
+    "softmax": lambda m, x: x.softmax(-1) * x,
+    "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
+    "einsum": lambda m, x: torch.einsum("bij,kj->bik", x, m.linear.weight),
+    "product": lambda m, x: (x @ x.mT) @ x,
+    "distance": lambda m, x: x + F.mse_loss(x, torch.zeros_like(x)),
+}
+
+
+def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
+
+
+def make_batch() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(4, 5, WIDTH, generator=random), "labels": torch.randint(3, (4, 5), generator=random)}
+
+
+@at_most(8, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(sorted(LAYERS)), st.sampled_from(["on", "off", "none"])), min_size=1, max_size=3))
+def test_a_model_trains_as_under_its_own_autocast(plan: list[tuple[str, str]]) -> None:
+    names, regions = zip(*plan, strict=True)
+    plain, batch = Layers(names, regions), make_batch()
+    expected = loss(plain(batch["x"]), batch)
+    expected.backward()
+    engine = whale.parallelize(Layers(names, regions), loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1), batch=batch)
+    found = engine.step(batch)
+    assert float(found) == pytest.approx(expected.item(), rel=1e-6)
+    gradients = engine.gradients()
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-2, atol=2e-3 * float(parameter.grad.abs().max()))
+    engine.close()
+
+
+def types(model: nn.Module, device: str | None) -> list[tuple[str, str]]:
+    graph, _ = capture(model, make_batch(), loss, device=device)
+    return [(op.target.split(".")[1], op.outputs[0].dtype) for op in graph.ops if op.target.startswith("aten.") and op.requires_grad]
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_model_on_meta_has_the_casts_of_a_gpu(device: str | None) -> None:
+    with torch.device("meta"):
+        model = Layers(("convolution", "norm", "attention"), ("on",) * 3, "cuda")
+    found = dict(types(model, device))
+    low = {"conv1d", "linear", "scaled_dot_product_attention"}
+    assert {name: found[name] for name in low} == dict.fromkeys(low, "bfloat16")
+    assert found["layer_norm"] == "float32", "on a GPU torch computes it in float32, on a CPU in bfloat16"
+
+
+def test_autocast_for_another_kind_of_device_does_nothing_and_is_told() -> None:
+    model = Layers(("convolution",), ("on",), "cuda")
+    assert {dtype for _, dtype in types(model, "cpu")} == {"float32"}
+    with pytest.warns(UserWarning, match=r'torch.autocast\("cuda"\) of a model does nothing on cpu'):
+        whale.parallelize(model, loss=loss, batch=make_batch()).close()
+
+
+def test_what_is_cast_inside_of_an_op_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whale.capture.flat.flatten.casts_of", lambda node, autocast: None)
+    with pytest.raises(CaptureError, match="autocast casts the operands of an op") as caught:
+        capture(Layers(("linear",), ("on",)), make_batch(), loss)
+    assert __file__.endswith(str(caught.value.where).partition(":")[0])
+
+
+def test_weight_gradients_wait_behind_casts() -> None:
+    graph, program = capture(Layers(("convolution",), ("on",)), make_batch(), loss)
+    parameters = {op.name for op in graph.ops if op.kind == "parameter"}
+    with_rule = [node for node in program.graph.nodes if node.op == "call_function" and rule_of(node.target)]
+    with program.graph.inserting_before(next(iter(program.graph.nodes))):
+        queue = program.graph.placeholder("queue")
+    assert defer_weights(program.graph, parameters, queue, lambda node: node.meta["val"].dim()) == len(with_rule) == 3
+
+
+class Frozen(Layers):
+    """A target without gradients, made under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                goal = self.linear(x)
+            return super().forward(x + goal)
+
+
+def test_no_grad_under_autocast_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"no no_grad\(\) inside of torch.autocast"):
+        capture(Frozen(("linear",), ("on",)), make_batch(), loss)

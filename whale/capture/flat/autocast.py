@@ -1,0 +1,152 @@
+"""The casts that `torch.autocast` makes of an op's operands, as torch makes them: each op is run once without contents, and watched.
+
+linear(%x, %w)      float32, under autocast to bfloat16
+linear(bf16(%x), bf16(%w))                                 as it is written into the graph
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whale.capture.exporting.errors import quiet_export
+from whale.capture.flat.flops import hint_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """What is in force in a region.
+
+    Attributes:
+        kind: of the devices on whose tensors it works.
+        dtype: that it casts to; `None` where it is off.
+    """
+
+    kind: str
+    dtype: torch.dtype | None
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Inside of it torch casts tensors on devices of this kind, also where there are none: `torch.autocast` would be off there."""
+        before = torch.is_autocast_enabled(self.kind), torch.get_autocast_dtype(self.kind), torch.is_autocast_cache_enabled()
+        _set(self.kind, self.dtype is not None, self.dtype or before[1], False)
+        try:
+            yield
+        finally:
+            _set(self.kind, *before)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What an op did.
+
+    Attributes:
+        own: the type that each operand was cast to.
+        others: the types of all further casts, in order.
+        all: the types of all casts.
+        types: of its results; None where it does not run without contents.
+    """
+
+    own: Mapping[fx.Node, torch.dtype]
+    others: tuple[torch.dtype, ...]
+    all: tuple[torch.dtype, ...]
+    types: tuple[torch.dtype, ...] | None
+
+
+def _set(kind: str, is_on: bool, dtype: torch.dtype, caches: bool) -> None:
+    torch.set_autocast_enabled(kind, is_on)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(caches)
+
+
+def types_of(node: fx.Node) -> tuple[torch.dtype, ...] | None:
+    """The types of an op's results, given those of its operands; None where it does not run without contents."""
+    with quiet_export():
+        return _watch(node, {}, Autocast("cpu", None)).types
+
+
+def casts_of(node: fx.Node, autocast: Autocast) -> Mapping[fx.Node, torch.dtype] | None:
+    """The types that an op's operands are cast to; None where it casts what it makes in between, which nothing before it can do."""
+    with quiet_export():
+        under, plain = _watch(node, {}, autocast), _watch(node, {}, Autocast(autocast.kind, None))
+        if not under.all or under == plain:
+            return {}
+        own = {source: dtype for source, dtype in under.own.items() if plain.own.get(source) != dtype}
+        after = _watch(node, own, Autocast(autocast.kind, None))
+        if (after.types, after.all) == (under.types, under.others):
+            return own
+        # What is cast may be a copy of an operand in another layout: cast sooner, it is the same.
+        floats = [
+            source
+            for source in node.all_input_nodes
+            if isinstance(value := source.meta.get("val"), Tensor) and value.dtype is torch.float32
+        ]
+        sooner = dict.fromkeys(floats, cast(torch.dtype, autocast.dtype))
+        after, still = _watch(node, sooner, Autocast(autocast.kind, None)), _watch(node, sooner, autocast)
+        return sooner if after == still and after.types == under.types else None
+
+
+def _watch(node: fx.Node, casts: Mapping[fx.Node, torch.dtype], autocast: Autocast) -> _Seen:
+    """Runs an op on tensors without contents, of the sizes of the example."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        made: dict[fx.Node, Any] = {}
+
+        def value(source: fx.Node) -> Any:
+            if source not in made:
+                made[source] = pytree.tree_map(lambda item: _alike(item, casts.get(source), autocast.kind), source.meta.get("val"))
+            return made[source]
+
+        args, kwargs = map_arg((node.args, node.kwargs), value)
+        operands = {id(item): source for source, item in made.items() if isinstance(item, Tensor)}
+        storages = {item.untyped_storage()._cdata: source for source, item in made.items() if isinstance(item, Tensor)}
+        recorder = _Recorder(lambda tensor: operands.get(id(tensor)) or storages.get(tensor.untyped_storage()._cdata))
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        types = None
+        with suppress(Exception):  # some kernels cannot say what they would do; their casts come before
+            with autocast.in_force(), recorder:
+                found = target(*args, **kwargs)
+            types = tuple(item.dtype for item in pytree.tree_leaves(found) if isinstance(item, Tensor))
+    return _Seen(recorder.own, tuple(recorder.others), tuple(recorder.all), types)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes casts.
+
+    Args:
+        operand: of which operand a tensor is, or is a view; None for others.
+    """
+
+    def __init__(self, operand: Callable[[Tensor], fx.Node | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operand = operand
+        self.own: dict[fx.Node, torch.dtype] = {}
+        self.others: list[torch.dtype] = []
+        self.all: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._to_copy.default and kwargs.get("dtype") not in (None, args[0].dtype):
+            source = self._operand(args[0])
+            self.all.append(kwargs["dtype"])
+            if source is None or self.own.setdefault(source, kwargs["dtype"]) != kwargs["dtype"]:
+                self.others.append(kwargs["dtype"])
+        return func(*args, **kwargs)
+
+
+def _alike(item: Any, dtype: torch.dtype | None, kind: str) -> Any:
+    """A number as in the example; a tensor of its layout, on a device of a kind."""
+    if isinstance(item, Tensor):
+        sizes, strides = (tuple(map(hint_of, each)) for each in (item.shape, item.stride()))
+        return torch.empty_strided(sizes, strides, dtype=dtype or item.dtype, device=kind)
+    return hint_of(item)
