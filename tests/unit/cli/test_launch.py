@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -165,6 +166,20 @@ def test_a_port_in_use_is_told_before_a_rank_starts(tmp_path: Path) -> None:
             launch.run(["--ranks", "1", "--master-port", str(port), str(script)])
         with pytest.raises(ConfigError, match=rf"the launchers of all hosts meet at 127.0.0.1:{port}, which fails: .*in use"):
             launch.run(["--nnodes", "2", "--master-port", str(port), str(script)])
+
+
+def test_a_disk_without_room_for_a_run_is_told_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(ConfigError, match=f"no rank can be started: .*{script}"):
+        launch.run(["--ranks", "1", "--log-dir", str(script), str(script)])
+
+    def full(**_: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    with pytest.raises(ConfigError, match=r"a run keeps what its ranks do in .*: No space left on device"):
+        launch.run(["--ranks", "1", str(script)])
 
 
 def test_folders_of_runs_that_are_killed_are_removed_and_others_are_not() -> None:
