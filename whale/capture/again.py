@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from whale.capture.exporting.functions import FunctionCall
 from whale.capture.flat.row_constants import are_same
 from whale.capture.program import Program
 from whale.ir.graph import Argument, LossTerm, ModelGraph, Op
@@ -39,8 +40,7 @@ def difference(then: tuple[ModelGraph, Program], now: tuple[ModelGraph, Program]
 
 def _of_ops(then: tuple[ModelGraph, Program], now: tuple[ModelGraph, Program]) -> Iterator[Difference]:
     (graph, program), (other_graph, other_program) = then, now
-    functions = {node.name: node.target for node in program.graph.nodes if node.op == "call_function"}
-    other_functions = {node.name: node.target for node in other_program.graph.nodes if node.op == "call_function"}
+    functions, other_functions = _functions(program), _functions(other_program)
     for op, other in zip_longest(graph.ops, other_graph.ops):
         if op is None or other is None:
             yield Difference(f"{other or 'nothing'}, captured: {op or 'nothing'}", (other or op).where)
@@ -49,7 +49,13 @@ def _of_ops(then: tuple[ModelGraph, Program], now: tuple[ModelGraph, Program]) -
         elif op.kind == "constant" and not are_same(program.tensors[op.name], other_program.tensors[other.name]):
             yield Difference(f"%{op.name} is another tensor", other.where or _reader(other_graph, op.name))
         elif functions.get(op.name) != other_functions.get(other.name):
-            yield Difference(f"%{op.name}, {op.target}, has other constants", other.where)
+            what = f"{other_functions.get(other.name)}, captured: {functions.get(op.name)}"
+            yield Difference(f"%{op.name}: {what}", other.where)
+
+
+def _functions(program: Program) -> dict[str, str]:
+    """What tells custom functions apart: their names and plain arguments; code may make the rest anew for each call."""
+    return {node.name: node.target.shown for node in program.graph.nodes if isinstance(node.target, FunctionCall)}
 
 
 def _form(op: Op) -> str:

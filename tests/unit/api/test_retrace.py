@@ -296,6 +296,31 @@ def test_when_the_model_is_traced_again(when: str, steps: list[int]) -> None:
     assert found == steps
 
 
+def of_its_own(x: Tensor, factor: float) -> Tensor:
+    class Scaling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+            ctx.factor = factor
+            return x * factor
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return gradient * ctx.factor, None
+
+    found: Tensor = Scaling.apply(x, factor)  # type: ignore[no-untyped-call]
+    return found
+
+
+def test_custom_functions_are_compared_by_their_names_and_arguments() -> None:
+    kept = torch.ones(())
+    engine = made(Net(lambda x: of_its_own(x, kept.item())))
+    engine.step(BATCH)
+    engine.step(BATCH)
+    kept.fill_(2.0)
+    with pytest.raises(CaptureError, match=r"before step 3: %.*Scaling\(\.\.\., 2.0\), captured: .*Scaling\(\.\.\., 1.0\)\)"):
+        engine.step(BATCH)
+
+
 class Busy(Net):
     """Draws, counts and logs in its forward, and in the loss."""
 

@@ -31,6 +31,7 @@ CALL = torch.ops.whale_capture.call.default
 
 _MOVES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "reshape", "expand", "view_as", "expand_as"))
+_PLAIN = (bool, int, float, str, type(None))
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _calls: ContextVar[list[FunctionCall] | None] = ContextVar("whale_function_calls", default=None)
@@ -70,6 +71,13 @@ class FunctionCall:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             found = self._tensors(self.function.apply(*self._arguments(operands)), operands)  # type: ignore[no-untyped-call]
         return found[0] if len(found) == 1 else found
+
+    @property
+    def shown(self) -> str:
+        """The call with its plain arguments."""
+        pairs = zip(self._constants, self._is_tensor, strict=True)
+        told = ["..." if is_tensor or not isinstance(value, _PLAIN) else repr(value) for value, is_tensor in pairs]
+        return f"{self.function.__qualname__}({', '.join(told)})"
 
     def traced(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """What the function returns for fake tensors; learns whether it is pointwise."""

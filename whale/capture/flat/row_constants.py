@@ -43,7 +43,7 @@ def write_rows(flat: Flat, double: Flat) -> bool:
 
 def are_same(ours: Tensor | None, theirs: Tensor | None) -> bool:
     """Whether two captures have the same tensor for a constant, NaN where the other has it; or both none."""
-    if ours is None or theirs is None:
+    if ours is theirs or ours is None or theirs is None:
         return ours is theirs
     return ours.shape == theirs.shape and bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
 
