@@ -72,7 +72,8 @@ class CapturedMode:
         """
         rule = f"a captured model computes in each step what it did when it was captured (traced again before {when}"
         try:
-            found = difference((self.graph, self.program), capture(self._model, self.structure, self._loss, mode=self._name))
+            again = capture(self._model, self.structure, self._loss, mode=self._name, device=self._device)
+            found = difference((self.graph, self.program), again)
         except CaptureError as error:
             raise CaptureError(f"{rule}: {error.message})", where=error.where, hint=error.hint) from None
         if found is not None:

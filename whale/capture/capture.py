@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from whale.capture.again import difference
 from whale.capture.batch import BatchDims, BatchStructure
@@ -30,7 +31,7 @@ from whale.capture.flat.aliasing import memory_roots, written_arguments
 from whale.capture.flat.flatten import Flat, flatten
 from whale.capture.flat.liveness import drop_needless_detaches, remove_dead_code
 from whale.capture.flat.ops import describe
-from whale.capture.flat.parameters import Holdings, holdings
+from whale.capture.flat.parameters import Holdings, check_memory, holdings, lender
 from whale.capture.flat.row_constants import write_rows
 from whale.capture.flat.sizes import mark_factors
 from whale.capture.flat.writes import settle_writes
@@ -121,7 +122,9 @@ def _build(
     model: nn.Module, structure: BatchStructure, first: Traced, double: Traced | None, mode: Mode, default: Scope | None, device: str | None
 ) -> tuple[ModelGraph, Program]:
     held = holdings(model)
+    check_memory(held)
     flat = flatten(first, structure, held, device)
+    _check_constants(flat, held)
     second = None if double is None else flatten(double, structure, held, device)
     for each in (flat, second):
         if each is not None:
@@ -155,6 +158,20 @@ def _build(
     _check_trains(graph)
     _check_dense(graph, flat.graph)
     return graph, _program(flat, structure, held, first)
+
+
+def _check_constants(flat: Flat, held: Holdings) -> None:
+    """Checks that no tensor that is captured as it is lies in a parameter, which is trained as a copy."""
+    for node in flat.graph.find_nodes(op="placeholder"):
+        tensor = flat.constants.get(node.name)
+        name = None if tensor is None or isinstance(tensor, FakeTensor) else lender(held, tensor)
+        if name is not None and node.users:
+            raise CaptureError(
+                "a captured model reads a parameter by itself, and no other tensor in its memory "
+                f"(one that is read here shares that of {name})",
+                where=_line(next(iter(node.users))),
+                hint=f"read {name} in forward, with .detach() where no gradient is to flow; or clone() what is to keep its first value",
+            )
 
 
 def _give_ops(flat: Flat) -> None:

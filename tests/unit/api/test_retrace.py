@@ -321,6 +321,19 @@ def test_custom_functions_are_compared_by_their_names_and_arguments() -> None:
         engine.step(BATCH)
 
 
+class Lower(Net):
+    """Computes its layer in a lower precision on GPUs alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(x)
+
+
+def test_a_model_is_traced_again_for_the_device_that_it_runs_on() -> None:
+    engine = made(Lower())
+    assert float(engine.step(BATCH)) > float(engine.step(BATCH))
+
+
 class Busy(Net):
     """Draws, counts and logs in its forward, and in the loss."""
 

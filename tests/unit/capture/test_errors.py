@@ -283,3 +283,60 @@ def test_a_module_with_sparse_gradients_is_told_by_its_name() -> None:
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1))
     with pytest.raises(CaptureError, match=r"gradients are dense \(0 asks for a sparse one: sparse=True\)"):
         capture(model, {"input": torch.randint(0, 8, (6,))}, lambda output, batch: output.mean())
+
+
+class Sharing(nn.Module):
+    """Has what the name says lie in the memory of its weight."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        weight = self.first.weight
+        self.kept: Any = torch.zeros(4, 4)
+        if what == "data":
+            self.second.weight.data = weight.data
+        elif what == "view":
+            self.part = nn.Parameter(weight.data[:2])
+        elif what == "buffer":
+            self.register_buffer("copy", weight.data)
+        elif what == "frozen":
+            self.second.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        elif what == "attribute":
+            self.kept = weight.detach()
+        elif what == "list":
+            self.kept = [weight.detach()]
+        elif what == "tied":
+            self.second.weight = weight
+        elif what == "clone":
+            self.kept = weight.detach().clone()
+        elif what == "apart":
+            flat = torch.randn(32)
+            weight.data, self.second.weight.data = flat[:16].view(4, 4), flat[16:].view(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.kept[0] if isinstance(self.kept, list) else self.kept
+        return self.second(self.first(x)) + x @ kept
+
+
+PAIRS = {"data": "second.weight", "view": "part", "buffer": "copy", "frozen": "second.weight"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("what", PAIRS)
+def test_shared_memory_is_refused_with_both_names(what: str, device: str) -> None:
+    with torch.device(device), pytest.raises(CaptureError) as caught:
+        capture(Sharing(what), torch.zeros(4, 4, device="cpu"), lambda output, batch: output.mean())
+    said = caught.value.message
+    assert said.startswith("parameters and buffers have memory of their own") and "first.weight" in said and PAIRS[what] in said
+
+
+@pytest.mark.parametrize("what", ["attribute", "list"])
+def test_a_tensor_in_the_memory_of_a_weight_is_refused_where_it_is_read(what: str) -> None:
+    with pytest.raises(CaptureError, match=r"shares that of first\.weight\)") as caught:
+        capture(Sharing(what), torch.randn(4, 4), lambda output, batch: output.mean())
+    assert "test_errors.py:" in str(caught.value.where)
+
+
+@pytest.mark.parametrize("what", ["tied", "clone", "apart", "nothing"])
+def test_memory_that_is_tied_or_apart_is_captured(what: str) -> None:
+    capture(Sharing(what), torch.randn(4, 4), lambda output, batch: output.mean())

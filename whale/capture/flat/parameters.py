@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
 from torch import Tensor, nn
 
 from whale.capture.flat.sizes import dtype_name
+from whale.errors import CaptureError
 from whale.ir.graph import Parameter, TensorSpec
 
 
@@ -44,6 +46,44 @@ def holdings(model: nn.Module) -> Holdings:
     found = [_describe(same, tensors[same[0]], kinds[same[0]]) for same in names.values()]
     canonical = {name: same[0] for same in names.values() for name in same}
     return Holdings(tuple(found), {parameter.name: tensors[parameter.name] for parameter in found}, canonical)
+
+
+def check_memory(held: Holdings) -> None:
+    """Checks that tensors share memory as one parameter or not at all: a rank holds each in a place of its own.
+
+    Raises:
+        CaptureError: a parameter that is trained shares its memory with another parameter or a buffer.
+    """
+    by_storage: dict[int, list[Parameter]] = {}
+    for parameter in held.parameters:
+        by_storage.setdefault(_extent(held.tensors[parameter.name])[0], []).append(parameter)
+    for parameters in by_storage.values():
+        for one, other in combinations(parameters, 2):
+            if (one.trainable or other.trainable) and _share_memory(held.tensors[one.name], held.tensors[other.name]):
+                raise CaptureError(
+                    f"parameters and buffers have memory of their own, or are one ({one.name} and {other.name} share memory)",
+                    hint=f"assign the parameter itself ({other.name} = {one.name}), which ties them, or clone() one of them",
+                )
+
+
+def lender(held: Holdings, tensor: Tensor) -> str | None:
+    """The trained parameter whose memory a tensor shares; None where it has its own."""
+    return next((each.name for each in held.parameters if each.trainable and _share_memory(held.tensors[each.name], tensor)), None)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether the bytes between the first and last element of two tensors overlap."""
+    (storage, start, stop), (other_storage, other_start, other_stop) = _extent(one), _extent(other)
+    return storage == other_storage and start < other_stop and other_start < stop
+
+
+def _extent(tensor: Tensor) -> tuple[int, int, int]:
+    """The storage, which meta tensors have too, and the bytes in it."""
+    if tensor.numel() == 0:
+        return 0, 0, 0
+    size, last = tensor.element_size(), sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(first * size), int((first + last + 1) * size)
 
 
 def _describe(names: list[str], tensor: Tensor, kind: Literal["parameter", "buffer"]) -> Parameter:
