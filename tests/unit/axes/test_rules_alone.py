@@ -92,6 +92,7 @@ MATRICES = [
     Case("matmul.default", (x(5), x(5)), {"contracted": [5]}),
     Case("mv.default", (x(3, 5), x(5)), {"contracted": [5], "kept": [3]}),
     Case("dot.default", (x(5), x(5)), {"contracted": [5]}),
+    Case("vdot.default", (x(5), x(5)), {"contracted": [5]}),
     Case("outer.default", (x(3), x(5)), {"kept": [3, 5]}),
     Case("bilinear.default", (x(2, 3), x(2, 5), x(7, 3, 5), x(7)), {"contracted": [3, 5], "kept": [2, 7]}),
     Case("einsum.default", ("bhsd,bhtd->bhst", [x(2, 3, 5, 4), x(2, 3, 7, 4)]), {"contracted": [4], "kept": [2, 3, 5, 7]}),
@@ -203,6 +204,8 @@ NORMALISATIONS = [
     Case("log_softmax.int", (x(2, 3, 5), -1), {"kept": [2, 3], "whole": [5]}),
     Case("_log_softmax.default", (x(2, 3, 5), 0, False), {"kept": [3, 5], "whole": [2]}),
     Case("glu.default", (x(2, 6, 5), 1), {"kept": [2, 3, 5], "whole": [2]}),
+    Case("_weight_norm.default", (x(4, 3, 5), x(4, 1, 1)), {"kept": [4], "whole": [3, 5]}),
+    Case("_weight_norm.default", (x(4, 3, 5), x(1, 1, 5), 2), {"kept": [5], "whole": [3, 4]}),
     Case("pairwise_distance.default", (x(2, 3, 5), x(2, 3, 5)), {"kept": [2, 3], "whole": [5]}),
     Case("pairwise_distance.default", (x(2, 5), x(5), 2.0, 1e-6, True), {"kept": [2], "whole": [5]}),
     Case("cosine_similarity.default", (x(2, 3, 5), x(2, 3, 5), 1), {"kept": [2, 5], "whole": [3]}),
@@ -287,6 +290,8 @@ ALONG = [
     Case("tril.default", (x(2, 3, 5),), {"kept": [2], "whole": [3, 5]}),
     Case("triu.default", (x(2, 3, 5), 1), {"kept": [2], "whole": [3, 5]}),
     Case("diagonal.default", (x(3, 3),), {"whole": [3, 3]}),
+    Case("diag.default", (x(3),), {"whole": [3, 3, 3]}),
+    Case("diag.default", (x(3, 5),), {"whole": [3, 3, 5]}),
 ]
 
 SHAPES = [
@@ -325,6 +330,8 @@ SHAPES = [
     Case("cat.default", ([x(2, 3), x(2, 5)], 1), {"kept": [2], "whole": [3, 5]}),
     Case("cat.default", ([x(2, 3), x(2, 3)], 1), {"kept": [2, 3], "whole": [2]}),
     Case("stack.default", ([x(2, 3), x(2, 3)], 1), {"kept": [2, 3], "whole": [2]}),
+    Case("meshgrid.default", ([x(3), x(5), x(4)],), {"kept": [3, 4, 5]}),
+    Case("meshgrid.indexing", ([x(3), x(5), x(4)],), {"kept": [3, 4, 5]}, {"indexing": "xy"}),
     Case("split.Tensor", (x(2, 6), 2, 1), {"kept": [2, 2], "whole": [3]}, local=split_sizes),
     Case("split_with_sizes.default", (x(2, 7), [3, 4], 1), {"kept": [2], "whole": [3, 4]}),
     Case("chunk.default", (x(2, 6), 2, 1), {"kept": [2, 3], "whole": [2]}),
@@ -448,6 +455,7 @@ FACTORIES = [
     Case("ones_like.default", (x(2, 3),), {"kept": [2, 3]}, grad=False),
     Case("full_like.default", (x(2, 3), 2.0), {"kept": [2, 3]}, grad=False),
     Case("randperm.default", (5,), {"whole": [5]}),
+    Case("tril_indices.default", (3, 4), {"whole": [2, 6]}),
 ]
 
 POINTWISE = [

@@ -54,5 +54,6 @@ FACTORIES: Family = {
     "full new_full": Operator(constant, "shapes.sized"),
     "scalar_tensor": Operator(constant),
     "randperm": Operator("-> [n!]"),
+    "tril_indices triu_indices": Operator("-> [_two! _places!]"),
     "zeros_like ones_like full_like empty_like rand_like randn_like randint_like": Operator(pointwise),
 }

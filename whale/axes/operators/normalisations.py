@@ -41,6 +41,15 @@ def group_norm(op: Op, reading: Reading) -> str:
     return f"input[n {channels} ...!] weight[{channels}] bias[{channels}] -> [n {channels} ...!]"
 
 
+def weight_norm(op: Op, reading: Reading) -> str:
+    """``_weight_norm``: each position of one dimension has a length of its own; of none, where all have one together."""
+    letters = names(len(operand(op, reading)))
+    own = number(argument(op, 2, "dim", 0))
+    terms = [letter if place == own else letter + "!" for place, letter in enumerate(letters)]
+    lengths = [letter if place == own else "1" for place, letter in enumerate(letters)] if operand(op, reading, 1) else []
+    return write([("v", terms), ("g", lengths)], terms)
+
+
 def halved(op: Op, reading: Reading) -> str:
     """``glu``: two halves of one dimension meet element by element: ``[a two*b] -> [a b]``."""
     letters = names(len(operand(op, reading)))
@@ -61,5 +70,6 @@ NORMALISATIONS: Family = {
         "input[n channels ...!] weight[channels] bias[channels] running_mean[channels] running_var[channels] -> [n channels ...!]"
     ),
     "softmax _softmax _safe_softmax log_softmax _log_softmax": Operator(along(), keeps="result"),
+    "_weight_norm": Operator(weight_norm),
     "glu": Operator(halved),
 }

@@ -70,6 +70,11 @@ def difference(op: Op, reading: Reading) -> str:
 _DIFFERENCE = {"input": "_old", "prepend": "_before", "append": "_after", "result": "_new"}
 
 
+def diagonal(op: Op, reading: Reading) -> str:
+    """``diag``: a diagonal of a matrix, or a matrix of a diagonal."""
+    return "self[n!] -> [_rows! _columns!]" if len(operand(op, reading)) == 1 else "self[i! j!] -> [_places!]"
+
+
 REDUCTIONS: Family = {
     "sum": Moves(reduction("sum"), gradient="one number"),
     "nansum count_nonzero": Operator(reduction("sum")),
@@ -102,6 +107,7 @@ ALONG_A_DIMENSION: Family = {
     "flip": Moves(along(name="dims")),
     "roll": Moves(along(position=2, name="dims")),
     "tril triu": Operator("self[... i! j!] -> [... i! j!]"),
+    "diag": Operator(diagonal),
     "diagonal": Operator("self[i! j!] -> [i!]"),
     "multinomial": Operator("self[... n!] -> [... _drawn!]"),
 }

@@ -135,6 +135,15 @@ def unfolding(op: Op, reading: Reading) -> str:
     return write([("input", source)], [*result, "_window!"])
 
 
+def grid(op: Op, reading: Reading) -> str:
+    """``meshgrid``: each tensor along a dimension of its own, repeated along those of the others."""
+    tensors = reading.tensors_of(op.args[0])
+    letters = names(len(tensors))
+    first = 2 if argument(op, 1, "indexing") == "xy" else 0
+    operands = [(f"tensor{index}", letters[index : index + len(dims)]) for index, dims in enumerate(tensors)]
+    return write(operands, *[letters[:first][::-1] + letters[first:]] * len(letters))
+
+
 SHAPES: Family = {
     "view reshape _unsafe_view _reshape_alias": Moves(view, "shapes.view"),
     "view_as reshape_as": Moves(view, "shapes.view_as"),
@@ -143,7 +152,7 @@ SHAPES: Family = {
     "squeeze": Moves(view, "shapes.squeeze"),
     "transpose swapaxes swapdims": Moves(swap()),
     "t": Moves(swap(0, 1)),
-    "mT": Moves(swap(-2, -1)),
+    "mT matrix_H": Moves(swap(-2, -1)),
     "numpy_T": Moves(reverse),
     "permute": Moves(permutation),
     "movedim moveaxis": Moves(move),
@@ -153,6 +162,7 @@ SHAPES: Family = {
     "repeat_interleave.self_int": Moves(interleaved_repetition, "shapes.repeat_interleave"),
     "cat concat": Moves(cat),
     "stack": Moves(stack),
+    "meshgrid": Moves(grid),
     "split split_with_sizes unsafe_split unsafe_chunk chunk tensor_split": Moves(split, "shapes.split", gradient="put together"),
     "unbind": Moves(unbind, gradient="put together"),
     "slice narrow": Moves(slice_, "shapes.slice_", gradient="put together"),
