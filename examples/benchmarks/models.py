@@ -3,6 +3,7 @@
     pip install .[test,zoo]
     python examples/benchmarks/models.py --jobs 2 --json models.json --page docs/benchmarks/models.md
     python examples/benchmarks/models.py --only 'timm/*' --json models.json       # these anew, the others as the file has them
+    python examples/benchmarks/models.py --operators tests/golden/zoo_operators.txt      # of which a test lists those without an entry
 
 data parallel   a copy of the model on either of two ranks
 uneven          the same, with three times as many rows on the second rank
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for tests, whose
 
 from zoo import LIBRARIES, entries_of
 from zoo.cell import Cell
-from zoo.cells import SETTINGS, capture_entry, cell_of, failed, one_line, plain_rank
+from zoo.cells import SETTINGS, capture_entry, captured, cell_of, failed, one_line, plain_rank
 from zoo.page import page
 
 from tests.distributed.world import RankFailure, World
@@ -100,6 +101,19 @@ def run_all(names: list[str], options: argparse.Namespace, progress: Progress) -
         return [name for found in [pool.submit(work) for _ in range(options.jobs)] for name in found.result()]
 
 
+def operators_of(names: list[str]) -> list[str]:
+    """The operators of torch's that the captures of some models call."""
+    found: set[str] = set()
+    for name in names:
+        try:
+            graph, _ = captured(name).capture()
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {one_line(str(error))}", flush=True)
+        else:
+            found |= {op.target for op in graph.ops if op.outputs and op.target.startswith("aten.")}
+    return sorted(found)
+
+
 def known_rows(file: Path | None) -> dict[str, Row]:
     """The rows that a file has from earlier runs."""
     if file is None or not file.exists():
@@ -116,11 +130,15 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="of a cell")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the results here; models that do not run keep those it has")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of all results here")
+    parser.add_argument("--operators", type=Path, metavar="FILE", help="capture only, and write what operators are called")
     options = parser.parse_args()
     progress = Progress(known_rows(options.json), options.json)
     names = [name for library in LIBRARIES for name in entries_of(library) if any(fnmatch(name, each) for each in options.only or ["*"])]
     if options.failing:
         names = [name for name in names if any(cell.kind != "exact" for cell in progress.rows.get(name, {"": Cell("raised")}).values())]
+    if options.operators is not None:
+        options.operators.write_text("\n".join(operators_of(names)) + "\n")
+        return 0
     broken = run_all(names, options, progress)
     if options.page is not None:
         options.page.write_text(page(progress.rows))

@@ -11,6 +11,7 @@ import torch
 
 from tests.distributed.world import RankFailure
 from tests.reference import Run
+from whale.axes.operators import entry_of
 from whale.errors import CaptureError, RuntimeFault
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
@@ -18,6 +19,21 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 from zoo.cell import Cell
 from zoo.cells import failed, judged
 from zoo.page import page
+
+OPERATORS = Path(__file__).parents[1] / "golden" / "zoo_operators.txt"
+WITHOUT_ENTRY = {"masked_select": "values decide how many it finds", "triplet_margin_loss": "distances and their loss in one op"}
+
+
+def test_operators_of_the_zoo_have_entries() -> None:
+    """Of all that the captured models of torch and transformers there call; all axes of one that has no entry are whole."""
+    missing = []
+    for target in OPERATORS.read_text().split():
+        _, packet, overload = target.split(".")
+        tags = getattr(getattr(torch.ops.aten, packet), overload).tags
+        if entry_of(target, torch.Tag.pointwise in tags).axes is None:
+            missing.append(packet)
+    assert missing == sorted(WITHOUT_ENTRY)
+
 
 PLAIN = Run([1.0, 0.5], {"w": torch.ones(3)}, {"w": torch.ones(3)})
 OTHER = replace(PLAIN, state={"w": torch.tensor([1.0, 1.0, 1.1])})

@@ -160,7 +160,7 @@ SHAPES: Family = {
     "expand_as": Moves(expansion),
     "repeat tile": Moves(repetition, "shapes.repeat"),
     "repeat_interleave.self_int": Moves(interleaved_repetition, "shapes.repeat_interleave"),
-    "cat concat": Moves(cat),
+    "cat concat concatenate": Moves(cat),
     "stack": Moves(stack),
     "meshgrid": Moves(grid),
     "split split_with_sizes unsafe_split unsafe_chunk chunk tensor_split": Moves(split, "shapes.split", gradient="put together"),
