@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import fx, nn
 
-from tests.distributed.cutting import captured, part_of, run
+from tests.distributed.cutting import captured, everyone, part_of, run
 from tests.wire import Counting
 from whale.axes.labels import label
 from whale.ir.graph import ModelGraph, Op
@@ -56,7 +55,7 @@ def compared(rank: int, num_ranks: int, builder: str, shards: Sequence[Shard]) -
     lowered = lower_shards(stage.module.graph, model, whole.axes, shards, rank)
     labels = label(model, whole.axes, [node.name for node in stage.module.graph.nodes if node.name in model.by_name], shards)
     listed = find_bridges(labels, frozenset(stage.outputs))
-    group = Counting(dist.group.WORLD)
+    group = everyone(Counting)
     tensors = {name: part_of(name, value, whole.axes, shards, rank) for name, value in whole.program.tensors.items()}
     run(_Forward(lowered, group), stage, model, whole.program, whole.batch, tensors, group)
     planned: Moved = {}

@@ -30,6 +30,7 @@ from whale.runtime.program.shard import GROUP, Group, ShardProgram, lower_shards
 from whale.runtime.program.shard.communication import enter
 
 T = TypeVar("T")
+AnyGroup = TypeVar("AnyGroup", bound=Group)
 
 
 @dataclass(frozen=True)
@@ -292,11 +293,11 @@ def _identity(value: Tensor, group: object, what: str) -> Tensor:
     return value
 
 
-def everyone() -> Group:
+def everyone(kind: type[AnyGroup] = Group) -> AnyGroup:
     """All ranks as one split group."""
     world = connect(300.0)
     ranks = tuple(range(world.size))
-    return Group(Groups(world, [ranks]), ranks)
+    return kind(Groups(world, [ranks]), ranks)
 
 
 def _held_so(name: str, shards: Sequence[Shard]) -> list[Shard]:
