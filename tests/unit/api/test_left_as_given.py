@@ -100,6 +100,14 @@ def test_parameters_that_are_read_one_by_one_after_training_are_an_error(read: C
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
+def test_a_model_that_the_script_trains_beside_the_engine_is_its_own() -> None:
+    model, engine = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss(model(BATCH["input"]), BATCH).backward()
+    engine.step(BATCH)
+    optimizer.step()
+
+
 def test_another_engine_may_be_made_of_a_model_whose_first_one_has_trained() -> None:
     model, engine = made()
     expected = float(engine.step(BATCH))

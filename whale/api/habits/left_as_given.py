@@ -36,7 +36,7 @@ class _Untrained(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         is_read = func in _READERS or (func != _GRADIENT and _makes_tensors(found, args))
-        if is_read and not _is_our_own():
+        if is_read and not _is_trained_by_script(args) and not _is_our_own():
             raise RuntimeFault(
                 f"{_RULE} (its parameters are read one by one)",
                 where=user_line(),
@@ -52,6 +52,12 @@ def _makes_tensors(found: object, args: tuple[Any, ...]) -> bool:
     written = args[0] if args and found is args[0] else None
     is_read = any(isinstance(leaf, _Untrained) and leaf is not written for leaf in pytree.tree_leaves(args))
     return is_read and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(found))
+
+
+def _is_trained_by_script(args: tuple[Any, ...]) -> bool:
+    """Whether a parameter among them has a gradient: the script trains the model beside the engine, by an optimizer of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(isinstance(leaf, _Untrained) and leaf.grad is not None for leaf in pytree.tree_leaves(args))
 
 
 def _is_our_own() -> bool:
