@@ -77,7 +77,8 @@ def test_a_pipeline_that_loses_a_rank_ends_and_says_where(how: str, timeout: str
     result = whale_run("--ranks", "2", "--timeout", timeout, str(SCRIPT.with_name("engine_death_script.py")), how)
     assert result.returncode == 1
     assert re.search(rf"whale run: rank 1 \(pid \d+\) {said}; last running in STEP", result.stderr), result.stderr
-    assert re.search(r"whale run: rank 0 .*(waited|waiting in [^;]+) for rank 1", result.stderr), result.stderr
+    # on a busy machine rank 0 is told to end before it has come to wait
+    assert re.search(r"whale run: rank 0 .*((waited|waiting in [^;]+) for rank 1|running in)", result.stderr), result.stderr
     assert result.stderr.index("whale run: rank 1") < result.stderr.index("whale run: rank 0"), "the cause comes first"
     assert "forcefully" not in result.stderr, "torchrun did so, half a minute later"
 
