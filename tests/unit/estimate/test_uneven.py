@@ -112,8 +112,8 @@ def test_the_step_is_that_of_what_is_alike_whatever_goes_over_links(
 
 
 def test_replicas_on_unlike_hosts_are_one_as_long_as_nothing_is_in_the_way() -> None:
-    # what else goes over the cards of the host of three is over when a message is to be sent
-    cluster = hosts_of([3, 2, 3], FAST, FAST, 1e9)
+    # one pipeline lies across hosts, and what else goes over their cards is over when it is to send
+    cluster = hosts_of([4, 1, 3], FAST, FAST, 1e9)
     plan, prices = planned(cluster, [each.name for each in cluster.devices], 2, "1f1b", 4)
     assert whether_even(plan, prices) == (True, True)
 

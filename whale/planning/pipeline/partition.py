@@ -3,9 +3,9 @@
     best[s][j] = min over i < j of max(best[s-1][i], cost_s(i, j))
 
 over the units of `whale.planning.pipeline.cut_points`, where cost_s is what the piece from i to j takes on the device of stage s
-for one micro-batch, with what it receives. Among the cuts with that slowest piece, the least sum of squares keeps the
-other stages level. Only pieces of some length are looked at: where all of that length take longer than the slowest piece
-of the best cut, longer ones are in no better cut; else longer ones are looked at too.
+for one micro-batch, with what it receives: values at i, and gradients at j. Among the cuts with that slowest piece, the least sum of
+squares keeps the other stages level. Only pieces of some length are looked at: where all of that length take longer than the slowest
+piece of the best cut, longer ones are in no better cut; else longer ones are looked at too.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def cut_into_stages(tables: StageTables, placed: Placed, num_rows: int, margin: 
 
     def slowest(bounds: Iterable[int]) -> float:
         pieces = enumerate(pairwise(bounds))
-        return max(float(tables.seconds(stage, placed, num_rows, np.array(i), np.array(j))) for stage, (i, j) in pieces)
+        return max(
+            float(tables.seconds(stage, placed, num_rows, np.array(i), np.array(j)) + tables.answered(stage, placed, num_rows)[j])
+            for stage, (i, j) in pieces
+        )
 
     return Partition(tuple(int(points.bounds[index]) for index in chosen), slowest(chosen), slowest(even))
 
@@ -86,9 +89,10 @@ def cut_into_stages(tables: StageTables, placed: Placed, num_rows: int, margin: 
 def _chosen(tables: StageTables, placed: Placed, num_rows: int, margin: float, band: Band) -> list[int] | None:
     """The bounds of the best cut, in units; None where longer pieces may be in a better one."""
     found = [tables.of(stage, placed, num_rows, margin, band) for stage in range(tables.pipeline.num_stages)]
-    seconds = [np.where(excess > 0, np.inf, time) for time, excess in found]
+    growing = [np.where(excess > 0, np.inf, time) for time, excess in found]
+    seconds = [own + tables.answered(stage, placed, num_rows)[:, None] for stage, own in enumerate(growing)]
     slowest = _least_maximum(seconds, band)
-    if not _is_enough(seconds, slowest, band):
+    if not _is_enough(growing, slowest, band):  # gradients may take less time at a later place
         return None
     if np.isinf(slowest):  # nothing fits: come as near as can be, the check of the whole plan says what is missing
         seconds = [excess for _, excess in found]

@@ -137,7 +137,10 @@ class StageTables:
         return self._seconds[timed], np.maximum(self._bytes[look] - room, 0.0)
 
     def seconds(self, stage: int, placed: Placed, num_rows: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
-        """Seconds of pieces as this stage, on one of the devices of a split group, which have equal parts of the work until it is cut."""
+        """Seconds of pieces as this stage, on one of the devices of a split group, which have equal parts of the work until it is cut.
+
+        With what it receives from the stage before; `answered` is what it receives from the next.
+        """
         self._ask(num_rows)
         kind, way = self._where(stage, placed, num_rows)
         timed = self._timed(stage, kind)
@@ -146,8 +149,18 @@ class StageTables:
         computing, starting = (sums[ends] - sums[starts] for sums in self._sums[timed])
         found: Floats = np.maximum(computing, starting)
         if way is not None:
-            found = found + way.seconds(self.points.messages, self._crossing(num_rows))[starts]
+            found = found + self._received(way, num_rows)[starts]
         return found
+
+    def answered(self, stage: int, placed: Placed, num_rows: int) -> Floats:
+        """Per place where a piece may end as this stage, the seconds in which it receives gradients from the next."""
+        way = self._where(stage + 1, placed, num_rows)[1] if self.prices.training and stage + 1 < self.pipeline.num_stages else None
+        return np.zeros(self.points.num_units + 1) if way is None else self._received(way, num_rows)
+
+    def _received(self, way: Way, num_rows: int) -> Floats:
+        """Per place, the seconds of what crosses there one way: of training, half of it."""
+        share = 0.5 if self.prices.training else 1.0
+        return way.seconds(share * self.points.messages, share * self._crossing(num_rows))
 
     def _ask(self, num_rows: int) -> None:
         """What is known of other numbers of rows is let go."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
@@ -13,13 +14,16 @@ from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
+from whale.hardware import load_cluster
 from whale.ir.cluster import Link
+from whale.planning import make_plan
 from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.partition import _chosen, _least_maximum, _least_squares, cut_into_stages
 from whale.planning.pipeline.recompute import KEEP_ALL, kept_under
 from whale.planning.pipeline.scheduling import Split, shape_pipeline
 from whale.planning.pipeline.stage_tables import Band, StageTables
 from whale.planning.structure.structure import analyse
+from whale.workloads import GPT
 
 
 @given(st.integers(1, 4), st.data())
@@ -71,3 +75,13 @@ def test_between_split_groups_parts_cross_and_do_not_push_the_cut_aside() -> Non
     split = replace(pipeline, devices=(4, 4), splits=(Split(4), Split(4)))
     cut = cut_into_stages(StageTables(points, prices, split, KEEP_ALL), placed, 64, 1.0)
     assert cut.bounds == (0, 4, 9)  # in the middle of the layers
+
+
+def test_a_cut_counts_what_comes_back() -> None:
+    """Between a head of many words and the loss the gradients of all scores come back: a cut by blocks is no better."""
+    graph = GPT(layers=12, hidden=768, heads=12, sequence=512, vocabulary=30_000).graph()
+    there = load_cluster(Path(__file__).parents[4] / "strategies/clusters/v100_t4.yaml")
+    pipeline = {"num_stages": 4, "num_micro_batch": 8, "schedule": "1f1b"}
+    chosen = make_plan(graph, there, Config({"planning.search": "off", "pipeline": pipeline}), rows=32)
+    by_blocks = {"planning.search": "off", "plan": {"replicas": 1, **pipeline, "blocks": [5, 6, 1, 0]}}
+    assert chosen.step_seconds < 1.01 * make_plan(graph, there, Config(by_blocks), rows=32).step_seconds
