@@ -58,10 +58,13 @@ class Simulation:
         """The closed form of a replica's schedule for the time that each of its virtual devices computes, but for the optimizer."""
         pipeline = replica.pipeline
         ranks = [0.0] * pipeline.num_ranks
+        chunks: list[list[float]] = [[] for _ in ranks]
         for stage, rank in zip(replica.stages, pipeline.stage_rank, strict=True):
             own = (self.step.of(name) for name in stage.virtual_device.devices)
             ranks[rank] = max((each.busy - each.optimizer) / pipeline.num_micro_batch for each in own)
-        return float(pipeline_seconds(pipeline.schedule, ranks, pipeline.num_micro_batch, pipeline.num_chunks))
+            chunks[rank].append(max((each.forward + each.backward for each in stage.estimates), default=0.0))
+        firsts = [own[0] / sum(own) if sum(own) else 1 / len(own) for own in chunks]
+        return float(pipeline_seconds(pipeline.schedule, ranks, pipeline.num_micro_batch, pipeline.num_chunks, firsts))
 
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data; times in seconds, sizes in bytes."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.examples import at_most
@@ -51,6 +51,7 @@ def test_the_figures_are_those_of_the_estimate() -> None:
     st.integers(1, 4),
     st.sampled_from(["none", "selective"]),
 )
+@example("interleaved", 3, 3, "none")  # chunks that do not take equally long
 def test_no_step_is_shorter_than_its_bounds(schedule: str, stages: int, count: int, recompute: str) -> None:
     chunks = 2 if schedule == "interleaved" else 1
     policy = "none" if schedule == "recompute_early" else recompute

@@ -53,17 +53,26 @@ def exposed_sync(
     return max(seconds / num_chunks, seconds - (num_chunks - 1) * last_group * backward / num_chunks)
 
 
-def pipeline_seconds(schedule: str, rank_seconds: Sequence[float] | Sequence[Floats], num_micro_batch: int, num_chunks: int = 1) -> Floats:
+def pipeline_seconds(
+    schedule: str,
+    rank_seconds: Sequence[float] | Sequence[Floats],
+    num_micro_batch: int,
+    num_chunks: int = 1,
+    first_parts: Sequence[float] | None = None,
+) -> Floats:
     """The least time of all micro-batches of a step.
 
     Args:
         rank_seconds: per pipeline rank, forward and backward of one micro-batch over all its chunks; or arrays of
             these, for several cases at once.
+        first_parts: per rank, the part of its time that its first chunk takes, which is what the ranks after it wait for; None where
+            chunks take equally long.
 
     Returns:
         one time per case (an array of no dimension for plain numbers).
     """
     ranks = np.asarray(rank_seconds, dtype=np.float64)
-    before = np.cumsum(ranks, axis=0) - ranks
+    first = ranks if first_parts is None else ranks * num_chunks * np.asarray(first_parts)
+    before = np.cumsum(first, axis=0) - first
     result: Floats = (num_micro_batch * ranks + bubble_share(schedule, num_chunks) * before).max(axis=0)
     return result
