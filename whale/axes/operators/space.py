@@ -37,12 +37,17 @@ def _num_spatial(op: Op) -> int:
     return digits[0] if digits else 2
 
 
+def _sides(op: Op, reading: Reading) -> tuple[str, str, str, str]:
+    """Of a convolution, the rows where it has some, and the space of what it reads, of its kernel, and of what it makes."""
+    dims, weight = operand(op, reading), operand(op, reading, 1)
+    space, kernel, made = (" ".join(f"{kind}{index}!" for index in range(len(weight) - 2)) for kind in ("x", "k", "y"))
+    return "n " if len(dims) == len(weight) else "", space, kernel, made
+
+
 def convolution(op: Op, reading: Reading) -> str:
     """Convolution: input channels are contracted, output channels and groups kept, space is whole (halos)."""
     groups = argument(op, 6 if op.target.split(".")[1] != "convolution" else 8, "groups", 1)
-    dims, weight = operand(op, reading), operand(op, reading, 1)
-    n = "n " if len(dims) == len(weight) else ""
-    space, kernel, made = (" ".join(f"{kind}{index}!" for index in range(len(weight) - 2)) for kind in ("x", "k", "y"))
+    n, space, kernel, made = _sides(op, reading)
     g = f"groups={number(groups)}"
     return f"input[{n}{g}*in_channels {space}] weight[{g}*channels in_channels {kernel}] +bias[{g}*channels] -> [{n}{g}*channels {made}]"
 
@@ -50,9 +55,7 @@ def convolution(op: Op, reading: Reading) -> str:
 def transposed_convolution(op: Op, reading: Reading) -> str:
     """Transposed convolution: as convolution, with the weight's two channel dimensions exchanged."""
     groups = f"groups={number(argument(op, 6, 'groups', 1))}"
-    dims, weight = operand(op, reading), operand(op, reading, 1)
-    n = "n " if len(dims) == len(weight) else ""
-    space, kernel, made = (" ".join(f"{kind}{index}!" for index in range(len(weight) - 2)) for kind in ("x", "k", "y"))
+    n, space, kernel, made = _sides(op, reading)
     source = f"{groups}*in_channels"
     return f"input[{n}{source} {space}] weight[{source} channels {kernel}] +bias[{groups}*channels] -> [{n}{groups}*channels {made}]"
 
