@@ -28,6 +28,7 @@ from whale.runtime.execute.roster import Roster
 from whale.runtime.program.shard.pieces import Index, part
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.perform import flat_bytes
 from whale.units import listed
 
 _MODULUS = (1 << 31) - 1
@@ -163,7 +164,7 @@ class EqualCopies:
         own = self._piece(key).cpu() if self._world.rank in owners else None
         reference = own if own is not None and self._world.rank == owners[0] else torch.empty(shape, dtype=dtype)
         with self._world.speaking(f"comparing {key[0]}"):
-            dist.broadcast(_bytes(reference), src=owners[0])
+            dist.broadcast(flat_bytes(reference), src=owners[0])
         distance, place = (0.0, 0) if own is None else _farthest(own, reference)
         found = cast(list[tuple[float, int]], self._world.gather_objects((distance, place)))
         distance, place = max(found)
@@ -186,10 +187,6 @@ def checksum(value: Tensor) -> Tensor:
     places = torch.arange(min(_CHUNK, flat.numel()), device=value.device) * 2 * _ODD + _ODD
     sums = [(chunk * places[: len(chunk)]).sum() for chunk in torch.split(flat, _CHUNK)]
     return sums[0] if len(sums) == 1 else checksum(torch.stack(sums))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _digest(value: object) -> int:

@@ -97,10 +97,10 @@ def _exchange(own: Mapping[Move, Tensor], gotten: Sequence[Move], whole: Whole, 
 
     Bytes travel, whatever the type is.
     """
-    sent = {move: _flat(value.to(world.wire_device)) for move, value in own.items() if move.target != world.rank}
+    sent = {move: flat_bytes(value.to(world.wire_device)) for move, value in own.items() if move.target != world.rank}
     rooms = {move: whole.empty(move.region, world.wire_device) for move in gotten}
     operations = [dist.P2POp(dist.isend, wire, move.target) for move, wire in sent.items()]
-    operations += [dist.P2POp(dist.irecv, _flat(room), move.source) for move, room in rooms.items()]
+    operations += [dist.P2POp(dist.irecv, flat_bytes(room), move.source) for move, room in rooms.items()]
     if operations:
         with world.speaking(f"moving {whole.name}"):
             for work in dist.batch_isend_irecv(operations):
@@ -108,5 +108,6 @@ def _exchange(own: Mapping[Move, Tensor], gotten: Sequence[Move], whole: Whole, 
     return rooms
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """A tensor as what every backend carries, whatever its type is; of one that is contiguous a view."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

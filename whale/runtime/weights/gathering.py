@@ -15,7 +15,7 @@ from whale.ir.plan import BATCH, Plan
 from whale.ir.writes import Reads
 from whale.runtime.program.shard.pieces import as_index, write_part
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.perform import perform
+from whale.runtime.state.perform import flat_bytes, perform
 from whale.sharding import Region, Sharding, reshard
 from whale.sharding.borders import row_space
 from whale.sharding.index_sets import count
@@ -46,21 +46,33 @@ def gather_tensors(
         Tensors by name; None on ranks that get nothing.
     """
     found: dict[str, torch.Tensor] = {}
-    target = Sharding.whole(tuple(range(world.size)) if only is None else (only,))
+    takers = tuple(range(world.size)) if only is None else (only,)
     for name in holdings.shardings.parameters:
-        source = holdings.shardings.gradient(name).final.renumbered(world_ranks)
-        held = None if rank is None or name not in tensors else tensors[name].detach()
-        whole = holdings.whole(model, name)
-        value = perform(reshard(source, target), whole, held, source.held.get(world.rank), world, torch.device("cpu"))
-        if only in (None, world.rank):
-            assert value is not None, "everybody who gets the whole holds it afterwards"
-            found[name] = value.cpu().clone() if value is held else value
-    return found if only in (None, world.rank) else None
+        value = _whole(model, holdings, name, rank, tensors, world_ranks, world, takers, torch.device("cpu"))
+        if value is not None:
+            found[name] = value
+    return found if world.rank in takers else None
 
 
-def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """Booleans travel as bytes."""
-    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+def _whole(
+    model: ModelGraph,
+    holdings: Holdings,
+    name: str,
+    rank: int | None,
+    tensors: Mapping[str, torch.Tensor],
+    world_ranks: Sequence[int],
+    world: World,
+    takers: Sequence[int],
+    device: torch.device,
+) -> torch.Tensor | None:
+    """A copy of one of them, whole, on a device of each rank of the world that takes it; None on the others."""
+    source, target = holdings.shardings.gradient(name).final.renumbered(world_ranks), Sharding.whole(takers)
+    held = None if rank is None or name not in tensors else tensors[name].detach()
+    value = perform(reshard(source, target), holdings.whole(model, name), held, source.held.get(world.rank), world, device)
+    if world.rank not in takers:
+        return None
+    assert value is not None, "everybody who takes the whole holds it afterwards"
+    return value.to(device, copy=True) if value is held else value
 
 
 def lend_tensors(
@@ -81,13 +93,9 @@ def lend_tensors(
         lent: where they come to on this rank.
     """
     for name, ranks in borrowers.items():
-        source = holdings.shardings.gradient(name).final.renumbered(world_ranks)
-        target = Sharding.whole(tuple(world_ranks[each] for each in ranks))
-        held = None if rank is None or name not in tensors else tensors[name].detach()
-        whole = holdings.whole(model, name)
-        value = perform(reshard(source, target), whole, held, source.held.get(world.rank), world, world.device)
-        if rank in ranks:
-            assert value is not None, "everybody who is lent the whole holds it afterwards"
+        takers = [world_ranks[each] for each in ranks]
+        value = _whole(model, holdings, name, rank, tensors, world_ranks, world, takers, world.device)
+        if value is not None:
             lent[name].copy_(value)
 
 
@@ -179,4 +187,4 @@ def _share(piece: torch.Tensor, mine: torch.Tensor | None, holder: int, world: W
         piece.copy_(mine)
     if not world.is_alone:
         with world.speaking("gathering predictions"):
-            dist.broadcast(_wire(piece), src=holder)
+            dist.broadcast(flat_bytes(piece), src=holder)
