@@ -10,7 +10,7 @@ import sys
 import traceback
 from functools import cache
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import TracebackType
 
 import torch
 
@@ -43,17 +43,6 @@ def line_of_function(function: object) -> SourceLine | None:
     """Where a function (or what a partial calls) is defined; None of what has no code of its own."""
     code = getattr(inspect.unwrap(function.func) if isinstance(function, functools.partial) else function, "__code__", None)
     return SourceLine(_shorten(code.co_filename), code.co_firstlineno) if code is not None and is_users(code.co_filename) else None
-
-
-def line_inside(function: object, number: int) -> SourceLine | None:
-    """A line of a function's source, counted from 1; None of what has no code of its own."""
-    first = line_of_function(function)
-    return None if first is None else SourceLine(first.file, first.line + number - 1)
-
-
-def line_in(code: CodeType, number: int) -> SourceLine:
-    """A line of the file that code stands in."""
-    return SourceLine(_shorten(code.co_filename), number)
 
 
 @cache
