@@ -80,6 +80,7 @@ class Runtime:
         self._buffers = SharedBuffers(holdings, roster.rank, state.tensors, self._connections.everyone.add, roster.world.device)
         self._workers: dict[str, Worker] = {}
         self._lent: dict[str, torch.Tensor] = {}
+        self._borrowers: dict[str, dict[str, tuple[int, ...]]] = {}  # of each mode
         self._kept: dict[str, KeptBuffers] = {}
         self._last_training: Worker | None = None
         self.prepare("train", captured, roster.plan, schedules)
@@ -107,7 +108,7 @@ class Runtime:
         constants = {name: value.to(device) for name, value in captured.constants.items()}
         trains = captured.graph.mode == "train"
         borrowers = self.holdings.borrowers(plan)
-        if mode != captured.graph.mode and not trains and not borrowers.items() <= self._borrowers(captured.graph.mode).items():
+        if mode != captured.graph.mode and not trains and not borrowers.items() <= self._borrowers[captured.graph.mode].items():
             raise PlanError(f"what a {captured.graph.mode} reads, and where, is the same at all sizes of its batches (here it reads more)")
         for name in (name for name, ranks in borrowers.items() if self.roster.rank in ranks and name not in self._lent):
             spec = captured.graph.parameter_by_name[name].spec
@@ -124,6 +125,7 @@ class Runtime:
             sync=self._sync if trains else None,
             copies=self._copies if trains else None,
         )
+        self._borrowers[mode] = borrowers
         if trains:
             moving = (name for name, kind in self._workers[mode].written.items() if kind == "statistics" and name in self._tensors)
             self._kept[mode] = KeptBuffers(self._tensors[name] for name in moving)
@@ -133,6 +135,7 @@ class Runtime:
         if mode in self._workers:
             self._workers.pop(mode).close()
             self._kept.pop(mode, None)
+            self._borrowers.pop(mode)
 
     def plan_of(self, mode: str) -> Plan | None:
         """The plan that a mode was prepared for; None where it was not."""
@@ -187,12 +190,9 @@ class Runtime:
                 self._tensors,
                 roster.world_ranks,
                 roster.world,
-                self._borrowers(mode),
+                self._borrowers[mode],
                 self._lent,
             )
-
-    def _borrowers(self, mode: str) -> dict[str, tuple[int, ...]]:
-        return self.holdings.borrowers(self._workers[mode].plan)
 
     def forward(self, mode: str, batch: BatchView, step_number: int) -> StepState:
         """Runs a mode without backward.
