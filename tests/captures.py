@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 import whale.api.mode
-from whale.capture import BatchStructure, Program, capture
-from whale.capture.flat.parameters import holdings
+from whale.capture import BatchStructure, CapturedProgram, capture
+from whale.capture.flat.sizes import holdings
 from whale.ir.graph import ModelGraph
 
 
@@ -34,15 +34,25 @@ class Captured:
 
     def __init__(self, model: nn.Module, batch: Any, loss: Callable[..., Any] | None = None) -> None:
         self.model, self.batch, self.loss = model, batch, loss
-        self._made: dict[tuple[Any, ...], tuple[ModelGraph, Program]] = {}
+        self._made: dict[tuple[Any, ...], tuple[ModelGraph, CapturedProgram]] = {}
 
-    def capture(self, mode: str = "train", batch: Any = None, static: bool = False) -> tuple[ModelGraph, Program]:
+    def capture(
+        self, mode: str = "train", batch: Any = None, static: bool = False, precision: str | None = None
+    ) -> tuple[ModelGraph, CapturedProgram]:
         """The capture in a mode, for batches like the model's own or like another."""
         batch = self.batch if batch is None else batch
         structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, 1 if static else 2)
-        key = mode, static, structure
+        key = mode, static, structure, precision
         if key not in self._made:
-            self._made[key] = capture(self.model, structure, self.loss, mode=mode, static=static, device="cpu")  # type: ignore[arg-type]
+            self._made[key] = capture(
+                self.model,
+                structure,
+                self.loss,
+                mode=mode,
+                static=static,
+                device="cpu",
+                precision=precision,  # type: ignore[arg-type]
+            )
         return self._made[key]
 
 
@@ -74,12 +84,12 @@ def at_hand() -> Iterator[None]:
     """Whoever captures one of these models meanwhile is given what has been made already."""
 
     def given(
-        model: nn.Module, batch: Any, loss: Any, *, mode: Any, static: bool = False, batch_dims: Any = None, device: str | None = None
-    ) -> tuple[ModelGraph, Program]:
+        model: nn.Module, batch: Any, loss: Any, *, mode: Any, static: bool = False, batch_dims: Any = None, **compute: Any
+    ) -> tuple[ModelGraph, CapturedProgram]:
         made = _FOUND.get(model)
         if made is None or loss is not made.loss or batch_dims:
-            return capture(model, batch, loss, mode=mode, static=static, batch_dims=batch_dims, device=device)
-        graph, program = made.capture(mode, batch, static)
+            return capture(model, batch, loss, mode=mode, static=static, batch_dims=batch_dims, **compute)
+        graph, program = made.capture(mode, batch, static, compute.get("precision"))
         return graph, program if model is made.model else replace(program, tensors={**program.tensors, **holdings(model).tensors})
 
     with mock.patch.object(whale.api.mode, "capture", given):

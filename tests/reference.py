@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils import _pytree as pytree
 
 Optimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -25,6 +27,9 @@ class Run:
         state: weights and buffers at the end, as ``state_dict`` names them.
         evaluation: the loss of the first batch in eval mode, at the end; None where it was not asked for.
         prediction: the tensors of the model's output for it, likewise.
+        norms: of all gradients of each step before they are clipped; empty where they are not.
+        averaged: the state with moving averages of weights, at the end; empty where none are kept.
+        averaged_evaluation: the loss of the first batch in eval mode by them; None likewise.
     """
 
     losses: list[float]
@@ -32,26 +37,54 @@ class Run:
     state: dict[str, Tensor] = field(default_factory=dict)
     evaluation: float | None = None
     prediction: tuple[Tensor, ...] = ()
+    norms: tuple[float, ...] = ()
+    averaged: dict[str, Tensor] = field(default_factory=dict)
+    averaged_evaluation: float | None = None
 
 
 def train(
-    model: nn.Module, loss: Callable[[Any, Any], Any], batches: Sequence[Any], optimizer: Optimizer, clip_norm: float | None = None
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batches: Sequence[Any],
+    optimizer: Optimizer,
+    clip_norm: float | None = None,
+    num_accumulated: int = 1,
+    decay: float | None = None,
 ) -> Run:
-    """Trains an unmodified model, a step per batch."""
+    """Trains an unmodified model, a step per batch, or by the mean of the gradients of so many; with averages of its weights by a decay."""
+    average = None if decay is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
     stepper = optimizer(list(model.named_parameters()))
     losses: list[float] = []
+    norms: list[float] = []
     gradients: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
-        stepper.zero_grad()
+        if number % num_accumulated == 0:
+            stepper.zero_grad()
         value = loss_value(loss(call(model, batch), batch))
         value.backward()
         losses.append(float(value.detach()))
+        if num_accumulated > 1 and number == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        if (number + 1) % num_accumulated:
+            continue
+        for p in model.parameters() if num_accumulated > 1 else ():
+            if p.grad is not None:
+                p.grad /= num_accumulated
         if clip_norm is not None:
-            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], clip_norm)
+            norms.append(float(nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], clip_norm)))
         if number == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         stepper.step()
-    return Run(losses, gradients, copy_of(model.state_dict()))
+        if average is not None:
+            average.update_parameters(model)
+    run = Run(losses, gradients, copy_of(model.state_dict()), norms=tuple(norms))
+    if average is None:
+        return run
+    if not average.n_averaged:
+        average.update_parameters(model)
+    return replace(
+        run, averaged=copy_of(average.module.state_dict()), averaged_evaluation=evaluate(copy.deepcopy(average.module), loss, batches[0])[0]
+    )
 
 
 def evaluate(model: nn.Module, loss: Callable[[Any, Any], Any], batch: Any) -> tuple[float, tuple[Tensor, ...]]:
@@ -185,10 +218,16 @@ def largest_error(found: Run, expected: Run) -> tuple[float, str]:
         f"loss of step {i}": relative_error(_number(a), _number(b))
         for i, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True))
     }
+    if found.norms:
+        norms, expected_norms = (torch.tensor(own.norms, dtype=torch.float64) for own in (found, expected))
+        errors["norms of the gradients"] = relative_error(norms, expected_norms)
     errors |= {f"gradient of {name}": error for name, error in gradient_errors(found.gradients, expected.gradients).items()}
     assert list(found.state) == list(expected.state), (list(found.state), list(expected.state))
     floor = 1e-3 * max((float(value.abs().max()) for value in expected.state.values() if value.numel()), default=0.0)
     errors |= {name: relative_error(found.state[name], value, floor) for name, value in expected.state.items()}
+    errors |= {f"average of {name}": relative_error(found.averaged[name], value, floor) for name, value in expected.averaged.items()}
+    if expected.averaged_evaluation is not None and found.averaged_evaluation is not None:
+        errors["averaged evaluation"] = relative_error(_number(found.averaged_evaluation), _number(expected.averaged_evaluation))
     if expected.evaluation is not None and found.evaluation is not None:
         errors["evaluation"] = relative_error(_number(found.evaluation), _number(expected.evaluation))
         for index, (a, b) in enumerate(zip(found.prediction, expected.prediction, strict=True)):

@@ -141,7 +141,7 @@ class WeightQueue:
                 for number, parameter in _weights(rule, args):
                     value = values[number]
                     if value is not None:
-                        value = value.to(parameter.dtype)
+                        value = value.to(parameter.grad_dtype or parameter.dtype)
                         parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
                     num_uses[parameter] -= 1
                     if is_final is not None and num_uses[parameter] == 0:

@@ -110,4 +110,6 @@ def each_counted(numbers: Sequence[int], noun: str) -> str:
 def _form(noun: str, number: int) -> str:
     if number == 1:
         return noun
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{noun[:-1]}ies"
     return noun + ("es" if noun.endswith(("s", "x", "ch")) else "s")

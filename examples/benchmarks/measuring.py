@@ -16,7 +16,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import Profile
 from whale.ir.serialization import to_json
-from whale.measure.op_inputs import Inputs
+from whale.measure.op_times import Inputs
 from whale.measure.probing import probe
 from whale.measure.profiling import Known, profile_model
 

@@ -84,9 +84,9 @@ def whale_step(options: argparse.Namespace, stages: int, config: dict[str, objec
     return partial(engine.step, batch)
 
 
-def loop_step(model: nn.Module, batch: Batch) -> Step:
+def loop_step(model: nn.Module, batch: Batch, make_optimizer: Callable[..., torch.optim.Optimizer] = OPTIMIZER) -> Step:
     """The plain training step."""
-    optimizer = OPTIMIZER(model.parameters())
+    optimizer = make_optimizer(model.parameters())
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -102,11 +102,14 @@ def single(options: argparse.Namespace) -> tuple[Step, Step]:
     return whale_step(options, 0, {}), loop_step(make_model(options), make_batch(options))
 
 
-def data_parallel(options: argparse.Namespace) -> tuple[Step, Step]:
-    model = nn.parallel.DistributedDataParallel(make_model(options))
+def own_rows(options: argparse.Namespace) -> Batch:
+    """The half of the batch that a rank has."""
     rank, half = dist.get_rank(), options.rows // 2
-    own = {name: tensor[rank * half : (rank + 1) * half] for name, tensor in make_batch(options).items()}
-    return whale_step(options, 0, {}), loop_step(model, own)
+    return {name: tensor[rank * half : (rank + 1) * half] for name, tensor in make_batch(options).items()}
+
+
+def data_parallel(options: argparse.Namespace) -> tuple[Step, Step]:
+    return whale_step(options, 0, {}), loop_step(nn.parallel.DistributedDataParallel(make_model(options)), own_rows(options))
 
 
 def pipeline(options: argparse.Namespace) -> tuple[Step, Step]:
@@ -149,14 +152,14 @@ def measure(ours: Step, peer: Step, options: argparse.Namespace) -> Result:
     return compared(ours, peer, options.steps, options.pairs)
 
 
-def check_equal(ours: object, peer: object) -> None:
+def check_equal(ours: object, peer: object, tolerance: float = 1e-3) -> None:
     """The two sides have trained alike: a comparison of different work would say nothing."""
     shares: list[float | None] = [float(peer) if isinstance(peer, Tensor) else None]
     if dist.is_initialized():
         mine, shares = shares[0], [None] * dist.get_world_size()
         dist.all_gather_object(shares, mine)
     theirs = statistics.mean(share for share in shares if share is not None)  # each rank's part of the batch, or the last stage's
-    if not isinstance(ours, Tensor) or abs(float(ours) - theirs) > 1e-3:
+    if not isinstance(ours, Tensor) or abs(float(ours) - theirs) > tolerance:
         raise SystemExit(f"the losses differ: {ours} and {theirs:.6f}")
 
 

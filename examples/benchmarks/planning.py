@@ -47,8 +47,8 @@ from whale.ir.plan import Plan
 from whale.ir.serialization import to_json
 from whale.planning import make_plan
 from whale.planning.annotations.taskgraphs import read_scopes
+from whale.planning.cutting.partition import cut_into_stages
 from whale.planning.pipeline.cut_points import find_cut_points
-from whale.planning.pipeline.partition import cut_into_stages
 from whale.planning.pipeline.placement import placements
 from whale.planning.pipeline.recompute import Chooser
 from whale.planning.replicas.end_of_step import end_of_step

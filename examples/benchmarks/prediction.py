@@ -43,9 +43,8 @@ from whale.estimate.costs.measured import measured
 from whale.ir.cluster import Cluster
 from whale.ir.figure import Figure
 from whale.ir.profile import KindProfile, Profile
-from whale.measure.op_inputs import Inputs
-from whale.measure.op_times import time_passes
-from whale.measure.samples import Clock
+from whale.measure.op_times import Inputs, time_passes
+from whale.measure.samples import RoundTimer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, loss_fn
@@ -201,7 +200,7 @@ def whole_pass(kind: KindProfile) -> float:
 
 def pass_seconds(world: World, inputs: Inputs, num_rows: int) -> float:
     """Seconds of the model's forward and backward pass on this rank, while all compute one."""
-    return statistics.median(time_passes(Clock(world, 1), inputs, num_rows).both)
+    return statistics.median(time_passes(RoundTimer(world, 1), inputs, num_rows).both)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

@@ -21,6 +21,7 @@ from whale_paper import bert_pipelines, bridges, m6, many_classes, sharding_patt
 from whale.estimate import ActionTimes, StateBytes, bubble_rate, state_bytes
 from whale.estimate import simulate as simulate_schedule
 from whale.ir.graph import Parameter, TensorSpec
+from whale.ir.plan import Form, states_of
 from whale.schedules import build, insert_recompute
 
 BUBBLES = [
@@ -56,7 +57,7 @@ def recomputations() -> Iterator[Figure]:
 def zero_memory() -> Iterator[Figure]:
     """Rajbhandari et al., ZeRO, SC'20: GB per device of 7.5 billion parameters in mixed precision with Adam, over 64 devices."""
     weights = Parameter("all", TensorSpec((7_500_000_000,), "float16", (0,)))
-    held = state_bytes(weights, _nowhere("float16").states)
+    held = state_bytes(weights, states_of((weights,), gradient=Form("float16"), optimizer=Form("float32"))[0])
     levels = {"none": (1, 1, 1), "stage 1": (1, 1, 64), "stage 2": (1, 64, 64), "stage 3": (64, 64, 64)}
     for (name, parts), published in zip(levels.items(), (120, 31.4, 16.6, 1.9), strict=True):
         yield Figure(name, published, _cut(held, *parts) / 1e9)

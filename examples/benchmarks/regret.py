@@ -28,7 +28,7 @@ from whale.errors import WhaleError
 from whale.hardware import parse_cluster
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.search import Found, search
+from whale.search import SearchResult, search
 from whale.workloads import GPT
 
 NUM_DEVICES = (2, 2, 3, 3, 4)
@@ -46,7 +46,7 @@ class Outcome:
         model, cluster: in short.
         rows: of the global batch.
         regret: how much slower the found plan is than the best, as a share of the best; infinite where only the latter is found.
-        found, best: the arrangements; empty where there is none.
+        found, best: the strategies; empty where there is none.
         num_planned: plans that the search made.
         num_plans: plans that were made for all.
         cpu_seconds: of the search.
@@ -96,7 +96,7 @@ def drawn_case(number: int, num_devices: int | None = None) -> tuple[str, str, M
     return str(model), text.replace("\n", ", "), model.graph(), parse_cluster(text), draw.choice((4, 8, 16))
 
 
-def searched(graph: ModelGraph, cluster: Cluster, rows: int, effort: float | None) -> Found | None:
+def searched(graph: ModelGraph, cluster: Cluster, rows: int, effort: float | None) -> SearchResult | None:
     try:
         return search(graph, cluster, Config(), rows=rows, effort=effort)
     except WhaleError:

@@ -18,7 +18,7 @@ from whale.config import Config
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.hardware import catalogue, parse_cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Form, ParameterState, Replica
+from whale.ir.plan import Form, Replica, states_of
 from whale.planning import make_plan
 from whale.workloads import GPT
 
@@ -63,12 +63,6 @@ class Run:
     gradients: str = "float16"
 
     @property
-    def states(self) -> tuple[ParameterState, ...]:
-        """Mixed precision: the weights' own float16, master weights and two states of Adam in float32."""
-        trained = ParameterState("trained", Form(), Form(dtype=self.gradients), Form(dtype="float32"), 3)
-        return trained, ParameterState("fixed", Form(), None, None, 0)
-
-    @property
     def cluster(self) -> str:
         """The cluster file."""
         count, hosts = min(self.per_host, self.num_devices), -(-self.num_devices // self.per_host)
@@ -110,7 +104,8 @@ def simulate(run: Run, *, costs: Costs = COSTS, scatters: bool = True) -> StepEs
     cluster = parse_cluster(run.cluster)
     plan = make_plan(graph, cluster, Config({"plan": run.plan, "communication": {"overlap": False}}), rows=run.batch)
     replicas = plan.replicas if scatters else tuple(map(_crossing_whole, plan.replicas))
-    return estimate(replace(plan, parameter_states=run.states, replicas=replicas), graph, cluster, costs)
+    states = states_of(graph.parameters, gradient=Form(run.gradients), optimizer=Form("float32"))  # master weights, two states of Adam
+    return estimate(replace(plan, parameter_states=states, replicas=replicas), graph, cluster, costs)
 
 
 @lru_cache(maxsize=4)  # the runs of one model stand near one another

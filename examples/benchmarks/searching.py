@@ -143,7 +143,7 @@ def measure(case: Case, profile: cProfile.Profile | None, *, with_rule: bool) ->
             rule = make_plan(graph, cluster, Config(), rows=case.rows).step_seconds
         except WhaleError:
             rule = None  # it does not fit
-    return Result(cpu_seconds, found.num_planned, found.step.step_seconds, rule, str(found.arrangement), round(os.getloadavg()[0], 1))
+    return Result(cpu_seconds, found.num_planned, found.step.step_seconds, rule, str(found.strategy), round(os.getloadavg()[0], 1))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from tests.parts import cut_out, put_in
 from whale.axes import Axes, Dimension, axes_of, discover
 from whale.axes.labels import may_scatter
 from whale.axes.values import may_lie_in_parts
-from whale.capture import Program, capture
+from whale.capture import CapturedProgram, capture
 from whale.comm import Groups, connect
 from whale.deferred import WeightQueue
 from whale.ir.graph import ModelGraph
@@ -46,7 +46,7 @@ class Captured:
     """
 
     model: ModelGraph
-    program: Program
+    program: CapturedProgram
     axes: Axes
     stage: StageProgram
     batch: Any
@@ -88,7 +88,7 @@ def _double(node: fx.Node) -> None:
     node.kwargs = {key: changed(value) for key, value in node.kwargs.items()}
 
 
-def whole_stage(model: ModelGraph, program: Program) -> StageProgram:
+def whole_stage(model: ModelGraph, program: CapturedProgram) -> StageProgram:
     """All ops as one stage that returns the loss terms, or the outputs."""
     ops = [op.name for op in model.ops if op.kind == "call"]
     terms = [name for term in model.loss for name in (term.sum, term.weight) if name is not None]
@@ -99,7 +99,7 @@ def run(
     module: nn.Module,
     stage: StageProgram,
     model: ModelGraph,
-    program: Program,
+    program: CapturedProgram,
     batch: Any,
     tensors: Mapping[str, Tensor],
     *first: object,

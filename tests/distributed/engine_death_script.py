@@ -1,8 +1,9 @@
-"""Run by test_launch.py: a 2-stage pipeline in training, in whose second step rank 1 gets a signal (KILL, TERM, STOP)."""
+"""Run by test_launch.py: a 2-stage pipeline, in whose second step rank 1 gets a signal (KILL, TERM, STOP) or fails by a warning (WARN)."""
 
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -10,7 +11,9 @@ import torch
 import whale
 
 RANK = int(os.environ["RANK"])
-SIGNAL = signal.Signals[f"SIG{sys.argv[1]}"]
+HOW = sys.argv[1]
+if RANK == 1 and HOW == "WARN":
+    warnings.simplefilter("error")  # as -W error does
 
 
 class Fatal(torch.optim.SGD):
@@ -24,7 +27,7 @@ class Fatal(torch.optim.SGD):
         super().step()
         self.steps += 1
         if RANK == 1 and self.steps == 2:
-            os.kill(os.getpid(), SIGNAL)
+            warnings.warn("the end", stacklevel=1) if HOW == "WARN" else os.kill(os.getpid(), signal.Signals[f"SIG{HOW}"])
 
 
 def part(name: str) -> torch.nn.Module:

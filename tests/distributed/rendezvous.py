@@ -27,7 +27,7 @@ _FROM_SENDER, _FROM_RECEIVER = 1, 2
 @contextmanager
 def launches_wait() -> Iterator[None]:
     """Within it, channels and groups of this process wait at every launch."""
-    send, receive, all_reduce, start = Channels.send, Channels.receive, Groups.all_reduce, Everyone.start
+    send, receive, collective, start = Channels.send, Channels.receive, Groups._started, Everyone.start
 
     def meeting_send(self: Channels, tensor: torch.Tensor, channel: Channel) -> Launched:
         _meet(channel.target, _FROM_SENDER, _FROM_RECEIVER)
@@ -38,8 +38,8 @@ def launches_wait() -> Iterator[None]:
         _meet(channel.source, _FROM_RECEIVER, _FROM_SENDER)
         return work
 
-    def meeting_sum(self: Groups, *arguments: Any) -> None:
-        work = all_reduce(self, *arguments)
+    def meeting_collective(self: Groups, *arguments: Any) -> None:
+        work = collective(self, *arguments)
         if work is not None:
             work.work.wait()
 
@@ -53,7 +53,7 @@ def launches_wait() -> Iterator[None]:
     replaced: tuple[tuple[type, str, Callable[..., Any]], ...] = (
         (Channels, "send", meeting_send),
         (Channels, "receive", meeting_receive),
-        (Groups, "all_reduce", meeting_sum),
+        (Groups, "_started", meeting_collective),
         (Everyone, "start", meeting_everyone),
     )
     with ExitStack() as stack:

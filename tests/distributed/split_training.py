@@ -11,7 +11,18 @@ import torch
 
 import whale
 from tests import reference
-from tests.distributed.training import Case, captured_case, largest_of, make_cluster, make_engine, run_case, train_reference
+from tests.distributed.training import (
+    Case,
+    captured_case,
+    finished,
+    largest_of,
+    make_cluster,
+    make_engine,
+    norms_of,
+    run_case,
+    train_on,
+    train_reference,
+)
 from tests.distributed.world import World
 from whale.axes import Axes, discover
 from whale.axes.labels import SCATTERED, label
@@ -20,6 +31,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Plan, Shard, Stage
 from whale.planning import make_plan
 from whale.planning.verify import verify
+from whale.runtime.program.shard.pieces import part
 
 
 def plan_case(case: Case) -> tuple[Plan, ModelGraph]:
@@ -138,11 +150,14 @@ def _sizes(total: int, num_parts: int, draw: random.Random) -> tuple[int, ...]:
 
 
 def whole_gradients(engine: whale.Engine, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's gradients, each put into a copy of the expected whole one in the place that the rank holds."""
+    """This rank's gradients, each put into a copy of the expected whole one in the place that the rank keeps."""
     found = {}
     for name, held in engine.gradients().items():
         assert engine.rank is not None
-        places = engine.runtime.holdings.cut_out(name, engine.rank, torch.arange(expected[name].numel()).view(expected[name].shape))
+        holdings = engine.runtime.holdings
+        places = holdings.cut_out(name, engine.rank, torch.arange(expected[name].numel()).view(expected[name].shape))
+        index = holdings.kept_index(name, engine.rank)
+        places = places if index is None else part(places, index)
         assert places.shape == held.shape, (name, places.shape, held.shape)
         found[name] = expected[name].clone(memory_format=torch.contiguous_format)
         found[name].view(-1)[places.reshape(-1)] = held.reshape(-1)
@@ -151,21 +166,17 @@ def whole_gradients(engine: whale.Engine, expected: Mapping[str, torch.Tensor]) 
 
 def train_rank(rank: int, num_ranks: int, case: Case, plan: Plan | None, expected: Mapping[str, torch.Tensor]) -> reference.Run:
     """Trains the case on one rank, by a plan or by its own."""
-    engine, batches = make_engine(case, plan), case.batches
+    engine = make_engine(case, plan)
     try:
         losses: list[float] = []
+        norms: list[float] = []
         gradients: dict[str, torch.Tensor] = {}
-        for number, batch in enumerate(batches):
-            losses.append(float(engine.step(batch)))
+        for number, batch in enumerate(case.batches):
+            losses.append(train_on(engine, case, number, batch))
+            norms += norms_of(engine, case, number)
             if number == 0:
                 gradients = whole_gradients(engine, expected)
-        state = engine.state_dict()
-        assert state is not None
-        run = reference.Run(losses, gradients, reference.copy_of(state))
-        if case.evaluates:
-            evaluation, output = float(engine.evaluate(batches[0])), engine.predict(batches[0])
-            run = replace(run, evaluation=evaluation, prediction=reference.tensors_of(output))
-        return run
+        return finished(engine, case, reference.Run(losses, gradients, norms=tuple(norms)))
     finally:
         engine.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -10,12 +12,15 @@ import torch
 from torch import Tensor
 
 from tests.distributed.world import RankFailure, World
+from tests.unit.runtime.checkpoint.test_damage import killed_at
 from whale.comm import connect
-from whale.errors import CheckpointError
+from whale.errors import CheckpointError, RuntimeFault
 from whale.ir.graph import TensorSpec
 from whale.ir.serialization import from_json
-from whale.runtime.checkpoint.checkpoint import Extras, load, save
+from whale.runtime.checkpoint import contents
+from whale.runtime.checkpoint.checkpoint import Extras, load
 from whale.runtime.checkpoint.contents import Index
+from whale.runtime.checkpoint.saving import save
 from whale.runtime.state.optimizer_state import OptimizerState
 
 NAMES = [f"layer.{number}.weight" for number in range(6)]
@@ -40,7 +45,7 @@ def write(rank: int, num_ranks: int, path: str, owners: Owners) -> None:
     optimizer = OptimizerState({name: {"exp_avg": -own[name], "step": 4} for name in own}, dict.fromkeys(own, options))
     extras = Extras({"step": 4, "from": rank} if own else {}, {"random": rank * 10})
     writers = {name: ranks[0] for name, ranks in owners.items()}
-    save(Path(path), tensors=own, optimizer=optimizer, extras=extras, writers=writers, world=connect(60), plan="plan")
+    save(Path(path), tensors=own, optimizer=optimizer, extras=extras, writers=writers, world=connect(60), plan="plan").finish()
 
 
 def read(rank: int, num_ranks: int, path: str, owners: Owners) -> dict[str, Any]:
@@ -107,8 +112,53 @@ def test_ranks_that_load_unlike_checkpoints_all_say_so(world: World, tmp_path: P
     assert messages == [f"all ranks load one checkpoint (rank 0: {paths[0]}, rank 2: {paths[1]})"] * 4
 
 
+def write_beside(rank: int, num_ranks: int, path: str) -> str:
+    place = Path(path)
+    tensors = {name: value(name) for name in NAMES if STAGES[name] == (rank,)}
+    writers = {name: ranks[0] for name, ranks in STAGES.items()}
+
+    def fail(_: Tensor) -> memoryview:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if rank == 1:
+        contents._bytes_of = fail
+    saving = save(place, tensors=tensors, optimizer=OptimizerState(), extras=Extras(), writers=writers, world=connect(60), copies=True)
+    while rank == 0 and any(place.parent.iterdir()):  # removed as soon as rank 0 knows, whoever waits for it
+        sleep(0.01)
+    try:
+        saving.finish()
+    except CheckpointError as error:
+        return error.message
+    return "saved"
+
+
+def test_where_one_rank_cannot_write_beside_the_training_all_say_so(world: World, tmp_path: Path) -> None:
+    message = f"{tmp_path / 'c'} cannot be written: the disk is full"
+    assert world.run(write_beside, str(tmp_path / "c"), num_ranks=2) == [f"rank 1: {message}", message]
+    assert not list(tmp_path.iterdir())
+
+
+def die_while_writing(rank: int, num_ranks: int, path: str, moment: int) -> None:
+    if rank == 1:
+        killed_at(moment, Path(path).parent, lambda: write(rank, num_ranks, path, STAGES))
+    else:
+        with pytest.raises(RuntimeFault):
+            write(rank, num_ranks, path, STAGES)
+
+
+@pytest.mark.parametrize("moment", [0, 2])
+def test_a_rank_that_dies_leaves_the_previous_one(world: World, tmp_path: Path, moment: int) -> None:
+    path = str(tmp_path / "c")
+    world.run(write, path, ONE, num_ranks=1)
+    with pytest.raises(RankFailure) as caught:
+        world.run(die_while_writing, path, moment, num_ranks=2)
+    assert caught.value.texts.keys() == {1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+    world.run(read, path, STAGES, num_ranks=2)
+
+
 def write_to_a_file(rank: int, num_ranks: int, path: str) -> None:
-    save(Path(path), tensors={}, optimizer=OptimizerState(), extras=Extras(), writers={}, world=connect(60))
+    save(Path(path), tensors={}, optimizer=OptimizerState(), extras=Extras(), writers={}, world=connect(60)).finish()
 
 
 def test_where_the_path_cannot_be_written_all_ranks_say_so(world: World, tmp_path: Path) -> None:

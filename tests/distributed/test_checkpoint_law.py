@@ -1,12 +1,16 @@
-"""The law across checkpoints: a training that goes from plan to plan equals one that is never interrupted, with its scheduler."""
+"""The law across checkpoints: a training that goes from plan to plan equals one that is never interrupted, with its scheduler.
+
+Each part trains one more step while its checkpoint is written, which nobody goes on from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
 from typing import Any
 
 import pytest
@@ -24,6 +28,7 @@ from tests.distributed.training import Case, make_cluster
 from tests.distributed.world import World
 from tests.examples import at_most
 from tests.models import Block, Description, build, descriptions
+from whale.runtime.checkpoint import contents
 
 TOLERANCE = 1e-10
 Named = list[tuple[str, nn.Parameter]]
@@ -43,6 +48,7 @@ OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "sgd in groups": partial(in_groups, make=partial(torch.optim.SGD, lr=0.05, momentum=0.9)),
     "adam in groups": partial(in_groups, make=partial(torch.optim.Adam, lr=0.01, eps=1e-2)),
 }
+BY_NAME = {"*weight": OPTIMIZERS["sgd in groups"], "*": OPTIMIZERS["amsgrad"]}
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "lambda": lambda own: lr_scheduler.LambdaLR(own, lambda epoch: 1 / (1 + epoch)),
     "restarts": lambda own: lr_scheduler.CosineAnnealingWarmRestarts(own, 3),
@@ -50,6 +56,17 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
         own, [lr_scheduler.LinearLR(own, 0.1, total_iters=2), lr_scheduler.LambdaLR(own, lambda epoch: 0.8**epoch)], [2]
     ),
 }
+
+
+def used(course: Course, names: Collection[str]) -> tuple[Any, Any]:
+    """The optimizer and the scheduler of a course, or those by patterns, of the patterns that have any of the names."""
+    optimizer = OPTIMIZERS.get(course.optimizer)
+    if optimizer is not None:
+        return optimizer, SCHEDULERS[course.scheduler]
+    weights = [name for name in names if name.endswith("weight")]
+    left_out = {"*weight": not weights, "*": len(weights) == len(names)}
+    made = {pattern: make for pattern, make in BY_NAME.items() if not left_out[pattern]}
+    return made, SCHEDULERS.get(course.scheduler) or dict.fromkeys(list(made)[:1], SCHEDULERS["restarts"])
 
 
 def block(num_stages: int = 1, split: int = 1, num_micro_batch: int = 1, schedule: str = "1f1b") -> dict[str, Any]:
@@ -95,15 +112,23 @@ class Course:
         return Case(self.description, self.rows, speeds, (("replicas", list(replicas)),), seed=self.seed)
 
 
+def written_after(event: Event) -> Event:
+    """From now on no tensor is written before the event."""
+    bytes_of = contents._bytes_of
+    contents._bytes_of = lambda value: bytes_of(value) if event.wait(60) else pytest.fail("the event has not come")
+    return event
+
+
 def train_part(rank: int, num_ranks: int, course: Course, part: int, folder: str) -> reference.Run:
     """The steps of one part, from the checkpoint of the part before it to one of its own."""
     case, place = course.case(part), Path(folder)
     made = captured_once(build, case.description, case.seed, case.rows[0])
+    optimizer, scheduler = used(course, [name for name, _ in made.model.named_parameters()])
     engine = whale.parallelize(
         made.model,
         loss=made.loss,
-        optimizer=OPTIMIZERS[course.optimizer],
-        scheduler=SCHEDULERS[course.scheduler],
+        optimizer=optimizer,
+        scheduler=scheduler,
         batch=made.batch,
         config=dict(case.config),
         cluster=make_cluster(case.speeds),
@@ -111,11 +136,15 @@ def train_part(rank: int, num_ranks: int, course: Course, part: int, folder: str
     try:
         start = 0 if part == 0 else course.stops[part - 1]
         if part > 0:
-            engine.load(place / str(part - 1))
+            assert engine.load(place / str(part - 1)) == {"part": (part - 1, "é")}
         assert engine.step_number == start
         losses = [float(engine.step(batch)) for batch in case.batches[start : course.stops[part]]]
-        engine.save(place / str(part))
-        return reference.Run(losses, {}, reference.copy_of(engine.state_dict() or {}))
+        has_stepped = written_after(Event())
+        engine.save(place / str(part), wait=False, extra={"part": (part, "é")})
+        state = reference.copy_of(engine.state_dict() or {})
+        engine.step(case.batches[-1])
+        has_stepped.set()
+        return reference.Run(losses, {}, state)
     finally:
         engine.close()
 
@@ -123,15 +152,20 @@ def train_part(rank: int, num_ranks: int, course: Course, part: int, folder: str
 def train_plainly(course: Course) -> reference.Run:
     """All parts in one loop."""
     model, _, loss = build(course.description, course.seed)
-    optimizer = OPTIMIZERS[course.optimizer](list(model.named_parameters()))
-    scheduler, losses = SCHEDULERS[course.scheduler](optimizer), []
+    named, losses = dict(model.named_parameters()), []
+    optimizer, scheduler = used(course, named)
+    makers, steppers = (optimizer if isinstance(optimizer, dict) else {"*": optimizer}), []
+    for pattern, make in makers.items():
+        own = [(name, p) for name, p in named.items() if len(makers) == 1 or name.endswith("weight") is (pattern == "*weight")]
+        stepper, schedule = make(own), scheduler.get(pattern) if isinstance(scheduler, dict) else scheduler
+        steppers += [stepper, *([] if schedule is None else [schedule(stepper)])]
     for batch in course.case(0).batches[: course.stops[-1]]:
-        optimizer.zero_grad()
+        model.zero_grad()
         value = reference.loss_value(loss(reference.call(model, batch), batch))
         value.backward()
         losses.append(float(value.detach()))
-        optimizer.step()
-        scheduler.step()
+        for each in steppers:
+            each.step()
     return reference.Run(losses, {}, reference.copy_of(model.state_dict()))
 
 
@@ -152,6 +186,7 @@ CHAIN = (Block("feed_forward"), Block("attention"), Block("norm"), Block("linear
 TOKENS = Description(tokens=True, blocks=CHAIN, tied=True, loss="two_terms")
 FIXED = {
     "pipelines": Course(TOKENS, ("pipeline", "pipeline of three", "one"), (2, 4, 6), (8,) * 6),
+    "by name": Course(TOKENS, ("pipeline", "split stages"), (2, 4), (8,) * 4, "by name", "by name"),
     "chunks and unlike replicas": Course(
         TOKENS, ("chunks", "unlike", "split stages"), (1, 4, 6), (16, 5, 16, 16, 4, 16), "sgd in groups", "in turn"
     ),
@@ -171,8 +206,8 @@ def courses(draw: st.DrawFn) -> Course:
         tuple(draw(st.lists(st.sampled_from(list(PLANS)), min_size=2, max_size=2))),
         (first, first + 2),
         (draw(st.integers(16, 20)), *draw(st.lists(st.integers(4, 20), min_size=3, max_size=3))),
-        draw(st.sampled_from(list(OPTIMIZERS))),
-        draw(st.sampled_from(list(SCHEDULERS))),
+        optimizer := draw(st.sampled_from([*OPTIMIZERS, "by name"])),
+        draw(st.sampled_from([*SCHEDULERS, *(["by name"] if optimizer == "by name" else [])])),
         draw(st.integers(0, 99)),
     )
 

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 import pytest
 
 from tests.distributed.split_training import plan_case
+from tests.distributed.test_state_law import with_state
 from tests.distributed.training import Case, captured_case, make_engine, run_case
 from tests.distributed.world import World
 from tests.models import Block, Description, Segment
 from whale.api.mode import CapturedMode
 from whale.config import Config
 from whale.dry_run import LiveBytes, dry_run
-from whale.dry_run.storages import BLOCK_BYTES
+from whale.dry_run.rank import BLOCK_BYTES
 from whale.ir.plan import Plan
 
 BLOCKS = (Block("linear"), Block("attention"), Block("feed_forward"), Block("norm"), Block("attention"), Block("feed_forward"))
@@ -41,6 +42,8 @@ CASES = {
     "split_again": (SPLIT, (1.0, 1.0), (("recompute.policy", "selective"),)),
     "uneven_split": (SPLIT, (1.0, 3.0), ()),
     "nested": (NESTED, (1.0, 1.0, 1.0), SHORT),
+    "zero_1": (PARALLEL, (1.0, 3.0), ()),
+    "zero_2": (PARALLEL, (1.0, 3.0), SHORT),
 }
 
 
@@ -75,7 +78,9 @@ def memory_of_a_step(rank: int, num_ranks: int, case: Case, plan: Plan, wanted: 
 def test_a_real_step_holds_as_much(world: World, name: str) -> None:
     description, speeds, config = CASES[name]
     case = Case(description, (ROWS, ROWS), speeds, config, optimizer="adam")
-    plan, _ = plan_case(case)
+    plan, graph = plan_case(case)
+    if name in ("zero_1", "zero_2"):
+        plan = with_state(plan, graph, int(name[-1]), shares=(1, 2))
     assert len(plan.devices) == len(speeds)
     made = captured_case(case)
     dry = dry_run(plan, CapturedMode(made.model, made.batch, made.loss, "train"), Config(dict(config)))

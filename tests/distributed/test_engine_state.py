@@ -64,5 +64,18 @@ def test_a_rebuilt_runtime_goes_on_exactly(world: World, optimizer: str) -> None
 
 
 def test_a_state_knows_no_process_group() -> None:
-    names = {"tensors", "optimizer", "scheduler", "step_number", "position", "num_advanced", "noted_settings", "has_moved_statistics"}
+    names = {
+        "tensors",
+        "kept",
+        "optimizer",
+        "scheduler",
+        "step_number",
+        "position",
+        "num_advanced",
+        "noted_settings",
+        "has_moved_statistics",
+        "loss_scale",
+        "decay",
+        "averages",
+    }
     assert {name for name in EngineState.__dataclass_fields__ if not name.startswith("_")} == names

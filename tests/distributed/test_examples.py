@@ -120,18 +120,22 @@ def test_orders_of_plans_are_compared_by_rank(monkeypatch: pytest.MonkeyPatch) -
 
 
 def compare(rank: int, num_ranks: int, case: str, options: argparse.Namespace) -> dict[str, float]:
-    """One comparison of the overhead benchmark, which fails where the two sides train unlike."""
+    """One comparison of the overhead or the state benchmark, which fails where the two sides train unlike."""
     sys.path.append(str(BENCHMARKS))
     import overhead
+    import state
 
+    if case in state.CASES:
+        shared: dict[str, float] = state.run_case(case, options)
+        return shared
     size, make = overhead.CASES[case]
     assert size == num_ranks
     result: dict[str, float] = overhead.measure(*make(options), options)
     return result
 
 
-@pytest.mark.parametrize("case", ["data_parallel", "pipeline"])
-def test_the_overhead_benchmark_compares_like_with_like(world: World, case: str) -> None:
+@pytest.mark.parametrize("case", ["data_parallel", "pipeline", "zero_1", "fp16"])
+def test_benchmarks_compare_like_with_like(world: World, case: str) -> None:
     options = argparse.Namespace(pairs=1, steps=1, warmup=1, layers=2, width=32, context=32, rows=16, micro_batches=4)
     assert all(result["ratio"] > 0 for result in world.run(compare, case, options, num_ranks=2))
 

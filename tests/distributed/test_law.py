@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, note
 from hypothesis import strategies as st
 
+import whale
 from tests import reference
-from tests.distributed.training import OPTIMIZERS, Case, errors, largest_of, run_case, train_rank, train_rank_and_plan, train_reference
+from tests.distributed.training import (
+    OPTIMIZERS,
+    Case,
+    errors,
+    largest_of,
+    make_cluster,
+    run_case,
+    train_rank,
+    train_rank_and_plan,
+    train_reference,
+)
 from tests.distributed.world import RankFailure, World
 from tests.examples import at_most
 from tests.models import Block, Description, Segment, build, descriptions
@@ -37,7 +50,7 @@ def cases(draw: st.DrawFn) -> Case:
         config["communication.bucket_bytes"] = 200
     least = max(2, num_ranks * num_micro_batch * 2)
     fewest = max(2, num_ranks * 2)
-    rows = [draw(st.integers(least, least + 5)), *draw(st.lists(st.integers(fewest, least + 5), min_size=2, max_size=2))]
+    rows = [draw(st.integers(least, least + 5)), *draw(st.lists(st.integers(fewest, least + 5), min_size=2, max_size=3))]
     speeds = draw(st.lists(st.sampled_from((1.0, 1.0, 2.0, 3.0)), min_size=num_ranks, max_size=num_ranks))
     return Case(
         description,
@@ -47,6 +60,8 @@ def cases(draw: st.DrawFn) -> Case:
         optimizer=draw(st.sampled_from(("sgd", "adam"))),
         seed=draw(st.integers(0, 99)),
         evaluates=draw(st.integers(0, 3)) == 3,
+        num_accumulated=draw(st.sampled_from((1, 1, 2))),
+        decay=draw(st.sampled_from((None, None, 0.5))),
     )
 
 
@@ -171,3 +186,32 @@ def test_batch_normalisation_per_replica(world: World, name: str) -> None:
     expected = reference.train_in_pieces(model, loss, case.batches, pieces, OPTIMIZERS[case.optimizer])
     error, where = largest_of([run for run, _ in results], expected)
     assert error < TOLERANCE, where
+
+
+def mean_square(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def synchronised(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), kind(8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+
+
+def train_synchronised(rank: int, num_ranks: int, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    cluster, optimizer = make_cluster((1.0, 3.0)), partial(torch.optim.SGD, lr=0.1)
+    config = {"planning.search": "off"}
+    model = synchronised(torch.nn.SyncBatchNorm)
+    engine = whale.parallelize(model, loss=mean_square, optimizer=optimizer, batch=batch, config=config, cluster=cluster)
+    for _ in range(3):
+        engine.step(batch)
+    state = engine.state_dict()
+    engine.close()
+    assert state is not None and type(model[1]) is torch.nn.SyncBatchNorm  # type: ignore[index]
+    return reference.copy_of(state)
+
+
+def test_synchronised_batch_normalisation_is_over_the_rows_of_all_replicas(world: World) -> None:
+    batch, model = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(8, 6) ** 2, synchronised(torch.nn.BatchNorm1d)
+    reference.train(model, mean_square, [(batch,)] * 3, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+    for state in world.run(train_synchronised, batch, num_ranks=2):
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-9, atol=1e-9)

@@ -12,7 +12,7 @@ from tests.distributed.training import Case
 from tests.distributed.world import World
 from tests.models import Block, Description, Segment
 from whale.axes import discover
-from whale.axes.halving import halve_stage
+from whale.axes.batch import halve_stage
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, program_of
 

@@ -16,16 +16,16 @@ from whale.comm import World
 from whale.hardware import DeviceProfile, cluster_text, load_cluster, parse_cluster
 from whale.ir.cluster import Cluster
 from whale.ir.profile import read_profile
-from whale.measure import compute_speed, handling, link_speed, probing
+from whale.measure import link_speed, probing
 from whale.measure.probing import probe
 
 
 def measure(rank: int, num_ranks: int, on_host: int) -> tuple[Cluster, list[str]]:
     """Small sizes: what is measured is not looked at. So many ranks make a host."""
-    compute_speed.SIZES = {"cpu": (8, 16)}
-    compute_speed.BEYOND_CACHES = {"cpu": 1 << 10}
-    link_speed.LARGE_BYTES = handling.LARGE_BYTES = 1 << 12
-    handling.SMALL_BYTES = 1 << 8
+    probing.SIZES = {"cpu": (8, 16)}
+    probing.BEYOND_CACHES = {"cpu": 1 << 10}
+    link_speed.LARGE_BYTES = link_speed.LARGE_SUM = 1 << 12
+    link_speed.SMALL_SUM = 1 << 8
     told: list[str] = []
     probing.local_profile = lambda *_: DeviceProfile(f"host{rank // on_host}", "cpu", 2**30)  # type: ignore[assignment]
     world = World(rank, num_ranks, rank % on_host, on_host, torch.device("cpu"), timedelta(seconds=PATIENCE_SECONDS))

@@ -53,7 +53,9 @@ def act_alone(rank: int, num_ranks: int, actions: tuple[tuple[str, str], ...], p
 
 
 def test_what_one_rank_does_alone_is_named_on_all(world: World, tmp_path: Path) -> None:
-    actions = tuple((alone, "step") for alone in ("save", "evaluate", "state_dict", "load", "predict", "load_state_dict"))
+    actions = tuple(
+        (alone, "step") for alone in ("save", "evaluate", "state_dict", "load", "predict", "load_state_dict", "forward_backward")
+    )
     for said in world.run(act_alone, (*actions, ("step", "save")), str(tmp_path / "c"), num_ranks=3):
         for (alone, _), (message, hint) in zip(actions, said, strict=False):
             rule = "all ranks call the same methods of an engine in the same order"

@@ -23,12 +23,14 @@ from tests.distributed.training import (
 )
 from tests.distributed.world import World
 from tests.models import Block, Description, Segment
+from tests.unit.search.exhaustive import replica_of
 from whale.config import Config
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Plan
-from whale.planning.pipeline.placement import Placed
-from whale.planning.seating import Seater, Seating
+from whale.planning.seating import Seater
+from whale.planning.strategy import Placed, Strategy
+from whale.search.freedom import Order
 
 MODEL = Description(tokens=True, blocks=(Block("feed_forward"), Block("attention"), Block("linear", skip_from=1), Block("gelu")))
 EFFORT = (("planning.effort", 30),)
@@ -72,13 +74,13 @@ def test_law_around_scopes(world: World, speeds: tuple[float, ...], num_used: in
     check(runs, case)
 
 
-def seated(rank: int, num_ranks: int, case: Case, seatings: tuple[Seating, ...]) -> reference.Run:
-    """Trains by the plan for such replicas."""
+def seated(rank: int, num_ranks: int, case: Case, order: Order, placed: Placed) -> reference.Run:
+    """Trains by the plan for a replica on these devices of each rank."""
     made, cluster, config = captured_case(case), make_cluster(case.speeds), Config(dict(case.config))
     graph = made.capture()[0]
     seater = Seater(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config, case.rows[0])
-    plan, _ = seater.draft(seatings).finished()
-    assert [len(stage.virtual_device.devices) for stage in plan.replicas[0].stages[:2]] == [len(names) for names in seatings[0].placed]
+    plan, _ = seater.realize(Strategy((replica_of(placed, cluster, order, 2),))).finished()
+    assert [len(stage.virtual_device.devices) for stage in plan.replicas[0].stages[:2]] == [len(names) for names in placed]
     return trained(make_engine(case, plan), case)
 
 
@@ -91,7 +93,7 @@ FIRST, PAIR, LAST = ("host0/0",), ("host0/0", "host0/1"), ("host0/2",)
 )
 def test_law_of_ranks_that_are_split_over_unlike_numbers_of_devices(world: World, schedule: str, num_chunks: int, placed: Placed) -> None:
     case = Case(MODEL, (8, 7), (0.002, 0.002, 0.002))
-    runs = run_case(world, seated, case, (Seating(schedule, num_chunks, 2, placed),))
+    runs = run_case(world, seated, case, Order(schedule, num_chunks), placed)
     error, where = largest_of([replace(run, gradients={}) for run in runs], replace(train_reference(case), gradients={}))
     assert error < 1e-10, where
 
@@ -99,5 +101,5 @@ def test_law_of_ranks_that_are_split_over_unlike_numbers_of_devices(world: World
 def test_only_the_devices_that_are_named_train(world: World) -> None:
     case = Case(MODEL, (12, 7), (0.002, 0.002, 0.001), (*EFFORT, ("cluster.devices", "host0/0,host0/2")))
     runs = run_case(world, searched, case)
-    assert runs[0][1].devices == ("host0/0", "host0/2") and runs[0][1].idle_devices == ()
+    assert sorted(runs[0][1].devices) == ["host0/0", "host0/2"] and runs[0][1].idle_devices == ()
     check(runs, case)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import whale
@@ -19,6 +20,7 @@ from tests.distributed.world import World
 from tests.unit.runtime.checkpoint.test_boxes import stored_tensors
 from whale.dry_run import LiveBytes
 from whale.hardware.cluster_file import parse_cluster
+from whale.runtime.checkpoint.model_files import export_weights
 
 WIDTH, HEADS, CLASSES, SLACK = 48, 6, 64, 64 << 10
 """SLACK: bytes for random states and what ranks tell each other."""
@@ -177,6 +179,10 @@ PLANS = [
 def test_any_plan_goes_on_from_any_other(world: World, tmp_path: Path, case: str, cluster: str | None, num_ranks: int) -> None:
     folder = str(tmp_path / "saved")
     written = run(world, save, case, cluster, folder, seed=0, num_ranks=num_ranks)
+    export_weights(tmp_path / "saved", tmp_path / "exported", 1)
+    exported = [load_file(file) for file in (tmp_path / "exported").glob("*.safetensors")]
+    assert all(torch.equal(value, written[0].weights[name]) for own in exported for name, value in own.items())
+    assert {name for own in exported for name in own} == written[0].weights.keys()
     for other, other_cluster, other_ranks in PLANS:
         for outcome in run(world, load, other, other_cluster, folder, seed=1, num_ranks=other_ranks):
             assert all(torch.equal(value, written[0].weights[name]) for name, value in outcome.weights.items())

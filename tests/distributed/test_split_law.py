@@ -83,6 +83,8 @@ def cases(draw: st.DrawFn) -> Case:
         optimizer=draw(st.sampled_from(("sgd", "adam"))),
         seed=draw(st.integers(0, 999)),
         evaluates=draw(st.integers(0, 3)) == 3,
+        num_accumulated=draw(st.sampled_from((1, 1, 3))),
+        decay=draw(st.sampled_from((None, None, 0.5))),
     )
 
 

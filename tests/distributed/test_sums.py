@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import PATIENCE_SECONDS
 from tests.distributed.world import World as Ranks
 from whale.comm import Waits, start_sum, start_sum_into
-from whale.comm.sums import SMALL_BYTES
+from whale.comm.groups import SMALL_BYTES
 
 SIZES = (0, 1, 5, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1)
 

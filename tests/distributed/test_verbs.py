@@ -143,16 +143,16 @@ def flat(output: Any) -> Found:
     return {str(number): value for number, value in enumerate(reference.tensors_of(output))}
 
 
+def make(course: Course, plan: str = "") -> whale.Engine:
+    made, cluster = course.captured(), make_cluster(course.speeds)
+    return whale.parallelize(made.model, loss=made.loss, optimizer=OPTIMIZER, batch=made.batch, config=course.config(plan), cluster=cluster)
+
+
 def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder: str) -> list[Found]:
     """What the verbs give on one rank; gradients put into the expected ones in the places that the rank holds."""
     warnings.simplefilter("ignore")
-    made, cluster, plan = course.captured(), make_cluster(course.speeds), course.plan
-    model, found = made.model, []
-
-    def make() -> whale.Engine:
-        return whale.parallelize(model, loss=made.loss, optimizer=OPTIMIZER, batch=made.batch, config=course.config(plan), cluster=cluster)
-
-    engine = make()
+    model, plan, found = course.captured().model, course.plan, []
+    engine = make(course)
     for number, (verb, value) in enumerate(course.verbs):
         given: Mapping[str, Any] = {}
         if verb in ("step", "evaluate"):
@@ -166,7 +166,7 @@ def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder
         elif verb == "reload":
             engine.save(Path(folder) / str(number))
             engine.close()
-            engine = make()
+            engine = make(course, plan)
             engine.load(Path(folder) / str(number))
         elif verb == "replan":
             plan = value
@@ -251,6 +251,74 @@ FIXED = {
 def test_law_of_fixed_courses(world: World, name: str) -> None:
     world.prepare(plan_of, FIXED[name])
     check(world, FIXED[name])
+
+
+def held(rank: int, num_ranks: int, course: Course) -> dict[str, int]:
+    """Elements of what a rank holds."""
+    engine = make(course)
+    found = {name: tensor.numel() for name, tensor in engine.tensors.items()}
+    engine.close()
+    return found
+
+
+def test_what_only_outputs_read_lies_in_parts(world: World) -> None:
+    course = FIXED["features cut otherwise"]
+    world.prepare(plan_of, course)
+    ranks, whole = world.run(held, course, num_ranks=2), course.captured().model.state_dict()
+    for name in ("side.weight", "side.bias", "bias"):
+        parts = [each[name] for each in ranks]
+        assert min(parts) > 0 and sum(parts) == whole[name].numel(), f"{name}: {parts} of {whole[name].numel()}"
+
+
+class Listed(nn.Module):
+    """Copied features and split classes, each with outputs of its own beside them that the loss does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whale.set_default_strategy(whale.replicate())
+        self.features, self.copied = nn.Linear(8, 16), nn.Linear(16, 4)
+        with whale.split():
+            self.classes, self.side, self.scale = nn.Linear(16, 32), nn.Linear(16, 6), nn.Parameter(torch.randn(32))
+        whale.set_default_strategy(None)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        features = self.features(x).relu()
+        classes = self.classes(features)
+        return classes, self.copied(features), self.side(features), classes * self.scale
+
+
+def listed() -> tuple[Listed, Tensor]:
+    torch.manual_seed(0)
+    return Listed().double(), torch.randn(9, 8, dtype=torch.float64)
+
+
+def listed_loss(output: tuple[Tensor, ...], batch: Any) -> Tensor:
+    return output[0].square().mean()
+
+
+def train_listed(rank: int, num_ranks: int) -> tuple[Found, dict[str, int]]:
+    warnings.simplefilter("ignore")
+    model, x = listed()
+    engine = whale.parallelize(model, loss=listed_loss, optimizer=OPTIMIZER, batch=x, config={"planning": {"search": "off"}})
+    engine.step(x)
+    found = flat(engine.predict(x)), {name: tensor.numel() for name, tensor in engine.tensors.items()}
+    engine.close()
+    return found
+
+
+def test_what_only_outputs_read_lies_as_its_scope_says(world: World) -> None:
+    model, x = listed()
+    optimizer = OPTIMIZER(model.named_parameters())
+    listed_loss(model(x), None).backward()
+    optimizer.step()
+    expected = flat(model(x))
+    ranks = world.run(train_listed, num_ranks=2)
+    for found, _ in ranks:
+        for name, value in expected.items():
+            assert reference.relative_error(found[name], value.detach(), 0.0) < TOLERANCE, name
+    for name, parameter in model.named_parameters():
+        held = sum(each[name] for _, each in ranks)
+        assert held == (2 if name.startswith(("features", "copied")) else 1) * parameter.numel(), name
 
 
 @st.composite

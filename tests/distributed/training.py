@@ -32,6 +32,8 @@ class Case:
         optimizer: ``sgd`` or ``adam``.
         seed: of weights and batches.
         evaluates: whether the trained model is evaluated and asked for its output.
+        num_accumulated: batches whose mean gradients make one update.
+        decay: of averages of the weights; None for none.
     """
 
     description: Description
@@ -41,6 +43,8 @@ class Case:
     optimizer: str = "sgd"
     seed: int = 0
     evaluates: bool = False
+    num_accumulated: int = 1
+    decay: float | None = None
 
     @property
     def batches(self) -> list[Any]:
@@ -97,29 +101,56 @@ def train_rank_and_plan(rank: int, num_ranks: int, case: Case) -> tuple[referenc
 
 def trained(engine: whale.Engine, case: Case) -> reference.Run:
     """Trains the case by an engine, which is closed then."""
-    batches = case.batches
     try:
         losses: list[float] = []
+        norms: list[float] = []
         gradients: dict[str, torch.Tensor] = {}
-        for number, batch in enumerate(batches):
-            losses.append(float(engine.step(batch)))
+        for number, batch in enumerate(case.batches):
+            losses.append(train_on(engine, case, number, batch))
+            norms += norms_of(engine, case, number)
             if number == 0:
                 gradients = reference.copy_of(engine.gradients())
-        state = engine.state_dict()
-        assert state is not None
-        run = reference.Run(losses, gradients, reference.copy_of(state))
-        if case.evaluates:
-            evaluation, output = float(engine.evaluate(batches[0])), engine.predict(batches[0])
-            run = replace(run, evaluation=evaluation, prediction=reference.tensors_of(output))
-        return run
+        return finished(engine, case, reference.Run(losses, gradients, norms=tuple(norms)))
     finally:
         engine.close()
+
+
+def train_on(engine: whale.Engine, case: Case, number: int, batch: Any) -> float:
+    """Trains on one batch; where the case accumulates, the last batch of each update applies the gradients. The loss of the batch."""
+    if case.num_accumulated == 1:
+        return float(engine.step(batch))
+    loss = float(engine.step(batch, update=False))
+    if (number + 1) % case.num_accumulated == 0:
+        engine.update(scale=1 / case.num_accumulated)
+    return loss
+
+
+def norms_of(engine: whale.Engine, case: Case, number: int) -> list[float]:
+    """The norm of the gradients of an update that this batch has ended, where the case has them clipped."""
+    return [] if case.clip_norm is None or (number + 1) % case.num_accumulated else [float(engine.gradient_norm)]
+
+
+def finished(engine: whale.Engine, case: Case, run: reference.Run) -> reference.Run:
+    """The run with what the trained engine has at the end."""
+    state = engine.state_dict()
+    assert state is not None
+    run = replace(run, state=reference.copy_of(state))
+    if case.decay is not None:
+        averaged = engine.state_dict(averaged=True)
+        assert averaged is not None
+        evaluation = float(engine.evaluate(case.batches[0], averaged=True)) if case.evaluates else None
+        run = replace(run, averaged=reference.copy_of(averaged), averaged_evaluation=evaluation)
+        assert all(torch.equal(own, state[name]) for name, own in (engine.state_dict() or {}).items())
+    if case.evaluates:
+        evaluation, output = float(engine.evaluate(case.batches[0])), engine.predict(case.batches[0])
+        run = replace(run, evaluation=evaluation, prediction=reference.tensors_of(output))
+    return run
 
 
 def make_engine(case: Case, plan: Plan | None = None) -> whale.Engine:
     """The engine of a case, by a plan or by its own, inside the process group that is there."""
     made = captured_case(case)
-    return whale.parallelize(
+    engine = whale.parallelize(
         made.model,
         loss=made.loss,
         optimizer=OPTIMIZERS[case.optimizer],
@@ -128,12 +159,15 @@ def make_engine(case: Case, plan: Plan | None = None) -> whale.Engine:
         cluster=make_cluster(case.speeds),
         plan=plan,
     )
+    if case.decay is not None:
+        engine.average(case.decay)
+    return engine
 
 
 def train_reference(case: Case) -> reference.Run:
     """Trains the case in this process."""
     model, _, loss = build(case.description, case.seed)
-    run = reference.train(model, loss, case.batches, OPTIMIZERS[case.optimizer], case.clip_norm)
+    run = reference.train(model, loss, case.batches, OPTIMIZERS[case.optimizer], case.clip_norm, case.num_accumulated, case.decay)
     if not case.evaluates:
         return run
     evaluation, prediction = reference.evaluate(model, loss, case.batches[0])

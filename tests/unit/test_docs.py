@@ -15,8 +15,8 @@ from tests.pages import FENCE, PAGES, ROOT, Block, blocks, run_python
 from tests.printed import quotes
 from whale.cli import main
 from whale.cli.command import make_parser
+from whale.cli.diff import kind_of
 from whale.cli.launch import make_parser as make_run_parser
-from whale.cli.verbs.diff import kind_of
 from whale.config import load_config, read_plan
 from whale.hardware import load_cluster
 

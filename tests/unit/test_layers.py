@@ -29,7 +29,7 @@ LINES = (
     ("comm",),
     ("config",),
     ("ir",),
-    ("errors", "telling", "units"),
+    ("errors", "progress", "units"),
 )
 HEIGHT = {part: len(LINES) - number for number, line in enumerate(LINES) for part in line}
 # Inside the largest parts, highest first: the rooms of one line never import one another; the files beside them stand on top.
@@ -41,8 +41,10 @@ ROOMS = {
         ("written",),
         ("explain", "verify"),
         ("replicas",),
+        ("cutting",),
         ("shard",),
         ("pipeline",),
+        ("strategy",),
         ("pricing", "annotations"),
         ("structure", "collecting"),
     ),
@@ -62,7 +64,7 @@ ROOMS = {
     ),
 }
 WITHOUT_TORCH = (
-    *("errors", "telling", "units", "ir", "config", "axes", "hardware"),
+    *("errors", "progress", "units", "ir", "config", "axes", "hardware"),
     *("sharding", "schedules", "estimate", "planning", "report", "search"),
 )
 WITH_DISTRIBUTED = ("comm", "runtime", "measure", "cli", "api")

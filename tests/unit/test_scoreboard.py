@@ -27,7 +27,8 @@ def test_a_run_is_simulated_as_it_is_written() -> None:
     assert sum(len(each.devices) for each in found.devices) == 2
     assert found.step_seconds >= 4 * 2 * 3 * 10 * 60e-6 / 2, "the host starts tens of kernels in each pass"
     peak = found.devices[0].peak
-    assert peak.optimizer == 3 * 2 * peak.weights and peak.gradients == peak.weights
+    assert peak.optimizer == 3 * 2 * peak.weights
+    assert peak.gradients == (1 + 2) * peak.weights, "those in float16, and copies in float32 while the optimizer steps"
 
 
 def test_rows_are_read(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,43 +14,38 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from whale.api.batches import view_of
-from whale.api.data.data_position import DataPosition
-from whale.api.data.loader import Loader, make_loader
-from whale.api.data.row_source import RowSource
-from whale.api.habits.elsewhere import answer, call_answer, copy_answer
-from whale.api.habits.left_as_given import LeftAsGiven
-from whale.api.habits.since_capture import SinceCapture
-from whale.api.habits.users_tensors import UsersTensors
-from whale.api.in_company import Turn, in_company
-from whale.api.inference import out_of_inference_mode
-from whale.api.mode import CapturedMode, ModeName
-from whale.api.modes import Modes
+from whale.api.calls import Turn, all_ranks, user_call
+from whale.api.guards import Guards
+from whale.api.hints import answer, call_answer, copy_answer
+from whale.api.initial_state import with_optimizer
+from whale.api.loader import DataPosition, Loader, make_loader
+from whale.api.mode import CapturedMode, ModeName, view_of
+from whale.api.modes import Modes, forget, prepare_forward, prepare_training
 from whale.api.opening import Opening
-from whale.api.preparing import forget, prepare_forward, prepare_training
-from whale.api.state.initial_state import with_optimizer
-from whale.api.state.owned import OwnedParameters
-from whale.api.state.state_keys import give_extra_state, state_keys, whole_state
-from whale.api.step_loss import step_loss
-from whale.api.tracebacks import in_short
+from whale.api.results import OwnedParameters, give_extra_state, state_keys, step_loss, whole_state
+from whale.api.row_source import RowSource
 from whale.api.tracing import Tracing
 from whale.comm import together
 from whale.config import Source
-from whale.errors import RuntimeFault, WhaleError, first_few, warn
+from whale.errors import ConfigError, RuntimeFault, WhaleError, first_few, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
+from whale.progress import progress
 from whale.runtime.checkpoint.moving import move_state
+from whale.runtime.checkpoint.saving import Saving
 from whale.runtime.checkpoint.training_state import load_state, save_state
 from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch.rank_batch import RankBatch
 from whale.runtime.execute.executor import StepState
+from whale.runtime.execute.roll_call import Call
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.elementwise import check_elementwise
 from whale.runtime.state.engine_state import EngineState
-from whale.runtime.training import train_step
+from whale.runtime.state.optimizer_state import read_optimizer
+from whale.runtime.training import Accumulated, forward_backward, train_step, update
 from whale.runtime.weights.filling import fill_tensors
 from whale.runtime.weights.gathering import gather_outputs, gather_tensors
-from whale.telling import told_if_long
 from whale.units import counted
 
 
@@ -70,30 +68,30 @@ class Engine:
         self.modes, self.opening = modes, opening
         self.turn = Turn()
         self._data = DataPosition(state)
+        self._saving: Saving | None = None
+        self._accumulated: Accumulated | None = None
+        world, train, trains = runtime.roster.world, modes.train, opening.optimizer is not None
+        tensors, is_first = train.program.tensors, world.rank == 0
+        self._guards = Guards(modes.model, train.graph, tensors, world.device, trains=trains, warns=is_first)
+        self._warns_of_no_optimizer, self._has_told_of_parts = not trains and is_first, False
         self._take_up(state, runtime, tracing)
-        world, trains = runtime.roster.world, opening.optimizer is not None
-        self._users = UsersTensors(modes.model, tells=world.rank == 0)
-        self._as_given = LeftAsGiven(modes.model, trains=trains, warns=world.rank == 0)
-        self._warns_of_no_optimizer, self._has_told_of_parts = not trains and world.rank == 0, False
 
     def _take_up(self, state: EngineState, runtime: Runtime, tracing: Tracing | None) -> None:
         """Goes on with a state, and a plan at work on it."""
         self.state, self.runtime, self._tracing = state, runtime, tracing
         self._data.state = state
         self._first_step = state.step_number
-        train = self.modes.train
-        self._since = SinceCapture(self.modes.model, train.graph, train.program.tensors, state.tensors, runtime.roster.world.device)
+        self._guards.take_up(state.tensors)
 
     # ---- work ------------------------------------------------------------------------------------------------
 
-    @in_short
-    @out_of_inference_mode
-    @in_company
-    def step(self, batch: Any) -> torch.Tensor:
+    @all_ranks
+    def step(self, batch: Any, *, update: bool = True) -> torch.Tensor:
         """Trains on one global batch.
 
         Args:
             batch: the global batch, equal on every rank, or a batch of `loader`.
+            update: whether its gradients, and those that `forward_backward` has left, are applied; otherwise it is `forward_backward`.
 
         Returns:
             The loss of the global batch: a 0-dim tensor on this rank's device, equal on all ranks. The device is not
@@ -103,53 +101,168 @@ class Engine:
             BatchError: the batch is not of the example's form, too small, or unequal on two ranks. Nothing has changed.
             CaptureError: layers were replaced since the capture, parameters frozen or unfrozen, or `torch.autocast` is in force.
             RuntimeFault: a peer died, or a wait outlasted ``communication.timeout_seconds``; or ranks hold unlike weights of one
-                parameter, or have changed the optimizer's settings in unlike ways; or the loss is no finite number, and has not gone
+                parameter, or have changed the optimizer's settings in unlike ways, or the script has written weights of which ops read
+                copies; or the loss is no finite number, and has not gone
                 into the weights (on a GPU it may have: it is looked at two steps later).
         """
+        return self._begin(batch, "step" if update else "forward_backward")
+
+    @all_ranks
+    def forward_backward(self, batch: Any) -> torch.Tensor:
+        """Adds the gradients of one global batch to those that wait for `update`; nothing is applied.
+
+        As after ``loss.backward()``, they are sums over the batches: ``update(scale=1 / num_batches)`` applies their mean. `gradients` and
+        `clip_grad_norm_` are for what comes between.
+
+        Args:
+            batch: as `step` takes it.
+
+        Returns:
+            The loss of the global batch, as `step` returns it.
+
+        Raises:
+            WhaleError: as `step`; where the batch is refused, the gradients are those of the batches before it.
+        """
+        return self._begin(batch, "forward_backward")
+
+    @all_ranks
+    def update(self, *, scale: float = 1.0) -> None:
+        """Applies the gradients that `forward_backward` has left: clips them by ``gradient.clip_norm``, steps optimizer and scheduler.
+
+        Args:
+            scale: factor on the gradients, before they are clipped.
+
+        Raises:
+            ConfigError: there are none, or the scale is no finite number.
+            RuntimeFault: as `step`, or ranks give unlike scales.
+        """
+        self.runtime.check_open()
+        self.runtime.call_together("update", scale)
+        if not math.isfinite(scale):
+            raise ConfigError(f"engine.update(scale=) takes a finite number (got {scale})")
+        accumulated = self._waiting()
+        update(self.runtime, self.state, accumulated, scale)
+        self._accumulated = None
+        if self._tracing is not None:
+            self._tracing.end(self.state.step_number, accumulated.num_rows)
+        self._rest()
+
+    @all_ranks
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales the gradients that wait for `update` so that their 2-norm is at most a number; each element counts once over all ranks.
+
+        Args:
+            max_norm: the largest norm; ``math.inf`` clips nothing.
+
+        Returns:
+            The norm before: 0-dim float64, equal on all ranks.
+
+        Raises:
+            ConfigError: no gradients wait, or the norm is not above 0.
+            RuntimeFault: a peer died, or ranks give unlike norms.
+        """
+        self.runtime.check_open()
+        self.runtime.call_together("clip_grad_norm_", max_norm)
+        if not max_norm > 0:
+            raise ConfigError(f"engine.clip_grad_norm_ takes a norm above 0 (got {max_norm})")
+        self._waiting()
+        return self.runtime.clip(self.state, None if math.isinf(max_norm) else max_norm)
+
+    def _begin(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
         self.runtime.check_open()
         if self._warns_of_no_optimizer:
             self._warns_of_no_optimizer = False
             warn("step computes gradients and applies none: parallelize was given no optimizer=")
-        if self.state.step_number == self._first_step:
-            with told_if_long("taking the first step", on_first=self.runtime.roster.world.rank == 0):
-                return self._train(batch)
-        return self._train(batch)
+        if self.state.step_number == self._first_step and self._accumulated is None:
+            with progress("taking the first step", on_first=self.runtime.roster.world.rank == 0):
+                return self._train(batch, call)
+        return self._train(batch, call)
 
-    def _train(self, batch: Any) -> torch.Tensor:
-        self._data.feed(batch)
+    def _train(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
+        if isinstance(batch, RankBatch):
+            self._data.feed(batch)
         if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
             self._tracing.begin()
-        name, _, view = self._view("train", batch)
-        loss = train_step(self.runtime, self.state, view, name)
-        self._as_given.trained()
-        if self._tracing is not None:
+        name, _, view = self._view("train", batch, call)
+        if call == "step":
+            loss = train_step(self.runtime, self.state, view, name, self._accumulated)
+            self._accumulated = None
+        else:
+            loss, self._accumulated = forward_backward(self.runtime, self.state, view, name, self._accumulated)
+        self._guards.trained()
+        if self._tracing is not None and call == "step":
             self._tracing.end(self.state.step_number, view.num_rows)
         self._rest()
         return step_loss(loss)
 
-    @in_short
-    @out_of_inference_mode
-    @in_company
-    def evaluate(self, batch: Any) -> torch.Tensor:
-        """The loss of a global batch in evaluation mode, equal on all ranks; nothing is trained."""
-        step, _, _ = self._forward("eval", batch)
-        loss = step.account.loss(self.runtime.totals(step))
+    def _waiting(self) -> Accumulated:
+        if self._accumulated is None:
+            raise ConfigError(
+                "no gradients wait for an update",
+                hint="call engine.forward_backward(batch) first; engine.step(batch) is forward, backward and update in one",
+            )
+        return self._accumulated
+
+    def _check_applied(self, call: str) -> None:
+        if self._accumulated is not None:
+            raise ConfigError(
+                f"engine.{call} was called while the gradients of {self._accumulated.num_batches} x forward_backward wait for "
+                "an update; they are no part of what it takes along",
+                hint="call engine.update() first",
+            )
+
+    @all_ranks
+    def evaluate(self, batch: Any, *, averaged: bool = False) -> torch.Tensor:
+        """The loss of a global batch in evaluation mode, equal on all ranks; nothing is trained.
+
+        Args:
+            batch: as `step` takes it.
+            averaged: whether by the averages of weights (`average`).
+        """
+        with self._weights("evaluate(averaged=True)" if averaged else "evaluate"):
+            step, _, _ = self._forward("eval", batch)
+            loss = step.account.loss(self.runtime.totals(step))
         self._rest()
         return step_loss(loss)
 
-    @in_short
-    @out_of_inference_mode
-    @in_company
-    def predict(self, batch: Any) -> Any:
-        """The model's output for the whole global batch, in evaluation mode, on every rank."""
-        step, captured, view = self._forward("predict", batch)
-        roster, plan = self.runtime.roster, self.runtime.plan_of(captured.key)
-        assert captured.program.outputs is not None and plan is not None
-        outputs = gather_outputs(captured.graph, plan, roster.world_ranks, roster.world, step.outputs, view.num_rows)
+    @all_ranks
+    def predict(self, batch: Any, *, averaged: bool = False) -> Any:
+        """The model's output for the whole global batch, in evaluation mode, on every rank.
+
+        Args:
+            batch: as `step` takes it.
+            averaged: whether by the averages of weights (`average`).
+        """
+        with self._weights("predict(averaged=True)" if averaged else "predict"):
+            step, captured, view = self._forward("predict", batch)
+            roster, plan = self.runtime.roster, self.runtime.plan_of(captured.key)
+            assert captured.program.outputs is not None and plan is not None
+            outputs = gather_outputs(captured.graph, plan, roster.world_ranks, roster.world, step.outputs, view.num_rows)
         self._rest()
         return captured.program.outputs.rebuild(outputs)
 
-    @in_short
+    @all_ranks
+    def average(self, decay: float) -> None:
+        """Keeps an exponential moving average of all weights from the next step on: ``decay * average + (1 - decay) * weight``.
+
+        Each rank averages what its optimizer steps, in its type and memory, so the averages are shared out, cut and offloaded as the
+        optimizer's state is. The first average is the weight after one step, as with `torch.optim.swa_utils.AveragedModel`. Checkpoints
+        have them, and `replan` brings them along; called again it changes the decay alone.
+
+        Args:
+            decay: from 0 to 1.
+
+        Raises:
+            ConfigError: it is not.
+            RuntimeFault: ranks give unlike ones.
+        """
+        self.runtime.check_open()
+        self.runtime.call_together("average", decay)
+        if not 0 <= decay <= 1:
+            raise ConfigError(f"engine.average takes a decay from 0 to 1 (got {decay})")
+        self.state.decay = decay
+
+    @user_call
     def loader(self, dataset: Any, *, global_batch_size: int, **options: Any) -> Loader:
         """Batches of a dataset, of which every rank reads its own rows only.
 
@@ -157,7 +270,7 @@ class Engine:
             dataset: of `torch.utils.data`.
             global_batch_size: rows over all ranks.
             **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers``, ``progress``, ``whole_batches`` as
-                `whale.api.data.loader.make_loader` takes them.
+                `whale.api.loader.make_loader` takes them.
         """
         roster = self.runtime.roster
         loader = make_loader(dataset, global_batch_size=global_batch_size, plan=roster.plan, rank=roster.rank, **options)
@@ -169,9 +282,12 @@ class Engine:
 
         Raises:
             RuntimeFault: the loss of one of the last steps, which a GPU had not told yet, is no finite number.
+            CheckpointError: a checkpoint that was being written could not be.
         """
         try:
             self.runtime.losses.settle()
+            if sys.exception() is None:  # else the others may be elsewhere
+                self._finish_saving()
         finally:
             self.runtime.close()
             if self._tracing is not None:
@@ -180,19 +296,22 @@ class Engine:
     # ---- state -----------------------------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of the last step that this rank owns, by parameter name; summed, corrected and clipped.
+        """The gradients that this rank's optimizer has, by parameter name: summed over ranks, and corrected.
+
+        After `step` they are those that were applied, clipped; after `forward_backward` those that wait for `update`, which applies
+        them as they are then.
 
         They are views of the buckets that gradients are summed in: the next step writes over them. Clone what is to be kept.
         """
         return self.state.gradients()
 
-    @in_short
-    @in_company
-    def state_dict(self, rank: int | None = None) -> dict[str, Any] | None:
+    @all_ranks
+    def state_dict(self, rank: int | None = None, *, averaged: bool = False) -> dict[str, Any] | None:
         """All parameters and buffers under the keys of ``model.state_dict()``, tied names included; whole, in host memory.
 
         Args:
             rank: gather on this rank only (the others get None); None gathers on every rank.
+            averaged: whether the averages of weights (`average`) are gathered in their place.
 
         Raises:
             RuntimeFault: there is no such rank, or ranks name different ones.
@@ -200,20 +319,21 @@ class Engine:
         size = self.runtime.roster.world.size
         if rank is not None and not 0 <= rank < size:
             raise RuntimeFault(f"state_dict(rank=) is one of the {counted(size, 'rank')}, from 0 (got {rank})")
-        self.runtime.call_together("state_dict", rank)
-        self._exchange()
+        self.runtime.call_together("state_dict(averaged=True)" if averaged else "state_dict", rank)
+        if averaged:
+            self._check_averages()
+        self._guards.exchange()
         names = state_keys(self.modes.model, self.model_graph)
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         graph, roster, holdings = self.model_graph, self.runtime.roster, self.runtime.holdings
-        found = gather_tensors(graph, holdings, roster.rank, self.state.tensors, roster.world_ranks, roster.world, only=rank)
+        tensors = {**self.state.lasting, **(self.state.averages if averaged else {})}
+        found = gather_tensors(graph, holdings, tensors, roster.world_ranks, roster.world, only=rank)
         if found is None:
             return None
         return whole_state(self.modes.model, names, found)
 
-    @in_short
-    @out_of_inference_mode
-    @in_company
+    @all_ranks
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes the weights of a ``model.state_dict()``, whatever trained them; all ranks call it with the same one.
 
@@ -223,35 +343,70 @@ class Engine:
             CheckpointError: keys are missing or unknown, shapes differ, or ranks were given unlike ones. Nothing has changed.
         """
         self.runtime.call_together("load_state_dict")
-        self._exchange()
+        self._guards.exchange()
         graph, roster, names = self.model_graph, self.runtime.roster, state_keys(self.modes.model, self.model_graph)
         given = {key: value for key, value in state.items() if names.get(key, key) is not None}
         keys = {key: name for key, name in names.items() if name is not None}
-        fill_tensors(graph, self.runtime.holdings, roster.rank, self.state.tensors, given, keys, roster.world)
+        fill_tensors(graph, self.runtime.holdings, roster.rank, self.state, given, keys, roster.world)
+        self.runtime.publish()
         give_extra_state(self.modes.model, names, state)
         self.state.has_moved_statistics = False
         self.runtime.losses.forget()
 
-    @in_short
-    @in_company
-    def save(self, path: str | Path) -> None:
+    @all_ranks
+    def save(
+        self,
+        path: str | Path,
+        *,
+        wait: bool = True,
+        extra: object = None,
+        keep: int | None = None,
+        score: float | torch.Tensor | None = None,
+    ) -> None:
         """Writes a checkpoint: parameters, buffers, optimizer, scheduler, step, random state and data position.
 
         It is written aside and renamed when complete, so a checkpoint at the path is never a half one.
-        """
-        self.runtime.call_together("save")
-        self.runtime.losses.settle()
-        self.runtime.merge_statistics(self.state)
-        state = replace(self.state, position=self._data.now)
-        with told_if_long(f"saving {path}", on_first=self.runtime.roster.world.rank == 0):
-            save_state(Path(path), state, self.runtime.roster, self.runtime.holdings, self.model_graph)
 
-    @in_short
-    @out_of_inference_mode
-    @in_company
-    def load(self, path: str | Path, *, trust: bool = False) -> None:
+        Args:
+            path: a folder of the checkpoint's own, that all ranks see.
+            wait: until it is complete. Otherwise what is kept is copied to host memory and written while training goes on; the next
+                `save`, `load` or `close` waits for it, and so does the end of the script.
+            extra: plain data of yours (numbers, text, None, tensors, and lists, tuples, dicts and sets of them), equal on all ranks.
+                `load` returns it.
+            keep: how many checkpoints stay in the folder that the path is in, the newest; the others are removed when this one is
+                complete. None for all.
+            score: of this one, less is better. The one with the least stays beside the newest.
+
+        Raises:
+            CheckpointError: it cannot be written, or the one before it could not; the same on all ranks. What stood at the path
+                before is intact.
+        """
+        self.runtime.call_together("save", int(wait))
+        self._check_applied("save")
+        with progress(f"saving {path}", on_first=self.runtime.roster.world.rank == 0):
+            self._finish_saving()
+            self.runtime.losses.settle()
+            self.runtime.merge_statistics(self.state)
+            self._saving = save_state(
+                Path(path),
+                replace(self.state, position=self._data.now),
+                self.runtime.roster,
+                self.runtime.holdings,
+                self.model_graph,
+                self.modes.model,
+                copies=not wait,
+                extra=extra,
+                keep=keep,
+                score=None if score is None else float(score),
+            )
+            if wait:
+                self._finish_saving()
+
+    @all_ranks
+    def load(self, path: str | Path, *, trust: bool = False) -> Any:
         """Reads a checkpoint that any plan of the same model wrote.
 
+        One of weights alone, as `whale checkpoint import` makes it, changes the weights alone, as `load_state_dict` does.
         Its data position is taken up by the loader that feeds the steps; where none has yet, by the first loader that was or will
         be made of the same samples.
 
@@ -259,17 +414,31 @@ class Engine:
             path: that it was saved at.
             trust: whether a checkpoint of the older form, which is unpickled, may run the code that is in it. Others run none.
 
+        Returns:
+            What `save` was given as `extra`; None without.
+
         Raises:
             CheckpointError: it is incomplete, damaged, of another model or optimizer, or of another loader. Nothing has changed.
         """
         self.runtime.call_together("load")
-        load_state(Path(path), self.state, self.runtime.roster, self.runtime.holdings, self.model_graph, self._data.check, trust=trust)
+        self._finish_saving()
+        roster, holdings = self.runtime.roster, self.runtime.holdings
+        graph, model = self.model_graph, self.modes.model
+        extra = load_state(Path(path), self.state, roster, holdings, graph, model, self._data.check, trust=trust)
+        self.runtime.publish()
         self.runtime.losses.forget()
+        self._accumulated = None
+        self.state.forget_gradients()
         self._data.resume()
+        return extra
 
-    @in_short
-    @out_of_inference_mode
-    @in_company
+    def _finish_saving(self) -> None:
+        """Waits for the checkpoint that is being written, if one is; all ranks do so together."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
+
+    @all_ranks
     def replan(self, plan: Plan | str | Path | None = None, *, config: Source = None) -> Plan:
         """Goes on under another plan: weights, optimizer and scheduler are brought to where it wants them, in memory, name by name.
 
@@ -290,6 +459,7 @@ class Engine:
         """
         self.runtime.check_open()
         self.runtime.call_together("replan")
+        self._check_applied("replan")
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         opening = self.opening.with_settings(config)
@@ -297,7 +467,9 @@ class Engine:
         roster, holdings = opening.prepare(opening.decide(plan))
 
         def check() -> list[tuple[Loader, RowSource]]:
-            check_elementwise(optimizer, [name for name in roster.owned if name in graph.trained and holdings.is_sharded(name)])
+            kept = {name: holdings.shardings.kept(name) for name in roster.owned if name in graph.trained}
+            read_optimizer(optimizer, self.state.kept)
+            check_elementwise(optimizer, [name for name, own in kept.items() if own.is_sharded and roster.rank in own.held])
             return self._data.divided(roster.plan, roster.rank)
 
         loaders = together(world, check)
@@ -343,18 +515,43 @@ class Engine:
         return self.state.step_number
 
     @property
+    def gradient_norm(self) -> torch.Tensor:
+        """The 2-norm of all gradients of the last step, each element once, before they were clipped: 0-dim float64, equal on all ranks.
+
+        It lies on this rank's device, which is not synchronised.
+
+        Raises:
+            ConfigError: no setting has it worked out.
+            RuntimeFault: no step has been done since `parallelize` or `replan`, or the engine is closed.
+        """
+        self.runtime.check_open()
+        if self.runtime.clipping is None:
+            raise ConfigError(
+                "the norm of the gradients is worked out where a setting needs it (gradient.clip_norm is null)",
+                hint="set gradient.clip_norm: the largest norm, a very large one clips nothing",
+            )
+        if (norm := self.runtime.clipping.last) is None:
+            raise RuntimeFault("the norm of the gradients is that of the last step (no step has been done by this plan)")
+        return norm
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor on the loss of the next step of a training in float16; None for others."""
+        return None if self.state.loss_scale is None else self.state.loss_scale.value
+
+    @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The parameters and buffers that this rank owns, by name."""
-        return self.state.tensors
+        """The parameters and buffers that this rank owns, by name: parameters as its optimizer steps them."""
+        return self.state.lasting
 
     @property
     def parameters(self) -> OwnedParameters:
-        """The parameters that this rank owns, or its parts of them, by name; called, as a module's are, an iterator over them.
+        """The parameters that this rank's optimizer steps, or its parts of them, by name; called, as a module's are, an iterator over them.
 
         Warns:
             UserWarning: they are gone through, some are parts, and a norm of each (for a max-norm, say) would be that of the part.
         """
-        return OwnedParameters(self.state.parameters, self._tell_of_parts)
+        return OwnedParameters(self.state.kept, self._tell_of_parts)
 
     @property
     def model_graph(self) -> ModelGraph:
@@ -386,8 +583,6 @@ class Engine:
     # ---- parts -----------------------------------------------------------------------------------------------
 
     def _forward(self, name: Literal["eval", "predict"], batch: Any) -> tuple[StepState, CapturedMode, BatchView]:
-        self.runtime.check_open()
-        self.runtime.call_together("evaluate" if name == "eval" else "predict")
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         base = self.modes.ensure(name, batch)
@@ -397,13 +592,12 @@ class Engine:
         key, captured, view = self._view(name, batch)
         return self.runtime.forward(key, view, self.state.step_number), captured, view
 
-    def _view(self, name: ModeName, batch: Any) -> tuple[str, CapturedMode, BatchView]:
+    def _view(self, name: ModeName, batch: Any, call: Call | None = None) -> tuple[str, CapturedMode, BatchView]:
         """What is ready for a batch, its capture, and the batch in parts; where that fails on this rank alone, the others do not wait."""
         with self.runtime.status.reporting():
             try:
-                with torch._C.DisableTorchFunctionSubclass():  # of the user's parameters, which hear of who reads them
-                    self._since.check()
-                    self._users.look()
+                self._guards.check()
+                self.runtime.check_unwritten()
                 captured = self.modes.fitting(name, batch, partial(forget, self.runtime))
                 view = view_of(captured.program.batch, batch)
                 key = captured.key
@@ -412,14 +606,36 @@ class Engine:
                 else:
                     prepare_forward(self.runtime, self.modes, captured, view.num_rows)
             except WhaleError as refusal:
-                self.runtime.refuse(name, refusal)
+                self.runtime.refuse(name, refusal, call)
                 raise
             return key, captured, view
+
+    @contextmanager
+    def _weights(self, call: Call) -> Iterator[None]:
+        """Around what reads weights: their averages, where the call asks for these."""
+        self.runtime.check_open()
+        self.runtime.call_together(call)
+        if not call.endswith("(averaged=True)"):
+            yield
+            return
+        self._check_averages()
+        self.state.swap_averages()
+        self.runtime.publish()
+        try:
+            yield
+        finally:
+            self.state.swap_averages()
+            if not isinstance(sys.exception(), RuntimeFault):  # else nothing is sent any more
+                self.runtime.publish()
+
+    def _check_averages(self) -> None:
+        if self.state.decay is None:
+            raise ConfigError("no averages of weights are kept", hint="call engine.average(decay=0.999) before the steps that they average")
 
     def _tell_of_parts(self) -> None:
         """Warns, once, that what this rank holds are parts; the first rank that holds parts of those speaks for the others."""
         holders = self.runtime.holdings.holders_of_parts
-        parts = [name for name in self.state.parameters if self.rank in holders(name)]
+        parts = [name for name in self.state.kept if self.rank in holders(name)]
         if parts and not self._has_told_of_parts and self.rank == min(holders(parts[0])):
             self._has_told_of_parts = True
             warn(
@@ -427,11 +643,6 @@ class Engine:
                 "the part. gradient.clip_norm clips by the norm of all gradients; engine.state_dict() has whole weights, and "
                 "engine.load_state_dict(...) takes them"
             )
-
-    def _exchange(self) -> None:
-        """Notes that the script has weights from the engine, or has given it some."""
-        self._users.exchange()
-        self._as_given.forget()
 
     def _rest(self) -> None:
         """States that the script goes on, so that what stops it there is not laid to a wait that is over."""

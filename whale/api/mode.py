@@ -1,19 +1,21 @@
-"""One capture of the user's model (train, eval or predict) and its program for any number of rows."""
+"""One capture of the user's model (train, eval or predict), its program for any number of rows, and what it reads of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, Program, capture
-from whale.capture.again import difference
-from whale.capture.flat.row_constants import are_same
+from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, CapturedProgram, capture
+from whale.capture.comparing import are_same, difference
 from whale.errors import BatchError, CaptureError
 from whale.ir.graph import LossTerm, ModelGraph
+from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch.rank_batch import RankBatch
 
 ModeName = Literal["train", "eval", "predict"]
 
@@ -28,7 +30,9 @@ class CapturedMode:
         name: which mode.
         batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
         device: the kind of device that it runs on, whose autocast counts; None for any.
+        precision: name of the type that ops compute in there; None for those of the model.
         key: tells this capture from others of the mode; its name by default.
+        read_as: the types in which the first capture of the model reads parameters that are cast once per step; None for the first.
 
     Attributes:
         key: as given.
@@ -46,14 +50,17 @@ class CapturedMode:
         batch_dims: BatchDims | None = None,
         device: str | None = None,
         key: str = "",
+        precision: str | None = None,
+        read_as: Mapping[str, str] | None = None,
     ) -> None:
-        self._device = device
+        self._capture = partial(capture, device=device, precision=precision, read_as=read_as)
         self._model, self._loss, self._name = model, loss, name
         self.key = key or name
         self.structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, batch_dims=batch_dims)
         self.graph: ModelGraph
-        self.program: Program
-        self.graph, self.program = capture(model, self.structure, loss, mode=name, device=device)
+        self.program: CapturedProgram
+        self.graph, self.program = self._capture(model, self.structure, loss, mode=name)
+        self._capture = partial(self._capture, read_as=self.graph.read_as)
         self._by_rows: dict[int, fx.Graph] = {self.graph.num_rows: self.program.graph}
 
     @property
@@ -72,7 +79,7 @@ class CapturedMode:
         """
         rule = f"a captured model computes in each step what it did when it was captured (traced again before {when}"
         try:
-            again = capture(self._model, self.structure, self._loss, mode=self._name, device=self._device)
+            again = self._capture(self._model, self.structure, self._loss, mode=self._name)
             found = difference((self.graph, self.program), again)
         except CaptureError as error:
             raise CaptureError(f"{rule}: {error.message})", where=error.where, hint=error.hint) from None
@@ -103,7 +110,7 @@ class CapturedMode:
     def _capture_at(self, num_rows: int) -> fx.Graph:
         try:
             structure = self.structure.with_rows(num_rows)
-            graph, program = capture(self._model, structure, self._loss, mode=self._name, static=True, device=self._device)
+            graph, program = self._capture(self._model, structure, self._loss, mode=self._name, static=True)
         except CaptureError as error:
             raise CaptureError(
                 f"the model must be captured for {num_rows} rows too, which a device takes of {self.graph.num_rows}: {error.message}",
@@ -129,12 +136,12 @@ class CapturedMode:
             if replace(ours, reason="", where=None) != replace(theirs, reason="", where=None):
                 raise CaptureError(
                     f"the loss must be made of the same terms for any number of rows ({self.graph.num_rows} and {other.num_rows} rows "
-                    f"differ: {_told(ours)}, {_told(theirs)})",
+                    f"differ: {_term_text(ours)}, {_term_text(theirs)})",
                     where=ours.where,
                     hint="divide by the number of rows itself, or return a (sum, weight) pair",
                 )
 
-    def _check_constants(self, other: Program, num_rows: int) -> None:
+    def _check_constants(self, other: CapturedProgram, num_rows: int) -> None:
         """Tensors that the model's code makes are those of the first capture."""
         for name, ours in self.constants.items():
             if not are_same(ours, other.tensors[name]):
@@ -153,7 +160,7 @@ _FAR = (
 )
 
 
-def _told(term: LossTerm) -> str:
+def _term_text(term: LossTerm) -> str:
     return f"{term.coefficient:g} x %{term.sum}" + ("" if term.weight is None else f" / %{term.weight}")
 
 
@@ -179,3 +186,27 @@ def structure_for(batch: Any, known: Any, batch_dims: BatchDims | None = None) -
         rows = BatchStructure.of(known, batch_dims=batch_dims).example_rows
         return BatchStructure.of(batch, least_rows=1, batch_dims=batch_dims).with_rows(rows)
     return structure
+
+
+def view_of(structure: BatchStructure, batch: Any) -> BatchView:
+    """The tensors of a batch, by the input ops that read them.
+
+    Args:
+        structure: of the captured mode.
+        batch: the global batch in the user's form, or a `RankBatch` of a loader.
+
+    Raises:
+        BatchError: it is not of the example's form.
+    """
+    with_rows = frozenset(part.name for part in structure.inputs if part.has_rows and part.name is not None)
+    if isinstance(batch, RankBatch):
+        leaves = {} if batch.data is None else _leaves(structure, batch.data)
+        return BatchView(leaves, with_rows, batch.num_rows, batch.rows, is_own=True)
+    leaves = _leaves(structure, batch)
+    num_rows = leaves[next(iter(with_rows))].shape[0]
+    return BatchView(leaves, with_rows, num_rows, ((0, num_rows),))
+
+
+def _leaves(structure: BatchStructure, batch: Any) -> dict[str, Tensor]:
+    """Tensors that autograd may keep: copies of those that were made in inference mode."""
+    return {name: leaf.clone() if leaf.is_inference() else leaf for name, leaf in structure.leaves(batch).items()}

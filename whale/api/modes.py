@@ -1,9 +1,13 @@
-"""The captures of one model: the training's, the others when first asked for, those of batches of other sizes and of other plain values."""
+"""The captures of one model: the training's, the others when first asked for, those of batches of other sizes and of other plain values.
+
+Each is worked on under a plan for it, and for the number of rows of its batches, made from the training's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -15,8 +19,13 @@ from whale.capture.exporting.near_values import NearValues, Seen
 from whale.comm import World, together
 from whale.errors import BatchError, CaptureError, first_few, warn
 from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
+from whale.planning import carry_plan, retarget_plan
+from whale.planning.explain.mixing import mixed_apart, warn_of_mixing
+from whale.progress import progress
 from whale.runtime.execute.batch.rank_batch import RankBatch
-from whale.telling import told_if_long
+from whale.runtime.runtime import Runtime
+from whale.schedules import forward_schedules_of, short_schedules_of
 from whale.units import listed
 
 
@@ -59,6 +68,7 @@ class Modes:
         num_sizes: captures that are kept of each mode beside the first.
         batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
         retrace: when the model is traced again, to see that it still computes what was captured.
+        precision: name of the type that ops compute in; None for those of the model.
 
     Attributes:
         model: as given.
@@ -77,16 +87,18 @@ class Modes:
         num_sizes: int,
         batch_dims: BatchDims | None = None,
         retrace: str = "doubling",
+        precision: str | None = None,
     ) -> None:
         self.model, self._loss, self._example, self._world, self._num_sizes = model, loss, batch, world, num_sizes
         self._batch_dims = batch_dims
-        self._retrace = retrace
+        self._retrace, self._made = retrace, partial(CapturedMode, device=world.device.type, precision=precision)
         self._modes: dict[ModeName, _Mode] = {}
         self._near = NearValues(model, loss)
         self._warned: set[str] = set()
         if batch_dims:
             check_batch_dims(batch, batch_dims)
         self.train = self._capture("train", batch)
+        self._made = partial(self._made, read_as=self.train.graph.read_as)
 
     def __getitem__(self, name: ModeName) -> CapturedMode:
         return self._modes[name].base
@@ -132,7 +144,7 @@ class Modes:
                 self._warn("the model has been captured for so many sizes and values that the least used are dropped, and captured again")
         done = mode.num_calls
         if not is_new and (self._retrace == "always" or (self._retrace == "doubling" and done and done & (done - 1) == 0)):
-            with told_if_long("tracing the model again", on_first=self._world.rank == 0):
+            with progress("tracing the model again", on_first=self._world.rank == 0):
                 captured.check_again(f"{name} {done + 1}" if name != "train" else f"step {done + 1}")
         mode.num_calls += 1
         return captured
@@ -152,7 +164,7 @@ class Modes:
     def _capture(self, name: ModeName, batch: Any) -> CapturedMode:
         def make() -> CapturedMode:
             structure = structure_for(batch, self._example, self._batch_dims)
-            return CapturedMode(self.model, structure, self._loss, name, device=self._world.device.type)
+            return self._made(self.model, structure, self._loss, name)
 
         captured = together(self._world, make)
         _compare_captures(None if batch is None else captured.graph, self._world)
@@ -171,7 +183,7 @@ class Modes:
             self._warn_of_values(changed)
         try:
             number = f" {self._number(mode, trains)}" if changed else ""
-            captured = CapturedMode(self.model, structure, self._loss, name, device=self._world.device.type, key=f"{name}{number}: {sizes}")
+            captured = self._made(self.model, structure, self._loss, name, key=f"{name}{number}: {sizes}")
         except CaptureError as error:
             raise BatchError(f"{rule}: {error.message}", where=error.where, hint=error.hint) from None
         if changed:
@@ -218,3 +230,70 @@ def _compare_captures(graph: ModelGraph | None, world: World) -> None:
         hint="build the model, its scopes and the example batch's shapes the same on every rank. Code that iterates over a set does so in "
         "another order in each process unless PYTHONHASHSEED is set, as whale run does",
     )
+
+
+def prepare_forward(runtime: Runtime, modes: Modes, captured: CapturedMode, num_rows: int) -> None:
+    """Prepares a mode without backward for batches of so many rows, unless it is prepared already.
+
+    Args:
+        runtime: of the training.
+        modes: holds the captured training.
+        captured: in the mode.
+        num_rows: of the global batch.
+    """
+    fitting = runtime.roster.plan.with_micro_batches_for(num_rows)
+    prepared = runtime.plan_of(captured.key)
+    if prepared is None or prepared.pipelines != fitting.pipelines:
+        plan = retarget_plan(fitting, modes.train.graph, captured.graph)
+        if captured.key == captured.graph.mode:  # at other sizes it would be said again
+            warn_where_apart(plan, captured.graph, runtime.roster.world)
+        runtime.prepare(captured.key, captured, plan, forward_schedules_of(plan))
+
+
+def prepare_training(runtime: Runtime, modes: Modes, captured: CapturedMode, num_rows: int) -> str:
+    """Prepares training on batches of the sizes of a capture and of so many rows, unless it is prepared already.
+
+    A batch with too few rows for all micro-batches is trained in fewer.
+
+    Args:
+        runtime: of the training.
+        modes: holds the captured training.
+        captured: for these sizes.
+        num_rows: of the global batch.
+
+    Returns:
+        The name under which it is prepared.
+
+    Raises:
+        PlanError: the plan cannot be carried over to these sizes.
+    """
+    whole = runtime.roster.plan
+    fitting = whole.with_micro_batches_for(num_rows)
+    name = captured.key if fitting is whole else _in_fewer(captured.key)
+    prepared = runtime.plan_of(name)
+    if prepared is None or prepared.pipelines != fitting.pipelines:
+        plan = fitting if captured is modes.train else carry_plan(fitting, modes.train.graph, captured.graph)
+        runtime.prepare(name, captured, plan, short_schedules_of(plan, whole))
+    return name
+
+
+def forget(runtime: Runtime, key: str) -> None:
+    """Lets go of what was prepared for a capture."""
+    runtime.forget(key)
+    runtime.forget(_in_fewer(key))
+
+
+def _in_fewer(key: str) -> str:
+    return f"{key}, in fewer micro-batches"
+
+
+def warn_where_apart(plan: Plan, graph: ModelGraph, world: World) -> None:
+    """Says once, on rank 0, which lines mix samples of which the plan computes some by themselves.
+
+    Args:
+        plan: for the graph.
+        graph: the captured mode.
+        world: of the ranks.
+    """
+    if world.rank == 0 and (text := warn_of_mixing(mixed_apart(plan, graph), plan, graph)):
+        warn(text)

@@ -1,19 +1,25 @@
-"""Putting a plan to work: who is who in it, what each rank holds, and the runtime for it. Done once, and again for each other plan."""
+"""Putting a plan to work: which rank is which device, what each rank holds, and the runtime for it.
+
+Done once, and again for each other plan. Which rank stands for which device follows from what the ranks are, never from their numbers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from whale.api.apart import warn_where_apart
-from whale.api.attach import Attachment, attach
-from whale.api.joining import compare_settings
-from whale.api.modes import Modes
-from whale.api.state.optimizers import MakeOptimizer, MakeScheduler
+from whale.api.initial_state import MakeOptimizer, MakeScheduler
+from whale.api.modes import Modes, warn_where_apart
 from whale.api.tracing import Tracing
 from whale.comm import World, on_first_rank, together
 from whale.config import Config, Source, load_config
+from whale.errors import ClusterError, ConfigError, warn
+from whale.hardware import DeviceProfile, load_cluster, make_cluster, select
+from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.measure import local_profile
+from whale.progress import progress
 from whale.runtime.execute.batch.rank_batch import rank_pieces
 from whale.runtime.execute.roster import Roster
 from whale.runtime.program.watch import NOBODY
@@ -22,7 +28,6 @@ from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.schedules import schedules_of
 from whale.search import decide
-from whale.telling import told_if_long
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Opening:
     def decide(self, plan: Plan | str | Path | None) -> Plan:
         """The plan, on all ranks; `whale.search.decide` says from what, and what is raised."""
         world, graph, cluster = self.world, self.modes.train.graph, self.attachment.cluster
-        with told_if_long("planning", on_first=world.rank == 0) as tell:
+        with progress("planning", on_first=world.rank == 0) as tell:
             return on_first_rank(world, lambda: decide(plan, graph, cluster, self.settings, tell=tell)[0])
 
     def prepare(self, plan: Plan) -> tuple[Roster, Holdings]:
@@ -94,3 +99,85 @@ class Opening:
             watch=NOBODY if tracing is None else tracing.recorder,
         )
         return runtime, tracing
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A cluster with the rank of each of its devices.
+
+    Attributes:
+        cluster: to plan for.
+        rank_of: world rank by device name.
+    """
+
+    cluster: Cluster
+    rank_of: dict[str, int]
+
+    def roster(self, plan: Plan, world: World) -> Roster:
+        """The ranks of a plan for this cluster."""
+        return Roster(plan, world, tuple(self.rank_of[device] for device in plan.devices))
+
+
+def attach(cluster: Cluster | str | Path | None, world: World, devices: str | None = None) -> Attachment:
+    """Finds the ranks that stand for a cluster's devices; with no cluster, the devices at hand are the cluster.
+
+    Of the cluster it is the part that `devices` names, as `select` reads them; None for the whole.
+
+    Ranks whose hardware is what the cluster file says take those devices first; the others follow in order, so a plan
+    for other hardware can be tried on CPU ranks.
+
+    Raises:
+        ClusterError: the cluster has more devices than the world has ranks, or not those that are named.
+    """
+    described = together(world, lambda: _described(cluster, devices))
+    own = local_profile(world.local_rank, world.local_size)
+    profiles = [profile for profile in world.gather_objects(own) if isinstance(profile, DeviceProfile)]
+    if described is None:
+        found, names = make_cluster(profiles)
+        part = found if devices is None else together(world, lambda: select(found, devices))
+        return Attachment(part, {name: rank for rank, name in enumerate(names)})
+    for warning in described.warnings if world.rank == 0 else ():
+        warn(warning)
+    if len(described.devices) > world.size:
+        raise ClusterError(
+            f"every device of the cluster needs a rank (cluster {described.name}: {len(described.devices)} devices, {world.size} ranks)",
+            hint=f"start {len(described.devices)} ranks (whale run --ranks {len(described.devices)} ...), or name fewer (cluster.devices)",
+        )
+    return Attachment(described, _match(described, profiles))
+
+
+def _described(cluster: Cluster | str | Path | None, devices: str | None) -> Cluster | None:
+    whole = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
+    return whole if whole is None or devices is None else select(whole, devices)
+
+
+def _match(cluster: Cluster, profiles: Sequence[DeviceProfile]) -> dict[str, int]:
+    free = list(range(len(profiles)))
+    rank_of: dict[str, int] = {}
+    for device in cluster.devices:
+        rank = next((rank for rank in free if profiles[rank].model == device.model), None)
+        if rank is not None:
+            rank_of[device.name] = rank
+            free.remove(rank)
+    for device in cluster.devices:
+        if device.name not in rank_of:
+            rank_of[device.name] = free.pop(0)
+    return rank_of
+
+
+def compare_settings(settings: Config, world: World) -> None:
+    """Raises, on all ranks, a ConfigError where ranks have unlike settings."""
+    # Rank 0 alone reads the folder of the recording: hosts may write a path otherwise.
+    own_values = {name: str(value) for name, value in settings.items() if name != "trace.directory"}
+    everyones = world.gather_objects(own_values)  # lines, which blocks know, do not travel
+    first = everyones[0]
+    assert isinstance(first, dict)
+    for rank, own in enumerate(everyones):
+        assert isinstance(own, dict)
+        odd = [name for name in {**first, **own} if first.get(name) != own.get(name)]
+        if odd:
+            listing = "; ".join(f"{name}: {first.get(name)} on rank 0, {own.get(name)} on rank {rank}" for name in odd)
+            raise ConfigError(
+                f"every rank has the same settings ({listing})",
+                hint="each rank reads its own environment (WHALE_...), recipe and arguments: start all of them with the same ones",
+            )

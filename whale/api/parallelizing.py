@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
-from whale.api.arguments import check_arguments, check_kind
-from whale.api.attach import attach
+from whale.api.calls import user_call
 from whale.api.engine import Engine
-from whale.api.habits.elsewhere import warn_of_evaluation_mode
-from whale.api.habits.hooks import warn_of_hooks
-from whale.api.habits.since_capture import check_types
-from whale.api.inference import out_of_inference_mode
-from whale.api.joining import join
-from whale.api.losses import as_loss
+from whale.api.guards import check_types, warn_of_hooks
+from whale.api.hints import warn_of_evaluation_mode
+from whale.api.initial_state import MakeOptimizer, MakeScheduler, initial_state
 from whale.api.modes import Modes
-from whale.api.opening import Opening
-from whale.api.profiled import warn_of_profile
-from whale.api.session import resolve_config
-from whale.api.state.initial_state import initial_state
-from whale.api.tracebacks import in_short
+from whale.api.opening import Opening, attach, compare_settings
 from whale.capture import BatchDims
-from whale.comm import on_first_rank, together
-from whale.config import Config
-from whale.errors import warn
+from whale.capture.exporting.wrapper import call_arguments
+from whale.comm import World, connect, on_first_rank, together
+from whale.config import Config, load_config
+from whale.errors import CaptureError, ConfigError, WhaleError, warn
+from whale.hardware import compute_type
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
-from whale.telling import told_if_long
+from whale.ir.profile import read_profile
+from whale.progress import progress
+from whale.runtime.state.scaling import LossScale
 
 
-@in_short
-@out_of_inference_mode
+@user_call
 def parallelize(
     model: nn.Module,
     *,
     loss: Callable[..., Any] | None = None,
-    optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    scheduler: MakeScheduler | None = None,
     batch: Any,
     config: Config | dict[str, object] | str | Path | None = None,
     cluster: Cluster | str | Path | None = None,
@@ -57,8 +57,9 @@ def parallelize(
         loss: ``loss(output, batch)`` returns a scalar, or ``(sum, weight)``; None takes ``output.loss``. One whose second
             argument is called ``target``, as those of torch, gets the one part of the batch that forward does not take.
         optimizer: called once with the list of (name, owned parameter); None trains nothing by itself
-            (`Engine.gradients` has the gradients).
-        scheduler: called with the optimizer, stepped after each applied step.
+            (`Engine.gradients` has the gradients). Several, by patterns of names: ``{"blocks.*.weight": one, "*": other}``; the first
+            that matches has a parameter.
+        scheduler: called with the optimizer, stepped after each applied step; by the same patterns, one for each optimizer.
         batch: an example of the global batch, of at least 2 rows. A mapping goes to the model as the keyword arguments
             that its forward takes, a tuple positionally.
         config: settings; wins over `whale.init`. Environment variables and ``whale run --recipe`` win over it.
@@ -79,27 +80,191 @@ def parallelize(
     """
 
     def resolve() -> Config:
-        check_arguments(model, loss=loss, optimizer=optimizer, scheduler=scheduler, initialize=initialize)
-        check_kind("cluster", cluster, (Cluster, str, Path))
-        check_kind("plan", plan, (Plan, str, Path))
+        kinds = {"cluster": (cluster, (Cluster, str, Path)), "plan": (plan, (Plan, str, Path))}
+        _check_arguments(model, kinds, loss=loss, initialize=initialize, **_functions(optimizer=optimizer, scheduler=scheduler))
+        _check_patterns(optimizer, scheduler)
         return resolve_config(config)
 
-    world, settings = join(resolve)
-    with world.in_company():
+    world, settings = _join(resolve)
+    with world.all_ranks():
         together(world, lambda: check_types(world.device))
         if world.rank == 0:
             warn_of_hooks(model)
             warn_of_evaluation_mode(model)
-        on_first_rank(world, lambda: warn_of_profile(settings.cluster.profile))
+        on_first_rank(world, lambda: _warn_of_profile(settings.cluster.profile))
         attachment = attach(cluster if cluster is not None else settings.cluster.file, world, settings.cluster.devices)
-        with told_if_long("capturing the model", on_first=world.rank == 0):
-            loss_of = together(world, lambda: as_loss(loss, model, batch))
-            modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims, settings.runtime.retrace)
+        with progress("capturing the model", on_first=world.rank == 0):
+            loss_of = together(world, lambda: _as_loss(loss, model, batch))
+            if settings.precision.dtype == "tf32":
+                torch.set_float32_matmul_precision("high")
+            precision = together(world, lambda: compute_type(settings, attachment.cluster))
+            modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims, settings.runtime.retrace, precision)
         opening = Opening(world, modes, attachment, settings, optimizer, scheduler)
         roster, holdings = opening.prepare(opening.decide(plan))
         for text in modes.train.program.warnings if world.rank == 0 else ():
             warn(text)
-        with told_if_long("making weights and process groups", on_first=world.rank == 0):
+        with progress("making weights and process groups", on_first=world.rank == 0):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
+            state.loss_scale = LossScale() if precision == "float16" else None
             runtime, tracing = opening.open(roster, holdings, state)
         return Engine(modes, state, runtime, opening, tracing=tracing)
+
+
+_SESSION: ContextVar[Config | None] = ContextVar("whale_session", default=None)
+
+
+def init(config: Config | dict[str, object] | str | Path | None = None) -> Config:
+    """Sets the configuration for the engines made from here on; optional.
+
+    Args:
+        config: a `Config`, a mapping of ``section.key`` to values, or the path of a recipe. ``config=`` of
+            `parallelize` wins over it key by key.
+
+    Raises:
+        ConfigError: unknown keys or wrong values.
+    """
+    settings = load_config(config, environment={})
+    _SESSION.set(settings)
+    return settings
+
+
+def resolve_config(config: Config | dict[str, object] | str | Path | None) -> Config:
+    """The configuration of one engine, from all its sources."""
+    return load_config(config, environment=os.environ, base=_SESSION.get())
+
+
+def _join(resolve: Callable[[], Config]) -> tuple[World, Config]:
+    """Joins the world with the settings that `resolve` finds on this rank; where that fails on one rank alone, it fails on all."""
+    fault: WhaleError | None = None
+    try:
+        settings = resolve()
+    except WhaleError as error:
+        settings, fault = Config(), error
+    world = connect(settings.communication.timeout_seconds)
+
+    def found() -> Config:
+        if fault is not None:
+            raise fault
+        return settings
+
+    together(world, found)
+    compare_settings(settings, world)
+    return world, settings
+
+
+def _functions(**arguments: object) -> dict[str, object]:
+    """Arguments that are functions, or functions by pattern, by the name under which a fault in one is told."""
+    found: dict[str, object] = {}
+    for name, value in arguments.items():
+        found |= {f"{name}[{key!r}]": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
+    return found
+
+
+def _check_patterns(optimizer: object, scheduler: object) -> None:
+    """Raises `ConfigError` where schedulers are given by patterns of which no optimizer is."""
+    if not isinstance(scheduler, Mapping):
+        return
+    known = optimizer if isinstance(optimizer, Mapping) else {}
+    if unknown := [pattern for pattern in scheduler if pattern not in known]:
+        raise ConfigError(
+            f"scheduler= has the patterns of optimizer= ({', '.join(map(repr, unknown))}: no optimizer has it)",
+            hint="pass one function for all, or the patterns of optimizer=, of which some may be left out",
+        )
+
+
+_HINTS = {
+    "optimizer": "pass functools.partial(torch.optim.AdamW, lr=3e-4): whale hands it the (name, parameter) pairs that a rank owns",
+    "scheduler": "pass a function of the optimizer: lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)",
+    "loss": "loss(output, batch) returns a scalar or (sum, weight)",
+}
+
+
+def _check_arguments(model: object, kinds: Mapping[str, tuple[object, tuple[type, ...]]], **functions: object) -> None:
+    """Checks the model, what may be left out by its kinds, and the functions that are called for it.
+
+    Raises:
+        CaptureError: the model is no module.
+        ConfigError: something that is called is no function, or another argument is of none of its kinds.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"a model is a torch.nn.Module (got {type(model).__name__})")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ConfigError(
+                f"{name}= is a function that whale calls, or None (got {type(function).__name__})", hint=_HINTS.get(name.partition("[")[0])
+            )
+    for name, (value, wanted) in kinds.items():
+        if value is not None and not isinstance(value, wanted):
+            listing = ", ".join(kind.__name__ for kind in wanted)
+            raise ConfigError(f"{name}= is one of {listing}, or None (got {type(value).__name__})")
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _as_loss(loss: Callable[..., Any] | None, model: nn.Module, batch: Any) -> Callable[..., Any] | None:
+    """The loss as it is called, ``loss(output, batch)``.
+
+    One whose second argument is called ``target`` (`torch.nn.CrossEntropyLoss()`, `torch.nn.functional.mse_loss`) gets the part of
+    the batch that the model's forward does not take.
+
+    Args:
+        loss: the user's.
+        model: the user's.
+        batch: the example.
+
+    Raises:
+        ConfigError: there is no such part, or there are several; or torch's loss takes something else.
+        BatchError: the batch lacks what forward requires.
+    """
+    takes: list[str] = []
+    if loss is not None:
+        with suppress(TypeError, ValueError):  # of what is no Python function
+            parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
+            takes = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    name, takes_target = getattr(loss, "__name__", type(loss).__name__), takes[1:2] == ["target"]
+    if loss is None or not (takes_target or isinstance(loss, _Loss)):
+        return loss
+    left = _left_over(model, batch) if takes_target else []
+    if len(left) != 1:
+        found = f"({', '.join(takes)})"
+        if takes_target:
+            listing = ", ".join(map(repr, left)) or "none"
+            found = f"the output and one target, the part of the batch that forward leaves over (left over: {listing})"
+        wanted = ", ".join(f"batch[{each!r}]" for each in (takes[1:2] if takes_target else takes[1:]))
+        raise ConfigError(
+            f"loss(output, batch) is called with the whole batch: {name} takes {found}",
+            hint=f"loss=lambda output, batch: {name}(output, {wanted})",
+        )
+    key = left[0]
+
+    def of_target(output: Any, batch: Any) -> Any:
+        return loss(output, batch[key])
+
+    return of_target
+
+
+def _left_over(model: nn.Module, batch: Any) -> list[Any]:
+    """Keys, or positions, of the tensors of a batch that the model does not take."""
+    args, kwargs = call_arguments(model, batch)
+    if isinstance(batch, Mapping):
+        return [key for key, value in batch.items() if key not in kwargs and isinstance(value, Tensor)]
+    return list(range(len(args), len(batch))) if isinstance(batch, (tuple, list)) else []
+
+
+def _warn_of_profile(file: str | None) -> None:
+    """Warns of what makes a profile less than it seems.
+
+    Args:
+        file: of the profile; None for no profile.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no profile.
+    """
+    if file is None:
+        return
+    profile = read_profile(file)
+    for warning in profile.warnings:
+        warn(warning)
+    for version in sorted({kind.torch for kind in profile.kinds} - {torch.__version__}):
+        warn(f"the profile {file} was measured with torch {version} (here: {torch.__version__}); whale profile measures it again")

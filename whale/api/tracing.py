@@ -12,13 +12,12 @@ from pathlib import Path
 
 from whale.comm import close_at_exit, compare_clocks, on_first_rank
 from whale.config import Config
-from whale.config.sections import Trace
+from whale.config.sections import TraceSettings
 from whale.errors import ConfigError, warn
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.timeline import StepRecording
-from whale.report import report_html, trace_json
 from whale.runtime.execute.roster import Roster
 from whale.runtime.recording.rank_step import RankStep, put_together
 from whale.runtime.recording.recorder import Recorder
@@ -96,6 +95,8 @@ class Tracing:
         self._is_closed = True
 
     def _write(self, step_number: int, num_rows: int, seen: list[RankStep]) -> None:
+        from whale.report import report_html, trace_json  # needed where steps are recorded alone
+
         plan = self.roster.plan
         devices = dict(zip(self.roster.world_ranks, plan.devices, strict=True))
         self._recordings.append(put_together(step_number, num_rows, seen, devices))
@@ -115,7 +116,7 @@ class Tracing:
         return estimate(self.roster.plan, self.graph, self.cluster, Costs.for_model(self.config, self.graph, self.cluster))
 
 
-def _ready(trace: Trace) -> Trace:
+def _ready(trace: TraceSettings) -> TraceSettings:
     if trace.directory is not None:
         make_folder(trace.directory)
     return trace

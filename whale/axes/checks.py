@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 
 from whale.axes.atoms import ROWS, Atoms, Dim
-from whale.axes.outcome import Letter, Outcome
+from whale.axes.outcome import Letter, RuleOutcome
 from whale.axes.values import Role
 from whale.ir.graph import ModelGraph
 
@@ -68,7 +68,7 @@ class Checker:
         return [(axis, axis in everywhere) for axis in (*once, *again)]
 
 
-def leaves_of_unknown_size(graph: ModelGraph, outcomes: Mapping[str, Outcome], atoms: Atoms) -> Set[int]:
+def leaves_of_unknown_size(graph: ModelGraph, outcomes: Mapping[str, RuleOutcome], atoms: Atoms) -> Set[int]:
     """Leaves that are dimensions of which only the example's size is known, and are in no others."""
     if all(factor >= 0 for op in graph.ops for spec in op.outputs for factor in spec.row_factors):
         return frozenset()

@@ -1,22 +1,34 @@
 """Logical axes of a captured model: the atoms of all its tensor dimensions, unified over the whole graph.
 
-One pass reads the ops (`reading`), then, once no atom changes any more, each op's letters are checked (`checks`) and
-the axes get their names (`naming`).
+One pass reads the ops: each op's rule makes its dimensions from those of its operands. Once no atom changes any more, each op's letters are
+checked (`checks`) and the axes get their names, from what ops say of them: no model's or module's name is ever looked for.
+The first that applies:
+
+1. ``batch``;
+2. the word that a rule has for it (``heads``, ``vocabulary``, ``channels``), under the path that its modules share:
+   ``transformer.h.0.attn.heads``;
+3. the first parameter that has it, and the dimension there: ``transformer.h.0.mlp.c_fc.weight:1``;
+4. the first tensor that has it: ``input_ids:1``.
+
+Where one dimension is a product of several axes, a name made from it ends in ``.0``, ``.1`` ... from the outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from whale.axes.atoms import ROWS, Atoms, Dim
 from whale.axes.checks import Checker, leaves_of_unknown_size
 from whale.axes.mixing import find_mixing
-from whale.axes.naming import name_axes
-from whale.axes.outcome import Dims, Outcome
-from whale.axes.reading import read
-from whale.axes.values import Axes, Axis, Concatenation, Dimension, OpAxes, Role, Whole
-from whale.ir.graph import ModelGraph
+from whale.axes.notation import bind, parse
+from whale.axes.operators import operator_of
+from whale.axes.operators.concatenations import find_tilings
+from whale.axes.outcome import KEPT, NO_RULE, Dims, Letter, Reading, RuleMisfit, RuleOutcome, sizes_of
+from whale.axes.values import Axes, Axis, Concatenation, Dimension, OpAxes, Role, WholeReason
+from whale.ir.graph import ModelGraph, Op, Ref
+from whale.ir.plan import BATCH
 
 
 def discover(graph: ModelGraph) -> Axes:
@@ -30,15 +42,19 @@ def discover(graph: ModelGraph) -> Axes:
     """
     reading, outcomes = read(graph)
     checker = Checker(reading.atoms, leaves_of_unknown_size(graph, outcomes, reading.atoms))
-    held = _held(graph, outcomes)
+    held = _held(graph, outcomes, reading)
     names = name_axes(graph, outcomes, held, reading.batch, checker)
-    show = _Names(names, reading.atoms)
+    show = _NamedDimensions(names, reading.atoms)
     roles = {op: checker.roles(outcome.letters) for op, outcome in outcomes.items()}
-    ops = {op: _op_axes(outcomes[op], roles[op], show) for op in outcomes}
+    ops = {
+        op: OpAxes(tuple(map(show.dimensions, outcome.results)), {names[leaf]: role for leaf, role in roles[op].items()})
+        for op, outcome in outcomes.items()
+    }
     reasons = _reasons(graph, roles)
-    of_rows = tuple(_rows(names, reading.atoms))
+    sizes = {leaf: reading.atoms.size((leaf,)) for leaf in names}
+    of_rows = tuple(name for leaf, name in names.items() if sizes[leaf] and sizes[leaf] % ROWS == 0)  # the batch, and what follows it
     return Axes(
-        axes=tuple(Axis(name, _size(reading.atoms.size((leaf,)), graph.num_rows), reasons.get(leaf, ())) for leaf, name in names.items()),
+        axes=tuple(Axis(name, _size(sizes[leaf], graph.num_rows), reasons.get(leaf, ())) for leaf, name in names.items()),
         ops=MappingProxyType(ops),
         parameters=MappingProxyType({name: show.dimensions(dims) for name, dims in held.items()}),
         mixing=find_mixing(graph, ops, of_rows, reading.positions),
@@ -47,16 +63,13 @@ def discover(graph: ModelGraph) -> Axes:
     )
 
 
-class _Names:
+class _NamedDimensions:
     """Turns dimensions of atoms into dimensions of named axes, each once."""
 
     def __init__(self, names: Mapping[int, str], atoms: Atoms) -> None:
         self._names = names
         self._atoms = atoms
         self._known: dict[Dim, Dimension] = {}
-
-    def __getitem__(self, leaf: int) -> str:
-        return self._names[leaf]
 
     def dimensions(self, dims: Dims) -> tuple[Dimension, ...]:
         return tuple(self.dimension(dim) for dim in dims)
@@ -72,34 +85,25 @@ class _Names:
         return Concatenation(tuple(self.dimension(piece) for piece in pieces)) if pieces else self._names[leaf]
 
 
-def _op_axes(outcome: Outcome, roles: Mapping[int, Role], names: _Names) -> OpAxes:
-    outputs = tuple(names.dimensions(dims) for dims in outcome.results)
-    return OpAxes(outputs, {names[leaf]: role for leaf, role in roles.items()})
-
-
-def _held(graph: ModelGraph, outcomes: Mapping[str, Outcome]) -> dict[str, Dims]:
-    """Per parameter or buffer that the graph reads, its dimensions."""
+def _held(graph: ModelGraph, outcomes: Mapping[str, RuleOutcome], reading: Reading) -> dict[str, Dims]:
+    """Per parameter or buffer its dimensions; those of one that this graph does not read (an output of the model does) are its own."""
     found: dict[str, Dims] = {}
     for op in graph.ops:
         known = graph.parameter_by_name.get(op.target) if op.kind in ("parameter", "buffer") else None
         if known:
             found.setdefault(known.name, outcomes[op.name].results[0])
-    return found
+    unread = (parameter for parameter in graph.parameters if parameter.name not in found)
+    return found | {parameter.name: reading.fresh(parameter.spec) for parameter in unread}
 
 
-def _reasons(graph: ModelGraph, roles: Mapping[str, Mapping[int, Role]]) -> dict[int, tuple[Whole, ...]]:
+def _reasons(graph: ModelGraph, roles: Mapping[str, Mapping[int, Role]]) -> dict[int, tuple[WholeReason, ...]]:
     """Per leaf, the distinct reasons why it is whole, each with the first op that gives it."""
-    found: dict[int, dict[tuple[str, str], Whole]] = {}
+    found: dict[int, dict[tuple[str, str], WholeReason]] = {}
     for op in graph.ops:
         for leaf, role in roles.get(op.name, {}).items():
             if role.kind == "whole":
-                found.setdefault(leaf, {}).setdefault((op.target, role.reason), Whole(op.name, op.target, role.reason, op.where))
+                found.setdefault(leaf, {}).setdefault((op.target, role.reason), WholeReason(op.name, op.target, role.reason, op.where))
     return {leaf: tuple(reasons.values()) for leaf, reasons in found.items()}
-
-
-def _rows(names: Mapping[int, str], atoms: Atoms) -> Iterator[str]:
-    """The batch, and other axes whose size depends on the number of rows."""
-    return (name for leaf, name in names.items() if atoms.size((leaf,)) % ROWS == 0 and atoms.size((leaf,)))
 
 
 def _size(size: int, num_rows: int) -> int:
@@ -109,3 +113,150 @@ def _size(size: int, num_rows: int) -> int:
         size //= ROWS
         factor *= num_rows
     return size * factor
+
+
+def read(graph: ModelGraph) -> tuple[Reading, dict[str, RuleOutcome]]:
+    """Dimensions and letters of every op that makes tensors."""
+    atoms = Atoms()
+    reading = Reading(graph, atoms, atoms.fresh(ROWS), {}, set(), find_tilings(graph))
+    parameters: dict[str, Dims] = {}
+    outcomes: dict[str, RuleOutcome] = {}
+    for op in graph.ops:
+        if not op.outputs:
+            continue
+        outcome = _read_call(op, reading) if op.kind == "call" else _read_source(op, reading, parameters)
+        outcomes[op.name] = outcome
+        reading.dims[op.name] = outcome.results
+        if outcome.is_position:
+            reading.positions.add(op.name)
+    return reading, outcomes
+
+
+def _read_source(op: Op, reading: Reading, parameters: dict[str, Dims]) -> RuleOutcome:
+    """An input, parameter, buffer or constant. Tied names are one parameter; dimension 0 of inputs is the batch."""
+    spec = op.outputs[0]
+    known = reading.graph.parameter_by_name.get(op.target) if op.kind in ("parameter", "buffer") else None
+    dims = parameters.get(known.name) if known else None
+    if dims is None:
+        dims = reading.fresh(spec)
+        if op.kind == "input" and sizes_of(spec)[:1] == (ROWS,):
+            dims = (reading.batch, *dims[1:])
+        if known:
+            parameters[known.name] = dims
+    return RuleOutcome((dims,), tuple(Letter(f"dimension {index}", KEPT, dim) for index, dim in enumerate(dims)))
+
+
+def _read_call(op: Op, reading: Reading) -> RuleOutcome:
+    if op.target == "operator.getitem":
+        return _item(op, reading)
+    rule = operator_of(op).axes
+    if rule is None:
+        return _unknown(op, NO_RULE, reading)
+    try:
+        made = rule if isinstance(rule, str) else rule(op, reading)
+        return bind(parse(made), op, reading) if isinstance(made, str) else made
+    except RuleMisfit as misfit:
+        return _unknown(op, Role("whole", reason=f"has a rule that does not fit here ({misfit})"), reading)
+
+
+def _item(op: Op, reading: Reading) -> RuleOutcome:
+    """One result of an op that has several."""
+    source, index = op.args
+    if not isinstance(source, Ref) or not isinstance(index, int):
+        return _unknown(op, NO_RULE, reading)
+    results = reading.dims[source.op]
+    dims = results[index]
+    return RuleOutcome((dims,), tuple(Letter(f"dimension {place}", KEPT, dim) for place, dim in enumerate(dims)))
+
+
+def _unknown(op: Op, role: Role, reading: Reading) -> RuleOutcome:
+    """An op of which nothing is known: all its axes are whole, so no wrong cut can come of it.
+
+    Rows stay rows: a result that has as many as the batch, from operands that have the batch, is taken to hold one
+    per sample, in order. That the op may mix samples all the same is what `Axes.mixing` says.
+    """
+    operands = [dim for dims in reading.tensors(op) for dim in dims]
+    batch = set(reading.atoms.leaves(reading.batch))
+    has_batch = any(batch & set(reading.atoms.leaves(dim)) for dim in operands)
+    results = tuple(_with_batch(reading.fresh(spec), reading) if has_batch else reading.fresh(spec) for spec in op.outputs)
+    made = [dim for dims in results for dim in dims]
+    return RuleOutcome(results, tuple(Letter("?", role, dim) for dim in (*operands, *made) if dim))
+
+
+def _with_batch(dims: Dims, reading: Reading) -> Dims:
+    place = next((index for index, dim in enumerate(dims) if reading.atoms.size(dim) == ROWS), None)
+    return dims if place is None else (*dims[:place], reading.batch, *dims[place + 1 :])
+
+
+_WORD = re.compile(r"[a-z]{3,}(_[a-z]+)*$")
+
+
+def name_axes(
+    graph: ModelGraph, outcomes: Mapping[str, RuleOutcome], parameters: Mapping[str, Dims], batch: Dim, checker: Checker
+) -> dict[int, str]:
+    """A unique name per leaf, the batch first, the others in the order in which the graph meets them."""
+    words = _words(graph, outcomes, checker)
+    places = _first_places(((name, dims) for name, dims in parameters.items()), checker)
+    met = _first_places(
+        (
+            (op.name if op.kind == "call" else op.target, dims)
+            for op in graph.ops
+            if op.name in outcomes
+            for dims in outcomes[op.name].results
+        ),
+        checker,
+    )
+    met |= {leaf: place for leaf, place in places.items() if leaf not in met}
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    rows = {leaf for leaf, _ in checker.met(batch)}
+    for leaf in sorted(met, key=lambda leaf: leaf not in rows):
+        name = BATCH if leaf in rows else words.get(leaf) or places.get(leaf) or met[leaf]
+        names[leaf] = _unused(name, taken)
+        taken.add(names[leaf])
+    return names
+
+
+def _first_places(tensors: Iterable[tuple[str, Dims]], checker: Checker) -> dict[int, str]:
+    """Per leaf, the first tensor and dimension that has it."""
+    found: dict[int, str] = {}
+    for name, dims in tensors:
+        for index, dim in enumerate(dims):
+            leaves = checker.met(dim)
+            for number, (leaf, _) in enumerate(leaves):
+                if leaf not in found:
+                    found[leaf] = f"{name}:{index}" + (f".{number}" if len(leaves) > 1 else "")
+    return found
+
+
+def _words(graph: ModelGraph, outcomes: Mapping[str, RuleOutcome], checker: Checker) -> dict[int, str]:
+    """Per leaf, the first word that a rule has for it, under the common path of the modules where it has that word."""
+    words: dict[int, str] = {}
+    modules: dict[int, list[str]] = {}
+    for op in graph.ops:
+        for letter in outcomes[op.name].letters if op.name in outcomes else ():
+            if not _WORD.match(letter.name):
+                continue
+            leaves = checker.met(letter.dim)
+            for number, (leaf, _) in enumerate(leaves):
+                word = letter.name + (f".{number}" if len(leaves) > 1 else "")
+                if words.setdefault(leaf, word) == word:
+                    modules.setdefault(leaf, []).append(op.module)
+    return {leaf: ".".join(part for part in (common_path(modules[leaf]), word) if part) for leaf, word in words.items()}
+
+
+def common_path(modules: Sequence[str]) -> str:
+    """The dotted path that all of these share: ``h.0.attn`` and ``h.1.attn`` share ``h``."""
+    first, *rest = (module.split(".") for module in dict.fromkeys(modules))
+    length = len(first)
+    for path in rest:
+        length = next((index for index in range(min(length, len(path))) if path[index] != first[index]), min(length, len(path)))
+    return ".".join(first[:length])
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    number, candidate = 1, name
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}#{number}"
+    return candidate

@@ -178,7 +178,7 @@ class Labels:
         if len(met) > 1:
             text = f"{op.target} (%{op.name}) meets two axes that are cut ({' and '.join(met)})"
             found.append((frozenset(met), PlanError(text, where=op.where)))
-        unsaid = [shard.axis for shard in self.shards if shard.axis not in roles and self._passes(op, shard.axis)]
+        unsaid = [shard.axis for shard in self.shards if shard.axis not in roles and shard.axis in self.axes_in(op.name)]
         for axis in unsaid:
             text = f"{op.target} (%{op.name}) does not say what it does with {axis}, which is cut"
             found.append(((axis, "unsaid"), PlanError(text, where=op.where)))
@@ -187,10 +187,6 @@ class Labels:
             text = f"only a sum over another axis is scattered ({op.target} (%{op.name}) along {target})"
             found.append(((target, "scattered"), PlanError(text, where=op.where)))
         return found
-
-    def _passes(self, op: Op, axis: str) -> bool:
-        """Whether an axis is in an op's results though the op says nothing of it."""
-        return axis in self.axes_in(op.name)
 
     def _may_scatter(self, op: Op, target: str) -> bool:
         axis = self.work.get(op.name)

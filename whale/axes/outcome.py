@@ -16,6 +16,7 @@ KEPT = Role("kept")
 BROADCAST = Role("broadcast")
 NUMBERS = Role("broadcast", reason="makes values by their places")
 READS_ROWS = Role("whole", reason="computes with the number of rows")
+NO_RULE = Role("whole", reason="has no rule")
 CLASHES = Role("whole", reason="regroups it in factors that do not fit")
 
 
@@ -29,7 +30,7 @@ class Letter:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RuleOutcome:
     """The dimensions of an op's results, and its letters.
 
     Attributes:
@@ -41,7 +42,7 @@ class Outcome:
     is_position: bool = False
 
 
-class Misfit(Exception):
+class RuleMisfit(Exception):
     """A rule does not fit the op's shapes or arguments; says in which way."""
 
 
@@ -137,7 +138,7 @@ def number(value: Argument) -> int:
         Misfit: it is computed, or something else.
     """
     if not isinstance(value, int):
-        raise Misfit(f"its argument {value} is no known integer")
+        raise RuleMisfit(f"its argument {value} is no known integer")
     return int(value)
 
 

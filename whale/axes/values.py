@@ -33,7 +33,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeReason:
     """Why an axis cannot be cut: one op that needs it whole.
 
     Attributes:
@@ -65,7 +65,7 @@ class Axis:
 
     name: str
     size: int
-    whole: tuple[Whole, ...] = ()
+    whole: tuple[WholeReason, ...] = ()
 
     @property
     def may_be_cut(self) -> bool:

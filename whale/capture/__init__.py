@@ -2,7 +2,7 @@
 
 from whale.capture.batch import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, Leaf, check_batch_dims
 from whale.capture.capture import capture
-from whale.capture.program import OutputStructure, Program
+from whale.capture.program import CapturedProgram, OutputStructure
 from whale.capture.scopes import Annotation, replicate, set_default_strategy, split, tag
 
 __all__ = [
@@ -10,9 +10,9 @@ __all__ = [
     "Annotation",
     "BatchDims",
     "BatchStructure",
+    "CapturedProgram",
     "Leaf",
     "OutputStructure",
-    "Program",
     "capture",
     "check_batch_dims",
     "replicate",

@@ -11,40 +11,38 @@ describe   nodes become ops, without torch
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from whale.capture.again import difference
 from whale.capture.batch import BatchDims, BatchStructure
-from whale.capture.exporting.attribute_access import AttributeAccess, warning_of
-from whale.capture.exporting.errors import check_model
+from whale.capture.comparing import difference, write_rows
 from whale.capture.exporting.near_values import NearValues
-from whale.capture.exporting.once import Once
+from whale.capture.exporting.refusals import check_model
+from whale.capture.exporting.side_effects import AttributeAccess, Once, warning_of
 from whale.capture.exporting.trace import Traced, trace
 from whale.capture.exporting.wrapper import Loss, Mode, check_loss
 from whale.capture.flat.aliasing import memory_roots, written_arguments
+from whale.capture.flat.autocast import Autocast, lift_casts
 from whale.capture.flat.flatten import Flat, flatten
-from whale.capture.flat.liveness import drop_needless_detaches, remove_dead_code
-from whale.capture.flat.ops import describe
-from whale.capture.flat.parameters import Holdings, check_memory, holdings, lender
-from whale.capture.flat.row_constants import write_rows
-from whale.capture.flat.sizes import mark_factors
-from whale.capture.flat.writes import settle_writes
+from whale.capture.flat.ops import describe, with_scopes
+from whale.capture.flat.sizes import TiedTensors, check_memory, holdings, lender, mark_factors
+from whale.capture.flat.writes import drop_needless_detaches, remove_dead_code, settle_writes
 from whale.capture.loss.terms import TermNodes, split_loss
-from whale.capture.program import Program
+from whale.capture.program import CapturedProgram
 from whale.capture.scopes import default_scope, renumber
 from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import tag_of
-from whale.capture.versions import check_version
 from whale.errors import CaptureError, WhaleError, raise_faults
-from whale.ir.graph import LossTerm, ModelGraph, Op
+from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter
 from whale.ir.scope import Scope
 from whale.ir.source import SourceLine
+from whale.ir.writes import written_buffers
 
 
 def capture(
@@ -56,7 +54,9 @@ def capture(
     static: bool = False,
     batch_dims: BatchDims | None = None,
     device: str | None = None,
-) -> tuple[ModelGraph, Program]:
+    precision: str | None = None,
+    read_as: Mapping[str, str] | None = None,
+) -> tuple[ModelGraph, CapturedProgram]:
     """Captures a model and its loss as one graph, for any number of rows where its code allows that.
 
     Nothing is computed and the model is not changed. It may be on the meta device; it is then captured as on the CPU.
@@ -72,6 +72,9 @@ def capture(
             rows whose dimension 0 is as large as that of most.
         device: the kind of device that it will run on (``cpu``, ``cuda``): `torch.autocast` for another does nothing there. None for
             whichever the autocasts in the model are for.
+        precision: name of the type that ops compute in (``bfloat16``) where `torch.autocast` on that kind of device (None: a GPU) would
+            cast to it; None for the types of the model.
+        read_as: of a later capture of a model, the types in which the first reads parameters that are cast once per step.
 
     Raises:
         CaptureError: something in the model would be lost, or depends on values in tensors; or torch's version was not tested.
@@ -83,11 +86,30 @@ def capture(
     check_loss(loss)
     near = NearValues(model, loss)
     once, lines = Once(near), tuple[str, ...]()
-    graph, program = _captured(model, loss, structure, mode, static, device, near, once)
+    kind = _Kind(device, None if precision is None else Autocast(device or "cuda", getattr(torch, precision)), read_as)
+    graph, program = _captured(model, loss, structure, mode, static, kind, near, once)
     if once.drawn:
-        lines = _lines_of_draws(partial(_captured, model, loss, structure, mode, static, device, near), near, (graph, program))
+        lines = _lines_of_draws(partial(_captured, model, loss, structure, mode, static, kind, near), near, (graph, program))
     texts = once.warnings(lines)
     return replace(graph, warnings=(*graph.warnings, *texts)), replace(program, warnings=(*program.warnings, *texts))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The kind of device that a capture is for (None: any), the autocast around all of it, and how earlier captures read parameters."""
+
+    device: str | None
+    autocast: Autocast | None
+    read_as: Mapping[str, str] | None
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Inside of it code that asks for the type of a tensor is answered as under autocast; a model on the meta device is on the CPU."""
+        with ExitStack() as stack:
+            if self.autocast is not None:
+                for kind in {"cpu", self.autocast.kind}:
+                    stack.enter_context(Autocast(kind, self.autocast.dtype).in_force())
+            yield
 
 
 def _captured(
@@ -96,19 +118,19 @@ def _captured(
     structure: BatchStructure,
     mode: Mode,
     static: bool,
-    device: str | None,
+    kind: _Kind,
     near: NearValues,
     once: Once,
-) -> tuple[ModelGraph, Program]:
+) -> tuple[ModelGraph, CapturedProgram]:
     default, access = default_scope(), AttributeAccess(near)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), kind.in_force():
         first, double = trace(model, loss, structure, mode, static, access, once)
-    graph, program = _build(model, structure, first, double, mode, default, device)
+    graph, program = _build(model, structure, first, double, mode, default, kind)
     return graph, replace(program, reads=access.read)
 
 
 def _lines_of_draws(
-    captured: Callable[[Once], tuple[ModelGraph, Program]], near: NearValues, first: tuple[ModelGraph, Program]
+    captured: Callable[[Once], tuple[ModelGraph, CapturedProgram]], near: NearValues, first: tuple[ModelGraph, CapturedProgram]
 ) -> tuple[str, ...]:
     """Where other draws of Python and NumPy make another graph."""
     try:
@@ -119,13 +141,11 @@ def _lines_of_draws(
 
 
 def _build(
-    model: nn.Module, structure: BatchStructure, first: Traced, double: Traced | None, mode: Mode, default: Scope | None, device: str | None
-) -> tuple[ModelGraph, Program]:
+    model: nn.Module, structure: BatchStructure, first: Traced, double: Traced | None, mode: Mode, default: Scope | None, kind: _Kind
+) -> tuple[ModelGraph, CapturedProgram]:
     held = holdings(model)
-    check_memory(held)
-    flat = flatten(first, structure, held, device)
-    _check_constants(flat, held)
-    second = None if double is None else flatten(double, structure, held, device)
+    flat = flatten(first, structure, held, kind.device, kind.autocast)
+    second = None if double is None else flatten(double, structure, held, kind.device, kind.autocast)
     for each in (flat, second):
         if each is not None:
             settle_writes(each)
@@ -144,10 +164,13 @@ def _build(
     flat.graph.output(tuple(returned or flat.results))
     drop_needless_detaches(flat.graph)
     remove_dead_code(flat.graph, frozenset(name for name, kind in flat.kinds.items() if kind in ("buffer", "parameter")))
-    ops = _with_stable_scopes(describe(flat, model, default), model, first.entered)
+    read_as = _lift_casts(flat, held, kind.read_as)
+    ops = describe(flat, model, default)
+    ops, parameters = _with_stable_scopes(ops, with_scopes(held.parameters, ops, model), model, first.entered)
+    parameters = tuple(replace(each, read_as=read_as.get(each.name)) for each in parameters)
     graph = ModelGraph(
         ops=ops,
-        parameters=held.parameters,
+        parameters=parameters,
         num_rows=first.rows,
         loss=_loss_terms(flat, terms, ops),
         outputs=() if terms else tuple(node.name for node in _returned(flat.graph)),
@@ -155,19 +178,29 @@ def _build(
         dynamic=first.dynamic,
         warnings=(*_warnings(first), *flat.warnings),
     )
+    changed = {each.name for each in held.parameters if each.trainable} | written_buffers(graph).keys()
+    check_memory(held, changed)
+    _check_constants(flat, held, changed)
     _check_trains(graph)
     _check_dense(graph, flat.graph)
     return graph, _program(flat, structure, held, first)
 
 
-def _check_constants(flat: Flat, held: Holdings) -> None:
-    """Checks that no tensor that is captured as it is lies in a parameter, which is trained as a copy."""
+def _lift_casts(flat: Flat, held: TiedTensors, others: Mapping[str, str] | None) -> dict[str, str]:
+    """Per parameter that is cast once per step, the type that ops read it in."""
+    trained = {each.name for each in held.parameters if each.kind == "parameter" and each.trainable}
+    placeholders = ((node, flat.sources.get(node.name, "")) for node in flat.graph.find_nodes(op="placeholder"))
+    return lift_casts(flat.graph, {node: name for node, name in placeholders if name in trained}, others)
+
+
+def _check_constants(flat: Flat, held: TiedTensors, changed: Collection[str]) -> None:
+    """Checks that no tensor that is captured as it is lies in a parameter or buffer that changes, of which the engine has a copy."""
     for node in flat.graph.find_nodes(op="placeholder"):
         tensor = flat.constants.get(node.name)
-        name = None if tensor is None or isinstance(tensor, FakeTensor) else lender(held, tensor)
+        name = None if tensor is None or isinstance(tensor, FakeTensor) else lender(held, tensor, changed)
         if name is not None and node.users:
             raise CaptureError(
-                "a captured model reads a parameter by itself, and no other tensor in its memory "
+                "a captured model reads a parameter or buffer by itself, and no other tensor in its memory "
                 f"(one that is read here shares that of {name})",
                 where=_line(next(iter(node.users))),
                 hint=f"read {name} in forward, with .detach() where no gradient is to flow; or clone() what is to keep its first value",
@@ -259,11 +292,17 @@ def _from_inputs(graph: fx.Graph, weight: fx.Node, ops: dict[str, Op]) -> bool:
     )
 
 
-def _with_stable_scopes(ops: tuple[Op, ...], model: nn.Module, entered: tuple[Scope, ...]) -> tuple[Op, ...]:
-    """The ops with scopes numbered by order of entering, equal in every process and every capture of the model."""
-    paths = {op.scope for op in ops} | {tag_of(module) or () for module in model.modules()} | {(scope,) for scope in entered}
+def _with_stable_scopes(
+    ops: tuple[Op, ...], parameters: tuple[Parameter, ...], model: nn.Module, entered: tuple[Scope, ...]
+) -> tuple[tuple[Op, ...], tuple[Parameter, ...]]:
+    """Ops and parameters with scopes numbered by order of entering, equal in every process and every capture of the model."""
+    paths = {op.scope for op in ops} | {each.scope for each in parameters} | {(scope,) for scope in entered}
+    paths |= {tag_of(module) or () for module in model.modules()}
     stable = renumber(paths)
-    return tuple(replace(op, scope=stable[op.scope]) if op.scope else op for op in ops)
+    return (
+        tuple(replace(op, scope=stable[op.scope]) if op.scope else op for op in ops),
+        tuple(replace(each, scope=stable[each.scope]) if each.scope else each for each in parameters),
+    )
 
 
 def _warnings(traced: Traced) -> tuple[str, ...]:
@@ -305,11 +344,11 @@ def _check_dense(graph: ModelGraph, nodes: fx.Graph) -> None:
     raise_faults(faults)
 
 
-def _program(flat: Flat, structure: BatchStructure, held: Holdings, traced: Traced) -> Program:
+def _program(flat: Flat, structure: BatchStructure, held: TiedTensors, traced: Traced) -> CapturedProgram:
     names = {node.name for node in flat.graph.find_nodes(op="placeholder")}
     sources = {name: key for name, key in flat.sources.items() if name in names}
     constants = {name: tensor for name, tensor in flat.constants.items() if name in names}
-    return Program(
+    return CapturedProgram(
         flat.graph, {**held.tensors, **constants}, structure, sources, traced.found.outputs, (*_of_state(traced), *flat.warnings)
     )
 
@@ -320,3 +359,24 @@ def _returned(graph: fx.Graph) -> list[fx.Node]:
 
 def _line(node: fx.Node) -> SourceLine | None:
     return line_of_stack_trace(node.meta.get("stack_trace"))
+
+
+TESTED = ("2.13",)
+"""Minor versions that all tests were run with."""
+
+
+def check_version(version: str) -> None:
+    """Lets the tested versions of torch pass.
+
+    Args:
+        version: torch's, such as "2.13.0+cpu".
+
+    Raises:
+        CaptureError: another one.
+    """
+    if ".".join(version.split(".")[:2]) in TESTED:
+        return
+    raise CaptureError(
+        f"models are captured with a version of torch that Whale was tested with ({', '.join(TESTED)}; this is {version})",
+        hint=f"pip install 'torch=={TESTED[-1]}.*'",
+    )

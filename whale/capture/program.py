@@ -58,7 +58,7 @@ def _rebuilt(position: int | None, other: object, tensors: Sequence[Tensor]) -> 
 
 
 @dataclass(frozen=True)
-class Program:
+class CapturedProgram:
     """A captured model, executable.
 
     Attributes:
@@ -95,5 +95,7 @@ class Program:
         """
         leaves = self.batch.leaves(batch)
         values: dict[str, Any] = {**leaves, "num_rows": self.batch.rows(batch)}
-        names = [node.name for node in self.graph.find_nodes(op="placeholder")]
-        return {name: self.tensors[self.sources[name]] if name in self.sources else values[name] for name in names}
+        for node in self.graph.find_nodes(op="placeholder"):
+            if node.name in self.sources:
+                values[node.name] = self.tensors[self.sources[node.name]].to(node.meta["val"].dtype)
+        return {node.name: values[node.name] for node in self.graph.find_nodes(op="placeholder")}

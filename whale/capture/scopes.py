@@ -232,17 +232,13 @@ def _opened(scope: Scope) -> Iterator[None]:
     tagging.install(current_path)
     _open.set(path)
     try:
-        with _annotated(path):
+        with nullcontext() if _capture.get() is None else torch.fx.traceback.annotate({PATH_KEY: path}):
             yield
     finally:
         _open.set(before)
         tagging.uninstall()
         if _capture.get() is not None:
             _annotate_default()
-
-
-def _annotated(path: ScopePath) -> AbstractContextManager[None]:
-    return nullcontext() if _capture.get() is None else torch.fx.traceback.annotate({PATH_KEY: path})
 
 
 def _annotate_default() -> None:

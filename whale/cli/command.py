@@ -10,19 +10,8 @@ from importlib.metadata import version
 from typing import Any
 
 import whale
-import whale.cli.launch as launch
-import whale.cli.verbs.advise as advise
-import whale.cli.verbs.axes as axes
-import whale.cli.verbs.capture as capture
-import whale.cli.verbs.diff as diff
-import whale.cli.verbs.doctor as doctor
-import whale.cli.verbs.explain as explain
-import whale.cli.verbs.plan as plan
-import whale.cli.verbs.probe as probe
-import whale.cli.verbs.profile as profile
-import whale.cli.verbs.schedule as schedule
-import whale.cli.verbs.simulate as simulate
-from whale.cli.unknown import refuse_unknown
+from whale.cli import advise, capture, checkpoint, diff, doctor, launch, measure, plan, schedule, simulate
+from whale.cli.inputs import refuse_unknown
 from whale.config import did_you_mean
 from whale.errors import WhaleError, is_debugging
 
@@ -43,7 +32,8 @@ def run(words: Sequence[str]) -> int:
             make_parser().print_help()
             return 0
         parser = make_parser()
-        _check_verb(parser, words[0])
+        if words[0] not in parser.verbs and not words[0].startswith("-"):
+            parser.error(f"there is no verb {words[0]!r} ({did_you_mean(words[0], parser.verbs)})")
         arguments = parser.parse_args(words)
         code: int = arguments.run(arguments)
         return code
@@ -62,8 +52,12 @@ def make_parser() -> Parser:
     parser = Parser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (doctor, capture, axes, plan, explain, simulate, advise, diff, schedule, probe, profile, launch):
-        verb.add_parser(verbs)
+    for add_parser in (
+        doctor.add_parser, capture.add_parser, capture.add_axes_parser, plan.add_parser, plan.add_explain_parser, simulate.add_parser,
+        advise.add_parser, diff.add_parser, schedule.add_parser, measure.add_probe_parser, measure.add_profile_parser,
+        checkpoint.add_parser, launch.add_parser,
+    ):  # fmt: skip
+        add_parser(verbs)
     parser.verbs = tuple(verbs.choices)
     return parser
 
@@ -78,11 +72,6 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         refuse_unknown(self, rest)
         return found, rest
-
-
-def _check_verb(parser: Parser, word: str) -> None:
-    if word not in parser.verbs and not word.startswith("-"):
-        parser.error(f"there is no verb {word!r} ({did_you_mean(word, parser.verbs)})")
 
 
 class _Version(argparse.Action):

@@ -1,20 +1,23 @@
-"""What a verb works on: a user's function or a captured model, a cluster, and a configuration."""
+"""What a verb works on: a user's function or a captured model, a cluster, and a configuration; and words that nobody knows."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from whale.cli.function import load_function, users_code
-from whale.config import Config, did_you_mean, load_config
+from whale.config import Config, did_you_mean, load_config, nearest
 from whale.errors import CaptureError, ClusterError, ConfigError, WhaleError, raise_faults
-from whale.hardware import load_cluster, select
+from whale.hardware import CPU, compute_type, load_cluster, select
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import read_profile
@@ -66,19 +69,23 @@ def is_function(source: str) -> bool:
     return not source.endswith(".json") and source.partition(":")[0] != PUBLISHED
 
 
-def read_graph(source: str, pairs: Sequence[str], blocks: int | None = None) -> ModelGraph:
+def read_graph(
+    source: str, pairs: Sequence[str], blocks: int | None = None, *, settings: tuple[Config, Cluster] | None = None
+) -> ModelGraph:
     """The graph of a model that a command line names: captured now, or of a ``model.json``, read without torch.
 
     Args:
         source: as `SOURCE_HELP` says.
         pairs: arguments of the function, each ``KEY=VALUE``.
         blocks: to which number its blocks are repeated; None: as they are.
+        settings: the configuration and the cluster, for whose types and devices a function's model is captured; None for its own types.
 
     Raises:
         CaptureError: there is no such file or function, the model cannot be captured, or its blocks cannot be repeated.
         ConfigError: arguments that the model does not take.
     """
-    graph = _graph_of(source, pairs)
+    device, precision = (None, None) if settings is None else types_of(*settings)
+    graph = _graph_of(source, pairs, device, precision)
     if blocks is None:
         return graph
     from whale.workloads import repeat_blocks
@@ -86,19 +93,29 @@ def read_graph(source: str, pairs: Sequence[str], blocks: int | None = None) -> 
     return repeat_blocks(graph, blocks)
 
 
-def _graph_of(source: str, pairs: Sequence[str]) -> ModelGraph:
+def types_of(config: Config, cluster: Cluster) -> tuple[str | None, str | None]:
+    """The kind of device that a model is captured for, and the type that ops compute in there; None for the model's own types."""
+    precision = compute_type(config, cluster)
+    device = CPU if all(each.model == CPU for each in cluster.devices) else "cuda"
+    return (None, None) if precision is None else (device, precision)
+
+
+def _graph_of(source: str, pairs: Sequence[str], device: str | None, precision: str | None) -> ModelGraph:
     if source.endswith(".json"):
+        if precision is not None:
+            raise ConfigError(
+                f"precision.dtype: {source} is captured in its own types", hint="name FILE.py:FUNCTION, which is captured for the setting"
+            )
         return _read_captured(Path(source), pairs)
     name, _, sizes = source.partition(":")
     if name == PUBLISHED:
         from whale.workloads import GPT
 
-        return GPT(**keywords_for(GPT, name, sizes, pairs)).graph()
+        return GPT(**keywords_for(GPT, name, sizes, pairs)).graph(device, precision)
     model, batch, loss, batch_dims = build_model(source, pairs)
     from whale.capture import capture
 
-    graph, _ = capture(model, batch, loss, batch_dims=batch_dims)
-    return graph
+    return capture(model, batch, loss, batch_dims=batch_dims, device=device, precision=precision)[0]
 
 
 def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any, Any]:
@@ -246,6 +263,13 @@ def _kind(value: object) -> str:
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1 on the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 ({text} is not)")
+    return int(text)
+
+
 def check_output(path: str | None) -> None:
     """Finds an output file that cannot be written before the work that is to be written there.
 
@@ -273,3 +297,72 @@ def write_text(path: str, text: str) -> None:
         Path(path).write_text(text + "\n")
     except OSError as error:
         raise WhaleError(f"{path} cannot be written: {error.strerror}") from None
+
+
+_WHOLE = "WHALE_DEBUG=1 shows the whole traceback"
+
+
+def load_function(source: str) -> Callable[..., object]:
+    """The function of ``FILE.py:FUNCTION``; the file is run as a module, its folder first on the import path.
+
+    Raises:
+        CaptureError: there is no such file, no such function in it, or the file fails.
+    """
+    name, colon, function = source.rpartition(":")
+    path = Path(name)
+    if not colon or path.suffix != ".py":
+        raise CaptureError(f"expected FILE.py:FUNCTION, model.json or gpt:KEY=VALUE,... (not {source!r})")
+    if not path.is_file():
+        raise CaptureError(f"there is no file {name}")
+    module = _import_file(path)
+    found = vars(module).get(function)
+    if not callable(found):
+        own = [each for each, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        raise CaptureError(f"{name} has no function {function!r}", hint=did_you_mean(function, own) if own else None)
+    return found  # type: ignore[no-any-return]
+
+
+def _import_file(path: Path) -> ModuleType:
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickles of the file look their module up
+    with users_code(path):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def users_code(path: Path) -> Iterator[None]:
+    """Around code of the user's file: what it raises is told in a word, with the last line of the file that led there.
+
+    Raises:
+        CaptureError: it has raised something, for which `WHALE_DEBUG=1` shows the whole traceback.
+    """
+    try:
+        yield
+    except WhaleError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{path} fails: {type(error).__name__}: {error}", where=_place_in(path, error), hint=_WHOLE) from error
+
+
+def _place_in(path: Path, error: Exception) -> str | None:
+    """The line of a file where an error was raised, or from where what raised it was called; None where there is none."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
+    return f"{path}:{lines[-1]}" if lines else None
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Ends the command with the usage of `parser`, if there are `words` that it has left over."""
+    if not words:
+        return
+    flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+    if flag is None:
+        parser.error(f"nothing is known of {' '.join(words)}")
+    known = [text for action in parser._actions for text in action.option_strings if text.startswith("--")]
+    found = nearest(flag, known)
+    parser.error(f"there is no {flag}" + (f" (did you mean {found!r}?)" if found else ""))

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from whale.cli import rank_start
-from whale.cli.unknown import refuse_unknown
+from whale.cli.inputs import refuse_unknown
 from whale.config import RECIPE_VARIABLE, load_config
 from whale.errors import ConfigError
 
@@ -99,10 +99,12 @@ def run(words: Sequence[str]) -> int:
 
 def _tell_recorded(directory: str | None, begun: float) -> None:
     """Says where the picture of this run is, on the host that has it."""
-    from whale.api import tracing
+    if directory is None:
+        return
+    from whale.api import tracing  # seconds, which a run that records nothing should not take to end
 
-    report = None if directory is None else Path(directory) / tracing.REPORT
-    if report is not None and report.is_file() and report.stat().st_mtime >= begun:
+    report = Path(directory) / tracing.REPORT
+    if report.is_file() and report.stat().st_mtime >= begun:
         print(f"whale run: recorded {report} for a browser, {tracing.TRACE} beside it for Perfetto (ui.perfetto.dev)", file=sys.stderr)
 
 
@@ -347,12 +349,20 @@ def describe_failure(error: ChildFailedError, statuses: Mapping[int, RankStatus]
 
 
 def _blame(rank: int, failure: ProcessFailure, statuses: Mapping[int, RankStatus], deaths: Deaths) -> tuple[int, int, int]:
-    """Sorts the likely cause first: killed, then failed by itself, then failed while it waited, then stopped by torchrun."""
-    if failure.exitcode < 0:
-        order = 3 if _was_told_to_end(failure, deaths) else 0
+    """Sorts the likely cause first: killed, then failed by itself, then failed while it waited, then stopped by torchrun.
+
+    Ranks that fail end at about the same time, and torchrun stops all others when the first has ended. So a rank that it stopped
+    counts as failed by itself where it waited for nobody and others failed while they waited for it.
+    """
+    status = statuses.get(rank)
+    waited = status is not None and bool(status.waits_for)
+    if failure.exitcode >= 0:
+        order = 2 if waited else 1
+    elif not _was_told_to_end(failure, deaths):
+        order = 0
     else:
-        status = statuses.get(rank)
-        order = 2 if status is not None and status.waits_for else 1
+        awaited = any(other.state == "failed" and rank in other.waits_for for other in statuses.values())
+        order = 1 if awaited and not waited else 3
     return order, int(failure.timestamp), rank
 
 

@@ -1,4 +1,4 @@
-"""Verbs that plan: their words, and what all of them start from: a model, a configuration, a cluster and the plan."""
+"""Verbs that plan: their words, what they start from (a model, a configuration, a cluster, the plan), and the picture of a step."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from whale.cli.inputs import add_planning_arguments, read_graph, read_settings
-from whale.cli.report import add_report_argument, check_report, write_report
+from whale.cli.inputs import add_planning_arguments, check_output, read_graph, read_settings, write_text
 from whale.config import Config
+from whale.errors import ConfigError
 from whale.estimate import StepEstimate
+from whale.hardware import compute_type
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
+from whale.progress import progress
+from whale.report import report_html, trace_json
 from whale.search import decide
-from whale.search.objective import LeastCost
-from whale.telling import told_if_long
+from whale.search.largest import Largest, largest
+from whale.search.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Planned:
         """In the currency of the cluster's prices; None where devices in use have none."""
         if self.cluster.price_per_hour(self.plan.devices) is None:
             return None
-        return LeastCost(self.cluster, self.plan.planned_rows).of(self.plan, self.step)
+        return Objective("cost", self.cluster, self.plan.planned_rows).of(self.plan, self.step)
 
 
 def add_planning_verb(
@@ -72,21 +76,61 @@ def add_planning_verb(
     return parser
 
 
-def planned(arguments: argparse.Namespace, runner_up: int | None = None, graph: ModelGraph | None = None) -> Planned:
+def planned(
+    arguments: argparse.Namespace, runner_up: int | None = None, graph: ModelGraph | None = None, like: Planned | None = None
+) -> Planned:
     """Plans what a command line asks for, and writes its picture where one was asked for.
 
     Args:
         runner_up: of the search, from 1; None for the best.
         graph: of the model, where it is captured already.
+        like: of the same model, whose graph is taken where ops compute in the same types.
     """
     check_report(arguments.report)
     config, cluster = read_settings(arguments)
-    graph = graph or read_graph(arguments.source, arguments.arg, arguments.blocks)
-    with told_if_long("planning") as tell:
+    if like is not None and compute_type(config, cluster) == compute_type(like.config, like.cluster):
+        graph = like.graph
+    graph = graph or read_graph(arguments.source, arguments.arg, arguments.blocks, settings=(config, cluster))
+    with progress("planning") as tell:
         plan, step = decide(arguments.plan, graph, cluster, config, rows=arguments.rows, runner_up=runner_up, tell=tell)
-    _warn_of_stages(config, plan)
-    write_report(arguments.report, plan, graph, cluster, step)
-    return Planned(graph, config, cluster, plan, step)
+    return _finished(arguments, Planned(graph, config, cluster, plan, step))
+
+
+def _finished(arguments: argparse.Namespace, found: Planned) -> Planned:
+    """What was planned, with its picture and a warning where they are due."""
+    _warn_of_stages(found.config, found.plan)
+    write_report(arguments.report, found.plan, found.graph, found.cluster, found.step)
+    return found
+
+
+def planned_largest(arguments: argparse.Namespace) -> tuple[tuple[Largest, ...], Planned]:
+    """The deepest versions of a model that fit, for each state of its parameters; and the plan of the last, which is the deepest.
+
+    Raises:
+        CaptureError: no blocks repeat in the model.
+        ConfigError: a plan is given, or settings of a depth.
+        PlanError: not even the model as it is fits.
+    """
+    from whale.workloads import count_blocks, repeat_blocks
+
+    check_report(arguments.report)
+    if arguments.plan is not None:
+        raise ConfigError(f"--largest searches a plan for each depth (--plan {arguments.plan} is one for a model that is given)")
+    config, cluster = read_settings(arguments)
+    graph = read_graph(arguments.source, arguments.arg, arguments.blocks, settings=(config, cluster))
+    num_blocks = count_blocks(graph)
+    with progress("looking for the deepest model") as tell:
+        sizes = tuple(
+            largest(
+                lambda number: repeat_blocks(graph, number),
+                num_blocks,
+                lambda deep, settings: decide(None, deep, cluster, settings, rows=arguments.rows),
+                config,
+                tell,
+            )
+        )
+    deepest = sizes[-1]
+    return sizes, _finished(arguments, Planned(deepest.graph, config, cluster, deepest.plan, deepest.step))
 
 
 def _warn_of_stages(config: Config, plan: Plan) -> None:
@@ -99,3 +143,38 @@ def _warn_of_stages(config: Config, plan: Plan) -> None:
             "stages share devices where there are fewer, and a plan that is given has its own",
             file=sys.stderr,
         )
+
+
+_SUFFIXES = (".html", ".json")
+
+
+def add_report_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag."""
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        help="write the picture of a step here: FILE.html for a browser, FILE.json for Perfetto (ui.perfetto.dev)",
+    )
+
+
+def check_report(path: str | None) -> None:
+    """Finds a wrong name before anything is planned.
+
+    Raises:
+        ConfigError: it ends otherwise than the forms that there are.
+        WhaleError: it cannot be written.
+    """
+    if path is not None and Path(path).suffix not in _SUFFIXES:
+        raise ConfigError(f"--report writes FILE.html or FILE.json, not {path}")
+    check_output(path)
+
+
+def write_report(path: str | None, plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) -> None:
+    """Writes the picture that was asked for, if one was.
+
+    Raises:
+        WhaleError: the file cannot be written.
+    """
+    if path is None:
+        return
+    write_text(path, report_html(plan, graph, cluster, step) if path.endswith(".html") else trace_json(plan, step))

@@ -1,8 +1,7 @@
 """What a user can set: typed sections, where their values come from, and strict YAML for every file a user writes."""
 
-from whale.config.config import Config
-from whale.config.loading import RECIPE_VARIABLE, Source, load_config, read_plan
-from whale.config.nearest import begun_by, did_you_mean, nearest
+from whale.config.config import RECIPE_VARIABLE, Config, Source, load_config, read_plan
+from whale.config.keys import begun_by, did_you_mean, nearest
 from whale.config.replicas import ReplicaBlock
 from whale.config.sections import SCHEDULES
 from whale.config.stages import StageBlock

@@ -1,10 +1,11 @@
-"""How a configuration key is declared: its default, its rule and its one line of documentation, in one place."""
+"""How a configuration key is declared: its default, its rule, its one line of documentation; the known name nearest to an unknown one."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_type_hints
 
 KeyType = Literal["bool", "int", "float", "str"]
@@ -15,26 +16,26 @@ TYPE_WORDS: dict[KeyType, str] = {"bool": "true or false", "int": "a whole numbe
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ValueRule:
     """A condition on a value, with the words for it (``at least 1``)."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-def at_least(low: int) -> Rule:
+def at_least(low: int) -> ValueRule:
     """The value is `low` or more."""
-    return Rule(f"at least {low}", lambda value: bool(value >= low))
+    return ValueRule(f"at least {low}", lambda value: bool(value >= low))
 
 
-def above(low: float) -> Rule:
+def above(low: float) -> ValueRule:
     """The value is more than `low`."""
-    return Rule(f"above {low:g}", lambda value: bool(value > low))
+    return ValueRule(f"above {low:g}", lambda value: bool(value > low))
 
 
-def between(low: float, high: float) -> Rule:
+def between(low: float, high: float) -> ValueRule:
     """The value is above `low` and at most `high`."""
-    return Rule(f"above {low:g} and at most {high:g}", lambda value: bool(low < value <= high))
+    return ValueRule(f"above {low:g} and at most {high:g}", lambda value: bool(low < value <= high))
 
 
 def range_of(text: str) -> tuple[int, int] | None:
@@ -46,9 +47,9 @@ def range_of(text: str) -> tuple[int, int] | None:
     return ends if 1 <= ends[0] <= ends[1] else None
 
 
-def a_range() -> Rule:
+def a_range() -> ValueRule:
     """The value is the text of a range."""
-    return Rule("like 64..256, whole numbers from 1 on, the smaller first", lambda value: range_of(value) is not None)
+    return ValueRule("like 64..256, whole numbers from 1 on, the smaller first", lambda value: range_of(value) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Key:
     optional: bool
     default: object
     doc: str
-    rule: Rule | None
+    rule: ValueRule | None
     choices: tuple[str, ...]
     by_stage: tuple[str, ...]
     unit: str | None
@@ -92,7 +93,7 @@ def key(
     default: Any,
     doc: str,
     *,
-    rule: Rule | None = None,
+    rule: ValueRule | None = None,
     choices: tuple[str, ...] = (),
     by_stage: tuple[str, ...] = (),
     unit: str | None = None,
@@ -111,3 +112,34 @@ def _key(name: str, hint: Any, field: dataclasses.Field[Any]) -> Key:
     members = get_args(hint) or (hint,)
     kinds = [member for member in members if member is not type(None)]
     return Key(name, kinds[0].__name__, type(None) in members, field.default, **field.metadata)
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that looks most like `name`, upper and lower case alike; None if none is close.
+
+    Args:
+        name: what the user wrote.
+        known: what there is.
+        cutoff: similarity, 0 to 1, from which a name counts as close.
+    """
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    found = get_close_matches(name.lower(), list(by_lower), n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else None
+
+
+def begun_by(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that begin with it, up to a ``-`` where there are such: ``V100`` begins ``V100-16GB``, and so does ``V10``."""
+    longer = [each for each in known if name and each.lower().startswith(name.lower())]
+    return [each for each in longer if each[len(name) :].startswith("-")] or longer
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint: the nearest name, or the list of all."""
+    names = list(known)
+    return guess(name, names) or f"known: {', '.join(names)}"
+
+
+def guess(name: str, known: Iterable[str]) -> str | None:
+    """A hint where the error lists all names: the nearest."""
+    found = nearest(name, known)
+    return f"did you mean {found!r}?" if found else None

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from whale.config.keys import Key, at_least
-from whale.config.nearest import nearest
+from whale.config.keys import Key, at_least, nearest
 from whale.config.stages import STAGES, StageBlock, read_stages
 from whale.errors import ConfigError, WhaleError
 

@@ -1,10 +1,11 @@
-"""The sections of the configuration: every key with its default, stated here and nowhere else."""
+"""The sections of the configuration: every key with its default; and what became of the keys of EPL, whose names Whale keeps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from whale.config.keys import a_range, above, at_least, between, key
+from whale.config.keys import Key, a_range, above, at_least, between, key, keys_of
 
 SCHEDULES = (
     "gpipe", "1f1b", "eager_1f1b", "interleaved", "aiao", "aiao_early_loss", "zb_h1", "zb_h2", "zb_v",
@@ -13,7 +14,7 @@ SCHEDULES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class PipelineSettings:
     """How the batch flows through the stages."""
 
     num_micro_batch: int = key(1, "micro-batches that each model replica cuts its rows into", rule=at_least(1))
@@ -26,7 +27,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class ClusterSettings:
     """Which devices there are, and how TaskGraphs are placed on them."""
 
     file: str | None = key(
@@ -44,17 +45,43 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemorySettings:
     """What the planner may fill."""
 
     fraction: float = key(0.9, "share of each device's memory that a plan may use", rule=between(0, 1))
     optimizer_states: int = key(
         2, "tensors that the optimizer keeps per parameter: Adam 2, SGD with momentum 1, plain SGD 0", rule=at_least(0)
     )
+    zero: str = key(
+        "auto",
+        "what the devices that hold a parameter share out among them, each keeping a part (ZeRO): 0: nothing; 1: the optimizer's state; "
+        "2: that, and the sums of gradients; 3: that, and weights, which are gathered where ops read them; auto: 2 where a plan needs it "
+        "to fit, or to compute less again, 3 where nothing fits otherwise",
+        choices=("0", "1", "2", "3", "auto"),
+    )
+    offload: str = key(
+        "none",
+        "what is kept in the memory of the host: none; optimizer: the weights that it steps and its state, on the CPU; auto: that where "
+        "nothing fits otherwise",
+        choices=("none", "optimizer", "auto"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
+class PrecisionSettings:
+    """In which types ops compute."""
+
+    dtype: str = key(
+        "float32",
+        "type that ops compute in where torch.autocast would cast to it, over parameters and optimizer state in the model's own types; "
+        "float32: those of the model; tf32: those, with float32 matrix products in TensorFloat-32; auto: bf16 where all devices have it, "
+        "else fp16, and float32 on CPUs",
+        choices=("float32", "tf32", "bf16", "fp16", "auto"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSettings:
     """What is done to gradients before they are applied."""
 
     clip_norm: float | None = key(None, "largest global norm of all gradients; null: not clipped", rule=above(0))
@@ -64,7 +91,7 @@ class Gradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Communication:
+class CommunicationSettings:
     """How ranks talk."""
 
     bucket_bytes: int = key(25 * 2**20, "gradients are synchronised in buckets of about this size", rule=at_least(1), unit="B")
@@ -78,7 +105,7 @@ class Communication:
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
+class RuntimeSettings:
     """How the run is set up."""
 
     seed: int = key(0, "seed of dropout and of weights that Whale initialises", rule=at_least(0))
@@ -94,7 +121,7 @@ class Runtime:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class TraceSettings:
     """Which steps are recorded."""
 
     directory: str | None = key(
@@ -105,7 +132,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class RecomputeSettings:
     """Which activations are computed again in the backward pass instead of kept."""
 
     policy: str | tuple[tuple[int, float | str], ...] = key(
@@ -118,7 +145,7 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True)
-class Planning:
+class PlanningSettings:
     """How a plan is looked for."""
 
     search: str = key(
@@ -147,7 +174,7 @@ class Planning:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class EstimateSettings:
     """What predictions assume of how ops run, where nothing was measured."""
 
     fuses_pointwise: bool = key(
@@ -157,3 +184,100 @@ class Estimate:
     message_seconds: float = key(
         0.0, "what starting a message or collective costs beside the latency of its link", rule=at_least(0), unit="s"
     )
+
+
+SECTIONS: Mapping[str, type[object]] = {
+    "pipeline": PipelineSettings,
+    "cluster": ClusterSettings,
+    "memory": MemorySettings,
+    "precision": PrecisionSettings,
+    "gradient": GradientSettings,
+    "communication": CommunicationSettings,
+    "runtime": RuntimeSettings,
+    "recompute": RecomputeSettings,
+    "trace": TraceSettings,
+    "planning": PlanningSettings,
+    "estimate": EstimateSettings,
+}
+"""The sections, in the order in which they print."""
+
+KEYS: Mapping[str, Key] = {name: found for section, kind in SECTIONS.items() for name, found in keys_of(section, kind).items()}
+"""Every key, by ``section.key``."""
+
+
+STRATEGIES: Mapping[str, str] = {"PreferForward": "gpipe", "PreferBackward": "1f1b"}
+"""Values of EPL's ``pipeline.strategy`` and the ``pipeline.schedule`` that each is carried to."""
+
+
+AUTO = "auto.auto_parallel"
+"""A flag of EPL that asks for what Whale does anyway."""
+
+OF_THE_PAPER: Mapping[str, str] = {
+    "num_micro_batch": "pipeline.num_micro_batch",
+    "num_task_graph": "pipeline.num_stages",
+    "auto_parallel": AUTO,
+}
+"""Keys as Whale's paper writes them, without a section."""
+
+
+@dataclass(frozen=True, slots=True)
+class EplKey:
+    """One key of EPL.
+
+    Attributes:
+        name: ``section.key``.
+        carries: whether Whale accepts it.
+        note: what it means in Whale; for a key that is refused, why, and what to do instead.
+    """
+
+    name: str
+    carries: bool
+    note: str
+
+
+EPL_KEYS = (
+    EplKey("pipeline.num_micro_batch", True, "the same"),
+    EplKey("pipeline.num_stages", True, "the same; no `auto.auto_parallel` is needed with it"),
+    EplKey("pipeline.strategy", True, "`PreferForward` is `pipeline.schedule: gpipe`, `PreferBackward` is `pipeline.schedule: 1f1b`"),
+    EplKey("cluster.colocate_split_and_replicate", True, "the same"),
+    EplKey("cluster.device_place_prefer_intra_node", True, "the same"),
+    EplKey("cluster.run_visible_devices", False, "which GPUs a run sees is said by the environment variable CUDA_VISIBLE_DEVICES"),
+    EplKey(
+        "auto.auto_parallel", True, "accepted and not needed: a model without scopes is always cut as `pipeline.num_stages` says, or copied"
+    ),
+    EplKey("gradient_checkpoint.type", False, "replaced by `recompute.policy`"),
+    EplKey(
+        "gradient_checkpoint.end_taskgraph",
+        False,
+        "replaced by `recompute.policy`: shares by stage, or `auto`, with which the planner picks",
+    ),
+    EplKey("gradient_checkpoint.check_gradients", False, "Whale's own tests check the gradients"),
+    EplKey("zero.level", False, "replaced by `memory.zero`: `v0` is 1, `v1` is 2"),
+    EplKey("offload.level", False, "replaced by `memory.offload: optimizer`, which keeps what the optimizer steps on the host"),
+    EplKey("amp.level", False, "replaced by `precision.dtype`: `O1` is `fp16`"),
+    EplKey("amp.debug_log", False, "`engine.loss_scale` is the scale of the next step"),
+    EplKey("amp.loss_scale", False, "the scale of `precision.dtype: fp16` is dynamic; `bf16` needs none"),
+    EplKey("optimizer.num_apply_group", False, "PyTorch's optimizers group parameters themselves (`foreach`, `fused`)"),
+    EplKey("communication.num_communicators", False, "the plan makes one communicator for each set of ranks that needs one"),
+    EplKey("communication.sparse_as_dense", False, "gradients are dense; sparse gradients are not supported"),
+    EplKey("communication.max_splits", False, "replaced by `communication.bucket_bytes`, the size of a gradient bucket"),
+    EplKey("communication.fp16", False, "gradients travel in the parameters' own dtype, so that sums stay exact"),
+    EplKey("communication.fp16_scale", False, "gradients travel in the parameters' own dtype, so nothing is scaled"),
+    EplKey(
+        "communication.clip_after_allreduce",
+        False,
+        "replaced by `gradient.clip_norm`, which always clips the global gradient after its sum",
+    ),
+    EplKey(
+        "communication.gradients_reduce_method",
+        False,
+        "the loss decides: a mean is averaged over the global batch, a sum is summed, both exactly, whatever the shares",
+    ),
+    EplKey("io.slicing", False, "`engine.loader(dataset, global_batch_size=...)` gives every rank its own share of the rows"),
+    EplKey("io.unbalanced_io_slicing", False, "`engine.loader` slices as the plan's shares say, unevenly where devices are unlike"),
+    EplKey("io.drop_last_files", False, "`engine.loader` cuts a short last batch in proportion; nothing need be dropped"),
+)
+"""Every key of EPL's configuration."""
+
+REFUSED: Mapping[str, EplKey] = {entry.name: entry for entry in EPL_KEYS if not entry.carries}
+"""The keys of EPL that are an error, by name."""

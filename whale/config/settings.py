@@ -7,31 +7,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from whale.config.epl import AUTO, EPL_KEYS, OF_THE_PAPER, REFUSED, STRATEGIES
-from whale.config.keys import TYPE_WORDS, Key, Shares, keys_of
-from whale.config.nearest import guess, nearest
+from whale.config.keys import TYPE_WORDS, Key, Shares, guess, nearest
 from whale.config.replicas import PLAN, RECOMPUTE, REPLICAS, Place, Reader
-from whale.config.sections import Cluster, Communication, Estimate, Gradient, Memory, Pipeline, Planning, Recompute, Runtime, Trace
+from whale.config.sections import (
+    AUTO,
+    EPL_KEYS,
+    KEYS,
+    OF_THE_PAPER,
+    REFUSED,
+    SECTIONS,
+    STRATEGIES,
+)
 from whale.config.strict_yaml import parse_yaml
 from whale.errors import ConfigError, WhaleError
 from whale.units import parse_quantity
-
-SECTIONS: Mapping[str, type[object]] = {
-    "pipeline": Pipeline,
-    "cluster": Cluster,
-    "memory": Memory,
-    "gradient": Gradient,
-    "communication": Communication,
-    "runtime": Runtime,
-    "recompute": Recompute,
-    "trace": Trace,
-    "planning": Planning,
-    "estimate": Estimate,
-}
-"""The sections, in the order in which they print."""
-
-KEYS: Mapping[str, Key] = {name: found for section, kind in SECTIONS.items() for name, found in keys_of(section, kind).items()}
-"""Every key, by ``section.key``."""
 
 _BLOCK_KEYS = {name.partition(".")[2]: found for name, found in KEYS.items() if name.startswith("pipeline.")}
 _BLOCK_KEYS |= {RECOMPUTE: KEYS["recompute.policy"]}
@@ -223,6 +212,7 @@ def _typed(key: Key, value: object) -> object:
     if key.type == "bool" or isinstance(value, bool):
         return value if key.type == "bool" and isinstance(value, bool) else None
     if key.type == "str":
+        value = str(value) if key.choices and isinstance(value, Integral) else value  # YAML reads the choice 2 as a number
         return value if isinstance(value, str) and value else None
     if key.unit is not None and isinstance(value, str):
         try:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from whale.config.nearest import nearest
+from whale.config.keys import nearest
 from whale.errors import ConfigError, WhaleError
 from whale.ir.plan import Shard
 

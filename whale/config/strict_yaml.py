@@ -59,7 +59,7 @@ def read_yaml(path: str | Path, kind: type[WhaleError] = ConfigError) -> Documen
 
 def parse_yaml(text: str, file: str, kind: type[WhaleError] = ConfigError) -> Document:
     """Reads one YAML document from text; `file` is what errors call it."""
-    reader = _Reader(file, kind)
+    reader = _NodeReader(file, kind)
     try:
         root = _Composer(text, reader).get_single_node()
     except yaml.MarkedYAMLError as error:
@@ -80,7 +80,7 @@ _WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "Null": Non
 _WORDS |= {word: value for name, value in (("true", True), ("false", False)) for word in (name, name.capitalize(), name.upper())}
 
 
-class _Reader:
+class _NodeReader:
     """Turns YAML's nodes into plain data, and keeps lines and faults on the way."""
 
     def __init__(self, file: str, kind: type[WhaleError]) -> None:
@@ -143,7 +143,7 @@ class _Composer(yaml.SafeLoader):
         reader: is told what is at fault.
     """
 
-    def __init__(self, text: str, reader: _Reader) -> None:
+    def __init__(self, text: str, reader: _NodeReader) -> None:
         super().__init__(text)
         self._reader = reader
         self._depth = 0

@@ -1,23 +1,29 @@
-"""One rank's steps on tensors without contents: the runtime's own program, its messages to peers that are not there, its memory."""
+"""One rank's steps on tensors without contents: the runtime's own program, its messages to peers that are not there, its memory.
+
+Memory is counted storage by storage, op by op, as an allocator would give it out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from whale.comm import World
-from whale.comm.imagined import imagined_world
+from whale.comm.world import imagined_world
 from whale.config import Config
-from whale.dry_run.storages import BLOCK_BYTES, LiveBytes
 from whale.errors import ConfigError, OpFault
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import TRAINED, Plan
+from whale.ir.plan import Plan
 from whale.ir.schedule import Action, Kind, Schedule
 from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.roster import Roster
@@ -26,6 +32,7 @@ from whale.runtime.program.watch import Watch
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.publishing import in_forms
 
 NUM_STEPS = 2
 """The first makes the optimizer's state and the programs; the last is looked at."""
@@ -95,15 +102,18 @@ class DryRank:
                         state.forget_gradients()
                         held = live.start_anew()
                         _step(runtime, state, batch)
+                        for tensor in self._on_host(state):
+                            live.leave_out(tensor)
                 finally:
                     runtime.close()
         return Peak(live.peak, held, live.peak_action, live.peak_op)
 
     def _start(self, world: World, watch: Watch) -> tuple[Runtime, EngineState]:
         roster = Roster(self.plan, world, tuple(range(world.size)))
-        state = EngineState({name: self._tensor(name, world.rank) for name in roster.owned})
-        if state.parameters:
-            state.optimizer = self._optimizer(list(state.parameters.values()))
+        tensors = {name: self._tensor(name, world.rank) for name in roster.owned}
+        state = EngineState(*in_forms(self.holdings, roster.rank, tensors))
+        if state.kept:
+            state.optimizer = self._optimizer(state.kept)
         constants = {name: torch.empty_like(value, device=world.device) for name, value in self.captured.constants.items()}
         captured = _Empty(self.captured.graph, constants, self.captured.graph_for)
         runtime = Runtime(
@@ -117,24 +127,32 @@ class DryRank:
         )
         return runtime, state
 
+    def _on_host(self, state: EngineState) -> Iterator[torch.Tensor]:
+        """What the optimizer steps and keeps in the memory of the host."""
+        for name, kept in state.kept.items():
+            if self.plan.state_of(name).kept.home == "host":
+                yield kept
+                if state.optimizer is not None:
+                    yield from (own for own in state.optimizer.state[kept].values() if isinstance(own, torch.Tensor))
+
     def _tensor(self, name: str, rank: int) -> torch.Tensor:
         """What a rank holds of a parameter or buffer."""
         parameter = self.captured.graph.parameter_by_name[name]
         shape = parameter.spec.shape
         if self.holdings.is_sharded(name):
             shape = self.holdings.shardings.space(name).shape(self.holdings.held(name, rank))
-        value = torch.empty(shape, dtype=getattr(torch, parameter.spec.dtype))
+        value = torch.empty(shape, dtype=getattr(torch, self.plan.state_of(name).compute.dtype))
         return nn.Parameter(value, requires_grad=parameter.trainable) if parameter.kind == "parameter" else value
 
-    def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        kept = next(state.num_optimizer_tensors for state in self.plan.parameter_states if state.parameters == TRAINED)
+    def _optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        kept = max(self.plan.state_of(name).num_optimizer_tensors for name in parameters)
         if kept not in _OPTIMIZERS:
             raise ConfigError(
                 f"a dry run knows optimizers that keep {min(_OPTIMIZERS)} to {max(_OPTIMIZERS)} tensors for each parameter "
                 f"(memory.optimizer_states: {kept})",
                 hint=f"set memory.optimizer_states to {min(_OPTIMIZERS)}..{max(_OPTIMIZERS)}, or leave out the dry run",
             )
-        return _OPTIMIZERS[kept](parameters, lr=1e-3)
+        return _OPTIMIZERS[kept](list(parameters.values()), lr=1e-3)
 
 
 @contextmanager
@@ -180,10 +198,77 @@ def _batch(model: ModelGraph, num_rows: int) -> BatchView:
 
 def _step(runtime: Runtime, state: EngineState, batch: BatchView) -> None:
     """One step as in training, but for looks at the loss, which has no value here."""
-    step = runtime.train(batch, state.step_number)
+    step = runtime.train(batch, (state.step_number,))
     if runtime.clipping is not None:
         runtime.clipping.clip()
     loss = step.account.loss(runtime.totals(step))
     runtime.settle("train", batch.num_rows)
     runtime.watch.begin(Action(Kind.STEP))
     state.advance(loss)
+    runtime.publish()
+
+
+BLOCK_BYTES = 512
+"""What the allocator of a GPU gives out is a multiple of this."""
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the memory of all tensors that come into being while it is on, in this thread; not those on the meta device.
+
+    A storage counts from the op that makes it until nobody has it any more. What an op needs while it runs is not seen.
+
+    Args:
+        block_bytes: every storage takes a multiple of this.
+
+    Attributes:
+        live: bytes of those that are still there.
+        peak: the most that were there at once.
+        action: what is being done, as whoever knows it says.
+        peak_action, peak_op: that action, and the operator that had made its result, when the most were there.
+    """
+
+    def __init__(self, block_bytes: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.action = self.peak_action = self.peak_op = ""
+        self._block_bytes = block_bytes
+        self._known: dict[int, int] = {}
+
+    def start_anew(self) -> int:
+        """Forgets the peak; what is there stays counted, and is returned."""
+        self.peak = self.live
+        return self.live
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """States that a tensor which was counted lies in other memory."""
+        number = tensor.untyped_storage()._cdata
+        self.live -= self._known.get(number, 0)
+        self._known[number] = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            self._meet(tensor, 0)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._meet(tensor, 0 if tensor.is_meta else tensor.untyped_storage().nbytes())
+        if self.live > self.peak:
+            self.peak, self.peak_action, self.peak_op = self.live, self.action, str(func)
+        return result
+
+    def _meet(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if number in self._known:
+            return
+        taken = -(-num_bytes // self._block_bytes) * self._block_bytes
+        self._known[number] = taken
+        self.live += taken
+        weakref.finalize(storage, self._forget, number)
+
+    def _forget(self, number: int) -> None:
+        self.live -= self._known.pop(number, 0)
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -1,6 +1,6 @@
 """How long, and how much memory: what computing, holding and sending cost, and the event simulation of schedules."""
 
-from whale.estimate.costs.bounds import bubble_share, exposed_sync, pipeline_seconds
+from whale.estimate.costs.bounds import bubble_share, exposed_sync, idle_seconds, pipeline_seconds
 from whale.estimate.costs.communication import (
     all_gather_line,
     all_reduce_line,
@@ -46,6 +46,7 @@ __all__ = [
     "estimate",
     "estimate_with",
     "exposed_sync",
+    "idle_seconds",
     "kept_names",
     "kept_tensors",
     "op_seconds",

@@ -3,8 +3,8 @@
 from whale.hardware.catalogue import CPU, Catalogue, KnownDevice, catalogue
 from whale.hardware.cluster_file import load_cluster, parse_cluster
 from whale.hardware.cluster_text import cluster_text
-from whale.hardware.gathered import DeviceProfile, make_cluster
-from whale.hardware.selection import select
+from whale.hardware.clusters import DeviceProfile, make_cluster, select
+from whale.hardware.precision import compute_type
 
 __all__ = [
     "CPU",
@@ -13,6 +13,7 @@ __all__ = [
     "KnownDevice",
     "catalogue",
     "cluster_text",
+    "compute_type",
     "load_cluster",
     "make_cluster",
     "parse_cluster",

@@ -1,4 +1,4 @@
-"""The devices and links that Whale knows by name; the figures are in ``devices.yaml``."""
+"""The devices and links that Whale knows by name; the figures are in ``devices.yaml``, and go into the reference as tables."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from whale.config import parse_yaml
 from whale.errors import ClusterError, raise_faults
 from whale.hardware.fields import Entry
 from whale.ir.cluster import Device, Link
+from whale.units import format_bytes, format_count, format_seconds
 
 CPU = "cpu"
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-SPEEDS = ("half_width", "traffic", "host_seconds")
+SPEEDS = ("half_width", "traffic", "host_seconds", "host_link")
 """What may be said of a device beside its data sheet and efficiency."""
 FILE = "devices.yaml"
 
@@ -30,7 +31,7 @@ class KnownDevice:
         flops: peak FLOP/s per dtype, sorted pairs; float32 is among them.
         efficiency: share of the peak that large matrix products reach.
         efficiencies: of dtypes for which it is another, sorted pairs.
-        half_width, traffic, host_seconds: as of `Device`.
+        half_width, traffic, host_seconds, host_link: as of `Device`.
         link: name of the usual link inside a host.
         nvml: word lists, each of which identifies the device in NVML's name for it.
     """
@@ -46,6 +47,7 @@ class KnownDevice:
     half_width: float = 0.0
     traffic: float = 1.0
     host_seconds: float = 0.0
+    host_link: float = 0.0
 
     def device(self, name: str, host: str, *, memory: int | None = None, num_cores: float = 1.0) -> Device:
         """One of these, on a host.
@@ -58,7 +60,8 @@ class KnownDevice:
         """
         flops = tuple((dtype, peak * num_cores) for dtype, peak in self.flops)
         reached = self.efficiency, None, self.efficiencies, self.half_width, self.traffic, self.host_seconds
-        return Device(name, host, self.name, flops, memory or self.memory, self.bandwidth * num_cores, *reached)
+        bandwidth, link = self.bandwidth * num_cores, self.host_link
+        return Device(name, host, self.name, flops, memory or self.memory, bandwidth, *reached, host_link=link)
 
 
 @dataclass(frozen=True)
@@ -183,5 +186,34 @@ def read_speeds(entry: Entry) -> dict[str, float]:
         "half_width": entry.number("half_width", zero=True),
         "traffic": entry.number("traffic", high=1),
         "host_seconds": entry.quantity("host_seconds", "s", zero=True),
+        "host_link": entry.quantity("host_link", "B/s", zero=True),
     }
     return {name: amount for name, amount in found.items() if amount is not None}
+
+
+def device_table() -> str:
+    """Every device: memory, bandwidth, speeds, efficiency, traffic, link."""
+    lines = ["| device | memory | bandwidth | float32 | float16 | bfloat16 | efficiency | traffic | link |", "|" + " --- |" * 9]
+    for device in catalogue().devices.values():
+        flops = dict(device.flops)
+        speeds = [f"{format_count(flops[dtype])}FLOP/s" if dtype in flops else "-" for dtype in ("float32", "float16", "bfloat16")]
+        cells = [
+            f"`{device.name}`",
+            format_bytes(device.memory),
+            f"{format_count(device.bandwidth)}B/s",
+            *speeds,
+            ", ".join([f"{device.efficiency:g}", *(f"{dtype} {share:g}" for dtype, share in device.efficiencies)]),
+            f"{device.traffic:g}",
+            device.link,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def link_table() -> str:
+    """Every link: bandwidth, latency, and whether a host's devices share it."""
+    rows = [
+        f"| `{name}` | {format_count(link.bandwidth)}B/s | {format_seconds(link.latency)} | {'yes' if link.shared else ''} |"
+        for name, link in catalogue().links.items()
+    ]
+    return "\n".join(["| link | bandwidth, one way | latency | shared by a host's devices |", "| --- | --- | --- | --- |", *rows])

@@ -1,19 +1,24 @@
-"""Cluster files: hosts, their devices and the links, in YAML, checked so that planning never meets a hole."""
+"""Cluster files: hosts, their devices and the links, in YAML, checked so that planning never meets a hole.
+
+A device, or several alike, is written ``8 x V100-32GB``, ``T4``, or as a mapping that overrides the catalogue; a measured figure
+``{figure: NAME, value: 81 GFLOP/s, low: ..., high: ..., samples: 22}``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-from whale.config import Document, did_you_mean, nearest, parse_yaml, read_yaml
+from whale.config import Document, begun_by, did_you_mean, nearest, parse_yaml, read_yaml
 from whale.errors import ClusterError, raise_faults
-from whale.hardware.catalogue import catalogue, read_link
-from whale.hardware.device_entry import MOST, Kind, read_devices
-from whale.hardware.fields import Entry
-from whale.hardware.figure_entry import read_figures
-from whale.ir.cluster import Cluster, Device, Host, Link
+from whale.hardware.catalogue import CPU, SPEEDS, KnownDevice, catalogue, read_efficiency, read_flops, read_link, read_speeds
+from whale.hardware.fields import EXAMPLES, Entry
+from whale.ir.cluster import NO_HANDLING, Cluster, Device, Handling, Host, Link
 from whale.ir.figure import Figure
+from whale.units import parse_quantity
 
 Pair = tuple[str, str]
 
@@ -58,7 +63,7 @@ def _hosts(entry: Entry) -> Iterator[Host]:
     unnamed = 0
     seen: set[str] = set()
     for item in entry.items("host"):
-        if not item.is_mapping(("name", "count", "devices", "link", "card", "price_per_hour"), required=("devices",)):
+        if not item.is_mapping(("name", "count", "devices", "link", "card", "price_per_hour", "memory"), required=("devices",)):
             continue
         count = item.count("count", 1, MOST)
         name = item.text("name")
@@ -78,14 +83,15 @@ def _alike(item: Entry, names: Iterable[str]) -> Iterator[Host]:
     kinds = read_devices(item.below("devices", f"{item.name}: devices"))
     link = _inner_link(item, kinds)
     card, price = item.quantity("card", "B/s"), item.number("price_per_hour", zero=True)
+    memory = item.quantity("memory", "B")
     for name in names:
         devices: list[Device] = []
         for kind in kinds:
             devices += [kind.make(f"{name}/{len(devices) + index}", name) for index in range(kind.count)]
-        yield Host(name, tuple(devices), link, card, price)
+        yield Host(name, tuple(devices), link, card, price, None if memory is None else int(memory))
 
 
-def _inner_link(item: Entry, kinds: list[Kind]) -> Link:
+def _inner_link(item: Entry, kinds: list[DeviceKind]) -> Link:
     """The link inside a host: as written, else the usual one of its devices, as slow as the slowest of them."""
     written = _link(item.below("link", f"{item.name}: link")) if item.has("link") else None
     found = written or catalogue().usual_link({kind.model for kind in kinds} or {""})
@@ -155,3 +161,148 @@ def _check_reach(root: Entry, hosts: list[str], pairs: dict[Pair, Link]) -> None
                 hint="add 'network:', or the pair",
             )
             return
+
+
+MOST = 100_000
+"""Devices of one entry, hosts of one entry: more is a slip of the pen."""
+
+_REPEATED = re.compile(r"(\d+)\s*[x*]\s*(\S.*)")
+_KEYS = ("model", "count", "memory", "bandwidth", "flops", "efficiency", "num_cores", "kernel_start", "price_per_hour", "handling", *SPEEDS)
+_FULL = ("memory", "bandwidth", "flops", "efficiency")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """A kind of device of a host and how many of it there are; ``make(name, host)`` is one of them."""
+
+    model: str
+    count: int
+    make: Callable[[str, str], Device]
+
+
+def read_devices(entry: Entry) -> list[DeviceKind]:
+    """The kinds of device of one host, in order; faults are noted in the entry."""
+    items = list(entry.items(entry.name)) if isinstance(entry.data, list) else [entry]
+    if not items:
+        entry.fault(f"{entry.name} needs at least one device")
+    return [kind for item in items if (kind := _read_kind(item)) is not None]
+
+
+def _read_kind(entry: Entry) -> DeviceKind | None:
+    data = entry.data
+    if isinstance(data, dict):
+        return _read_mapping(entry)
+    if isinstance(data, bool) or not isinstance(data, (str, int)):
+        entry.fault(f"{entry.name} is a device such as 'T4', '8 x V100-32GB' or a mapping with 'model' ({data!r} is not)")
+        return None
+    match = _REPEATED.fullmatch(str(data))
+    count, model = (int(match[1]), match[2]) if match else (1, str(data))
+    if not 1 <= count <= MOST:
+        entry.fault(f"{entry.name}: the number of devices is from 1 to {MOST} ({count} is not)")
+        return None
+    known = _find(entry, model)
+    return None if known is None else DeviceKind(model, count, known.device)
+
+
+def _find(entry: Entry, model: str) -> KnownDevice | None:
+    devices = catalogue().devices
+    if model not in devices:
+        longer, close = begun_by(model, devices), nearest(model, devices)
+        meant = f"did you mean {close!r}? " if close else f"known: {', '.join(devices)}. "
+        hint = f"which of {', '.join(longer)}? " if len(longer) > 1 else meant
+        entry.fault(
+            f"unknown device model {model!r}", hint=f"{hint}Or describe it in full: model, {', '.join(_FULL)}; `whale probe` measures it"
+        )
+        return None
+    return devices[model]
+
+
+def _read_mapping(entry: Entry) -> DeviceKind | None:
+    if not entry.is_mapping(_KEYS, required=("model",)):
+        return None
+    model = entry.text("model")
+    if model is None:
+        return None
+    described = all(entry.has(key) for key in _FULL)
+    known = catalogue().devices.get(model) if model in catalogue().devices or described else _find(entry, model)
+    if known is None and not described:
+        return None
+    count = entry.count("count", 1, MOST)
+    cores = entry.number("num_cores") if entry.has("num_cores") else 1.0
+    if entry.has("num_cores") and model != CPU:
+        entry.fault(f"{entry.name}: num_cores belongs to model {CPU!r} (this is {model!r})", "num_cores")
+    base = known or KnownDevice(model, 1, 1.0, (), 1.0, "", ())
+    return DeviceKind(model, count, _with_overrides(base, entry, cores or 1.0))
+
+
+def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[str, str], Device]:
+    usual = base.device("", "", num_cores=cores)
+    flops = dict(usual.flops)
+    if entry.has("flops"):
+        flops |= read_flops(entry.below("flops", f"{entry.name}: flops"))
+        if "float32" not in flops:
+            entry.fault(f"{entry.name}: flops needs at least 'float32'", "flops")
+    speeds = read_speeds(entry)
+    written = read_efficiency(entry) if entry.has("efficiency") else None
+    efficiency, efficiencies = written or (usual.efficiency, usual.efficiencies)
+    memory, bandwidth = entry.quantity("memory", "B"), entry.quantity("bandwidth", "B/s")
+    changed = replace(
+        usual,
+        flops=tuple(sorted(flops.items())),
+        memory=max(1, int(memory)) if memory is not None else usual.memory,
+        bandwidth=bandwidth if bandwidth is not None else usual.bandwidth,
+        efficiency=efficiency,
+        kernel_start=entry.quantity("kernel_start", "s", zero=True),
+        price_per_hour=entry.number("price_per_hour", zero=True),
+        efficiencies=efficiencies,
+        half_width=speeds.get("half_width", usual.half_width),
+        traffic=speeds.get("traffic", usual.traffic),
+        host_seconds=speeds.get("host_seconds", usual.host_seconds),
+        host_link=speeds.get("host_link", usual.host_link),
+        handling=_read_handling(entry),
+    )
+    return lambda name, host: replace(changed, name=name, host=host)
+
+
+def _read_handling(entry: Entry) -> Handling:
+    """What messages take of the device: ``{seconds: 100 us, bandwidth: 4 GB/s}``, of which either may be left out."""
+    if not entry.has("handling"):
+        return NO_HANDLING
+    below = entry.below("handling", f"{entry.name}: handling")
+    if not below.is_mapping(("seconds", "bandwidth")):
+        return NO_HANDLING
+    seconds, bandwidth = below.quantity("seconds", "s", zero=True) or 0.0, below.quantity("bandwidth", "B/s")
+    return Handling(seconds, 0.0 if bandwidth is None else 1 / bandwidth)
+
+
+MOST_SAMPLES = 1_000_000_000
+_AMOUNTS = ("value", "low", "high")
+
+
+def read_figures(entry: Entry) -> Iterator[Figure]:
+    """The figures of the list ``measured``; faults are noted in the entry."""
+    if not isinstance(entry.data, list):
+        entry.fault(f"measured is a list of figures, as `whale probe` writes them ({entry.data!r} is not)")
+    for item in entry.items("figure"):
+        if not item.is_mapping(("figure", *_AMOUNTS, "samples"), required=("figure", *_AMOUNTS)):
+            continue
+        name, unit = item.text("figure"), _unit(item)
+        amounts = [item.quantity(key, unit, zero=key == "low") for key in _AMOUNTS]
+        if name is None or None in amounts:
+            continue
+        value, low, high = (amount for amount in amounts if amount is not None)
+        if not low <= value <= high:
+            item.fault(f"{item.name}: value lies between low and high ({item.get('value')} does not)", "value")
+            continue
+        yield Figure(name, unit, value, low, high, item.count("samples", 1, MOST_SAMPLES))
+
+
+def _unit(item: Entry) -> str:
+    """The unit that the value is written in; seconds, whose reading then fails, where it is none."""
+    for unit in EXAMPLES:
+        try:
+            parse_quantity(str(item.get("value")), unit)
+        except ValueError:
+            continue
+        return unit
+    return "s"

@@ -39,6 +39,8 @@ def _host(host: Host) -> Iterator[str]:
     yield f"    link: {_link(host.link)}"
     if host.card is not None:
         yield f"    card: {format_quantity(host.card, 'B/s')}"
+    if host.memory is not None:
+        yield f"    memory: {host.memory} B"
     if host.price_per_hour is not None:
         yield f"    price_per_hour: {host.price_per_hour:.6g}"
 
@@ -55,6 +57,8 @@ def _device(kind: Device, count: int) -> str:
         "traffic": f"{kind.traffic:.4g}",
         "host_seconds": format_quantity(kind.host_seconds, "s"),
     }
+    if kind.host_link:
+        said["host_link"] = format_quantity(kind.host_link, "B/s")
     said["half_width"] = f"{kind.half_width:.4g}"
     if kind.kernel_start is not None:
         said["kernel_start"] = format_quantity(kind.kernel_start, "s")

@@ -79,6 +79,7 @@ class Device:
             kernels are shorter.
         price_per_hour: in any currency, the same for all devices; None where nobody said it.
         handling: of messages; nothing where that was not measured.
+        host_link: bytes per second, one way, between its memory and its host's; 0 where the host is the device.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Device:
     host_seconds: float = 0.0
     price_per_hour: float | None = None
     handling: Handling = NO_HANDLING
+    host_link: float = 0.0
 
     @cached_property
     def _hash(self) -> int:
@@ -129,6 +131,7 @@ class Host:
         card: bytes per second, one way, of the network card that all its devices share; None where each has its own part of
             the network, which the network's bandwidth states.
         price_per_hour: of the whole host, whichever of its devices work, beside their own; None where nobody said it.
+        memory: bytes of its own memory that trainings may fill; None where nobody said it.
     """
 
     name: str
@@ -136,6 +139,7 @@ class Host:
     link: Link
     card: float | None = None
     price_per_hour: float | None = None
+    memory: int | None = None
 
 
 @dataclass(frozen=True)

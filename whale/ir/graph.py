@@ -189,6 +189,8 @@ class Parameter:
         kind: ``parameter`` or ``buffer``.
         trainable: whether it gets a gradient.
         ties: its other names, where one tensor has several.
+        scope: of one that no op reads, the scopes under which it was made.
+        read_as: the type that ops read it in, where that is another: it is cast once per step, beside the program.
     """
 
     name: str
@@ -196,6 +198,8 @@ class Parameter:
     kind: Literal["parameter", "buffer"] = "parameter"
     trainable: bool = True
     ties: tuple[str, ...] = ()
+    scope: ScopePath = ()
+    read_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +302,11 @@ class ModelGraph:
         """The parameters that are trained, by name, in order."""
         return tuple(each.name for each in self.parameters if each.kind == "parameter" and each.trainable)
 
+    @cached_property
+    def read_as(self) -> Mapping[str, str]:
+        """The types that ops read parameters in, of those that are cast once per step."""
+        return {each.name: each.read_as for each in self.parameters if each.read_as is not None}
+
     def parameters_among(self, names: Iterable[str]) -> Iterator[Parameter]:
         """The parameters and buffers among some ops, which may be what another op reads; one that is there several times comes as often."""
         for name in names:
@@ -320,6 +329,11 @@ class ModelGraph:
         return found
 
     @cached_property
+    def last_reads(self) -> dict[str, int]:
+        """Per parameter, by its own name, the position of the last op that reads it."""
+        return {each.name: place for place, op in enumerate(self.ops) for each in self.parameters_among(op.inputs)}
+
+    @cached_property
     def fingerprint(self) -> str:
         """Equal for equal graphs; ranks compare it before they communicate."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
@@ -329,7 +343,8 @@ class ModelGraph:
         for parameter in self.parameters:
             ties = f" = {' = '.join(parameter.ties)}" if parameter.ties else ""
             frozen = "" if parameter.trainable or parameter.kind == "buffer" else " frozen"
-            lines.append(f"  {parameter.kind} {parameter.name}{ties}: {parameter.spec}{frozen}")
+            read_as = f" read as {parameter.read_as}" if parameter.read_as else ""
+            lines.append(f"  {parameter.kind} {parameter.name}{ties}: {parameter.spec}{frozen}{read_as}")
         lines += [f"  {op}" for op in self.ops]
         lines += [f"  loss {t.coefficient:g} * %{t.sum}" + (f" / %{t.weight}" if t.weight else "") for t in self.loss]
         lines += [f"  output %{name}" for name in self.outputs]

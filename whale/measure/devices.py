@@ -1,14 +1,20 @@
-"""The devices at hand: this host's GPUs where NVML and PyTorch can use them, CPU ranks otherwise."""
+"""What this host is: the GPUs that NVML and PyTorch know, else its cores and memory, within the limits of its container."""
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from os import environ
+from pathlib import Path
+from typing import Any
 
 from whale.errors import ClusterError
 from whale.hardware import CPU, DeviceProfile, catalogue, make_cluster
 from whale.ir.cluster import Cluster
-from whale.measure.gpus import Gpu, gpus, in_cuda_order
-from whale.measure.host import host_cores, host_memory
 
 UNKNOWN_EFFICIENCY = 0.7
 """For a GPU that the catalogue does not know: about what plain float32 reaches on those that it does."""
@@ -76,3 +82,219 @@ def gpu_profile(host: str, gpu: Gpu, sharers: int = 1) -> DeviceProfile:
     flops = (("float32", gpu.flops * share),)
     link = catalogue().links["pcie3"]  # NVLink is not guessed
     return DeviceProfile(host, gpu.name, memory, share, flops, gpu.bandwidth * share, UNKNOWN_EFFICIENCY, link)
+
+
+MEGAHERTZ = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        uuid: ``GPU-...``.
+        name: NVML's name for the model.
+        memory: bytes in all.
+        flops: peak float32 FLOP/s, from cores and clock; 0 if NVML does not tell.
+        bandwidth: bytes per second of its memory, from bus width and clock; 0 if NVML does not tell.
+    """
+
+    uuid: str
+    name: str
+    memory: int
+    flops: float = 0.0
+    bandwidth: float = 0.0
+
+
+def gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """The visible GPUs, in the order of ``CUDA_VISIBLE_DEVICES`` or else of NVML; none where there is no NVML.
+
+    Raises:
+        ClusterError: NVML is there but a GPU does not answer.
+    """
+    with in_nvml() as nvml:
+        if nvml is None:
+            return ()
+        try:
+            return tuple(_read(nvml, handle) for handle in visible(nvml, environment))
+        except nvml.NVMLError as error:
+            raise ClusterError(
+                f"a GPU does not answer ({error})", hint="nvidia-smi shows which; or hide it with CUDA_VISIBLE_DEVICES"
+            ) from None
+
+
+@contextmanager
+def in_nvml() -> Iterator[Any]:
+    """The pynvml module, started; None without the library or its driver, which only means that there are no GPUs."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except (ImportError, OSError):
+        yield None
+        return
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def visible(nvml: Any, environment: Mapping[str, str]) -> list[Any]:
+    """Handles of the visible GPUs."""
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    wanted = environment.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return handles
+    found = []
+    for entry in wanted.split(","):
+        handle = _named(nvml, handles, entry.strip())
+        if handle is None:  # as CUDA does: what follows a wrong entry is hidden
+            break
+        found.append(handle)
+    return found
+
+
+def _named(nvml: Any, handles: list[Any], entry: str) -> Any:
+    """The GPU that an entry of ``CUDA_VISIBLE_DEVICES`` names: a number, or (the beginning of) a UUID."""
+    if entry.isdecimal():
+        return handles[int(entry)] if int(entry) < len(handles) else None
+    if entry.startswith("MIG-"):
+        return nvml.nvmlDeviceGetHandleByUUID(entry)
+    hits = [handle for handle in handles if entry and _text(nvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
+    return hits[0] if len(hits) == 1 else None
+
+
+def _read(nvml: Any, handle: Any) -> Gpu:
+    memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), name_of(nvml, handle)
+    try:
+        cores = nvml.nvmlDeviceGetNumGpuCores(handle)
+        core_clock = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM) * MEGAHERTZ
+        bus_bytes = nvml.nvmlDeviceGetMemoryBusWidth(handle) / 8
+        memory_clock = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM) * MEGAHERTZ
+    except nvml.NVMLError:  # an old driver, or a slice of a GPU
+        return Gpu(uuid, name, memory)
+    # A multiply-add per core and cycle; two transfers per cycle of the memory's clock.
+    return Gpu(uuid, name, memory, 2 * cores * core_clock, 2 * bus_bytes * memory_clock)
+
+
+def name_of(nvml: Any, handle: Any) -> str:
+    """NVML's name for the model of a GPU."""
+    return _text(nvml.nvmlDeviceGetName(handle))
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def in_cuda_order(found: tuple[Gpu, ...], environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """The GPUs as CUDA numbers them, for a process that uses CUDA.
+
+    NVML counts by bus; CUDA, unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, puts the fastest first. Only where the GPUs are
+    unlike does that matter, and then CUDA itself is asked.
+    """
+    if len({gpu.name for gpu in found}) <= 1 or environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return found
+    import torch
+
+    by_uuid = {gpu.uuid: gpu for gpu in found}
+    uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]
+    missing = [uuid for uuid in uuids if uuid not in by_uuid]
+    if missing:
+        raise ClusterError(
+            f"CUDA and NVML disagree about the GPUs of this host ({missing[0]} is CUDA's alone)", hint="export CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
+    return tuple(by_uuid[uuid] for uuid in uuids)
+
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def host_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes: the host's, or the container's limit if that is less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [_file_number(cgroup / "memory.max"), _file_number(cgroup / "memory" / "memory.limit_in_bytes")]
+    return min([physical, *(int(limit) for limit in limits if limit)])
+
+
+def host_cores(cgroup: Path = CGROUP) -> float:
+    """Cores that this process may run on, or the container's share of them if that is less."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([float(allowed), *_quotas(cgroup)])
+
+
+def _quotas(cgroup: Path) -> list[float]:
+    words = _file_text(cgroup / "cpu.max").split()
+    pairs = [(words[0], words[1])] if len(words) == 2 else []
+    pairs.append((_file_text(cgroup / "cpu" / "cpu.cfs_quota_us"), _file_text(cgroup / "cpu" / "cpu.cfs_period_us")))
+    return [int(quota) / int(period) for quota, period in pairs if quota.isdecimal() and period.isdecimal() and int(quota) and int(period)]
+
+
+def _file_number(path: Path) -> int | None:
+    text = _file_text(path)
+    return int(text) if text.isdecimal() else None
+
+
+def _file_text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+NVLINKS = 18
+"""As many links as a GPU may have."""
+ANCESTORS = {
+    0: "one board",
+    10: "one PCIe switch",
+    20: "several PCIe switches",
+    30: "one PCIe host bridge",
+    40: "one NUMA node",
+    50: "the link between processors",
+}
+"""What is passed between two GPUs without NVLink, by NVML's levels of topology."""
+
+
+def gpu_notes(environment: Mapping[str, str] = environ) -> tuple[str, ...]:
+    """A line for each visible GPU, and for each two of them that have no NVLink; none where there is no NVML."""
+    with in_nvml() as nvml:
+        return () if nvml is None else tuple(_notes(nvml, visible(nvml, environment)))
+
+
+def _notes(nvml: Any, handles: list[Any]) -> Iterator[str]:
+    linked = [sum(state for link in range(NVLINKS) for state in _asked(nvml, _nvlink, handle, link)) for handle in handles]
+    for index, handle in enumerate(handles):
+        links = f"{linked[index]} NVLinks" if linked[index] else "no NVLink"
+        yield f"GPU {index}, {name_of(nvml, handle)}: " + ", ".join([links, *_asked(nvml, _pcie, handle), *_asked(nvml, _clock, handle)])
+    for first, second in combinations(range(len(handles)), 2):
+        if not (linked[first] and linked[second]):
+            way = _asked(nvml, _way, handles[first], handles[second]) or ["what the driver does not tell"]
+            yield f"GPU {first} - GPU {second}: through {way[0]}"
+
+
+def _nvlink(nvml: Any, handle: Any, link: int) -> int:
+    return int(nvml.nvmlDeviceGetNvLinkState(handle, link))
+
+
+def _pcie(nvml: Any, handle: Any) -> str:
+    return f"PCIe {nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)} x{nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)}"
+
+
+def _clock(nvml: Any, handle: Any) -> str:
+    kind = nvml.NVML_CLOCK_SM
+    return f"{nvml.nvmlDeviceGetClockInfo(handle, kind)} of {nvml.nvmlDeviceGetMaxClockInfo(handle, kind)} MHz"
+
+
+def _way(nvml: Any, first: Any, second: Any) -> str:
+    return ANCESTORS[nvml.nvmlDeviceGetTopologyCommonAncestor(first, second)]
+
+
+def _asked(nvml: Any, question: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The answer; none where the driver, or this model of GPU, has none."""
+    try:
+        return [question(nvml, *arguments)]
+    except (nvml.NVMLError, KeyError):
+        return []

@@ -1,7 +1,18 @@
-"""How fast ranks send to one another: latency and bandwidth of a message, one pair alone and all ranks at once.
+"""How fast ranks send to one another, one pair alone and all at once; and what messages take of a CPU rank's own time.
 
 host a   0  1  2  3        alone inside     0 - 1          at once inside    0 > 1 > 2 > 3 > 0
 host b   4  5  6  7        alone between    0 - 4          at once between   0 - 4  1 - 5  2 - 6  3 - 7
+
+A rank's own time is the processor time of sums in which all ranks take part, by the share of a core that it has:
+
+    | addition | sum | addition | sum |  less  | addition | addition |      the caches are cold for each sum, as they are in a step
+    rank of a third of a core: 2 ms of the processor for a sum are 6 ms in which it cannot compute
+
+Processor time is the same on a busy machine as on a quiet one, but for caches. A GPU moves what it sends beside its computing, or lends it
+a part that nobody has measured: nothing is said of it.
+
+Sums are of sizes that steps send. What wakes threads costs the more the more there is to carry: a message of 8 KiB to 1 MiB takes 0.2 to
+0.4 ms of a core, one of 4 bytes sent again and again 0.05, so that of those two a line would be neither.
 """
 
 from __future__ import annotations
@@ -12,13 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from whale.comm import World, backend_of
-from whale.measure.samples import Clock, Samples
+from whale.measure.samples import RoundTimer, Samples, own_time
 
 ALONE, AT_ONCE = "alone", "all at once"
 LATENCY, BANDWIDTH = "latency", "bandwidth"
@@ -34,7 +46,7 @@ Route = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class ExchangePhase:
     """Messages that travel at the same time, while all other ranks are idle.
 
     Attributes:
@@ -48,7 +60,7 @@ class Phase:
     routes: tuple[Route, ...]
 
 
-def phases(hosts: Sequence[str]) -> Iterator[Phase]:
+def phases(hosts: Sequence[str]) -> Iterator[ExchangePhase]:
     """What to measure between ranks, given their hosts: inside each, and between each and the next.
 
     One pair says what the link gives; all at once say what they share: a host's card, its bus, or its cores. Inside a host that
@@ -59,18 +71,18 @@ def phases(hosts: Sequence[str]) -> Iterator[Phase]:
         members.setdefault(host, []).append(rank)
     for host, ranks in members.items():
         if len(ranks) > 1:
-            yield Phase(f"inside {host}", ALONE, _both_ways(ranks[:1], ranks[1:]))
-            yield Phase(f"inside {host}", AT_ONCE, (*pairwise(ranks), (ranks[-1], ranks[0])))
+            yield ExchangePhase(f"inside {host}", ALONE, _both_ways(ranks[:1], ranks[1:]))
+            yield ExchangePhase(f"inside {host}", AT_ONCE, (*pairwise(ranks), (ranks[-1], ranks[0])))
     for (host, here), (other, there) in pairwise(members.items()):
-        yield Phase(f"{host} - {other}", ALONE, _both_ways(here[:1], there))
-        yield Phase(f"{host} - {other}", AT_ONCE, _both_ways(here, there))
+        yield ExchangePhase(f"{host} - {other}", ALONE, _both_ways(here[:1], there))
+        yield ExchangePhase(f"{host} - {other}", AT_ONCE, _both_ways(here, there))
 
 
 def _both_ways(here: Sequence[int], there: Sequence[int]) -> tuple[Route, ...]:
     return tuple(route for a, b in zip(here, there, strict=False) for route in ((a, b), (b, a)))
 
 
-def link_samples(clock: Clock, phase: Phase) -> Iterator[Samples]:
+def link_samples(clock: RoundTimer, phase: ExchangePhase) -> Iterator[Samples]:
     """Measures one phase; every rank calls it, and those who send have samples: of one message, one way."""
     with clock.world.speaking(f"measuring messages, {phase.where}"):
         small, large = (exchange_rounds(clock, _call(clock.world, phase, num_bytes)) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
@@ -95,7 +107,7 @@ def seconds_of_bytes(large: Sequence[float], latency: float, least: float = LEAS
     return [max(each - latency, each * least) for each in large]
 
 
-def exchange_rounds(clock: Clock, call: Callable[[], None] | None, now: Callable[[], float] = time.perf_counter) -> tuple[float, ...]:
+def exchange_rounds(clock: RoundTimer, call: Callable[[], None] | None, now: Callable[[], float] = time.perf_counter) -> tuple[float, ...]:
     """Seconds of an exchange in each round; all ranks make equally many, and as many untimed before each round.
 
     A rank that has a share of a core carries messages in that share too: the first of them use up what it has saved.
@@ -110,7 +122,7 @@ def exchange_rounds(clock: Clock, call: Callable[[], None] | None, now: Callable
     return replace(clock, now=now).rounds(call, num_repeats=count, num_before=count)
 
 
-def _call(world: World, phase: Phase, num_bytes: int) -> Callable[[], None] | None:
+def _call(world: World, phase: ExchangePhase, num_bytes: int) -> Callable[[], None] | None:
     """This rank's part in the exchange; None where it has none."""
     target = next((b for a, b in phase.routes if a == world.rank), None)
     source = next((a for a, b in phase.routes if b == world.rank), None)
@@ -135,3 +147,59 @@ def _in_turns(tensor: Tensor, peer: int, begins: bool) -> None:
 def _send_and_receive(sent: Tensor, target: int, received: Tensor, source: int) -> None:
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)]):
         work.wait()
+
+
+HANDLING, HANDLED_BYTES = "handling of a message", "handling of bytes"
+SMALL_SUM, LARGE_SUM = 1 << 20, 1 << 24
+"""Of a sum: what a split group exchanges, and about a bucket of gradients."""
+PERIODS = 0.1
+"""Seconds of computing by which a rank's share of a core is told: some periods of what gives it its share."""
+SWEPT_BYTES = 1 << 22
+"""Of each of the three tensors of an addition: about what caches of one core hold."""
+LEAST_OF_SUM = 0.05
+"""So much of the time of an addition and a sum is the sum's, and so much of that the messages', at least: less is noise."""
+
+
+def handling_samples(clock: RoundTimer) -> Iterator[Samples]:
+    """Measures this rank's part in sums over all ranks, of which there are several; every rank, on a CPU, calls it."""
+    world = clock.world
+    with world.speaking("measuring what messages take of a rank"):
+        share = _share_of_core(clock)
+        tensors = (torch.zeros(size // 4) for size in (SMALL_SUM, LARGE_SUM))
+        calls = (partial(_add_and_sum, *_swept(), tensor) for tensor in (None, *tensors))
+        alone, *both = (exchange_rounds(clock, call, time.process_time) for call in calls)
+    small, large = (seconds_of_bytes(each, median(alone), LEAST_OF_SUM) for each in both)
+    count = 4 * (world.size - 1)  # messages around the ring and around again, each sent and received
+    rest = [each / share for each in seconds_of_bytes(large, median(small))]
+    of_small = median(rest) * share * SMALL_SUM / (LARGE_SUM - SMALL_SUM)
+    yield Samples(HANDLING, "s", tuple(each / count / share for each in seconds_of_bytes(small, of_small, LEAST_OF_SUM)))
+    yield Samples.rates(HANDLED_BYTES, "B/s", (LARGE_SUM - SMALL_SUM) * count / world.size, rest)
+
+
+def _share_of_core(clock: RoundTimer) -> float:
+    """The share of a core with which this rank computes while all do; what lies unused of one moment is used up before."""
+    numbers = torch.ones(1 << 12)
+    clock.world.barrier()
+    shares = []
+    for _ in range(clock.num_rounds + 1):
+        shares.append(_share(numbers))
+    return median(shares[1:])
+
+
+def _share(numbers: Tensor) -> float:
+    now = own_time(numbers.device)
+    wall, own = time.perf_counter(), now()
+    while time.perf_counter() - wall < PERIODS:
+        numbers.mul_(1.0)
+    return (now() - own) / (time.perf_counter() - wall)
+
+
+def _swept() -> tuple[Tensor, Tensor, Tensor]:
+    a, b, total = (torch.zeros(SWEPT_BYTES // 4) for _ in range(3))
+    return a, b, total
+
+
+def _add_and_sum(a: Tensor, b: Tensor, total: Tensor, tensor: Tensor | None) -> None:
+    torch.add(a, b, out=total)
+    if tensor is not None:
+        dist.all_reduce(tensor)

@@ -1,9 +1,13 @@
-"""Measuring a model on the ranks at hand: each distinct op once, and the whole model's passes, per kind of device."""
+"""Measuring a model on the ranks at hand: each distinct op once, and the whole model's passes, per kind of device.
+
+What ranks of one kind have timed is pooled: medians, with what an earlier profile knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 
@@ -11,13 +15,12 @@ from whale.comm import World
 from whale.errors import ClusterError
 from whale.hardware import DeviceProfile
 from whale.ir.cluster import Cluster, Device
+from whale.ir.figure import Figure
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.profile import KindProfile, Profile, model_fingerprint, signature
+from whale.ir.profile import KindProfile, OpTimes, Profile, model_fingerprint, signature
 from whale.measure.devices import local_profile
-from whale.measure.op_inputs import Inputs
-from whale.measure.op_times import OpRounds, PassRounds, time_op, time_passes
-from whale.measure.rank_times import RankTimes, pooled_kind
-from whale.measure.samples import Clock, own_time
+from whale.measure.op_times import Inputs, OpRounds, PassRounds, time_op, time_passes
+from whale.measure.samples import RoundTimer, own_time
 from whale.units import counted
 
 ROUND_SECONDS = 5e-3
@@ -126,14 +129,16 @@ def profile_model(
     tell(f"{len(wanted)} of {len(ops)} distinct ops at {', '.join(map(str, rows))} rows{there}")
     is_known = known.model == model and all(each.forward for each in before.values())
     measured_rows = () if is_known and not wanted else rows
-    own = RankTimes(kind, machine_name(world.device), *_timed(Clock(world, num_rounds, ROUND_SECONDS), inputs, wanted, measured_rows, tell))
+    own = RankTimes(
+        kind, machine_name(world.device), *_timed(RoundTimer(world, num_rounds, ROUND_SECONDS), inputs, wanted, measured_rows, tell)
+    )
     reports = [each for each in world.gather_objects(own) if isinstance(each, RankTimes)]
     measured = tuple(pooled_kind([each for each in reports if each.kind == one], before[one], tuple(ops), rows) for one in before)
     return Profile(model, (*measured, *known.others(model, before)))
 
 
 def _timed(
-    clock: Clock, inputs: Inputs, wanted: Mapping[str, Op], rows: Sequence[int], tell: Callable[[str], None]
+    clock: RoundTimer, inputs: Inputs, wanted: Mapping[str, Op], rows: Sequence[int], tell: Callable[[str], None]
 ) -> tuple[dict[str, tuple[OpRounds, ...]], tuple[PassRounds, ...]]:
     """Ops, and the passes: a round before the ops, one after them, the others in between, since a core may be slow for some seconds.
 
@@ -155,7 +160,7 @@ def _timed(
     return {name: tuple(each.stretched(stretch) for each in rounds) for name, rounds in ops.items()}, passes
 
 
-def _passes(clock: Clock, inputs: Inputs, rows: Sequence[int]) -> Iterator[PassRounds]:
+def _passes(clock: RoundTimer, inputs: Inputs, rows: Sequence[int]) -> Iterator[PassRounds]:
     return (time_passes(clock, inputs, num_rows) for num_rows in rows)
 
 
@@ -164,3 +169,90 @@ def machine_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
     return f"CPU rank of {counted(torch.get_num_threads(), 'thread')}"
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank has timed.
+
+    Attributes:
+        kind: of its device.
+        machine: what that calls itself.
+        ops: by signature, per number of rows.
+        passes: of the whole model, per number of rows; empty where they are known.
+    """
+
+    kind: Device
+    machine: str
+    ops: Mapping[str, tuple[OpRounds, ...]]
+    passes: tuple[PassRounds, ...]
+
+
+def pooled_kind(ranks: Sequence[RankTimes], before: KindProfile, signatures: Iterable[str], rows: tuple[int, ...]) -> KindProfile:
+    """What ranks of one kind have timed together.
+
+    Args:
+        ranks: at least one.
+        before: what was known of the kind.
+        signatures: the model's distinct ops.
+        rows: that were measured.
+    """
+    first = ranks[0]
+    ops = tuple(_times(name, [rank.ops[name] for rank in ranks]) if name in first.ops else before.by_signature[name] for name in signatures)
+    forward, backward = (before.forward, before.backward) if not first.passes else _pass_figures([rank.passes for rank in ranks], rows)
+    apart = before.apart if not first.passes else _apart([rank.passes for rank in ranks])
+    return KindProfile(first.kind, first.machine, torch.__version__, rows, ops, forward, backward, apart)
+
+
+def _times(name: str, ranks: Sequence[tuple[OpRounds, ...]]) -> OpTimes:
+    reason = next((rounds.reason for rank in ranks for rounds in rank if rounds.reason), "")
+    if reason:
+        return OpTimes(name, reason=reason)
+    forward = list(_figures(name, [[rounds.forward for rounds in rank] for rank in ranks]))
+    backward = list(_figures(name, [[rounds.backward for rounds in rank] for rank in ranks]))
+    spread = max(figure.spread for figure in (*forward, *backward))
+    return OpTimes(name, tuple(figure.value for figure in forward), tuple(figure.value for figure in backward), round(spread, 3))
+
+
+def _figures(name: str, ranks: Sequence[Sequence[Sequence[float]]]) -> Iterator[Figure]:
+    """Per number of rows the figure of all ranks' rounds; none where nothing was timed."""
+    for rounds in zip(*ranks, strict=True):
+        samples = [seconds for own in rounds for seconds in own]
+        if samples:
+            yield Figure.of(name, "s", samples)
+
+
+def _pass_figures(ranks: Sequence[tuple[PassRounds, ...]], rows: tuple[int, ...]) -> tuple[tuple[Figure, ...], tuple[Figure, ...]]:
+    """Figures of the forward and of the backward pass; none where the model did not fit at some number of rows.
+
+    None of the backward pass where both passes took no longer than the forward pass alone.
+    """
+    if any(not rounds.forward for rank in ranks for rounds in rank):
+        return (), ()
+    forward = [_pass("forward pass", num_rows, [rank[at].forward for rank in ranks]) for at, num_rows in enumerate(rows)]
+    both = [_pass("forward and backward pass", num_rows, [rank[at].both for rank in ranks]) for at, num_rows in enumerate(rows)]
+    backward = tuple(map(_rest, both, forward, rows))
+    return tuple(forward), backward if all(figure.value > 0.0 for figure in backward) else ()
+
+
+def _pass(name: str, num_rows: int, ranks: Sequence[Sequence[float]]) -> Figure:
+    """Of each round the slowest rank: a step waits for it."""
+    return Figure.of(f"{name}, {counted(num_rows, 'row')}", "s", [max(seconds) for seconds in zip(*ranks, strict=True)])
+
+
+def _apart(ranks: Sequence[tuple[PassRounds, ...]]) -> tuple[float, ...]:
+    """What weight gradients that wait add, per number of rows; none where none can.
+
+    By the ranks' own time, and stretched as ops are: it is less than what waiting for a core makes of a pass.
+    """
+    found = []
+    for each in zip(*ranks, strict=True):
+        samples = [seconds * passes[-1].stretch for rounds, passes in zip(each, ranks, strict=True) for seconds in rounds.apart]
+        found += [max(median(samples), 0.0)] if samples else []
+    return tuple(found) if len(found) == len(ranks[0]) else ()
+
+
+def _rest(both: Figure, forward: Figure, num_rows: int) -> Figure:
+    """The backward pass: what both passes take beside the forward pass; of noise alone it may be nothing or less."""
+    value, low, high = (seconds - forward.value for seconds in (both.value, both.low, both.high))
+    return replace(both, name=f"backward pass, {counted(num_rows, 'row')}", value=value, low=low, high=high)

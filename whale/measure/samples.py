@@ -49,7 +49,7 @@ def own_time(device: torch.device) -> Callable[[], float]:
 
 
 @dataclass(frozen=True)
-class Clock:
+class RoundTimer:
     """Times calls on this rank's device.
 
     Attributes:

@@ -46,7 +46,7 @@ def even_shares(plan: Plan, graph: ModelGraph, cluster: Cluster, config: Config)
             return EvenShares(None, error.message)
     even = replace(plan, replicas=tuple(_with_equal_rows(replica) for replica in plan.replicas))
     step = estimate(even, graph, cluster, Costs.for_model(config, graph, cluster))
-    return EvenShares(step.step_seconds, "; ".join(fault.message for fault in memory_faults(step)))
+    return EvenShares(step.step_seconds, "; ".join(fault.message for fault in memory_faults(step, cluster)))
 
 
 def _may_move(plan: Plan, graph: ModelGraph) -> bool:

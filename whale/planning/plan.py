@@ -16,6 +16,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Replica, devices_of
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
 from whale.planning.collecting import without_collecting
+from whale.planning.cutting.pieces import Pieces
 from whale.planning.explain.choices import explain_choices
 from whale.planning.explain.joining import explain_apart, explain_joining
 from whale.planning.explain.mixing import explain_mixing, keeps_apart, mixed_apart
@@ -110,6 +111,7 @@ def _draft(prices: Prices, config: Config, num_rows: int, seats: Seats, depth: s
     pipeline = shape_pipeline(config, annotations, num_devices)
     if annotations is not None:
         check_enough_devices(annotations, pipeline.num_devices, num_devices)
+    pricing = pricing.kept_by(pipeline.num_keepers * (num_devices // pipeline.num_devices))
     solver = _solver(pricing, config, pipeline, annotations, num_rows)
     prefers_intra_node = config.cluster.device_place_prefer_intra_node
     found = choose_group(
@@ -145,7 +147,8 @@ def _solver(
     if annotations is None:
         structure = analyse(graph)
         points = find_cut_points(graph, structure, prices, kept_under(prices, policy))
-        return Solver(graph, structure, pricing, pipeline, num_rows, points=points, policy=policy)
+        pieces = Pieces(prices, structure, points, num_rows)
+        return Solver(graph, structure, pricing, pipeline, num_rows, points=points, pieces=pieces, policy=policy)
     assignment, structure = assign_by_scopes(graph, annotations)
     for index, (scope, stage) in enumerate(zip(annotations.scopes, annotations.stages, strict=True)):
         if scope.axis is not None and annotations.widths[stage] == 1:
@@ -158,6 +161,7 @@ def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int, depth: st
     """Replicas as the blocks of the configuration say; `depth` as for `_draft`."""
     graph = pricing.prices.graph
     blocks, idle = read_replicas(graph, pricing.prices.cluster, config, num_rows)
+    pricing = pricing.kept_by(sum(block.shape.pipeline.num_keepers for block in blocks))
     weights = [block.asked.rows for block in blocks if block.asked.rows is not None]
     found = _solve_blocks(pricing, blocks, idle, num_rows, weights, depth=depth)
     if not weights and any(block.asked.micro_batch_rows for block in blocks):

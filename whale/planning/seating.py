@@ -1,4 +1,4 @@
-"""Plans for replicas of which all is said but their cuts, their rows and what they recompute: what a search over plans asks for."""
+"""Plans for strategies whose devices all have names: their cuts, their rows and what they recompute are worked out."""
 
 from __future__ import annotations
 
@@ -13,38 +13,18 @@ from whale.config.keys import Shares
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
+from whale.planning.cutting.pieces import Pieces
 from whale.planning.pipeline.cut_points import CutPoints, find_cut_points
-from whale.planning.pipeline.placement import SEARCHED, Placed, Placement
+from whale.planning.pipeline.placement import SEARCHED, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, OPEN_DEPTHS, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipeline
 from whale.planning.plan import Draft, draft_plan
 from whale.planning.replicas.group_size import Outcome
 from whale.planning.replicas.solve import Solver, check_room, solve_together
 from whale.planning.shard.stage_price import StagePricing
+from whale.planning.strategy import ReplicaSpec, Strategy
 from whale.planning.structure.structure import Structure, analyse
 from whale.planning.verify.refused import decided_within
-
-
-@dataclass(frozen=True)
-class Seating:
-    """One replica: how its pipeline runs, and on which devices.
-
-    Attributes:
-        schedule: name of the schedule kind.
-        num_chunks: stages per rank.
-        num_micro_batch: micro-batches of a step.
-        placed: the devices of each rank, in the order of the pipeline; several are a split group.
-    """
-
-    schedule: str
-    num_chunks: int
-    num_micro_batch: int
-    placed: Placed
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Devices of each rank."""
-        return tuple(map(len, self.placed))
 
 
 @dataclass(eq=False)
@@ -53,7 +33,7 @@ class Seater:
 
     Args:
         prices: of the graph on the cluster; the model's scopes are not looked at.
-        config: settings; those of the pipeline are the seatings'.
+        config: settings; those of the pipeline are the strategies'.
         num_rows: of the global batch.
     """
 
@@ -81,34 +61,41 @@ class Seater:
         """Where the model can be cut, if nothing is recomputed."""
         return self._cut_points(KEEP_ALL.kind)
 
-    def draft(self, seatings: Sequence[Seating], policy: str | Shares | None = None) -> Draft:
-        """The plan with these replicas, estimated; where the estimate finds too little memory, made again with less.
+    @cached_property
+    def pieces(self) -> Pieces:
+        """What pieces of the model take on each kind of device."""
+        return Pieces(self.prices, self.structure, self.points, self.num_rows)
 
-        Args:
-            policy: of recomputation, where it is another than the configuration's.
+    def realize(self, strategy: Strategy) -> Draft:
+        """The plan, estimated; where the estimate finds too little memory, made again with less.
 
         Raises:
             MemoryShortage: it does not fit.
             WhaleError: the model cannot be cut, or its rows divided, in this way.
         """
-        asked = self.config.recompute.policy if policy is None else policy
+        replicas = strategy.replicas
 
         def draft(prices: Prices, policy: str | Shares) -> Draft:
-            return self._at(prices)._draft(seatings, policy, keeps=is_open and policy == KEEP_ALL.kind)
+            return self._at(prices.kept_by(num_keepers))._draft(replicas, policy, keeps=is_open and policy == KEEP_ALL.kind)
 
-        is_open = asked == "auto" and not any(any(self._solver(seating, KEEP_ALL.kind).pipeline.recomputed) for seating in seatings)
+        asked = replicas[0].recompute or self.config.recompute.policy
+        first = KEEP_ALL.kind if asked == "auto" else asked
+        pipelines = [self.solver(replica, first).pipeline for replica in replicas]
+        is_open = asked == "auto" and not any(any(pipeline.recomputed) for pipeline in pipelines)
+        num_keepers = sum(pipeline.num_keepers for pipeline in pipelines)
         others = [partial(draft, policy=policy) for policy in OPEN_DEPTHS] if is_open else []
         return decided_within(self.prices, partial(draft, policy=asked), *others)
 
-    def _draft(self, seatings: Sequence[Seating], policy: str | Shares, *, keeps: bool) -> Draft:
-        used = {name for seating in seatings for names in seating.placed for name in names}
+    def _draft(self, replicas: Sequence[ReplicaSpec], policy: str | Shares, *, keeps: bool) -> Draft:
+        placed = [replica.names or () for replica in replicas]
+        used = {name for each in placed for names in each for name in names}
         idle = tuple(device.name for device in self.cluster.devices if device.name not in used)
-        placement = Placement(SEARCHED, tuple(seating.placed for seating in seatings), idle)
-        solvers = [self._solver(seating, policy) for seating in seatings]
+        placement = Placement(SEARCHED, tuple(placed), idle)
+        solvers = [self.solver(replica, policy) for replica in replicas]
         if keeps:
             check_room(placement, solvers, self.num_rows)
         found = Outcome(solvers[0], solve_together(placement, solvers, self.num_rows), {})
-        return draft_plan(self.graph, self.cluster, [None] * len(seatings), found, gather_rows=self.config.communication.gather_rows)
+        return draft_plan(self.graph, self.cluster, [None] * len(replicas), found, gather_rows=self.config.communication.gather_rows)
 
     def _at(self, prices: Prices) -> Seater:
         """The same with other prices, which differ in the memory that is spared."""
@@ -118,31 +105,30 @@ class Seater:
         other.prices, other._solvers, other._pricing = prices, {}, StagePricing.of(prices, self.config.communication.overlap)
         return other
 
-    def _solver(self, seating: Seating, policy: str | Shares) -> Solver:
+    def solver(self, replica: ReplicaSpec, policy: str | Shares) -> Solver:
         """The solver of a pipeline of this shape, whatever its devices are."""
-        key = seating.schedule, seating.num_chunks, seating.num_micro_batch, seating.widths, policy
+        ranks = replica.ranks or ()
+        widths = tuple(rank.width for rank in ranks)
+        key = replica.schedule, replica.num_chunks, replica.num_micro_batch, widths, policy
         if key not in self._solvers:
-            pipeline = self._shape(seating)
+            pipeline = self._shape(replica, widths)
             read = read_policy(policy, pipeline)
             points = self._cut_points(read.kind)
-            self._solvers[key] = Solver(self.graph, self.structure, self._pricing, pipeline, self.num_rows, points=points, policy=read)
+            self._solvers[key] = Solver(
+                self.graph, self.structure, self._pricing, pipeline, self.num_rows, points=points, pieces=self.pieces, policy=read
+            )
         return self._solvers[key]
 
-    def _shape(self, seating: Seating) -> PipelineShape:
-        num_ranks = len(seating.placed)
+    def _shape(self, replica: ReplicaSpec, widths: tuple[int, ...]) -> PipelineShape:
+        said = {"schedule": replica.schedule, "num_chunks": replica.num_chunks, "num_micro_batch": replica.num_micro_batch}
         config = self.config.with_values(
-            {
-                "pipeline.schedule": seating.schedule,
-                "pipeline.num_chunks": seating.num_chunks,
-                "pipeline.num_micro_batch": seating.num_micro_batch,
-                "pipeline.num_stages": num_ranks,
-            }
+            {f"pipeline.{name}": value for name, value in said.items() if value is not None} | {"pipeline.num_stages": len(widths)}
         )
-        pipeline = shape_pipeline(config, None, num_ranks)
-        if max(seating.widths) == 1:
+        pipeline = shape_pipeline(config, None, len(widths))
+        if max(widths) == 1:
             return pipeline
-        splits = tuple(Split(seating.widths[rank]) for rank in pipeline.stage_rank)
-        return dataclasses.replace(pipeline, devices=seating.widths, splits=splits)
+        splits = tuple(Split(widths[rank]) for rank in pipeline.stage_rank)
+        return dataclasses.replace(pipeline, devices=widths, splits=splits)
 
     def _cut_points(self, policy: str) -> CutPoints:
         if policy not in self._points:

@@ -12,12 +12,9 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, describe_order, describe_shape
 from whale.ir.timeline import StepRecording
-from whale.report.drawing import drawing
-from whale.report.elements import paragraph, section, table
-from whale.report.figures import device_table, link_table, tiles
+from whale.report.drawing import Track, drawing, drawn_tracks, make_tracks
+from whale.report.figures import device_table, link_table, paragraph, section, structure, table, tiles
 from whale.report.straggler import straggler_words
-from whale.report.structure import structure
-from whale.report.tracks import Track, drawn_tracks, make_tracks
 from whale.units import counted, format_seconds
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

@@ -11,7 +11,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Stage
 from whale.ir.schedule import RECEIVES, Kind
 from whale.ir.timeline import DeviceTimeline
-from whale.report.tracks import Track
+from whale.report.drawing import Track
 from whale.units import format_seconds, format_share
 
 _NEARLY = 0.05

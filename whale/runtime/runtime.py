@@ -29,12 +29,15 @@ from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.buffers import merge_buffers
 from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.engine_state import EngineState
+from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.runtime.state.kept_buffers import KeptBuffers
+from whale.runtime.state.publishing import Publishing
 from whale.runtime.state.updates import SharedBuffers
 from whale.runtime.weights.gathering import lend_tensors
 from whale.schedules import alike_schedules
+from whale.sharding import Region
 from whale.sharding.buckets import Bucket, plan_buckets
 from whale.sharding.communicators import channels_of, groups_of
 
@@ -72,10 +75,13 @@ class Runtime:
         self.watch = watch
         self.roster, self.schedules, self.holdings = roster, schedules, holdings
         self.config, self._captured, self._tensors = config, captured, state.tensors
-        buckets = plan_buckets(holdings.shardings, graph, alike_schedules(roster.plan), config.communication.bucket_bytes)
+        buckets = plan_buckets(roster.plan, holdings.shardings, graph, alike_schedules(roster.plan), config.communication.bucket_bytes)
         groups = groups_of(roster.plan, graph, holdings.shardings)
         self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph), watch)
-        self._sync = self._make_sync(buckets, state)
+        self._sync = self._make_sync(buckets.summed, state)
+        self._weights = self._make_weights(buckets.gathered, state)
+        self._publishing = self._make_publishing(buckets.published, state)
+        self._lasting = state.lasting
         self._copies = EqualCopies(holdings, roster, state)
         self._buffers = SharedBuffers(holdings, roster.rank, state.tensors, self._connections.everyone.add, roster.world.device)
         self._workers: dict[str, Worker] = {}
@@ -84,12 +90,11 @@ class Runtime:
         self._kept: dict[str, KeptBuffers] = {}
         self._last_training: Worker | None = None
         self.prepare("train", captured, roster.plan, schedules)
-        limit = config.gradient.clip_norm
         self.losses = LossWatch(roster.world)
         self.clipping: Clipping | None = None
-        if limit is not None or config.gradient.skip_nonfinite:
-            add = self._connections.everyone.add
-            self.clipping = Clipping(holdings, roster.rank, state.parameters, limit, add, roster.world.device)
+        self._by_hand: Clipping | None = None
+        if config.gradient.clip_norm is not None or self.leaves_out_steps(state):
+            self.clipping = self._make_clipping(state, config.gradient.clip_norm)
 
     def prepare(self, mode: str, captured: Captured, plan: Plan, schedules: Sequence[Schedule]) -> None:
         """Makes ready to run a mode, in place of an earlier preparation.
@@ -111,8 +116,7 @@ class Runtime:
         if mode != captured.graph.mode and not trains and not borrowers.items() <= self._borrowers[captured.graph.mode].items():
             raise PlanError(f"what a {captured.graph.mode} reads, and where, is the same at all sizes of its batches (here it reads more)")
         for name in (name for name, ranks in borrowers.items() if self.roster.rank in ranks and name not in self._lent):
-            spec = captured.graph.parameter_by_name[name].spec
-            self._lent[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            self._lent[name] = self.holdings.whole(captured.graph, name).empty(Region(), device)
         self._workers[mode] = Worker(
             plan=plan,
             schedules=schedules,
@@ -124,11 +128,11 @@ class Runtime:
             connections=self._connections,
             sync=self._sync if trains else None,
             copies=self._copies if trains else None,
+            weights=self._weights,
         )
         self._borrowers[mode] = borrowers
         if trains:
-            moving = (name for name, kind in self._workers[mode].written.items() if kind == "statistics" and name in self._tensors)
-            self._kept[mode] = KeptBuffers(self._tensors[name] for name in moving)
+            self._kept[mode] = KeptBuffers(self._tensors[name] for name in self._workers[mode].written if name in self._tensors)
 
     def forget(self, mode: str) -> None:
         """Lets go of what was prepared for a mode, if anything was."""
@@ -143,11 +147,22 @@ class Runtime:
         return None if worker is None else worker.plan
 
     def kept_buffers(self, mode: str) -> KeptBuffers:
-        """The running statistics that a training moves on this rank, and what they were."""
+        """The buffers that a training writes on this rank, and what they were."""
         return self._kept[mode]
 
-    def train(self, batch: BatchView, step_number: int, mode: str = "train") -> StepState:
-        """Runs the actions of a training step; the parameters' gradients are then sums over their owners.
+    def leaves_out_steps(self, state: EngineState) -> bool:
+        """Whether an update is left out where loss or gradients are not finite; otherwise such a loss is an error."""
+        return self.config.gradient.skip_nonfinite or state.loss_scale is not None
+
+    def train(self, batch: BatchView, place: tuple[int, ...], mode: str = "train", scale: float = 1.0, call: Call = "step") -> StepState:
+        """Runs the actions of a training step; the parameters' gradients are then sums over their owners, times a scale.
+
+        Args:
+            batch: the rows in hand.
+            place: the number of the step, and of the batch in it behind the first: what random numbers depend on beside the seed.
+            mode: name of the prepared training.
+            scale: factor on the gradients.
+            call: of the engine.
 
         Raises:
             BatchError: the batch cannot be divided as the plan says, or its rows differ between ranks.
@@ -159,7 +174,7 @@ class Runtime:
             if sync is not None:
                 sync.begin()
             try:
-                step = worker.run(batch, (self.config.runtime.seed, step_number), with_gradients=True)
+                step = worker.run(batch, (self.config.runtime.seed, *place), with_gradients=True, scale=scale, call=call)
             except BatchError:
                 if sync is not None:
                     sync.abandon()
@@ -179,6 +194,23 @@ class Runtime:
         with self.status.reporting():
             self._buffers.settle(worker.model, worker.written, worker.made, num_rows)
 
+    def clip(self, state: EngineState, limit: float | None) -> torch.Tensor:
+        """Clips the gradients of its state to a norm, whatever is set; None for their norm alone, which it gives as it was before."""
+        if self._by_hand is None:
+            self._by_hand = self._make_clipping(state, None)
+        return self._by_hand.clip(limit)
+
+    def publish(self) -> None:
+        """Makes what ops read equal to what the optimizer has made of it; all ranks of the world call it."""
+        if self._publishing is not None:
+            with self.status.reporting(), self.watch.waiting("weights"):
+                self._publishing.publish()
+
+    def check_unwritten(self) -> None:
+        """Raises what `Publishing.check` does."""
+        if self._publishing is not None:
+            self._publishing.check()
+
     def lend(self, mode: Literal["eval", "predict"]) -> None:
         """Brings this rank what its stages read in a mode and do not hold; all ranks of the world call it, before `forward`."""
         roster = self.roster
@@ -186,8 +218,7 @@ class Runtime:
             lend_tensors(
                 self._captured.graph,
                 self.holdings,
-                roster.rank,
-                self._tensors,
+                self._lasting,
                 roster.world_ranks,
                 roster.world,
                 self._borrowers[mode],
@@ -205,7 +236,7 @@ class Runtime:
         self.settle(mode, batch.num_rows)
         return step
 
-    def call_together(self, call: Call, argument: int | None = None) -> None:
+    def call_together(self, call: Call, argument: float | None = None) -> None:
         """Waits until all ranks of the world make this call, with this argument. When this is closed they are no longer compared.
 
         Raises:
@@ -215,10 +246,10 @@ class Runtime:
             with self.status.reporting():
                 call_together(call, argument, self.roster.world, self._connections.everyone)
 
-    def refuse(self, mode: str, reason: WhaleError) -> None:
+    def refuse(self, mode: str, reason: WhaleError, call: Call | None = None) -> None:
         """Tells the other ranks, which are about to run a step, that this rank does not, and why."""
         if mode in self._workers:
-            self._workers[mode].refuse(reason)
+            self._workers[mode].refuse(reason, call)
 
     def totals(self, step: StepState) -> torch.Tensor:
         """The loss's sums and weights over all ranks; the first time, they are waited for."""
@@ -269,8 +300,12 @@ class Runtime:
         self._last_training = None
         if self._sync is not None:
             self._sync.close()
-        self._sync = self.clipping = None
+        self._lasting = {}
+        self._sync = self._publishing = self._weights = self.clipping = self._by_hand = None
         self._connections.close()
+
+    def _make_clipping(self, state: EngineState, limit: float | None) -> Clipping:
+        return Clipping(self.holdings, self.roster.rank, state.kept, limit, self._connections.everyone.add, self.roster.world.device)
 
     def _make_sync(self, buckets: Sequence[Bucket], state: EngineState) -> GradientSync | None:
         seat, roster = self.roster.seat, self.roster
@@ -278,4 +313,24 @@ class Runtime:
             return None
         stages = {(seat.replica, stage) for stage in roster.plan.pipelines[seat.replica].stages_of(seat.pipeline_rank)}
         groups, waits = self._connections.groups, roster.world.waits
-        return GradientSync(buckets, self.holdings, seat.rank, stages, roster.world_ranks, state.parameters, groups, waits, self.watch)
+        return GradientSync(
+            buckets, self.holdings, seat.rank, stages, roster.world_ranks, state.parameters, state.kept, groups, waits, self.watch
+        )
+
+    def _make_publishing(self, buckets: Sequence[Bucket], state: EngineState) -> Publishing | None:
+        """None where ops read on this rank what the optimizer steps, and no other rank steps a part of it."""
+        rank, roster = self.roster.rank, self.roster
+        is_copied = any(self.holdings.plan.state_of(name).is_copied for name in state.kept)
+        parts = {} if self._weights is None else self._weights.parts
+        if rank is None or not (is_copied or parts or any(rank in bucket.owners for bucket in buckets)):
+            return None
+        groups, waits = self._connections.groups, roster.world.waits
+        return Publishing(buckets, self.holdings, rank, roster.world_ranks, state.tensors, state.kept, parts, groups, waits)
+
+    def _make_weights(self, buckets: Sequence[Bucket], state: EngineState) -> GatheredWeights | None:
+        """None where this rank holds all that ops read."""
+        rank, roster = self.roster.rank, self.roster
+        if rank is None or not any(rank in bucket.owners for bucket in buckets):
+            return None
+        groups, waits = self._connections.groups, roster.world.waits
+        return GatheredWeights(buckets, self.holdings, rank, roster.world_ranks, state.tensors, state.kept, groups, waits)

@@ -1,81 +1,158 @@
-"""One step of training: gradients from a batch, made whole, scaled, clipped, applied."""
+"""Training: gradients of one or several batches, made whole; then scaled, clipped and applied."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
-from whale.errors import WhaleError, warn
+from whale.errors import RuntimeFault, WhaleError, warn
 from whale.ir.schedule import Action, Kind
 from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.loss import LossAccount
+from whale.runtime.execute.roll_call import Call
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
+from whale.runtime.state.kept_buffers import KeptBuffers
 from whale.runtime.state.scaling import scale
 
 
-def train_step(runtime: Runtime, state: EngineState, batch: BatchView, mode: str = "train") -> torch.Tensor:
-    """Trains a state on one global batch.
+@dataclass(frozen=True)
+class Accumulated:
+    """What forward and backward passes have left for an update, beside the gradients.
 
-    Args:
-        runtime: a plan at work.
-        state: is changed in place; where an error is raised before the optimizer's step, only its gradients have.
-        batch: the rows in hand.
-        mode: name of the training that was prepared for the sizes of the batch.
-
-    Returns:
-        The loss of the global batch: 0-dim, on this rank's device, equal on all ranks. The device is not synchronised.
-
-    Raises:
-        BatchError: the batch cannot be divided as the plan says, or differs between ranks.
-        RuntimeFault: a peer died or a wait outlasted its limit; or the loss is no finite number.
+    Attributes:
+        loss: the sum of their losses: 0-dim, on this rank's device, equal on all ranks.
+        account: this rank's part in the last loss.
+        buffers: the model's, as they were before the first pass.
+        num_batches: how many passes.
+        num_rows: of the last one's global batch.
     """
-    if runtime.roster.world.rank == 0:
-        state.look_at_schedule()
-    state.forget_gradients()
-    kept = runtime.kept_buffers(mode)
-    kept.keep()
-    try:
-        loss, applies = _gradients(runtime, state, batch, mode)
-        if applies:
-            runtime.settle(mode, batch.num_rows)
-    except WhaleError:
-        kept.put_back()
-        raise
-    if not applies:
-        kept.put_back()
-    runtime.status.set("STEP")
-    runtime.watch.begin(Action(Kind.STEP))
-    state.advance(loss, applies=applies)
-    runtime.watch.end()
+
+    loss: torch.Tensor
+    account: LossAccount
+    buffers: KeptBuffers
+    num_batches: int
+    num_rows: int
+
+
+def train_step(
+    runtime: Runtime, state: EngineState, batch: BatchView, mode: str = "train", before: Accumulated | None = None
+) -> torch.Tensor:
+    """`forward_backward` on one global batch, and `update`; the loss of that batch."""
+    loss, accumulated = forward_backward(runtime, state, batch, mode, before, call="step")
+    update(runtime, state, accumulated)
     return loss
 
 
-def _gradients(runtime: Runtime, state: EngineState, batch: BatchView, mode: str) -> tuple[torch.Tensor, bool]:
-    """Gives the parameters the gradients of a batch; its loss, and whether they are to be applied."""
-    step = runtime.train(batch, state.step_number, mode)
-    if step.account.needs_correction:
-        scale(step.account.correction(runtime.totals(step)), state.parameters.values())
-    norm = None
-    if runtime.clipping is not None:
-        with runtime.status.reporting():
-            norm = runtime.clipping.clip()
-    loss = step.account.loss(runtime.totals(step))
+def forward_backward(
+    runtime: Runtime,
+    state: EngineState,
+    batch: BatchView,
+    mode: str = "train",
+    before: Accumulated | None = None,
+    *,
+    call: Call = "forward_backward",
+) -> tuple[torch.Tensor, Accumulated]:
+    """Adds the gradients of one global batch to those that the optimizer's parameters have.
+
+    Args:
+        runtime: a plan at work.
+        state: its gradients, and the buffers that the model writes, are changed in place; where an error is raised, nothing has.
+        batch: the rows in hand.
+        mode: name of the training that was prepared for the sizes of the batch.
+        before: what earlier passes have left for the same update; None where this is the first.
+        call: of the engine, which all ranks make alike.
+
+    Returns:
+        The loss of the global batch: 0-dim, on this rank's device, equal on all ranks; and what is left for `update`. The device is not
+        synchronised.
+
+    Raises:
+        BatchError: the batch cannot be divided as the plan says, or differs between ranks.
+        RuntimeFault: a peer died or a wait outlasted its limit; or the loss is no finite number, and no setting leaves out such steps.
+    """
+    if runtime.roster.world.rank == 0 and before is None:
+        state.look_at_schedule()
+    # buckets are written over, so what was accumulated moves out of them for as long as the passes last
+    earlier = {} if before is None else {name: gradient.clone() for name, gradient in state.gradients().items()}
+    state.forget_gradients()
+    buffers = runtime.kept_buffers(mode) if before is None else runtime.kept_buffers(mode).another()
+    buffers.keep()
+    try:
+        step = runtime.train(
+            batch,
+            (state.step_number, *(() if before is None else (before.num_batches,))),
+            mode,
+            1.0 if state.loss_scale is None else state.loss_scale.value,
+            call,
+        )
+        if step.account.needs_correction:
+            scale(step.account.correction(runtime.totals(step)), state.kept.values())
+        loss = step.account.loss(runtime.totals(step))
+        if not runtime.leaves_out_steps(state):
+            with runtime.status.reporting():
+                runtime.losses.look(state.step_number, step.account, loss)
+        runtime.settle(mode, batch.num_rows)
+    except WhaleError:
+        buffers.put_back()
+        if before is not None:
+            state.give_gradients(earlier)
+        raise
+    state.add_gradients(earlier)
+    state.has_moved_statistics = True
+    if before is None:
+        return loss, Accumulated(loss, step.account, buffers, 1, batch.num_rows)
+    return loss, Accumulated(before.loss + loss, step.account, before.buffers, before.num_batches + 1, batch.num_rows)
+
+
+def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, factor: float = 1.0) -> None:
+    """Scales and clips the gradients that the optimizer's parameters have, and applies them.
+
+    Args:
+        runtime: a plan at work.
+        state: is changed in place. Where the update is left out, buffers are as they were before the first pass.
+        accumulated: by `forward_backward`.
+        factor: on the gradients.
+
+    Raises:
+        RuntimeFault: a peer died or a wait outlasted its limit; or loss or gradients are not finite at the least loss scale.
+    """
+    if factor != 1.0:
+        scale(torch.tensor(factor, dtype=torch.float64), state.kept.values())
     with runtime.status.reporting():
-        return loss, _is_fit(runtime, state.step_number, step.account, loss, norm)
+        norm = None if runtime.clipping is None else runtime.clipping.clip()
+        applies = not runtime.leaves_out_steps(state) or _is_fit(runtime, state, accumulated, norm)
+    if not applies:
+        accumulated.buffers.put_back()
+    runtime.status.set("STEP")
+    runtime.watch.begin(Action(Kind.STEP))
+    with runtime.status.reporting():
+        state.advance(accumulated.loss * factor if factor != 1.0 else accumulated.loss, applies=applies)
+        if applies:
+            runtime.publish()
+    runtime.watch.end()
 
 
-def _is_fit(runtime: Runtime, step_number: int, account: LossAccount, loss: torch.Tensor, norm: torch.Tensor | None) -> bool:
-    """Whether a step is to be applied; where the settings leave out none, a loss that is no number ends the run."""
-    if not runtime.config.gradient.skip_nonfinite:
-        runtime.losses.look(step_number, account, loss)
-        return True
+def _is_fit(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm: torch.Tensor | None) -> bool:
+    """Whether an update is applied, which is the same on all ranks; in float16 the next has half the scale where it is not."""
     assert norm is not None, "the norm is worked out where steps may be left out"
-    found, size = torch.stack([loss, norm]).tolist()
-    if math.isfinite(found) and math.isfinite(size):
-        return True
-    where = "" if math.isfinite(found) else f" {runtime.losses.ranks_of(account)}"
-    if runtime.roster.world.rank == 0:
-        warn(f"step {step_number + 1} is left out: its loss is {found:g}{where}, the norm of its gradients {size:g}")
-    return False
+    number, loss_scale = state.step_number, state.loss_scale
+    found, size = torch.stack([accumulated.loss, norm]).tolist()
+    is_finite = math.isfinite(found) and math.isfinite(size)
+    ranks = "" if is_finite or math.isfinite(found) else f" {runtime.losses.ranks_of(accumulated.account)}"
+    if loss_scale is not None:
+        if not is_finite and loss_scale.value <= 1 and not runtime.config.gradient.skip_nonfinite:
+            accumulated.buffers.put_back()
+            raise RuntimeFault(
+                f"loss or gradients are not finite at step {number + 1} with a loss scale of {loss_scale.value:g}: loss {found:g}{ranks}, "
+                f"gradient norm {size:g}; the update was not applied",
+                hint="float16 ends at 65,504: take precision.dtype bf16 or float32, a lower learning rate or gradient.clip_norm, "
+                "and load the last checkpoint",
+            )
+        state.loss_scale = loss_scale.after(is_finite=is_finite)
+        return is_finite
+    if runtime.roster.world.rank == 0 and not is_finite:
+        warn(f"step {number + 1} is left out: its loss is {found:g}{ranks}, the norm of its gradients {size:g}")
+    return is_finite

@@ -1,18 +1,22 @@
 """Pipeline schedules: one pure function per file that says who computes what when, and the passes over all of them."""
 
-from whale.schedules.colocate import expand, places
+from whale.schedules.builder import Builder, ScheduleShape
 from whale.schedules.communication import insert_communication
-from whale.schedules.edges import Edges
-from whale.schedules.execution import Execution, Stuck, execute
-from whale.schedules.in_flight import count_in_flight, count_recomputed
-from whale.schedules.of_plan import alike_schedules, edge_pairs, forward_schedules_of, schedules_of, short_schedules_of, training_schedule
-from whale.schedules.orders.builder import Builder
-from whale.schedules.orders.forward_only import forward_only
-from whale.schedules.orders.shape import Shape
-from whale.schedules.orders.table import BUILDERS, build, most_waiting, peak_in_flight, placement
-from whale.schedules.recompute import insert_recompute, recomputes
-from whale.schedules.releases import Releases, releases
-from whale.schedules.rendezvous import Blocked, replay
+from whale.schedules.execution import Blocked, Edges, Execution, StuckRank, execute, replay
+from whale.schedules.holding import Releases, count_in_flight, count_recomputed, releases
+from whale.schedules.of_plan import (
+    alike_schedules,
+    edge_pairs,
+    expand,
+    forward_schedules_of,
+    places,
+    schedules_of,
+    short_schedules_of,
+    training_schedule,
+)
+from whale.schedules.orders import forward_only
+from whale.schedules.recomputing import insert_recompute, recomputes
+from whale.schedules.table import BUILDERS, build, most_waiting, peak_in_flight, placement
 from whale.schedules.verify import verify
 
 __all__ = [
@@ -22,8 +26,8 @@ __all__ = [
     "Edges",
     "Execution",
     "Releases",
-    "Shape",
-    "Stuck",
+    "ScheduleShape",
+    "StuckRank",
     "alike_schedules",
     "build",
     "count_in_flight",

@@ -1,19 +1,36 @@
-"""The pass that inserts communication: what every stage receives before, and sends after, its computations, and when it starts."""
+"""The pass that inserts communication, and puts everything that starts a message or a collective into one order, the same on all ranks.
+
+What every stage receives before, and sends after, its computations follows from the edges:
+
+    an edge 0 -> 1 between ranks, plain recompute and early recompute on stage 0
+    stage 0   F i, SEND_F i   ...                      RECV_B i, R i, B i     or    R i, RECV_B i, B i
+    stage 1                   RECV_F i, F i, ... B i, SEND_B i
+
+What is launched, anywhere, is ordered by when it can be: a message by the end of the computation that makes it, if F, R,
+I and W took one unit of time, B two, and the network none; the sum of the loss after the last forward of all. Each rank
+launches its part of that order. So whatever shares a communicator is started in one order at both of its ends, and no
+two ranks wait for each other, even if each launch waited until the other end has come to its own:
+
+    time      1         2         3         4         5
+    rank 0    0F0       0F1                           0B0            >> SEND, << POST: 0SEND_F1 before 1POST_B0,
+              >>F0      >>F1                <<B0                     on both ranks, because 0F1 ends before 1B0
+    rank 1              1F0       1B0------ 1F1
+              <<F0      <<F1                >>B0
+
+The argument: take the earliest launch that has not happened. Nothing launched before it is missing, so both of its
+ends can compute up to it; they arrive, and it happens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
-from whale.ir.schedule import COMMUNICATION, Action, Kind, Schedule
-from whale.schedules.edges import Edges
-from whale.schedules.launch_order import insert_launches
-
-# An edge 0 -> 1 between ranks, plain recompute and early recompute on stage 0:
-#
-#   stage 0   F i, SEND_F i   ...                      RECV_B i, R i, B i     or    R i, RECV_B i, B i
-#   stage 1                   RECV_F i, F i, ... B i, SEND_B i
+from whale.ir.schedule import COMMUNICATION, COMPUTE, RECEIVES, RECV_OF, SEND_OF, SENDS, Action, Kind, Schedule
+from whale.schedules.execution import Edges, execute
 
 
 def insert_communication(schedule: Schedule, edges: Iterable[tuple[int, int]]) -> Schedule:
@@ -72,3 +89,112 @@ def _early(actions: tuple[Action, ...]) -> frozenset[tuple[int | None, int | Non
         and before.kind is Kind.RECOMPUTE
         and (before.stage, before.micro_batch) == (action.stage, action.micro_batch)
     )
+
+
+When = tuple[float, bool, int, int]
+"""When something can be launched: a time, whether it is the loss (after all made until then), stage and micro-batch."""
+
+Key = tuple[Kind, int | None, int | None]
+"""An action by what it is made of: there are tens of thousands, and a tuple is looked up soonest."""
+
+Arrivals = Mapping[Key, Sequence[Key]]
+
+_SENDS_OF = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.BACKWARD: Kind.SEND_BACKWARD, Kind.BACKWARD_INPUT: Kind.SEND_BACKWARD}
+_POST_OF = {send: post for post, send in SEND_OF.items()}
+
+
+def insert_launches(schedule: Schedule, edges: Edges) -> Schedule:
+    """Adds the POSTs and the LOSS.
+
+    A POST stands before the computation in front of the one that it is for, so that the message travels meanwhile,
+    if the order of launches has it so; else earlier or later, as near as it may. A LOSS stands as early as it may.
+
+    Args:
+        schedule: with SENDs and RECVs, without POSTs and LOSS.
+        edges: between its stages.
+    """
+    made, last_forward = _made(schedule, edges)
+    whens = {key: _when(key, made) for actions in schedule.ranks for action in actions if action.kind in SENDS for key in (_key(action),)}
+    loss, arrivals = (last_forward, True, 0, 0), _arrivals(schedule, edges, whens)
+    return replace(
+        schedule,
+        ranks=tuple(
+            _with_posts(_with_loss(actions, whens, loss), whens, loss, arrivals[rank]) for rank, actions in enumerate(schedule.ranks)
+        ),
+    )
+
+
+def _key(action: Action) -> Key:
+    return action.kind, action.stage, action.micro_batch
+
+
+def _made(schedule: Schedule, edges: Edges) -> tuple[Mapping[Key, float], float]:
+    """Per SEND when what it sends is made, in units of time, but for what a deadlock never lets run; and when the last forward ends."""
+    units = {kind: (2.0 if kind is Kind.BACKWARD else 1.0,) * schedule.num_stages for kind in COMPUTE}
+    run, made, last_forward = execute(schedule, edges, durations=units), dict[Key, float](), 0.0
+    for actions, ends in zip(schedule.ranks, run.ends, strict=True):
+        for action, end in zip(actions, ends, strict=False):
+            if action.kind in _SENDS_OF:
+                made[_SENDS_OF[action.kind], action.stage, action.micro_batch] = end
+            if action.kind is Kind.FORWARD:
+                last_forward = max(last_forward, end)
+    return made, last_forward
+
+
+def _arrivals(schedule: Schedule, edges: Edges, whens: Mapping[Key, When]) -> tuple[Arrivals, ...]:
+    """Per rank and message to it, by its SEND, the RECVs there that wait for it."""
+    found = tuple(dict[Key, list[Key]]() for _ in schedule.ranks)
+    for post, sender, receiver in edges.messages():
+        here, send, receive = found[schedule.stage_rank[receiver]], SEND_OF[post], RECV_OF[post]
+        for micro_batch in range(schedule.num_micro_batch):
+            if (send, sender, micro_batch) in whens:
+                here.setdefault((send, sender, micro_batch), []).append((receive, receiver, micro_batch))
+    return found
+
+
+def _when(send: Key, made: Mapping[Key, float]) -> When:
+    _, stage, micro_batch = send
+    return made.get(send, inf), False, stage or 0, micro_batch or 0
+
+
+def _with_loss(actions: Sequence[Action], whens: Mapping[Key, When], loss: When) -> list[Action]:
+    """Puts LOSS behind the rank's own last forward and behind all that it sends before the last forward anywhere ends."""
+    place = 0
+    for position, action in enumerate(actions):
+        if action.kind is Kind.FORWARD or (action.kind in SENDS and whens[_key(action)] < loss):
+            place = position + 1
+    return [*actions[:place], Action(Kind.LOSS), *actions[place:]]
+
+
+def _with_posts(actions: Sequence[Action], whens: Mapping[Key, When], loss: When, arrivals: Arrivals) -> tuple[Action, ...]:
+    """Puts each POST between the launches before and after it in the order of all."""
+    position_of = {_key(action): position for position, action in enumerate(actions) if action.kind in RECEIVES}
+    computations = [position for position, action in enumerate(actions) if action.kind in COMPUTE]
+    fixed = [
+        (loss if action.kind is Kind.LOSS else whens[_key(action)], position)
+        for position, action in enumerate(actions)
+        if action.kind in SENDS or action.kind is Kind.LOSS
+    ]
+    places = []
+    latest = len(actions)
+    for send in sorted(arrivals, key=whens.__getitem__, reverse=True):
+        before = bisect(fixed, (whens[send], len(actions)))  # sends in program order are in the order of launches too
+        lowest = fixed[before - 1][1] + 1 if before else 0
+        highest = fixed[before][1] if before < len(fixed) else len(actions)
+        taken = min((position_of[receive] for receive in arrivals[send] if receive in position_of), default=len(actions))
+        in_front = bisect(computations, taken) - 1
+        wanted = computations[in_front] if in_front >= 0 else taken
+        latest = min(max(wanted, lowest), highest, taken, latest)
+        kind, stage, micro_batch = send
+        places.append((latest, Action(_POST_OF[kind], stage, micro_batch)))
+    return _merged(actions, places[::-1])
+
+
+def _merged(actions: Sequence[Action], places: Sequence[tuple[int, Action]]) -> tuple[Action, ...]:
+    """Actions with others put in front of given positions; `places` is in order."""
+    result: list[Action] = []
+    start = 0
+    for place, post in places:
+        result += [*actions[start:place], post]
+        start = max(start, place)
+    return (*result, *actions[start:])

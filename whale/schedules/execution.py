@@ -3,15 +3,78 @@
 Ranks run side by side, each its own actions in order. Sends never block; an action that needs what
 another has not made yet waits. Without durations this proves that a schedule ends; with them it is the
 discrete-event simulation.
+
+`replay` proves that no two ranks wait for each other even where every launch waits until its other end has arrived. On some networks a
+send returns at once (Gloo). On others (NCCL) the first use of a communicator, and a send without a buffer, wait for the other end. The
+replay takes the strictest of all: a launch, be it a SEND, a POST or a LOSS, happens when all who take part have come to it, and nobody
+passes it before. RECVs need no counting: what they wait for has then happened at the POST.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from whale.ir.schedule import Action, Kind, Schedule
-from whale.schedules.edges import Edges
+from whale.errors import ScheduleError, raise_faults
+from whale.ir.schedule import POSTS, SEND_OF, SENDS, Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The edges between the stages of one schedule.
+
+    Attributes:
+        pairs: (source, target), sorted, without repetition.
+        stage_rank: per stage, its rank.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    stage_rank: tuple[int, ...]
+
+    @staticmethod
+    def of(schedule: Schedule, pairs: Iterable[tuple[int, int]] | None) -> Edges:
+        """Edges of a schedule; None stands for the chain in which every stage feeds the next.
+
+        Raises:
+            ScheduleError: an edge leads backwards, or from or to a stage that is not there.
+        """
+        if pairs is None:
+            pairs = ((stage, stage + 1) for stage in range(schedule.num_stages - 1))
+        known = tuple(sorted(set(pairs)))
+        raise_faults(
+            [
+                ScheduleError(f"an edge leads from a stage to a later one of {schedule.num_stages} (edge: {source} to {target})")
+                for source, target in known
+                if not 0 <= source < target < schedule.num_stages
+            ]
+        )
+        return Edges(known, schedule.stage_rank)
+
+    def crossing(self) -> tuple[tuple[int, int], ...]:
+        """Edges between stages on different ranks: those that need communication."""
+        return tuple((source, target) for source, target in self.pairs if self.stage_rank[source] != self.stage_rank[target])
+
+    def messages(self) -> Iterator[tuple[Kind, int, int]]:
+        """What the edges between ranks carry: the kind of POST it is received by, the sending stage, the receiving stage."""
+        for source, target in self.crossing():
+            yield Kind.POST_FORWARD, source, target
+            yield Kind.POST_BACKWARD, target, source
+
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the stages that it takes tensors from."""
+        found: list[list[int]] = [[] for _ in self.stage_rank]
+        for source, target in self.pairs:
+            found[target].append(source)
+        return tuple(map(tuple, found))
+
+    def targets(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the stages that it hands tensors to."""
+        found: list[list[int]] = [[] for _ in self.stage_rank]
+        for source, target in self.pairs:
+            found[source].append(target)
+        return tuple(map(tuple, found))
+
 
 Wait = tuple[int, float]  # where in the table of times to look (plus the micro-batch), and the delay on the way
 Waits = list[list[Wait]]  # per stage
@@ -20,7 +83,7 @@ _SENDS = {Kind.SEND_FORWARD: Kind.FORWARD, Kind.SEND_BACKWARD: Kind.BACKWARD}
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
+class StuckRank:
     """A rank that can never go on: the position of its action, and the action of another stage that it waits for."""
 
     rank: int
@@ -39,7 +102,7 @@ class Execution:
 
     starts: tuple[list[float], ...]
     ends: tuple[list[float], ...]
-    stuck: tuple[Stuck, ...]
+    stuck: tuple[StuckRank, ...]
 
 
 class _Table:
@@ -149,7 +212,7 @@ def execute(
                 if event in waiting:
                     ready.extend(waiting.pop(event))
         clocks[rank] = clock
-    stuck = [Stuck(rank, len(ends[rank]), table.action(event)) for event, ranks in waiting.items() for rank in ranks]
+    stuck = [StuckRank(rank, len(ends[rank]), table.action(event)) for event, ranks in waiting.items() for rank in ranks]
     return Execution(starts, ends, tuple(sorted(stuck, key=lambda fault: fault.rank)))
 
 
@@ -159,3 +222,63 @@ def _precedes_its_backward(actions: tuple[Action, ...], position: int) -> bool:
     action, after = actions[position], actions[position + 1]
     its_own = (after.stage, after.micro_batch) == (action.stage, action.micro_batch)
     return its_own and after.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+Launch = tuple[Kind, int | None, int | None]
+"""Kind, stage and micro-batch of the sender's action; LOSS is one for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A rank that stays at a launch for good.
+
+    Attributes:
+        rank: that stays.
+        position: of the launch among its actions.
+        absent: the ranks that never come to theirs.
+    """
+
+    rank: int
+    position: int
+    absent: tuple[int, ...]
+
+
+def replay(schedule: Schedule) -> tuple[Blocked, ...]:
+    """Runs the launches of all ranks; returns those that stay at one, none if the schedule is free of deadlock."""
+    launches = [_launches(actions) for actions in schedule.ranks]
+    parties = Counter(launch for own in launches for launch, _ in own)
+    arrived: dict[Launch, list[int]] = {}
+    at = [0] * len(launches)
+    moving = list(range(len(launches)))
+    while moving:
+        rank = moving.pop()
+        if at[rank] == len(launches[rank]):
+            continue
+        launch = launches[rank][at[rank]][0]
+        here = arrived.setdefault(launch, [])
+        here.append(rank)
+        if len(here) == parties[launch]:
+            for other in here:
+                at[other] += 1
+            moving += here
+    return tuple(_blocked(launches, at))
+
+
+def _launches(actions: Sequence[Action]) -> list[tuple[Launch, int]]:
+    return [
+        ((SEND_OF.get(action.kind, action.kind), action.stage, action.micro_batch), position)
+        for position, action in enumerate(actions)
+        if action.kind in SENDS or action.kind in POSTS or action.kind is Kind.LOSS
+    ]
+
+
+def _blocked(launches: Sequence[list[tuple[Launch, int]]], at: Sequence[int]) -> Iterator[Blocked]:
+    for rank, own in enumerate(launches):
+        if at[rank] < len(own):
+            launch, position = own[at[rank]]
+            absent = tuple(
+                other
+                for other, theirs in enumerate(launches)
+                if other != rank and any(theirs[index][0] == launch for index in range(at[other] + 1, len(theirs)))
+            )
+            yield Blocked(rank, position, absent)

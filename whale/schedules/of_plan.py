@@ -1,20 +1,27 @@
-"""The schedules that a plan names: one per replica, built once for each distinct pipeline."""
+"""The schedules that a plan names: one per replica, built once for each distinct pipeline.
+
+A builder knows places in the pipeline. Two colocated stages on one virtual device, in a row, are one place to it:
+
+    place       0F0             0B0
+    stages      0F0 1F0         1B0 0B0         stages 0 and 1 run at place 0
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
 
 from whale.errors import ScheduleError
 from whale.ir.plan import Pipeline, Plan, Replica
-from whale.ir.schedule import Schedule
-from whale.schedules.colocate import expand, places
+from whale.ir.schedule import Action, Kind, Schedule
+from whale.schedules.builder import with_sync_and_step
 from whale.schedules.communication import insert_communication
-from whale.schedules.orders.builder import with_sync_and_step
-from whale.schedules.orders.forward_only import forward_only
-from whale.schedules.orders.table import build
-from whale.schedules.recompute import recompute_only
+from whale.schedules.holding import count_in_flight
+from whale.schedules.orders import forward_only
+from whale.schedules.recomputing import recompute_only
+from whale.schedules.table import build
 from whale.schedules.verify import verify
 
 Pairs = tuple[tuple[int, int], ...]
@@ -136,3 +143,34 @@ def _forward_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
 
 def _per_replica(plan: Plan, make: Callable[[Pipeline, Pairs], Schedule]) -> tuple[Schedule, ...]:
     return tuple(make(replica.pipeline, edge_pairs(replica)) for replica in plan.replicas)
+
+
+def places(stage_rank: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The stages of each place: runs of stages on one rank."""
+    return tuple(tuple(stage for stage, _ in run) for _, run in groupby(enumerate(stage_rank), key=lambda item: item[1]))
+
+
+def expand(schedule: Schedule, stage_rank: Sequence[int]) -> Schedule:
+    """Replaces places by their stages.
+
+    Args:
+        schedule: over places, without communication.
+        stage_rank: per stage, its rank; as many runs as the schedule has stages.
+    """
+    stages = places(stage_rank)
+    assert len(stages) == schedule.num_stages, (stages, schedule.stage_rank)
+    ranks = tuple(with_sync_and_step(_expand(actions, stages)) for actions in schedule.ranks)
+    expanded = replace(schedule, stage_rank=tuple(stage_rank), ranks=ranks)
+    return replace(expanded, peak_in_flight=count_in_flight(expanded))
+
+
+def _expand(actions: Sequence[Action], stages: Sequence[tuple[int, ...]]) -> Iterator[Action]:
+    for action in actions:
+        if action.stage is None or action.kind is Kind.SYNC:
+            continue  # each stage has its own, right after its last backward
+        if action.kind is Kind.FORWARD:
+            yield from (replace(action, stage=stage) for stage in stages[action.stage])
+        elif action.kind is Kind.RECV_BACKWARD:  # marks a recomputation that waits for no gradient
+            yield replace(action, stage=stages[action.stage][-1])
+        else:
+            yield from (replace(action, stage=stage) for stage in reversed(stages[action.stage]))

@@ -6,13 +6,19 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from whale.errors import ScheduleError, raise_faults
 from whale.ir.schedule import Kind, Schedule
-from whale.schedules.completeness import communication_faults, missing_computations
-from whale.schedules.edges import Edges
-from whale.schedules.execution import execute
-from whale.schedules.in_flight import count_in_flight
-from whale.schedules.ordering import bucket_faults, channel_faults, end_faults, order_faults, post_faults
-from whale.schedules.positions import Fault, locate
-from whale.schedules.rendezvous import replay
+from whale.schedules.execution import Edges, execute, replay
+from whale.schedules.faults import (
+    Fault,
+    bucket_faults,
+    channel_faults,
+    communication_faults,
+    end_faults,
+    locate,
+    missing_computations,
+    order_faults,
+    post_faults,
+)
+from whale.schedules.holding import count_in_flight
 
 
 def verify(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, *, places: Sequence[str] = ()) -> None:
@@ -35,11 +41,7 @@ def verify(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, *
         ScheduleError: all the faults.
     """
     by_rank = sorted(_faults(schedule, edges), key=lambda fault: -1 if fault[0] is None else fault[0])
-    raise_faults([ScheduleError(message, where=_place(rank, places)) for rank, message in by_rank])
-
-
-def _place(rank: int | None, places: Sequence[str]) -> str | None:
-    return None if rank is None or rank >= len(places) else places[rank]
+    raise_faults([ScheduleError(message, where=None if rank is None or rank >= len(places) else places[rank]) for rank, message in by_rank])
 
 
 def _faults(schedule: Schedule, pairs: Iterable[tuple[int, int]] | None) -> list[Fault]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from whale.errors import WhaleError
 from whale.ir.plan import Choice
-from whale.search.found import Found
+from whale.search.result import SearchResult
 from whale.units import counted
 
 
@@ -17,7 +17,7 @@ def numbers_of_rows(low: int, high: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*doubled, high)))
 
 
-def best_batch(low: int, high: int, searched: Callable[[int], Found]) -> Found:
+def best_batch(low: int, high: int, searched: Callable[[int], SearchResult]) -> SearchResult:
     """The outcome with the number of rows whose samples are best by the objective; its plan says what the others come to.
 
     Ctrl-C ends it with the best so far, if there is one.
@@ -29,7 +29,7 @@ def best_batch(low: int, high: int, searched: Callable[[int], Found]) -> Found:
     Raises:
         WhaleError: there is a plan for none of them; that of the fewest rows.
     """
-    found, faults, is_whole = dict[int, Found](), dict[int, WhaleError](), True
+    found, faults, is_whole = dict[int, SearchResult](), dict[int, WhaleError](), True
     for rows in numbers_of_rows(low, high):
         try:
             found[rows] = searched(rows)
@@ -59,5 +59,5 @@ def best_batch(low: int, high: int, searched: Callable[[int], Found]) -> Found:
     return replace(best, plan=replace(best.plan, choices=(choice, *best.plan.choices)))
 
 
-def _speed(found: Found) -> str:
+def _speed(found: SearchResult) -> str:
     return f"{found.plan.planned_rows / found.step.step_seconds:.4g} samples/s"

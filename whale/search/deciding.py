@@ -17,12 +17,15 @@ from whale.ir.plan import Choice, Plan
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
 from whale.search.batches import best_batch
-from whale.search.divided import is_divided
-from whale.search.found import Found
+from whale.search.freedom import pin_of
 from whale.search.given import given_plan
+from whale.search.open import is_divided
 from whale.search.pins import with_blame
+from whale.search.result import SearchResult
 from whale.search.searching import search
-from whale.search.space.freedom import pin_of
+from whale.units import format_seconds
+
+Planned = tuple[Plan, StepEstimate]
 
 
 def decide(
@@ -59,9 +62,13 @@ def decide(
             _check_asked(pin, settings, runner_up)
 
         def planned(graph: ModelGraph, config: Config) -> tuple[Plan, StepEstimate]:
-            if pin_of(config) is not None:
-                return plan_and_estimate(graph, cluster, config, rows=rows)
-            return _searched(graph, cluster, config, rows, runner_up, tell)
+            def under(config: Config) -> tuple[Plan, StepEstimate]:
+                if pin_of(config) is not None:
+                    return plan_and_estimate(graph, cluster, config, rows=rows)
+                return _searched(graph, cluster, config, rows, runner_up, tell)
+
+            compares = runner_up is None and config.planning.objective == "step_time" and config.planning.batch_rows is None
+            return with_states(config, len(cluster.devices), under, may_compare=compares)
 
         try:
             return planned(graph, settings)
@@ -94,7 +101,7 @@ def _searched(
     return found.plan, found.step
 
 
-def _best_batch(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None, tell: Callable[[str], None] | None) -> Found:
+def _best_batch(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None, tell: Callable[[str], None] | None) -> SearchResult:
     """The outcome for the best number of rows of the range that is set."""
     ends = range_of(str(config.planning.batch_rows))
     assert ends is not None, "checked where it was read"
@@ -114,7 +121,7 @@ def _rule(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None)
 
 def _as_ruled(plan: Plan, step: StepEstimate, why: str) -> tuple[Plan, StepEstimate]:
     """The plan without a search, which says why it is taken."""
-    return replace(plan, choices=(Choice("search", "arrangement", "the plan without a search", bound=why), *plan.choices)), step
+    return replace(plan, choices=(Choice("search", "strategy", "the plan without a search", bound=why), *plan.choices)), step
 
 
 def _asked(config: Config, runner_up: int | None) -> str | None:
@@ -131,3 +138,58 @@ def _check_asked(pin: str, config: Config, runner_up: int | None) -> None:
     asked = _asked(config, runner_up)
     if asked is not None:
         raise ConfigError(f"{asked} needs a search, and what is set leaves none: {pin}", hint="take it out, or what needs the search")
+
+
+def with_states(config: Config, num_devices: int, planned: Callable[[Config], Planned], *, may_compare: bool) -> Planned:
+    """The plan with as little shared out and kept on hosts as fits; with more where it is faster, since less is computed again.
+
+        zero 0  -->  nothing fits, or some is computed again  -->  zero 2  -->  nothing fits  -->  zero 3  -->  offload, zero 0 ...
+
+    Args:
+        config: settings; ``memory.zero`` and ``memory.offload`` may be ``auto``.
+        num_devices: of the cluster.
+        planned: makes the plan of settings that leave neither open.
+        may_compare: whether a plan that fits may give way to a faster one that shares out more.
+
+    Raises:
+        PlanError: nothing fits; with the figures of the state that takes least.
+    """
+    zero, offload = config.memory.zero, config.memory.offload
+    levels = ("0", "2", "3") if zero == "auto" and num_devices > 1 else ("0" if zero == "auto" else zero,)
+    lacking: PlanError | None = None
+    for home in ("none", "optimizer") if offload == "auto" else (offload,):
+        found: Planned | None = None
+        for level in levels:
+            if found is not None and level == "3":
+                break
+            try:
+                other = planned(config.with_values({"memory.zero": level, "memory.offload": home}))
+            except PlanError as fault:
+                lacking = fault
+                continue
+            if found is None:
+                found = other if lacking is None else _because(other, level, home, "nothing fits otherwise")
+            elif other[1].step_seconds < found[1].step_seconds:
+                found = _because(other, level, home, f"{format_seconds(found[1].step_seconds)} where nothing is shared out")
+            if not may_compare or not _computes_again(found[0], config):
+                break
+        if found is not None:
+            return found
+    assert lacking is not None
+    raise lacking
+
+
+def _because(planned: Planned, zero: str, offload: str, reason: str) -> Planned:
+    plan, step = planned
+    said = Choice("memory", "state", f"memory.zero: {zero}, memory.offload: {offload}", bound=reason)
+    return replace(plan, choices=(said, *plan.choices)), step
+
+
+def _computes_again(plan: Plan, config: Config) -> bool:
+    """Whether memory made it compute anything twice."""
+    if "recompute.policy" in config.explicit and config.recompute.policy != "auto":
+        return False
+    stages = (stage for replica in plan.replicas for stage in replica.stages)
+    return any(pipeline.recomputed_stages for pipeline in plan.pipelines) or any(
+        segment.recompute for stage in stages for segment in stage.program
+    )

@@ -2,49 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from whale.errors import ConfigError, PlanError, WhaleError
 from whale.ir.cluster import Device
 from whale.planning.pipeline.balance import MemoryShortage, shortage
 from whale.planning.shard.insisting import NothingToCut
-from whale.search.arrangement import Group, Team
-from whale.search.sketch.sketch import Sketches
-from whale.search.space.space import Lineup, Space
+from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
+from whale.planning.verify.refused import Refused
+from whale.search.open import OpenSpace
+from whale.search.ranking import FreeSpace
 from whale.units import counted, format_bytes
 
-NUM_LINEUPS = 24
-"""Of so many line-ups, those that come nearest, it is worked out how much memory they would need."""
+NUM_NEAREST = 24
+"""Of so many sets of replicas, those that come nearest, it is worked out how much memory they would need."""
 
 MOST = 64.0
 """Memories are not imagined larger than so many times."""
 
 
-def failure(faults: Sequence[WhaleError], space: Space, lineups: Sequence[Lineup], sketches: Sketches) -> WhaleError:
+def failure(
+    faults: Sequence[WhaleError], short: Sequence[tuple[Strategy, MemoryShortage]], space: FreeSpace | OpenSpace, free: FreeSpace
+) -> WhaleError:
     """The error that says it.
 
     Args:
         faults: of the plans that were tried.
+        short: strategies that did not fit, with why.
         space: that was searched.
-        lineups: of the space.
-        sketches: know the bytes of the model, and what fits, roughly.
+        free: that there would be if nothing divided the model.
     """
-    missing = min((max(map(sketches.shortage, lineup)) for lineup in lineups), default=0)
-    shortages = [fault for fault in faults if isinstance(fault, MemoryShortage)]
-    if not faults and not missing:
-        return _nothing(space, lineups)
-    if faults and not shortages:
+    remedies = _Remedies(free)
+    if isinstance(space, OpenSpace):
+        if not short:
+            return faults[0]
+        strategy, nearest = min(short, key=lambda each: each[1].num_bytes)
+        error = shortage(nearest.message, nearest.num_bytes, nearest.sizes)
+        error.hint = f"devices with {format_bytes(_missing(strategy, nearest, space))} more to fill"
+        undivided = "" if remedies.fits(1.0) else ", or ".join(remedies.all())
+        error.hint += f"; or without that division {undivided}" if undivided else ""
+        return error
+    if faults and not short:
         return commonest(faults)
-    hint = "; or ".join(_remedies(space, lineups, sketches)) or "devices with more memory, or more of them"
-    if shortages:
-        nearest = min(shortages, key=lambda fault: fault.num_bytes)
+    hint = "; or ".join(remedies.all()) or "devices with more memory, or more of them"
+    if short:
+        nearest = min((fault for _, fault in short), key=lambda fault: fault.num_bytes)
         error = shortage(nearest.message, nearest.num_bytes, nearest.sizes)
         error.hint = hint
         return error
+    if not remedies.missing:
+        return _nothing(free, remedies.lineups)
     return PlanError(
-        f"a plan fits in memory (weights, gradients and optimizer state alone are {format_bytes(missing)} more than "
+        f"a plan fits in memory (weights, gradients and optimizer state alone are {format_bytes(remedies.missing)} more than "
         "the devices of any replica hold)",
         hint=hint,
     )
@@ -62,29 +77,30 @@ def _rule(fault: WhaleError) -> str:
     return fault.message.partition(" (")[0]
 
 
-def failure_divided(nearest: MemoryShortage, missing: int, space: Space, lineups: Sequence[Lineup], sketches: Sketches) -> WhaleError:
-    """Likewise where the user has divided the model: with how much more memory it fits so, and what would hold it if it were not divided.
+def _missing(strategy: Strategy, nearest: MemoryShortage, space: OpenSpace) -> int:
+    """How many bytes more of each device a strategy needs.
 
-    Args:
-        nearest: why the way that comes nearest does not fit.
-        missing: bytes of each device with which it would.
-        space: that there would be without scopes and replicas that are written down; `lineups` are its.
+    The planner's closed form may be a little below the estimate, so it is planned once more with as much memory as that asks for.
     """
-    error = shortage(nearest.message, nearest.num_bytes, nearest.sizes)
-    error.hint = f"devices with {format_bytes(missing)} more to fill"
-    if not any(_fits(lineup, sketches, 1.0, space.freedom.micro_batches) for lineup in _nearest(lineups, sketches)):
-        undivided = ", or ".join(_remedies(space, lineups, sketches))
-        error.hint += f"; or without that division {undivided}" if undivided else ""
-    return error
+    missing = nearest.num_bytes
+    kinds = {device.kind for device in space.prices.cluster.devices}
+    try:
+        space.realize(strategy, space.prices.sparing(dict.fromkeys(kinds, -missing)))
+    except Refused as refused:
+        return max(missing, refused.num_bytes)
+    except WhaleError:
+        pass
+    return missing
 
 
-def _nothing(space: Space, lineups: Sequence[Lineup]) -> ConfigError:
-    """Why a space has no arrangement, with its numbers."""
+def _nothing(free: FreeSpace, lineups: Sequence[Strategy]) -> ConfigError:
+    """Why a space has no strategy, with its numbers."""
+    space = free.space
     freedom, num_devices = space.freedom, len(space.cluster.devices)
     stages = f"{space.num_places} at most, asked for: {freedom.num_ranks or 'any number'}"
     if not lineups:
         return ConfigError(f"the model can be cut into the stages of a replica ({stages}; devices: {num_devices})")
-    fewest = min(sum(team.count for team in lineup) for lineup in lineups)
+    fewest = min(strategy.num_replicas for strategy in lineups)
     if fewest * (freedom.micro_batches or 1) > space.num_rows:
         return ConfigError(
             f"every micro-batch of every replica has a row (rows: {space.num_rows}; replicas: {fewest} or more, on "
@@ -94,49 +110,74 @@ def _nothing(space: Space, lineups: Sequence[Lineup]) -> ConfigError:
     return ConfigError(f"the model has a place to cut for every stage (stages: {stages}; chunks of each device: {chunks} or more)")
 
 
-def _remedies(space: Space, lineups: Sequence[Lineup], sketches: Sketches) -> Iterator[str]:
-    """With how much memory something would fit, and with how many devices."""
-    scale = min((_scale(lineup, sketches, space.freedom.micro_batches) for lineup in _nearest(lineups, sketches)), default=MOST)
-    kinds = tuple(dict.fromkeys(device.kind for device in space.cluster.devices))
-    if scale < MOST:
-        rooms = ", ".join(f"{format_bytes(round(scale * sketches.prices.costs.capacity(kind)))} of a {kind.model}" for kind in kinds)
-        yield f"about {scale:.3g} times the memory, with {rooms} to fill"
-    fewest = {kind.model: _fewest(kind, space, sketches) for kind in kinds}
-    found = [f"{count} x {model}" for model, count in fewest.items() if count]
-    if found:
-        yield f"a pipeline of about {' or '.join(found)}"
+class _Remedies:
+    """What would help where nothing fits."""
 
+    def __init__(self, free: FreeSpace) -> None:
+        self._free, self._forms = free, free.forms
+        self.lineups = list(free.space.lineups(free.alone))
+        lacking = {strategy: max(map(free.forms.shortage, strategy.replicas)) for strategy in self.lineups}
+        self.missing = min(lacking.values(), default=0)
+        self._nearest = sorted(self.lineups, key=lambda strategy: (lacking[strategy], len(strategy.replicas)))[:NUM_NEAREST]
 
-def _nearest(lineups: Sequence[Lineup], sketches: Sketches) -> Sequence[Lineup]:
-    """Those that lack least."""
-    return sorted(lineups, key=lambda lineup: (max(map(sketches.shortage, lineup)), len(lineup)))[:NUM_LINEUPS]
+    def all(self) -> Iterator[str]:
+        """With how much memory something would fit, and with how many devices."""
+        scale, cluster = self._scale(), self._free.space.cluster
+        kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
+        if scale < MOST:
+            costs = self._forms.planner.prices.costs
+            rooms = ", ".join(f"{format_bytes(round(scale * costs.capacity(kind)))} of a {kind.model}" for kind in kinds)
+            yield f"about {scale:.3g} times the memory, with {rooms} to fill"
+        fewest = {kind.model: self._fewest(kind) for kind in kinds}
+        found = [f"{number} x {model}" for model, number in fewest.items() if number]
+        if found:
+            yield f"a pipeline of about {' or '.join(found)}"
 
+    def fits(self, scale: float) -> bool:
+        """Whether something would fit, roughly, in memories that are so many times larger."""
+        return any(
+            all(self._holds(replica, self._forms.num_rows / strategy.num_replicas, scale) for replica in strategy.replicas)
+            for strategy in self._nearest
+        )
 
-def _fits(lineup: Lineup, sketches: Sketches, scale: float, micro_batches: int | None) -> bool:
-    """Whether a line-up would fit, roughly, in memories that are so many times larger."""
-    rows = sketches.num_rows / sum(team.count for team in lineup)
-    return all(sketches.fits(team, rows, scale, micro_batches) for team in lineup)
+    def _holds(self, replica: ReplicaSpec, rows: float, scale: float) -> bool:
+        """Whether one replica with so many rows would fit in memories that are so many times larger, whatever devices there are."""
+        m = self._free.freedom.micro_batches or max(1, int(rows))
+        own = replace(replica, num_micro_batch=m, schedule=replica.schedule or "1f1b", num_chunks=replica.num_chunks or 1)
+        return any(self._takes_all(own, max(1, math.ceil(rows / m)), scale, policy) for policy in ("none", "auto"))
 
+    def _takes_all(self, replica: ReplicaSpec, rows: int, scale: float, policy: str) -> bool:
+        """Whether it does where each stage takes as much of the model as fits, one after another."""
+        solver, place, num_units = self._forms.planner.solver(replica, policy), 0, self._forms.planner.points.num_units
+        for stage, rank in enumerate(solver.pipeline.stage_rank):
+            ends = np.arange(place + 1, num_units + 1)
+            room = scale * self._forms.planner.prices.costs.capacity((replica.ranks or ())[rank].kind) / solver.pipeline.num_chunks
+            own = (replica.ranks or ())[rank]
+            held = solver.tables.held(stage, own.kind, own.width, rows, np.array(place), ends)
+            reach = int(np.searchsorted(held, room, side="right"))
+            if not reach:
+                return place == num_units
+            place += reach
+        return place == num_units
 
-def _scale(lineup: Lineup, sketches: Sketches, micro_batches: int | None) -> float:
-    """How many times larger the memories would have to be for a line-up."""
-    low, high = 1.0, MOST
-    for _ in range(8):
-        middle = (low * high) ** 0.5
-        if _fits(lineup, sketches, middle, micro_batches):
-            high = middle
-        else:
-            low = middle
-    return high
+    def _scale(self) -> float:
+        """How many times larger the memories would have to be."""
+        low, high = 1.0, MOST
+        for _ in range(8):
+            middle = (low * high) ** 0.5
+            if self.fits(middle):
+                high = middle
+            else:
+                low = middle
+        return high
 
+    def _fewest(self, kind: Device) -> int | None:
+        """How many devices of a kind hold the model as one pipeline, no deeper than is set; None where no number does."""
+        most, asked = self._free.space.num_places, self._free.freedom.num_ranks
+        numbers = range(1, min(most, asked or most) + 1)
 
-def _fewest(kind: Device, space: Space, sketches: Sketches) -> int | None:
-    """How many devices of a kind hold the model as one pipeline, no deeper than is set; None where no number does."""
-    freedom = space.freedom
+        def fits(number: int) -> bool:
+            return self._holds(ReplicaSpec((RankSpec(kind),) * number), self._forms.num_rows, 1.0)
 
-    def fits(number: int) -> bool:
-        return sketches.fits(Team((Group(kind),) * number, 1), space.num_rows, 1.0, freedom.micro_batches)
-
-    numbers = range(1, min(space.num_places, freedom.num_ranks or space.num_places) + 1)
-    place = bisect_left(numbers, True, key=fits)
-    return numbers[place] if place < len(numbers) else None
+        place = bisect_left(numbers, True, key=fits)
+        return numbers[place] if place < len(numbers) else None

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from whale.config import Config
 from whale.errors import PlanError
 from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Choice, Plan
-from whale.ir.serialization import read_value
+from whale.ir.plan import Choice, Plan, states_of
+from whale.ir.reading import read_json
+from whale.ir.serialization import decode
 from whale.planning.explain.step import explain_step
 from whale.planning.pricing.estimating import with_figures
 from whale.planning.verify.verify import verify
@@ -47,7 +49,10 @@ def given_plan(plan: Plan | str | Path, graph: ModelGraph, cluster: Cluster, con
                 f"a plan serves the model it was made for (plan: {given.model}, this model: {graph.fingerprint})",
                 hint="plan again: the model, its scopes or the example batch have changed",
             )
-        step = verify(given, graph, cluster, costs=Costs.for_model(config, graph, cluster))
+        costs = Costs.for_model(config, graph, cluster)
+        if not given.parameter_states:
+            given = replace(given, parameter_states=states_of(graph.parameters, costs.optimizer_states))
+        step = verify(given, graph, cluster, costs=costs)
     return _with_figures_of(given, step), step
 
 
@@ -79,8 +84,16 @@ def _told_of(path: str | Path | None) -> Iterator[None]:
 
 def _read(path: Path) -> Plan:
     try:
-        return read_value(Plan, path)
+        found: Plan = decode(Plan, _with_names(read_json(path)))
+        return found
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}", hint=_WRITES_ONE) from error
     except (ValueError, TypeError) as error:  # not JSON is a ValueError too
         raise PlanError(f"{path} is not a plan: {error}", hint=f"{_WRITES_ONE}; one that is written by hand is a FILE.yaml") from error
+
+
+def _with_names(data: Any) -> Any:
+    """What a plan's file says, without states of classes of parameters, which older ones have: there was one that could be."""
+    states = data.get("parameter_states", ()) if isinstance(data, dict) else ()
+    is_older = isinstance(states, list) and any(isinstance(each, dict) and isinstance(each.get("parameters"), str) for each in states)
+    return {**data, "parameter_states": []} if is_older else data

@@ -1,17 +1,17 @@
-"""The search: arrangements in the order of what closed forms promise; the first are planned and simulated, and the best is taken.
+"""The search: strategies in the order of what a closed form promises; the first are planned and simulated, and the best is taken.
 
-space       line-ups of replicas over kinds of devices, orders, numbers of micro-batches; what surely does not fit falls out
-   | rough       what a step would take if the model could be cut anywhere
-   | sketch      what a step roughly takes: the stages cut, messages and sums in closed form
-   | naming      devices for the ranks, in every way that may differ
-   | planning    cuts, rows, recomputation, split axes; the event simulation judges
-Found
+space       replicas over kinds of devices, orders, numbers of micro-batches
+   | form       what a step takes in closed form: of all as if the model could be cut anywhere, of those that come first with their cuts
+   | realize    cuts, rows, recomputation, split axes; the event simulation judges
+SearchResult
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from whale.config import Config
 from whale.errors import WhaleError
@@ -19,28 +19,29 @@ from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Choice
 from whale.planning.collecting import without_collecting
 from whale.planning.pipeline.balance import MemoryShortage
+from whale.planning.plan import Draft
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
-from whale.planning.shard.insisting import NothingToCut
-from whale.search.arrangement import Arrangement
-from whale.search.divided import DividedRun, is_divided
-from whale.search.failure import failure, failure_divided
-from whale.search.found import Found
-from whale.search.front import Front
-from whale.search.objective import LeastMemory, Objective, SmallestFirst, objective_of
-from whale.search.progress import Progress
-from whale.search.run import FreeRun
-from whale.search.sketch.columns import columns_of
-from whale.search.sketch.links import Ties
-from whale.search.sketch.pieces import pieces_of
-from whale.search.sketch.scoped import ScopedSketches
-from whale.search.sketch.sketch import Sketches
-from whale.search.space.freedom import FOR_MEMORY, Freedom, freedom_of
-from whale.search.space.space import Space
-from whale.search.space.ways import ways_of
+from whale.planning.strategy import Strategy
+from whale.search.failure import failure
+from whale.search.form import Forms
+from whale.search.freedom import freedom_of
+from whale.search.objective import Objective, check_prices
+from whale.search.open import OpenSpace, is_divided
+from whale.search.ranking import PER_PLAN, FreeSpace, Ranked
+from whale.search.result import NUM_RUNNERS_UP, Candidate, SearchResult
+from whale.units import counted
+
+PATIENCE = 500
+"""A plan of which so many would be the effort that is left is made if its form is up to twice the best plan, others in proportion."""
+
+FEW = 20
+"""Runners-up that cannot be better are planned only where so many of them would be no effort."""
+
+TRIES = 6
+"""While nothing fits, so many plans are made beyond the effort."""
 
 
 @without_collecting()
@@ -51,10 +52,10 @@ def search(
     *,
     rows: int | None = None,
     effort: float | None = None,
-    start: Sequence[Arrangement] = (),
+    start: Sequence[Strategy] = (),
     using: Device | None = None,
     tell: Callable[[str], None] | None = None,
-) -> Found:
+) -> SearchResult:
     """Finds the best plan, where scopes and the configuration leave a choice: by ``planning.objective``.
 
     What was set stays: scopes, replicas that are written down, micro-batches, order, stages, recomputation. Ctrl-C ends the search with the
@@ -65,16 +66,16 @@ def search(
         cluster: the devices there are; some may be left out.
         config: settings.
         rows: of the global batch; None for the example's.
-        effort: how many plans to make at most, large ones counting for several, and six more while nothing fits, then as many again of
-            those that take least memory; None for ``planning.effort``.
-        start: arrangements that are good on a cluster like this one: they are planned first, whatever effort that takes, wherever scopes
-            leave arrangements to the search.
+        effort: how many plans to make at most, large ones counting for several, and six more while nothing fits; None for
+            ``planning.effort``.
+        start: strategies that are good on a cluster like this one: they are planned first, whatever effort that takes, wherever scopes
+            leave strategies to the search.
         using: a kind of device that all plans must have; None for any.
-        tell: is called after each arrangement with what was seen so far, in words.
+        tell: is called after each plan with what was seen so far, in words.
 
     Raises:
         PlanError: nothing fits; it says how much memory is missing, and with how much more, or how many devices, something would fit.
-        ConfigError: what is set leaves no arrangement.
+        ConfigError: what is set leaves no strategy.
         AnnotationError: scopes that cannot be honoured.
         ClusterError: what a sample costs is asked for, and a device has no price.
         WhaleError: the model can be divided in none of the ways.
@@ -82,150 +83,148 @@ def search(
     num_rows = graph.num_rows if rows is None else rows
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
     freedom = replace(freedom_of(config, mixes_samples=mixes_samples(prices)), using=using)
-    seater = Seater(prices, freedom.config, num_rows)
-    pieces = pieces_of(columns_of(prices, seater.structure), seater.points)
-    sketches = Sketches(prices, pieces, Ties(prices), num_rows, freedom.recomputes)
-    objective = objective_of(config.planning.objective, cluster, sketches)
-    left = config.planning.effort if effort is None else effort
-    question = _Question(config, seater, sketches, objective, left, tell)
-    return question.divided(freedom) if is_divided(graph, config) else question.free(freedom, start)
+    if config.planning.objective == "cost":
+        check_prices(cluster)
+    objective = Objective(config.planning.objective, cluster, num_rows)
+    forms = Forms(Seater(prices, freedom.config, num_rows))
+    effort = config.planning.effort if effort is None else effort
+    free = FreeSpace(forms, freedom, objective, effort)
+    space = OpenSpace(forms, freedom, objective, config) if is_divided(graph, config) else free
+    run = Run(objective, effort, space.realize, tell)
+    run.takes_apart = space.takes_apart
+    with run.kept():
+        run.look_at(space.known(start), is_must=True)
+        run.look_at(space.ranked(), count=lambda: space.num_strategies)
+    run.settle()
+    if run.best is None:
+        raise failure(run.faults, run.short, space, free)
+    return run.result(space.num_strategies)
 
 
-@dataclass(frozen=True, eq=False)
-class _Question:
-    """What is looked for, and what all that look for it share."""
-
-    config: Config
-    seater: Seater
-    sketches: Sketches
-    objective: Objective
-    effort: float
-    tell: Callable[[str], None] | None
-
-    def free(self, freedom: Freedom, start: Sequence[Arrangement]) -> Found:
-        """The best arrangement.
-
-        Where splits took all effort, and nothing could be cut, it is the best of those without; where none seems to fit, of those that
-        take least memory.
-        """
-        run, front = self._arranged(freedom, self.objective, start)
-        if run.best is None and any(isinstance(fault, NothingToCut) for fault in run.faults):
-            freedom = replace(freedom, splits=False)
-            seen, (run, _) = run, self._arranged(freedom, self.objective, start)
-            run.faults += [fault for fault in seen.faults if not isinstance(fault, NothingToCut)]
-        if run.best is not None:
-            return _found(run)
-        if smaller := self._smaller(freedom, run.faults):
-            again, _ = self._arranged(smaller, SmallestFirst(self.objective, LeastMemory(self.sketches)), ())
-            if again.best is not None:
-                return _found(again, is_smallest_first=True)
-            run.faults += again.faults
-        raise failure(run.faults, front.space, front.lineups, self.sketches)
-
-    def divided(self, freedom: Freedom) -> Found:
-        """The best way around what the user has divided; likewise."""
-        run = self._divided(freedom)
-        if run.best is not None:
-            return _found(run)
-        if smaller := self._smaller(freedom, run.faults):
-            again = self._divided(smaller)
-            if again.best is not None:
-                return _found(again, is_smallest_first=True)
-            run.short |= again.short
-        nearest = run.nearest()
-        if nearest is None:
-            raise run.faults[0]
-        front = self._front(freedom, self.objective)
-        raise failure_divided(*nearest, front.space, front.lineups, self.sketches)
-
-    def _smaller(self, freedom: Freedom, faults: Sequence[WhaleError]) -> Freedom | None:
-        """What may fit although nothing was found that does: what is computed again need not be left to what each device lacks."""
-        is_short = any(isinstance(fault, MemoryShortage) for fault in faults)
-        is_open = "recompute.policy" not in self.config.explicit and freedom.policies != FOR_MEMORY
-        return replace(freedom, policies=FOR_MEMORY) if is_short and is_open else None
-
-    def _front(self, freedom: Freedom, objective: Objective) -> Front:
-        seater = self.seater
-        return Front(Space(seater.cluster, freedom, seater.num_rows, seater.points.num_units), self.sketches, objective)
-
-    def _arranged(self, freedom: Freedom, first_by: Objective, start: Sequence[Arrangement]) -> tuple[FreeRun, Front]:
-        """Looks at arrangements.
-
-        Args:
-            first_by: what is likely the best by it is looked at first.
-            start: arrangements that come before all others.
-        """
-        front, config, cluster = self._front(freedom, first_by), self.config, self.seater.cluster
-        promising = front.promising()
-        run = FreeRun(
-            freedom=freedom,
-            cluster=cluster,
-            seater=self.seater,
-            objective=self.objective,
-            effort=self.effort,
-            num_arrangements=front.num_arrangements,
-            tell=self.tell,
-        )
-        run.takes_apart = (freedom.micro_batches or 1) > 1 or not config.communication.gather_rows
-        known = front.known(start)
-        run.look_at(known)
-        planned = {look.arrangement for look in known}
-        run.look_at([look for look in promising if look.arrangement not in planned])
-        with run.kept():
-            if not run.was_interrupted:
-                run.look_at(front.others(run.value, run.reach))
-        run.settle()
-        return run, front
-
-    def _divided(self, freedom: Freedom) -> DividedRun:
-        """Looks at ways."""
-        seater, config = self.seater, self.config
-        ways = ways_of(seater.graph, seater.cluster, config, freedom, seater.num_rows)
-        run = DividedRun(
-            objective=self.objective,
-            effort=self.effort,
-            num_arrangements=ways.count,
-            tell=self.tell,
-            prices=seater.prices,
-            config=config,
-            ways=ways,
-            sketches=ScopedSketches(self.sketches, config),
-        )
-        run.look()
-        run.settle()
-        return run
-
-
-def _found(run: Progress, *, is_smallest_first: bool = False) -> Found:
-    """The outcome, once there is a plan.
+@dataclass(eq=False)
+class Run:
+    """One search under way.
 
     Args:
-        is_smallest_first: whether nothing seemed to fit, until what takes least memory was looked at first.
+        objective: judges plans.
+        effort: that is left.
+        realize: makes the plan of a strategy.
+        tell: is told what was seen so far.
+
+    Attributes:
+        best: the best plan so far.
+        drafts: the best plan of each strategy.
+        apart: likewise of plans that keep samples apart which the model mixes: they are taken only where no other is found.
+        takes_apart: whether what is set keeps them apart in any case, so that these are plans like others.
+        faults: why others have none.
+        short: of strategies whose plans do not fit, why.
+        num_planned: plans that were made and estimated.
+        was_interrupted: whether the user ended it.
     """
-    best = run.best
-    assert best is not None
-    ranked = sorted((each for each in run.drafts.values() if each.arrangement != best.arrangement), key=lambda each: each.rank)
-    plan, step = run.done(best.draft.finished)
-    found = Found(
-        plan=plan,
-        step=step,
-        arrangement=best.arrangement,
-        objective=run.objective,
-        others=tuple(ranked),
-        num_arrangements=run.num_arrangements,
-        num_planned=run.num_planned,
-        was_interrupted=run.was_interrupted,
-        is_smallest_first=is_smallest_first,
-    )
-    return replace(found, plan=replace(found.plan, choices=(_explain(found), *found.plan.choices)))
 
+    objective: Objective
+    effort: float
+    realize: Callable[[Strategy], Draft]
+    tell: Callable[[str], None] | None
+    best: Candidate | None = field(default=None, init=False)
+    drafts: dict[Strategy, Candidate] = field(default_factory=dict, init=False)
+    apart: dict[Strategy, Candidate] = field(default_factory=dict, init=False)
+    takes_apart: bool = field(default=False, init=False)
+    faults: list[WhaleError] = field(default_factory=list, init=False)
+    short: list[tuple[Strategy, MemoryShortage]] = field(default_factory=list, init=False)
+    num_planned: int = field(default=0, init=False)
+    was_interrupted: bool = field(default=False, init=False)
+    _num_tries: int = field(default=0, init=False)
+    _seen: set[Strategy] = field(default_factory=set, init=False)
 
-def _explain(found: Found) -> Choice:
-    return Choice(
-        "search",
-        "arrangement",
-        str(found.arrangement),
-        cost=found.effort,
-        bound="; ".join(found.notes),
-        runner_up="; ".join(map(str, found.runners_up)),
-    )
+    def look_at(self, ranked: Iterable[Ranked], count: Callable[[], int] = lambda: 0, *, is_must: bool = False) -> None:
+        """Plans one strategy after another, as far as the effort goes, and as they promise to be better than the best plan.
+
+        Args:
+            count: how many strategies there are.
+            is_must: whether all are planned whatever effort they take.
+        """
+        for each in ranked:
+            if each.strategy in self._seen:
+                continue
+            verdict = is_must or self._is_worth(each, count())
+            if verdict is None:
+                return
+            self.effort -= each.effort if verdict else 1.0
+            if verdict:
+                self._plan(each.strategy)
+                self._tell(count())
+
+    def _is_worth(self, each: Ranked, count: int) -> bool | None:
+        """Whether to plan a strategy; None where nothing that follows is worth it.
+
+        The very first is planned whatever it takes. The more of the effort that is left another takes, the more it must promise; a few that
+        do not are planned to have something beside the best.
+        """
+        if not self.num_planned and not self.faults:
+            return True
+        if self.best is None:
+            self._num_tries += each.effort > self.effort
+            return True if self._num_tries <= TRIES else None
+        least = 1 + each.strategy.num_devices / PER_PLAN
+        beside = self.effort / FEW if len(self.drafts) <= NUM_RUNNERS_UP else 0.0
+        if each.effort <= max(beside, self.effort * each.comes_near(self._reach(each.effort, count))):
+            return True
+        return False if least <= max(beside, self.effort * each.comes_near(self._reach(least, count))) else None
+
+    def _reach(self, needed: float, count: int) -> float:
+        """What takes so much effort and promises more than this is not planned."""
+        assert self.best is not None
+        return math.inf if count * needed <= self.effort else self.best.value * (1 + self.effort / needed / PATIENCE)
+
+    def _plan(self, strategy: Strategy) -> None:
+        self._seen.add(strategy)
+        try:
+            draft = self.realize(strategy)
+        except WhaleError as fault:
+            self.faults.append(fault)
+            if isinstance(fault, MemoryShortage):
+                self.short.append((strategy, fault))
+            return
+        self.num_planned += 1
+        own = Candidate(strategy.unnamed, draft, self.objective)
+        is_apart = bool(draft.reasons) and not self.takes_apart
+        found = self.apart if is_apart else self.drafts
+        found[own.strategy] = min(own, found.get(own.strategy, own), key=lambda each: each.rank)
+        if not is_apart:
+            self.best = own if self.best is None else min(self.best, own, key=lambda each: each.rank)
+
+    def settle(self) -> None:
+        """Takes plans that keep samples apart, where there is no other: the plan says so."""
+        if self.best is None and self.apart:
+            self.drafts |= self.apart
+            self.best = min(self.apart.values(), key=lambda each: each.rank)
+
+    def _tell(self, count: int) -> None:
+        if self.tell is not None:
+            so_far = "nothing fits so far" if self.best is None else f"the best so far: {self.best}"
+            self.tell(f"{counted(self.num_planned, 'plan')} of {counted(count, 'strategy')} estimated, {so_far}")
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Ctrl-C inside ends the search, with the best plan so far; where there is none, all."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.settle()
+            if self.best is None:
+                raise
+            self.was_interrupted = True
+
+    def result(self, num_strategies: int) -> SearchResult:
+        """The outcome, once there is a plan: Ctrl-C makes its last part begin anew, a second one ends all."""
+        best = self.best
+        assert best is not None
+        others = sorted((each for each in self.drafts.values() if each.strategy != best.strategy), key=lambda each: each.rank)
+        try:
+            plan, step = best.draft.finished()
+        except KeyboardInterrupt:
+            self.was_interrupted = True
+            plan, step = best.draft.finished()
+        found = SearchResult(plan, step, best, tuple(others), num_strategies, self.num_planned, self.was_interrupted)
+        return replace(found, plan=replace(plan, choices=(found.choice, *plan.choices)))

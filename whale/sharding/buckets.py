@@ -1,95 +1,207 @@
-"""Which gradients travel together: parameters of equal owners share buckets, in reverse order of first use.
+"""Which gradients travel together: parameters of equal owners and forms share buckets, in reverse order of first use.
 
     backward   |layer 3|layer 2|layer 1|
     bucket 0           |--- layers 3, 2 ---|
     bucket 1                           |-- layer 1 --|     a parameter of layers 3 and 1 is whole after layer 1
 
-The runtime sums what stands here, and the estimate prices it.
+    flat       [ layer 3 | pad | layer 1 ][ layer 2 | pad ]     where owners keep parts of the sum, each has a run of its own
+                 -- kept by owner 0 ---    -- by owner 1 --     a parameter that keepers divide has a bucket of its own
+
+The runtime sums and publishes what stands here, and the estimate prices it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
+from whale.ir.plan import Form, Plan
 from whale.ir.reach import reached_parameters
 from whale.sharding.parameters import ParameterShardings
 from whale.sharding.sharding import Piece
 
+ALIGNED_BYTES = 16
+"""Every slot begins at a multiple of this: kernels read so many at once."""
+
 Places = tuple[tuple[int, int], ...]
 """(Replica, stage) pairs."""
+
+_Key = tuple[Places, tuple[int, ...], Form, str | None]
+"""Who uses slots, who owns them, their form, and the parameter that keepers divide; "" where they divide none, None where all keep all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Elements of one parameter in a flat buffer.
+
+    Attributes:
+        name: of the parameter.
+        piece: which elements, and who owns them.
+        keepers: the owners that keep them, one after the other, and how many each; empty where all keep all.
+        start, stop: in the buffer, in elements.
+    """
+
+    name: str
+    piece: Piece
+    keepers: tuple[tuple[int, int], ...] = ()
+    start: int = 0
+    stop: int = 0
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are summed together.
+    """Elements that travel together.
 
     Attributes:
-        pieces: of the parameters, with their names, in the order of the flat buffer.
-        num_bytes: of the gradients.
+        slots: in the order of the flat buffer, those of one keeper one behind the other.
+        form: of the elements.
         owners: ranks of the plan that hold them.
         stages: that use them, by replica.
         is_at_one_place: whether all who hold it come to it at the same place of equal schedules; else it starts when all else is done.
     """
 
-    pieces: tuple[tuple[str, Piece], ...]
-    num_bytes: int
+    slots: tuple[Slot, ...]
+    form: Form
     owners: tuple[int, ...]
     stages: Places
-    is_at_one_place: bool
+    is_at_one_place: bool = True
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Of the parameters, each once."""
-        return tuple(dict.fromkeys(name for name, _ in self.pieces))
+        return tuple(dict.fromkeys(slot.name for slot in self.slots))
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Of the flat buffer."""
+        return aligned(self.slots[-1].stop, self.form)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the flat buffer."""
+        return self.num_elements * DTYPE_BYTES[self.form.dtype]
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """Per keeper of some of it, where what it keeps begins and ends; none where all owners keep all."""
+        starts: list[tuple[int, int]] = []
+        for slot in self.slots:
+            start = slot.start
+            for keeper, num_elements in slot.keepers:
+                if not starts or starts[-1][0] != keeper:
+                    starts.append((keeper, start))
+                start += num_elements
+        ends = [*(start for _, start in starts[1:]), self.num_elements][: len(starts)]
+        return tuple((keeper, start, end) for (keeper, start), end in zip(starts, ends, strict=True))
 
 
-@dataclass
-class _OpenBucket:
-    """A bucket that still takes pieces."""
+@dataclass(frozen=True)
+class Buckets:
+    """All buckets of a plan, each kind in the order in which they start.
 
-    pieces: list[tuple[str, Piece]] = field(default_factory=list)
-    num_bytes: int = 0
+    Attributes:
+        summed: in which gradients become sums.
+        published: in which keepers give the other owners what these read, after a step.
+        gathered: in which they do before ops read it, in the order of first use.
+        kept: per rank that keeps some of what is shared out, the elements of each parameter.
+    """
+
+    summed: tuple[Bucket, ...] = ()
+    published: tuple[Bucket, ...] = ()
+    gathered: tuple[Bucket, ...] = ()
+    kept: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
 
-def plan_buckets(shardings: ParameterShardings, model: ModelGraph, alike: Sequence[int], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """The buckets of a whole plan, equal on every rank, in the order in which they start.
+def aligned(num_elements: int, form: Form) -> int:
+    """Elements with those that fill up to the next slot."""
+    size = DTYPE_BYTES[form.dtype]
+    return filled_up(num_elements * size) // size
 
-    Pieces that nobody has to wait for are in none, and parameters that get no gradient neither.
+
+def filled_up(num_bytes: int) -> int:
+    """Bytes with those that come before the next slot."""
+    return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, alike: Sequence[int], bucket_bytes: int) -> Buckets:
+    """The buckets of a whole plan, equal on every rank.
+
+    No sum has pieces that nobody has to wait for, nor parameters that get no gradient.
 
     Args:
+        plan: says in which forms parameters live.
         shardings: who holds what.
         model: sizes, and the order of first use.
         alike: per replica a number, equal for those that run equal schedules.
         bucket_bytes: a bucket is closed when it has this many bytes.
     """
-    first_use = model.first_reads
-    growing: dict[tuple[Places, tuple[int, ...], str], _OpenBucket] = {}
-    closed: list[Bucket] = []
+    first_use, never = model.first_reads, len(model.ops)
+    reached = sorted(reached_parameters(model).intersection(shardings.parameters), key=lambda name: (-first_use[name], name))
 
-    def close(key: tuple[Places, tuple[int, ...], str], bucket: _OpenBucket) -> None:
-        is_at_one_place = len({(alike[replica], stage) for replica, stage in key[0]}) == 1
-        closed.append(Bucket(tuple(bucket.pieces), bucket.num_bytes, key[1], key[0], is_at_one_place))
-
-    for name in sorted(reached_parameters(model).intersection(shardings.parameters), key=lambda name: (-first_use[name], name)):
-        dtype = model.parameter_by_name[name].spec.dtype
-        for piece in shardings.gradient(name).pieces:
-            if piece.is_complete:
-                continue
-            key = shardings.places(name), piece.owners, dtype
-            bucket = growing.setdefault(key, _OpenBucket())
-            bucket.pieces.append((name, piece))
-            bucket.num_bytes += shardings.num_elements(model, name, piece.region) * DTYPE_BYTES[dtype]
-            if bucket.num_bytes >= bucket_bytes:
-                close(key, growing.pop(key))
-    for key, bucket in growing.items():
-        close(key, bucket)
+    def slots() -> Iterator[tuple[Slot, Form]]:
+        for name in reached:
+            form = plan.state_of(name).gradient
+            assert form is not None, "what is trained has a gradient"
+            yield from ((slot, form) for slot in _slots(shardings, model, name) if not slot.piece.is_complete)
 
     def order(bucket: Bucket) -> tuple[object, ...]:
         """Later stages first, and in a stage what is first used last first: the order in which gradients are whole."""
-        name, piece = bucket.pieces[0]
-        return not bucket.is_at_one_place, -max(stage for _, stage in bucket.stages), -first_use[name], name, piece.region.intervals
+        first = min((-first_use[slot.name], slot.name, slot.piece.region.intervals) for slot in bucket.slots)
+        return not bucket.is_at_one_place, -max(stage for _, stage in bucket.stages), *first
 
-    return tuple(sorted(closed, key=order))
+    def placed(bucket: Bucket) -> Bucket:
+        return replace(bucket, is_at_one_place=len({(alike[replica], stage) for replica, stage in bucket.stages}) == 1)
+
+    shared = [slot for name in shardings.parameters if name in shardings.keeping for slot in _slots(shardings, model, name)]
+    given = [(slot, plan.state_of(slot.name).compute) for slot in shared if len(slot.piece.owners) > 1]
+    later = sorted(((slot, form) for slot, form in given if form.sharding == "owners"), key=lambda each: first_use.get(each[0].name, never))
+    gathered = _filled(later, shardings, model, bucket_bytes)
+    kept: dict[int, dict[str, int]] = {}
+    for slot in shared:
+        for keeper, num_elements in slot.keepers:
+            own = kept.setdefault(keeper, {})
+            own[slot.name] = own.get(slot.name, 0) + num_elements
+    return Buckets(
+        tuple(sorted(map(placed, _filled(slots(), shardings, model, bucket_bytes)), key=order)),
+        tuple(_filled((each for each in given if each[1].sharding == "stage"), shardings, model, bucket_bytes)),
+        tuple(sorted(gathered, key=lambda each: min(first_use.get(name, never) for name in each.names))),
+        kept,
+    )
+
+
+def _slots(shardings: ParameterShardings, model: ModelGraph, name: str) -> Iterator[Slot]:
+    """The pieces of a parameter, and of each what its keepers have."""
+    kept = shardings.kept(name).held if name in shardings.keeping else {}
+    for piece in shardings.gradient(name).pieces:
+        common = ((keeper, piece.region.intersect(region)) for keeper, region in kept.items())
+        keepers = ((keeper, region) for keeper, region in common if not region.is_empty)
+        yield Slot(name, piece, tuple((keeper, shardings.num_elements(model, name, region)) for keeper, region in keepers))
+
+
+def _filled(slots: Iterable[tuple[Slot, Form]], shardings: ParameterShardings, model: ModelGraph, bucket_bytes: int) -> Iterator[Bucket]:
+    """Buckets of slots, each of equal owners and forms; one that is full is closed."""
+    growing: dict[_Key, list[Slot]] = {}
+    held: dict[_Key, int] = {}
+    for slot, form in slots:
+        divided = slot.name if len(slot.keepers) > 1 else "" if slot.keepers else None
+        key = shardings.places(slot.name), slot.piece.owners, form, divided
+        num_elements = shardings.num_elements(model, slot.name, slot.piece.region)
+        growing.setdefault(key, []).append(replace(slot, stop=num_elements))
+        held[key] = held.get(key, 0) + num_elements * DTYPE_BYTES[form.dtype]
+        if held[key] >= bucket_bytes:
+            yield _laid_out(growing.pop(key), key)
+            del held[key]
+    for key, own in growing.items():
+        yield _laid_out(own, key)
+
+
+def _laid_out(slots: Sequence[Slot], key: _Key) -> Bucket:
+    """A bucket of slots of given sizes, keeper by keeper."""
+    places, owners, form, _ = key
+    found, start = [], 0
+    for slot in sorted(slots, key=lambda slot: [keeper for keeper, _ in slot.keepers]):
+        found.append(replace(slot, start=start, stop=start + slot.stop))
+        start = aligned(found[-1].stop, form)
+    return Bucket(tuple(found), form, owners, places)

@@ -28,7 +28,7 @@ class Communicators:
     """The communicators of a plan, by ranks of the plan.
 
     Attributes:
-        groups: sets of ranks that sum together, sorted, each once; all ranks are one of them.
+        groups: sets of ranks that sum or share something together, sorted, each once; all ranks are one of them.
         channels: (sender, receiver), sorted, each once.
     """
 
@@ -79,6 +79,8 @@ def groups_of(plan: Plan, model: ModelGraph, shardings: ParameterShardings) -> t
 def _owner_sets(model: ModelGraph, shardings: ParameterShardings) -> Iterator[tuple[int, ...]]:
     for sharding in {shardings.gradient(name) for name in reached_parameters(model).intersection(shardings.parameters)}:
         yield from (piece.owners for piece in sharding.pieces if not piece.is_complete)
+    for name in shardings.keeping:
+        yield from (piece.owners for piece in shardings.gradient(name).pieces)
 
 
 def _split_groups(plan: Plan) -> Iterator[tuple[int, ...]]:

@@ -11,16 +11,17 @@ each is worked out once, when it is asked for, however many replicas and layers 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from whale.axes.labels import label
 from whale.axes.values import Axes, Dimension, may_lie_in_parts
 from whale.errors import PlanError
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import DTYPE_BYTES, ModelGraph
 from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
 from whale.sharding.index_sets import Runs, intervals
 from whale.sharding.index_space import IndexSpace
+from whale.sharding.keepers import ROWS, Keeping, SharedOut, deal
 from whale.sharding.regions import Region
 from whale.sharding.sharding import Sharding
 
@@ -128,11 +129,13 @@ class ParameterShardings:
         holders: who holds what.
         axes: of the model; None where nothing is sharded.
         names: of the devices, by number.
+        keeping: who keeps those whose optimizer form is shared out among owners, and how large these are.
     """
 
     holders: tuple[Holder, ...]
     axes: Axes | None
     names: tuple[str, ...]
+    keeping: Mapping[str, tuple[Keeping, tuple[int, ...]]] = field(default_factory=dict)
 
     @cached_property
     def _by_pattern(self) -> tuple[tuple[Pattern, tuple[Holder, ...]], ...]:
@@ -182,6 +185,22 @@ class ParameterShardings:
         """
         return self._known(self._forms(name), name)
 
+    def kept(self, name: str) -> Sharding:
+        """Where the form of a parameter lies that the optimizer steps; who is not in it has none of it."""
+        if name not in self.keeping:
+            return self.gradient(name).final
+        keeping, _ = self.keeping[name]
+        if keeping.rows:
+            return Sharding.along(keeping.devices, ROWS, keeping.rows)
+        return Sharding(keeping.devices, tuple(self.gradient(name).held[device] for device in keeping.devices))
+
+    def ways(self, name: str) -> Iterator[tuple[int, ...]]:
+        """Sets of devices that together hold a parameter once: split groups that have parts of it, and each device that has it whole."""
+        for number, form in self._forms(name):
+            for holder in self._by_pattern[number][1]:
+                split = len(form.regions) if len(set(form.regions)) > 1 else 1
+                yield from (tuple(holder.devices[start : start + split]) for start in range(0, len(holder.devices), split))
+
     def alike(self, names: Iterable[str]) -> Iterator[tuple[Sharding, tuple[str, ...]]]:
         """The shardings of the gradients of some parameters, each once, with those that lie so; raises what `gradient` does."""
         found: dict[Forms, list[str]] = {}
@@ -209,11 +228,14 @@ class ParameterShardings:
 
     def space(self, name: str) -> IndexSpace:
         """Where the elements of a parameter's regions lie in it; of one that no op reads nothing is known, and it is whole."""
+        if name in self.keeping and self.keeping[name][0].rows:
+            sizes = {ROWS if dim == 0 else f"dimension {dim}": size for dim, size in enumerate(self.keeping[name][1])}
+            return IndexSpace(tuple((axis,) for axis in sizes), sizes)
         return IndexSpace(self._dimensions(name), self._sizes)
 
     def num_elements(self, model: ModelGraph, name: str, region: Region) -> int:
         """Elements of a region of a parameter of a model."""
-        if self.is_sharded(name):
+        if self.is_sharded(name) or ROWS in region.axes:
             return self.space(name).num_elements(region)
         return model.parameter_by_name[name].spec.num_elements
 
@@ -278,7 +300,25 @@ def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Par
                 own = partial[key] | shared_parameters(replica, stage)
             devices = tuple(plan.rank_of[device] for device in stage.virtual_device.devices)
             holders.add((replica.index, stage.index), devices, stage.parameters, stage.split, stage.shards, own)
-    return ParameterShardings(tuple(holders.gathered), axes, plan.devices)
+    found = ParameterShardings(tuple(holders.gathered), axes, plan.devices)
+    shared = tuple(_shared_out(plan, graph, found))
+    if not shared:
+        return found
+    dealt = deal(shared, plan.keeper_shares or (1,) * len(plan.devices))
+    return replace(found, keeping={name: (own, graph.parameter_by_name[name].spec.shape) for name, own in dealt.items()})
+
+
+def _shared_out(plan: Plan, graph: ModelGraph, shardings: ParameterShardings) -> Iterator[SharedOut]:
+    """The parameters whose optimizer form is shared out."""
+    for state in plan.parameter_states:
+        for name in state.parameters if state.kept.sharding == "owners" else ():
+            spec, held = graph.parameter_by_name[name].spec, shardings.gradient(name).held
+            parts = {region: shardings.num_elements(graph, name, region) for region in held.values()}
+            sizes = {device: parts[region] for device, region in held.items() if parts[region] or not spec.num_elements}
+            sets = dict.fromkeys(shardings.ways(name))
+            ways = tuple({device: sizes[device] for device in way if device in sizes} for way in sets)
+            is_cut = shardings.is_sharded(name) or not spec.shape
+            yield SharedOut(name, 1 if is_cut else spec.shape[0], spec.num_elements * DTYPE_BYTES[state.kept.dtype], ways)
 
 
 def shared_parameters(replica: Replica, stage: Stage) -> frozenset[str]:

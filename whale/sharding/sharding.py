@@ -71,7 +71,7 @@ class Sharding:
         """Whether nothing is left to be added."""
         return len(set(self.terms)) < 2
 
-    @property
+    @cached_property
     def final(self) -> Sharding:
         """The same elements on the same devices, added."""
         return Sharding(self.mesh, self.regions)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from whale.workloads.repeat import repeat_blocks
+from whale.workloads.repeat import count_blocks, repeat_blocks
 
 if TYPE_CHECKING:
     from whale.workloads.decoder import GPT, gpt
 
-__all__ = ["GPT", "gpt", "repeat_blocks"]
+__all__ = ["GPT", "count_blocks", "gpt", "repeat_blocks"]
 
 
 def __getattr__(name: str) -> Any:

@@ -61,9 +61,13 @@ class GPT:
     def __post_init__(self) -> None:
         raise_faults(list(self._faults()))
 
-    def graph(self) -> ModelGraph:
-        """What a capture of it gives: a few blocks are captured, the others made from them."""
-        graph, _ = capture(*replace(self, layers=min(self.layers, NUM_CAPTURED)).built())
+    def graph(self, device: str | None = None, precision: str | None = None) -> ModelGraph:
+        """What a capture of it gives: a few blocks are captured, the others made from them.
+
+        Args:
+            device, precision: as of `whale.capture.capture`.
+        """
+        graph, _ = capture(*replace(self, layers=min(self.layers, NUM_CAPTURED)).built(), device=device, precision=precision)
         return graph if self.layers <= NUM_CAPTURED else repeat_blocks(graph, self.layers)
 
     def built(self) -> Built:

@@ -16,6 +16,15 @@ from whale.ir.blocks import RepeatedBlocks, find_repeated_blocks
 from whale.ir.graph import REGION, Argument, ModelGraph, Op, Parameter, Ref
 
 
+def count_blocks(graph: ModelGraph) -> int:
+    """How many blocks a model has, one after another.
+
+    Raises:
+        CaptureError: no blocks repeat in it.
+    """
+    return _blocks_of(graph).count
+
+
 def repeat_blocks(graph: ModelGraph, num_blocks: int) -> ModelGraph:
     """The graph of the model with so many blocks.
 
@@ -26,15 +35,20 @@ def repeat_blocks(graph: ModelGraph, num_blocks: int) -> ModelGraph:
     Raises:
         CaptureError: no blocks repeat in it, or there are more of them.
     """
+    run = _blocks_of(graph)
+    if num_blocks < run.count:
+        raise CaptureError(f"blocks are repeated, not taken away (captured: {run.count}, asked for: {num_blocks})")
+    return _Repeated(graph, run, num_blocks - run.count).graph() if num_blocks > run.count else graph
+
+
+def _blocks_of(graph: ModelGraph) -> RepeatedBlocks:
     run = find_repeated_blocks(graph)
     if run is None:
         raise CaptureError(
             "a model with repeated blocks has two of them one after another (no stretch of ops does the same as the one before it)",
             hint="capture it with two blocks or more, of the same code, none of them special",
         )
-    if num_blocks < run.count:
-        raise CaptureError(f"blocks are repeated, not taken away (captured: {run.count}, asked for: {num_blocks})")
-    return _Repeated(graph, run, num_blocks - run.count).graph() if num_blocks > run.count else graph
+    return run
 
 
 class _Names:
@@ -75,7 +89,7 @@ def _step(before: str, name: str, times: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _RepeatedBlock:
     """A block that is added.
 
     Attributes:
@@ -98,7 +112,7 @@ class _Repeated:
         self._graph, self._run = graph, run
         self._names = _Names(graph, run)
         self._before = {after: first for first, after in run.own.items()}
-        self._blocks: list[_Block] = []
+        self._blocks: list[_RepeatedBlock] = []
         for times in range(1, num_added + 1):
             self._blocks.append(self._block(times))
         self._num_regions = len({op.region for _, op in run.pairs} - {None}) * num_added
@@ -146,7 +160,7 @@ class _Repeated:
     def _parameter(self, leaf: str) -> Parameter:
         return self._graph.parameter_by_name[self._graph.by_name[leaf].target]
 
-    def _block(self, times: int) -> _Block:
+    def _block(self, times: int) -> _RepeatedBlock:
         """The block so many steps behind the last captured one."""
         leaves = [self._leaf(op, times) for op in self._graph.ops if op.name in self._before]
         names = dict(zip((op.name for op in self._graph.ops if op.name in self._before), (leaf.name for leaf in leaves), strict=True))
@@ -160,7 +174,7 @@ class _Repeated:
             calls.append(_with_names(op, lambda name: names.get(name) or entering.get(name, name)))
         known = {self._parameter(op).name: (self._parameter(self._before[op]), self._parameter(op)) for op in self._before}
         own = [known[each.name] for each in self._graph.parameters if each.name in known]
-        return _Block(names, tuple(leaves), tuple(calls), tuple(_stepped(a, b, times) for a, b in own))
+        return _RepeatedBlock(names, tuple(leaves), tuple(calls), tuple(_stepped(a, b, times) for a, b in own))
 
     def _leaf(self, op: Op, times: int) -> Op:
         before = self._graph.by_name[self._before[op.name]]

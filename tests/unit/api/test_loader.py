@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from tests.examples import at_most
-from whale.api.data.loader import Loader, make_loader
+from whale.api.loader import Loader, make_loader
 from whale.errors import BatchError, CheckpointError
 from whale.ir.division import intervals
 from whale.ir.plan import BATCH, Pipeline, Plan, Replica, Shard, Stage, VirtualDevice

@@ -144,3 +144,85 @@ def test_a_profile_of_another_torch_is_told_and_of_another_model_refused(tmp_pat
         pytest.raises(ConfigError, match="a profile serves the model that it was measured of"),
     ):
         parallelize(config={"cluster.profile": str(path)})
+
+
+class Moving(nn.Module):
+    """Draws random numbers, and writes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.drop = nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Dropout(0.5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.linear(self.drop(self.norm(input)))
+
+
+def test_gradients_of_batches_wait_for_an_update(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    engine, plain = parallelize(model := nn.Linear(4, 1)), nn.Linear(4, 1)
+    plain.load_state_dict(model.state_dict())
+    batches = [{"input": torch.randn(8, 4), "target": torch.randn(8, 1)} for _ in range(3)]
+    for batch in batches[:2]:
+        assert float(engine.step(batch, update=False)) == pytest.approx(float(loss(plain(batch["input"]), batch).detach()))
+        loss(plain(batch["input"]), batch).backward()
+    with pytest.raises(BatchError):
+        engine.forward_backward({"input": torch.randn(8, 3), "target": torch.randn(8, 1)})
+    for verb, call in (("save", lambda: engine.save(tmp_path / "c")), ("replan", engine.replan)):
+        with pytest.raises(ConfigError, match=f"engine.{verb} was called while the gradients of 2 x forward_backward wait"):
+            call()
+    norm = engine.clip_grad_norm_(0.1)
+    torch.testing.assert_close(norm.float(), nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    loss(plain(batches[2]["input"]), batches[2]).backward()
+    engine.forward_backward(batches[2])
+    engine.update(scale=0.5)
+    with torch.no_grad():
+        for name, own in plain.named_parameters():
+            assert own.grad is not None
+            torch.testing.assert_close(engine.gradients()[name], own.grad * 0.5)
+            own.sub_(0.1 * 0.5 * own.grad)
+    torch.testing.assert_close(engine.state_dict(), dict(plain.state_dict()))
+    assert engine.step_number == 1
+    with pytest.raises(ConfigError, match="no gradients wait for an update"):
+        engine.update()
+    with pytest.raises(ConfigError, match=r"finite number .got nan"):
+        engine.update(scale=float("nan"))
+    engine.forward_backward(batches[0])
+    engine.step(batches[1])  # takes what waits along
+    assert engine.step_number == 2
+
+
+def test_batches_of_one_update_draw_other_numbers_and_are_undone_together() -> None:
+    engine = parallelize(Moving(), config={"gradient.skip_nonfinite": True, "runtime.retrace": "off"})
+    first = engine.forward_backward(BATCH)
+    alone = {name: own.clone() for name, own in engine.gradients().items()}
+    assert float(engine.forward_backward(BATCH)) != float(first), "dropout draws anew"
+    assert not torch.allclose(engine.gradients()["linear.weight"], 2 * alone["linear.weight"])
+    engine.update()
+    before = {name: own.clone() for name, own in engine.state_dict().items()}
+    engine.forward_backward(BATCH)
+    assert engine.state_dict()["norm.num_batches_tracked"] == 3
+    engine.forward_backward(BATCH | {"target": torch.full((8, 1), torch.inf)})
+    with pytest.warns(UserWarning, match="step 2 is left out"):
+        engine.update()
+    after = engine.state_dict()
+    assert all(torch.equal(own, after[name]) for name, own in before.items())
+
+
+def test_averages_that_are_not_kept(tmp_path: Path) -> None:
+    engine = parallelize()
+    for call in (engine.state_dict, partial(engine.evaluate, BATCH), partial(engine.predict, BATCH)):
+        with pytest.raises(ConfigError, match="no averages of weights are kept"):
+            call(averaged=True)
+    with pytest.raises(ConfigError, match=r"a decay from 0 to 1 .got 1\.5"):
+        engine.average(1.5)
+    engine.average(0.9)
+    torch.testing.assert_close(engine.state_dict(averaged=True), engine.state_dict())
+    engine.step(BATCH)
+    torch.testing.assert_close(engine.predict(BATCH, averaged=True), engine.predict(BATCH))
+    engine.step(BATCH)
+    averaged = engine.state_dict(averaged=True)
+    engine.save(tmp_path / "c")
+    other = parallelize()
+    other.load(tmp_path / "c")
+    assert other.state.decay == 0.9
+    torch.testing.assert_close(other.state_dict(averaged=True), averaged)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from whale.axes.atoms import Atoms, Dim
 from whale.axes.checks import Checker
+from whale.axes.discover import read
 from whale.axes.notation import parse
 from whale.axes.operators import operator_of
-from whale.axes.outcome import Outcome
-from whale.axes.reading import read
+from whale.axes.outcome import RuleOutcome
 from whale.axes.values import Role
 from whale.ir.graph import Argument, ModelGraph, Op, Ref, TensorSpec
 
@@ -91,7 +91,7 @@ class Law:
         tags = frozenset({"pointwise"}) if torch.Tag.pointwise in self.call.tags else frozenset()
         self.op = Op("op", "call", f"aten.{case.target}", args, kwargs, specs, tags=tags)
         self.reading, outcomes = read(ModelGraph((*sources, self.op), (), 2))
-        self.outcome: Outcome = outcomes["op"]
+        self.outcome: RuleOutcome = outcomes["op"]
         self.operands = [outcomes[f"t{i}"].results[0] for i in range(len(self.tensors))]
         self.roles = Checker(self.reading.atoms).roles(self.outcome.letters)
 

@@ -14,7 +14,7 @@ from tests.examples import at_most
 from tests.unit.axes.graphs import Build
 from tests.unit.axes.law import positions
 from whale.axes.atoms import ROWS, Atoms, Clash
-from whale.axes.reading import read
+from whale.axes.discover import read
 
 FACTORS = st.permutations([2, 2, 3, 5]).flatmap(lambda factors: st.just(tuple(factors)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.axes.graphs import Build
-from whale.axes import Axes, Whole, discover, register_rule
+from whale.axes import Axes, WholeReason, discover, register_rule
 from whale.axes.operators.registry import _own_rules
 from whale.errors import ConfigError
 from whale.ir.graph import ModelGraph
@@ -62,7 +62,7 @@ def test_an_op_without_a_rule_makes_its_axes_whole_and_says_so() -> None:
     for axis in axes.axes:
         assert axis.whole[0].reason == "has no rule"
         assert axis.whole[0].where == SourceLine("model.py", 2)
-    assert axes.by_name["x:0"].whole == (Whole("twist_1", "mine.twist.default", "has no rule", SourceLine("model.py", 2)),)
+    assert axes.by_name["x:0"].whole == (WholeReason("twist_1", "mine.twist.default", "has no rule", SourceLine("model.py", 2)),)
 
 
 def test_a_registered_rule_frees_the_axes_of_an_own_op() -> None:

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tests.unit.axes.graphs import Build
-from whale.axes import Axes, Mixing, batch_axes, describe, discover, show_dimension
+from whale.axes import Axes, Mixing, batch_axes, discover, show_dimension
+from whale.cli.capture import describe_axes
 from whale.ir.graph import ModelGraph, Ref
 from whale.ir.plan import BatchAxis
 
@@ -215,7 +216,7 @@ def test_rows_of_a_description() -> None:
     y = build.call("linear.default", x, w, out=("b", 7))
     build.call("softmax.int", y, -1, out=("b", 7))
     graph = build.graph()
-    rows = {row.axis: row for row in describe(discover(graph), graph)}
+    rows = {row.axis: row for row in describe_axes(discover(graph), graph)}
     assert rows["w:0"].held_by == ("w:0",)
     assert rows["w:0"].why == "aten.softmax.int reads all of it at once at model.py:4"
     assert rows["batch"].may_be_cut

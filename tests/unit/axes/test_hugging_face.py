@@ -80,7 +80,12 @@ def test_gpt2(golden: Callable[[str, str], None]) -> None:
     assert free(axes, "transformer.wte.weight", 0) == [VOCABULARY]
     (entropy,) = (axes.ops[op.name] for op in graph.ops if op.target == "aten.cross_entropy_loss.default")
     assert entropy.roles["transformer.wte.vocabulary"].combine == "softmax"
-    golden("axes/gpt2.txt", re.sub(r" \(%[^)]*\)", "", str(axes)))
+    golden("axes/gpt2.txt", re.sub(r"(?<=  whole: ).*", in_order, re.sub(r" \(%[^)]*\)", "", str(axes))))
+
+
+def in_order(reasons: re.Match[str]) -> str:
+    """Sorted: versions of the library compose masks in different orders."""
+    return "; ".join(sorted(reasons.group().split("; ")))
 
 
 def test_bert() -> None:

@@ -14,7 +14,7 @@ from tests.mixing import LOSSES, MIDDLES, Layers, make_batch, value_of
 from tests.unit.capture.test_random_models import pieces_loss
 from whale.axes import discover
 from whale.capture import capture
-from whale.capture.program import Program
+from whale.capture.program import CapturedProgram
 from whale.ir.graph import ModelGraph
 
 torch.set_num_threads(1)
@@ -24,7 +24,7 @@ EXACT_LOSSES = tuple(LOSSES)[: tuple(LOSSES).index("root")]
 
 
 @cache
-def captured(middle: str, loss: str) -> tuple[Layers, ModelGraph, Program, tuple[str, ...]]:
+def captured(middle: str, loss: str) -> tuple[Layers, ModelGraph, CapturedProgram, tuple[str, ...]]:
     model = Layers(middle)
     graph, program = capture(model, make_batch(6), LOSSES[loss])
     return model, graph, program, tuple(map(str, discover(graph).mixing))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from whale.capture import Program
+from whale.capture import CapturedProgram
 from whale.ir.graph import ModelGraph, Op
 
 
@@ -28,7 +28,7 @@ def loss_of(graph: ModelGraph, returned: tuple[Any, ...]) -> Tensor:
 class Checked(fx.Interpreter):
     """Runs a program and compares every value with what its op says of it."""
 
-    def __init__(self, graph: ModelGraph, program: Program, num_rows: int) -> None:
+    def __init__(self, graph: ModelGraph, program: CapturedProgram, num_rows: int) -> None:
         super().__init__(program.module())
         self._ops = graph.by_name
         self._num_rows = num_rows
@@ -58,7 +58,7 @@ class Checked(fx.Interpreter):
 def assert_same(
     model: nn.Module,
     graph: ModelGraph,
-    program: Program,
+    program: CapturedProgram,
     batch: Any,
     eager: Callable[[nn.Module, Any], Tensor],
     tolerance: float = 1e-6,
@@ -75,7 +75,7 @@ def assert_same(
     own.zero_grad()
     mine = dict(own.named_parameters(remove_duplicate=False)) | dict(own.named_buffers(remove_duplicate=False))
     tensors: Mapping[str, Tensor] = {**program.tensors, **mine}
-    bound = Program(program.graph, tensors, program.batch, program.sources)
+    bound = CapturedProgram(program.graph, tensors, program.batch, program.sources)
     torch.manual_seed(0)
     with torch.enable_grad():
         checked = Checked(graph, bound, program.batch.rows(batch))

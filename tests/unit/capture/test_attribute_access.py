@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import whale
 from whale.capture import capture
-from whale.capture.exporting import attribute_access
+from whale.capture.exporting import side_effects
 
 BATCH = torch.randn(8, 4)
 
@@ -118,7 +118,7 @@ def test_state_is_found(name: str) -> None:
     model = make()
     before = dict(vars(model))
     graph, program = capture(model, BATCH, lambda output, batch: output.mean())
-    assert program.warnings == (attribute_access.warning_of((said,)),)
+    assert program.warnings == (side_effects.warning_of((said,)),)
     assert any(f"starts from what was there before ({said})" in warning for warning in graph.warnings)
     assert vars(model) == before, "the model is left as it was"
 

@@ -118,6 +118,37 @@ def test_autocast_for_another_kind_of_device_does_nothing_and_is_told() -> None:
         whale.parallelize(model, loss=loss, batch=make_batch()).close()
 
 
+READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dtype": lambda x, low: x.to(low.dtype) * low,
+    "to": lambda x, low: x.to(low) * low,
+    "type": lambda x, low: x.type(low.type()) * low,
+    "limit": lambda x, low: low.masked_fill(x > 0, torch.finfo(low.dtype).min),
+}
+
+
+class Reading(Layers):
+    """Asks for the type of what autocast has made, or of what it leaves as it is."""
+
+    def __init__(self, read: str, kind: str, of_result: bool) -> None:
+        super().__init__((), (), kind)
+        self.read, self.of_result = READS[read], of_result
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.kind, torch.bfloat16):
+            made = self.linear(x)
+            x = self.read(x, made if self.of_result else x * 2) + made
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_type_that_is_another_where_the_model_runs_is_refused_with_its_line(read: str) -> None:
+    with pytest.raises(CaptureError, match=r"is float32 on the device that the model is built on, and bfloat16 on the kind") as caught:
+        capture(Reading(read, "cuda", True), make_batch(), loss, device="cuda")
+    assert str(caught.value.where).partition(":")[0] in __file__ and caught.value.where
+    for model, device in (Reading(read, "cuda", False), "cuda"), (Reading(read, "cuda", True), "cpu"), (Reading(read, "cpu", True), "cpu"):
+        capture(model, make_batch(), loss, device=device)
+
+
 def test_what_is_cast_inside_of_an_op_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whale.capture.flat.flatten.casts_of", lambda node, autocast: None)
     with pytest.raises(CaptureError, match="autocast casts the operands of an op") as caught:
@@ -147,3 +178,49 @@ class Frozen(Layers):
 def test_no_grad_under_autocast_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"no no_grad\(\) inside of torch.autocast"):
         capture(Frozen(("linear",), ("on",)), make_batch(), loss)
+
+
+class ReadsTypes(Layers):
+    """Code that asks for the type of an activation, inside of no_grad too, as rotary embeddings do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        with torch.no_grad():
+            with torch.autocast("cpu", enabled=False):
+                angles = self.linear(x.float()).cos()
+            angles = angles.to(x.dtype)
+        logits: Tensor = self.last(x * angles + torch.finfo(x.dtype).tiny)
+        return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_precision_is_autocast_around_the_model(dtype: torch.dtype) -> None:
+    model, batch = ReadsTypes((), ()), make_batch()
+    _, program = capture(model, batch, loss, device="cpu", precision=str(dtype).removeprefix("torch."))
+    total, weight = program.module()(*program.values(batch).values())
+    found = torch.autograd.grad(total / weight, list(model.parameters()), allow_unused=True)
+    with torch.autocast("cpu", dtype):
+        logits = model(batch["x"])
+    expected = torch.autograd.grad(loss(logits, batch), list(model.parameters()), allow_unused=True)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+class Coarse(Layers):
+    """Computes in half precision in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.training):
+            logits: Tensor = self.last(x)
+        return logits
+
+
+def test_weights_that_are_cast_once_per_step_are_read_so_in_every_mode() -> None:
+    engine = whale.parallelize(Coarse((), ()), loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1), batch=make_batch())
+    assert engine.model_graph.read_as == {"last.weight": "bfloat16"}
+    with torch.no_grad():
+        engine.parameters["last.weight"].zero_()
+    assert float(engine.step(make_batch())) == pytest.approx(1.0986, abs=1e-3), "ops read what a script has written"
+    with pytest.raises(CaptureError, match=r"reads in bfloat16 alone .*%linear reads last.weight otherwise"):
+        engine.predict(make_batch())
+    engine.close()

@@ -13,7 +13,7 @@ from tests import reference
 from tests.examples import at_most
 from tests.models import Batch, Description, build, descriptions, make_batch
 from whale.capture import capture
-from whale.capture.program import Program
+from whale.capture.program import CapturedProgram
 from whale.ir.graph import LossTerm, ModelGraph
 
 torch.set_num_threads(1)
@@ -28,7 +28,7 @@ def piece_of(batch: Batch, num_rows: int, start: int, stop: int) -> Batch:
     return tuple(shard(value) for value in batch) if isinstance(batch, tuple) else {name: shard(value) for name, value in batch.items()}
 
 
-def pieces_loss(graph: ModelGraph, program: Program, batch: Batch, sizes: list[int]) -> torch.Tensor:
+def pieces_loss(graph: ModelGraph, program: CapturedProgram, batch: Batch, sizes: list[int]) -> torch.Tensor:
     """The loss, from sums and weights of the pieces."""
     totals: list[Any] = [0.0] * len(graph.loss)
     weights: list[Any] = [0.0] * len(graph.loss)

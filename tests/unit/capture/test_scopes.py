@@ -36,6 +36,27 @@ def names(model: nn.Module) -> list[str]:
     return ["/".join(scope.key for scope in path) for path in scopes(model)]
 
 
+class MoreOutputs(nn.Module):
+    """Has parameters that the loss does not read, under scopes and under none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with replicate(1, name="front"):
+            self.front, self.side = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+            self.scale = nn.Parameter(torch.ones(4))
+        self.free = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        front = self.front(x)
+        return front, self.side(front) * self.scale, self.free(front)
+
+
+def test_parameters_that_only_outputs_read_know_their_scopes() -> None:
+    graph, _ = capture(MoreOutputs(), torch.randn(4, 4), lambda output, batch: output[0].square().mean())
+    found = {each.name: each.scope for each in graph.parameters if each.scope}
+    assert found == dict.fromkeys(("side.0.weight", "side.0.bias", "scale"), graph.by_name["linear"].scope)
+
+
 class Two(nn.Module):
     def __init__(self, first: Any, second: Any) -> None:
         super().__init__()

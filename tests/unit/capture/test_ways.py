@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.examples import slow
 from tests.unit.capture import running
 from whale.axes import discover
-from whale.capture import Program, capture
+from whale.capture import CapturedProgram, capture
 from whale.errors import CaptureError, OpFault
 from whale.ir.graph import ModelGraph, Op
 
@@ -27,7 +27,7 @@ class Asking(nn.Module):
         return self.step(x, self.layer(x))
 
 
-def captured(step: Step) -> tuple[ModelGraph, Program]:
+def captured(step: Step) -> tuple[ModelGraph, CapturedProgram]:
     return capture(Asking(step), {"x": torch.rand(6, 4)}, lambda output, _: output)
 
 
@@ -35,7 +35,7 @@ def checks(graph: ModelGraph) -> list[Op]:
     return [op for op in graph.ops if "checks" in op.tags]
 
 
-def loss(program: Program, x: Tensor) -> Tensor:
+def loss(program: CapturedProgram, x: Tensor) -> Tensor:
     result: Tensor = program.module()(*program.values({"x": x}).values())[0]
     return result
 
@@ -142,7 +142,7 @@ def test_the_way_that_can_be_captured_is_held_to() -> None:
         loss(program, torch.full((3, 4), 5.0))
 
 
-def bias(program: Program) -> Tensor:
+def bias(program: CapturedProgram) -> Tensor:
     return program.tensors["layer.bias"].sum()
 
 

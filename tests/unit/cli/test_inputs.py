@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from whale.cli import main
-from whale.cli.function import load_function
-from whale.cli.inputs import is_function, parse_pairs, read_graph
+from whale.cli.inputs import is_function, load_function, parse_pairs, read_graph
 from whale.errors import CaptureError, ConfigError
 from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
 from whale.ir.serialization import to_json

@@ -70,6 +70,14 @@ def test_a_rank_that_failed_by_itself_comes_before_those_that_waited() -> None:
     assert lines[0].startswith("whale run: rank 1 ")
 
 
+def test_a_rank_that_was_stopped_while_it_ended_comes_before_those_that_waited_for_it() -> None:
+    failures = {0: Failure(1, timestamp=4), 1: Failure(-15, pid=7, timestamp=5)}
+    lines = describe(
+        failures, status(0, "failed", "0RECV_B3: rank 1 has failed", 1), status(1, "running", "STEP"), deaths=launch.Deaths(100)
+    )
+    assert lines[0].startswith("whale run: rank 1 (pid 7) was stopped by SIGTERM; last running in STEP")
+
+
 def test_a_rank_that_sigterm_ended_before_all_others_comes_before_them() -> None:
     lines = describe(
         {0: Failure(-15, pid=7), 1: Failure(1), 2: Failure(-15, pid=8)}, status(2, "waiting", "2RECV_F3", 1), deaths=launch.Deaths(first=8)

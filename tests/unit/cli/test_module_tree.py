@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.planning.graphs import chain, cluster, scope
-from whale.cli.module_tree import Module, Piece, module_of, tree_of
+from whale.cli.plan import Module, TreePiece, module_of, tree_of
 from whale.cli.planned import Planned
 from whale.config import Config
 from whale.estimate import Costs, estimate
@@ -18,9 +18,12 @@ from whale.ir.plan import Plan
 from whale.planning import make_plan
 
 
-def layer(number: int, stage: int, *, deep: bool = True) -> list[Piece]:
+def layer(number: int, stage: int, *, deep: bool = True) -> list[TreePiece]:
     way = ("blocks", "h", str(number))
-    return [Piece((*way, "attention") if deep else way, stage, f"h/{stage}", 10, 1.0), Piece((*way, "mlp"), stage, f"h/{stage}", 20, 2.0)]
+    return [
+        TreePiece((*way, "attention") if deep else way, stage, f"h/{stage}", 10, 1.0),
+        TreePiece((*way, "mlp"), stage, f"h/{stage}", 20, 2.0),
+    ]
 
 
 def lines(module: Module, depth: int = 0) -> list[str]:
@@ -29,7 +32,7 @@ def lines(module: Module, depth: int = 0) -> list[str]:
 
 
 def test_numbered_modules_that_are_placed_alike_stand_together() -> None:
-    ends = [Piece(("embedding",), 0, "h/0", 5, 0.5), Piece(("head",), 1, "h/1", 7, 3.0), Piece((), 1, "h/1", 0, 1.0)]
+    ends = [TreePiece(("embedding",), 0, "h/0", 5, 0.5), TreePiece(("head",), 1, "h/1", 7, 3.0), TreePiece((), 1, "h/1", 0, 1.0)]
     pieces = [ends[0], *layer(0, 0), *layer(1, 0), *layer(2, 1), *ends[1:]]
     assert lines(module_of("", pieces)) == [
         "- (0, 1) 102 13.5",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from whale.cli.verbs import schedule as verb
+from whale.cli import schedule as verb
 from whale.errors import ConfigError, ScheduleError
 from whale.schedules import BUILDERS
 

@@ -6,7 +6,6 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +20,8 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json
 from whale.planning.plan import Draft
-from whale.planning.seating import Seater, Seating
+from whale.planning.seating import Seater
+from whale.planning.strategy import Strategy
 
 MODEL = """
 import torch
@@ -224,7 +224,7 @@ def test_explain_prints_every_choice(captured: str, capsys: pytest.CaptureFixtur
         assert heading in printed
 
 
-SEARCHED = ["model.json", "--cluster", "cluster.yaml", "--rows", "8", "--set", "planning.effort=10"]
+SEARCHED = ["model.json", "--cluster", "cluster.yaml", "--rows", "8", "--set", "planning.effort=100"]
 
 
 @pytest.fixture
@@ -264,15 +264,15 @@ def test_advice_is_told_in_words_and_numbers(searched: list[str], capsys: pytest
 def test_ctrl_c_keeps_the_best_plan_so_far(
     searched: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drafted, left = Seater.draft, [1]
+    realized, left = Seater.realize, [1]
 
-    def interrupted(self: Seater, seatings: Sequence[Seating], policy: str) -> Draft:
+    def interrupted(self: Seater, strategy: Strategy) -> Draft:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
-        return drafted(self, seatings, policy)
+        return realized(self, strategy)
 
-    monkeypatch.setattr(Seater, "draft", interrupted)
+    monkeypatch.setattr(Seater, "realize", interrupted)
     assert main(["plan", *searched]) == 0
     assert "the search was interrupted: the best of 1 plan so far" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", *searched]) == 130

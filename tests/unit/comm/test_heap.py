@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from whale.comm.heap import USERS_OWN
+from whale.comm.world import USERS_OWN
 
 PROGRAM = """
 import ctypes, resource, sys
-from whale.comm.heap import keep_freed_memory
+from whale.comm.world import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]

@@ -117,7 +117,7 @@ def test_a_key_that_is_no_text() -> None:
 def test_all_faults_at_once() -> None:
     with pytest.raises(ConfigError, match="3 faults") as caught:
         Config({"pipeline.num_micro_batch": 0, "amp.level": "O1", "memory.fractions": 1})
-    for part in ("num_micro_batch", "bfloat16", "memory.fraction"):
+    for part in ("num_micro_batch", "precision.dtype", "memory.fraction"):
         assert part in str(caught.value)
 
 

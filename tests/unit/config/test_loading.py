@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whale.config import Config, load_config
-from whale.config.epl import EPL_KEYS
-from whale.config.loading import variable_of
+from whale.config.config import variable_of
+from whale.config.sections import EPL_KEYS
 from whale.config.settings import KEYS
 from whale.errors import ConfigError
 
@@ -163,7 +163,7 @@ def test_a_source_of_another_kind() -> None:
 
 @pytest.mark.parametrize("entry", EPL_KEYS, ids=lambda entry: str(entry.name))
 def test_every_key_of_epl_carries_over_or_says_why_not(entry: object) -> None:
-    from whale.config.epl import EplKey
+    from whale.config.sections import EplKey
 
     assert isinstance(entry, EplKey)
     known = {*dict(Config().items()), "pipeline.strategy", "auto.auto_parallel"}

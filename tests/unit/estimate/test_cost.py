@@ -28,7 +28,7 @@ from whale.estimate.costs.op_table import fused_ops
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import Parameter, TensorSpec
-from whale.ir.plan import Form, ParameterState, plain_states
+from whale.ir.plan import Form, states_of
 
 
 def test_an_op_takes_the_larger_of_arithmetic_and_traffic() -> None:
@@ -54,18 +54,19 @@ def test_views_and_placeholders_are_free() -> None:
 
 
 def test_training_keeps_gradient_and_optimizer_states() -> None:
-    spec, adam = TensorSpec((10,), "float32", (0,)), plain_states(2)
-    assert state_bytes(Parameter("w", spec), adam) == StateBytes(40, 40, 80)
-    assert state_bytes(Parameter("w", spec), plain_states(0)).total == 80
-    assert state_bytes(Parameter("w", spec, trainable=False), adam).total == 40
-    assert state_bytes(Parameter("w", spec, "buffer"), adam).total == 40
-    assert state_bytes(Parameter("w", spec), adam, training=False).total == 40
-
-
-def test_memory_reads_the_forms_of_parameters() -> None:
     spec = TensorSpec((10,), "float32", (0,))
-    masters = ParameterState("trained", Form(dtype="bfloat16"), Form(dtype="bfloat16"), Form(home="host"), 3)
-    assert state_bytes(Parameter("w", spec), (masters,)) == StateBytes(20, 20, 0)
+
+    def held(parameter: Parameter, number: int, *, training: bool = True, **forms: Form) -> StateBytes:
+        return state_bytes(parameter, states_of((parameter,), number, **forms)[0], training=training)
+
+    assert held(Parameter("w", spec), 2) == StateBytes(40, 40, 80)
+    assert held(Parameter("w", spec), 0).total == 80
+    assert held(Parameter("w", spec, trainable=False), 2).total == 40
+    assert held(Parameter("w", spec, "buffer"), 2).total == 40
+    assert held(Parameter("w", spec), 2, training=False).total == 40
+    assert held(Parameter("w", spec), 2, optimizer=Form("float64")) == StateBytes(40, 40, 240), "it keeps a weight of its own"
+    on_host = held(Parameter("w", spec), 2, gradient=Form("bfloat16"), optimizer=Form("float32", home="host"))
+    assert on_host == StateBytes(40, 20, 0, on_host=120)
 
 
 def test_kept_activations() -> None:

@@ -12,7 +12,7 @@ from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scop
 from whale.config import Config
 from whale.estimate import Costs, estimate, pipeline_seconds
 from whale.ir.cluster import Cluster, Host, Link
-from whale.ir.plan import Plan, plain_states
+from whale.ir.plan import Plan, states_of
 from whale.ir.schedule import COMPUTE, Kind
 from whale.planning import make_plan
 
@@ -53,7 +53,8 @@ def test_the_plan_has_the_estimates_time_and_memory() -> None:
 
 def test_the_states_of_the_plan_say_what_the_optimizer_keeps() -> None:
     plan, graph = planned(4, cluster((1e9,)))
-    kept = [estimate(replace(plan, parameter_states=plain_states(number)), graph, cluster((1e9,))) for number in (0, 2)]  # type: ignore[arg-type]
+    states = [states_of(graph.parameters, number) for number in (0, 2)]  # type: ignore[attr-defined]
+    kept = [estimate(replace(plan, parameter_states=each), graph, cluster((1e9,))) for each in states]  # type: ignore[arg-type]
     assert kept[0].devices[0].peak.optimizer == 0 < kept[1].devices[0].peak.optimizer
 
 

@@ -93,7 +93,7 @@ def test_weights_that_wait_take_what_was_measured_of_all_or_python_of_the_host()
     assert Prices(graph, HERE, Costs()).waiting(device, 4) == Started(host=Costs().waiting_seconds)
     plan = make_plan(graph, HERE, Config({"planning.search": "off"}), rows=16)
     key = stage_key(plan.replicas[0], plan.replicas[0].stages[0])
-    works = Works(known, plan.parameter_states, frozenset())
+    works = Works(known, plan.state_of, frozenset())
     together, apart = (works.of(each, ("h0/0",), 0, 4) for each in (key, replace(key, defers_weights=True)))
     for name in ("forward", "backward_input", "backward_weight"):
         assert getattr(apart, name) - getattr(together, name) == pytest.approx(4e-3)

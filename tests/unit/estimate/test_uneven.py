@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.planning.graphs import chain, device
+from tests.unit.search.exhaustive import recomputing, replica_of
 from whale.config import Config
 from whale.estimate import Costs
 from whale.estimate.events.engine import Task, Transfer, Uneven, run
@@ -21,7 +22,9 @@ from whale.estimate.step.program import Program, make_program
 from whale.estimate.step.step import StepEstimate
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.plan import Plan
-from whale.planning.seating import Seater, Seating
+from whale.planning.seating import Seater
+from whale.planning.strategy import Strategy
+from whale.search.freedom import Order
 
 ROWS = 16
 
@@ -37,8 +40,8 @@ def planned(cluster: Cluster, names: Sequence[str], num_ranks: int, schedule: st
     """Pipelines of so many ranks, one after another from these devices."""
     prices = Prices(chain(6, width=16), cluster, Costs())
     rows = [tuple((name,) for name in names[start : start + num_ranks]) for start in range(0, len(names), num_ranks)]
-    seatings = tuple(Seating(schedule, 1, m, own) for own in rows if len(own) == num_ranks)
-    return Seater(prices, Config(), ROWS).draft(seatings, "none").plan, prices
+    replicas = tuple(replica_of(own, cluster, Order(schedule), m) for own in rows if len(own) == num_ranks)
+    return Seater(prices, Config(), ROWS).realize(recomputing(Strategy(replicas), "none")).plan, prices
 
 
 def told(step: StepEstimate) -> dict[str, list[object]]:

@@ -8,8 +8,7 @@ import pytest
 
 from whale.errors import ClusterError
 from whale.hardware import catalogue, parse_cluster
-from whale.hardware.catalogue import read_catalogue
-from whale.hardware.tables import device_table, link_table
+from whale.hardware.catalogue import device_table, link_table, read_catalogue
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,7 +61,7 @@ def test_every_device_has_its_figures() -> None:
 def test_the_reference_is_up_to_date() -> None:
     text = (ROOT / "docs" / "reference" / "cluster.md").read_text()
     for row in (*device_table().splitlines(), *link_table().splitlines()):
-        assert row in text, f"docs/reference/cluster.md lacks {row}; see whale.hardware.tables"
+        assert row in text, f"docs/reference/cluster.md lacks {row}; see whale.hardware.catalogue"
 
 
 def test_a_catalogue_with_faults_is_refused() -> None:

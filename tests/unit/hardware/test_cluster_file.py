@@ -113,7 +113,7 @@ def test_pairs() -> None:
         ("name: x\n", "a cluster needs 'hosts'"),
         ("hosts: []\n", "hosts is a list of at least one host"),
         ("hosts: {name: a}\n", "hosts is a list of at least one host"),
-        ("hosts: [a]\n", "host 1 takes the keys name, count, devices, link, card, price_per_hour ('a' is not a mapping)"),
+        ("hosts: [a]\n", "host 1 takes the keys name, count, devices, link, card, price_per_hour, memory ('a' is not a mapping)"),
         ("host: [{devices: T4}]\n", "hint: did you mean 'hosts'?"),
         ("hosts: [{name: a}]\n", "host 1 needs 'devices'"),
         ("hosts: [{devices: []}]\n", "needs at least one device"),

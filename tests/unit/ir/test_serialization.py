@@ -97,7 +97,7 @@ plans = st.builds(
     Plan, names, names, tuples(names), tuples(names), tuples(st.builds(TaskGraph, counts, names, names, tuples(names))),
     tuples(replicas), tuples(st.tuples(names, st.builds(BatchAxis, counts, counts, counts))), counts, seconds,
     tuples(st.builds(Choice, names, names, names, names, names, names)),
-    tuples(st.builds(ParameterState, names, forms, optional(forms), optional(forms), counts)),
+    tuples(st.builds(ParameterState, tuples(names), forms, optional(forms), optional(forms), counts)),
 )  # fmt: skip
 
 

@@ -13,8 +13,7 @@ import torch
 from whale.errors import ClusterError
 from whale.hardware import catalogue
 from whale.measure import devices_at_hand, local_profile
-from whale.measure.gpus import Gpu, gpus, in_cuda_order
-from whale.measure.host import host_cores, host_memory
+from whale.measure.devices import Gpu, gpus, host_cores, host_memory, in_cuda_order
 
 
 class NVMLError(Exception):

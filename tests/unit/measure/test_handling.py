@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from whale.comm import World
-from whale.measure import handling
-from whale.measure.handling import LARGE_BYTES, SMALL_BYTES, handling_samples
-from whale.measure.samples import Clock
+from whale.measure import link_speed
+from whale.measure.link_speed import LARGE_SUM, SMALL_SUM, handling_samples
+from whale.measure.samples import RoundTimer
 
 SHARE, ADDITION, MESSAGE, BYTE = 0.5, 1e-3, 2e-4, 3e-10
 """Of a core; and seconds of the processor."""
@@ -22,10 +22,10 @@ def test_a_line_through_two_sizes_by_the_share_of_a_core(monkeypatch: pytest.Mon
     def sum_of(num_bytes: int) -> tuple[float, ...]:
         return (ADDITION + COUNT * (MESSAGE + BYTE * num_bytes / 2),) * 3
 
-    rounds = iter([(ADDITION,) * 3, sum_of(SMALL_BYTES), sum_of(LARGE_BYTES)])
-    monkeypatch.setattr(handling, "exchange_rounds", lambda *_: next(rounds))
-    monkeypatch.setattr(handling, "_share_of_core", lambda _: SHARE)
-    clock = Clock(World(0, 2, 0, 2, torch.device("cpu"), timedelta(seconds=60)), num_rounds=3)
+    rounds = iter([(ADDITION,) * 3, sum_of(SMALL_SUM), sum_of(LARGE_SUM)])
+    monkeypatch.setattr(link_speed, "exchange_rounds", lambda *_: next(rounds))
+    monkeypatch.setattr(link_speed, "_share_of_core", lambda _: SHARE)
+    clock = RoundTimer(World(0, 2, 0, 2, torch.device("cpu"), timedelta(seconds=60)), num_rounds=3)
     messages, rate = handling_samples(clock)
     assert messages.values == pytest.approx((MESSAGE / SHARE,) * 3)
     assert rate.values == pytest.approx((SHARE / BYTE,) * 3)

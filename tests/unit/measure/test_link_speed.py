@@ -9,8 +9,8 @@ import torch
 
 from whale.comm import World
 from whale.measure import link_speed
-from whale.measure.link_speed import AT_ONCE, LEAST_EXCHANGES, MOST_EXCHANGES, Phase, link_samples, seconds_of_bytes
-from whale.measure.samples import Clock
+from whale.measure.link_speed import AT_ONCE, LEAST_EXCHANGES, MOST_EXCHANGES, ExchangePhase, link_samples, seconds_of_bytes
+from whale.measure.samples import RoundTimer
 
 
 def test_noise_makes_no_absurd_bandwidth() -> None:
@@ -35,7 +35,7 @@ def test_all_ranks_exchange_equally_often_before_and_in_a_round(
 ) -> None:
     calls: list[None] = []
     monkeypatch.setattr(link_speed, "_call", lambda *_: lambda: calls.append(None))
-    clock = Clock(world(0, 1, 0, 1, torch.device("cpu"), timedelta(seconds=60)), num_rounds=3, round_seconds=round_seconds)
-    latency, bandwidth = link_samples(clock, Phase("inside here", AT_ONCE, ((0, 1), (1, 0))))
+    clock = RoundTimer(world(0, 1, 0, 1, torch.device("cpu"), timedelta(seconds=60)), num_rounds=3, round_seconds=round_seconds)
+    latency, bandwidth = link_samples(clock, ExchangePhase("inside here", AT_ONCE, ((0, 1), (1, 0))))
     assert len(latency.values) == len(bandwidth.values) == 3
     assert len(calls) == 2 * (1 + 3 * 2 * count), "of small and of large ones: one to see how long it takes, then rounds"

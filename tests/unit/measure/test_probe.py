@@ -11,24 +11,24 @@ from tests.unit.measure.test_devices import Nvml, NVMLError, play
 from whale.cli import main
 from whale.hardware import DeviceProfile, catalogue, load_cluster
 from whale.ir.cluster import NO_HANDLING, Handling, Link
-from whale.measure import compute_speed
-from whale.measure.link_speed import ALONE, AT_ONCE, Phase, phases
-from whale.measure.probed import Report, probed_cluster
+from whale.measure import probing
+from whale.measure.devices import gpu_notes
+from whale.measure.link_speed import ALONE, AT_ONCE, ExchangePhase, phases
+from whale.measure.probing import Report, probed_cluster
 from whale.measure.samples import Samples
-from whale.measure.topology import gpu_notes
 
 
 def test_pairs_alone_and_all_at_once() -> None:
     found = list(phases(["a", "a", "b", "a", "b", "a", "c"]))
     assert found == [
-        Phase("inside a", ALONE, ((0, 1), (1, 0))),
-        Phase("inside a", AT_ONCE, ((0, 1), (1, 3), (3, 5), (5, 0))),
-        Phase("inside b", ALONE, ((2, 4), (4, 2))),
-        Phase("inside b", AT_ONCE, ((2, 4), (4, 2))),
-        Phase("a - b", ALONE, ((0, 2), (2, 0))),
-        Phase("a - b", AT_ONCE, ((0, 2), (2, 0), (1, 4), (4, 1))),
-        Phase("b - c", ALONE, ((2, 6), (6, 2))),
-        Phase("b - c", AT_ONCE, ((2, 6), (6, 2))),
+        ExchangePhase("inside a", ALONE, ((0, 1), (1, 0))),
+        ExchangePhase("inside a", AT_ONCE, ((0, 1), (1, 3), (3, 5), (5, 0))),
+        ExchangePhase("inside b", ALONE, ((2, 4), (4, 2))),
+        ExchangePhase("inside b", AT_ONCE, ((2, 4), (4, 2))),
+        ExchangePhase("a - b", ALONE, ((0, 2), (2, 0))),
+        ExchangePhase("a - b", AT_ONCE, ((0, 2), (2, 0), (1, 4), (4, 1))),
+        ExchangePhase("b - c", ALONE, ((2, 6), (6, 2))),
+        ExchangePhase("b - c", AT_ONCE, ((2, 6), (6, 2))),
     ]
     assert list(phases(["a"])) == []
 
@@ -147,8 +147,8 @@ def test_gpus_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_verb_writes_a_cluster_that_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(compute_speed, "SIZES", {"cpu": (8, 16)})
-    monkeypatch.setattr(compute_speed, "BEYOND_CACHES", {"cpu": 1 << 10})
+    monkeypatch.setattr(probing, "SIZES", {"cpu": (8, 16)})
+    monkeypatch.setattr(probing, "BEYOND_CACHES", {"cpu": 1 << 10})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = tmp_path / "here.yaml"
     assert main(["probe", "--rounds", "2", "--output", str(path)]) == 0

@@ -22,11 +22,9 @@ from whale.hardware import DeviceProfile, parse_cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import KindProfile, Profile, read_profile
 from whale.measure import devices_at_hand, profiling
-from whale.measure.op_inputs import Inputs
-from whale.measure.op_times import OpRounds, PassRounds
-from whale.measure.profiling import Known, distinct_ops, own_kind, profile_model, rows_to_measure
-from whale.measure.rank_times import RankTimes, pooled_kind
-from whale.measure.samples import Clock
+from whale.measure.op_times import Inputs, OpRounds, PassRounds
+from whale.measure.profiling import Known, RankTimes, distinct_ops, own_kind, pooled_kind, profile_model, rows_to_measure
+from whale.measure.samples import RoundTimer
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"), timedelta(seconds=60))
 
@@ -134,7 +132,7 @@ def test_rounds_of_a_pass_come_before_between_and_after_the_ops(monkeypatch: pyt
     graph, own = inputs()
     order: list[str] = []
 
-    def passes(clock: Clock, *_: object) -> PassRounds:
+    def passes(clock: RoundTimer, *_: object) -> PassRounds:
         order.append("pass")
         return PassRounds((1.0,) * clock.num_rounds, (3.0,) * clock.num_rounds, stretch=float(len(order)))
 

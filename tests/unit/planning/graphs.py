@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.graph import Argument, LossTerm, ModelGraph, Op, Parameter, Ref, TensorSpec
@@ -118,3 +119,9 @@ def cluster(*hosts: Sequence[float], memory: int = 2**30, name: str = "test") ->
         for number, speeds in enumerate(hosts)
     )
     return Cluster(name, made, Link(1e9, 1e-8))
+
+
+def with_unread(graph: ModelGraph, scope: ScopePath = (), **shapes: tuple[int, ...]) -> ModelGraph:
+    """The graph of a model that has more parameters, which only outputs read, of these shapes."""
+    more = (Parameter(name, TensorSpec(shape, "float32", (0,) * len(shape)), scope=scope) for name, shape in shapes.items())
+    return replace(graph, parameters=(*graph.parameters, *more))

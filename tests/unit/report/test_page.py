@@ -18,7 +18,7 @@ from whale.ir.plan import Plan
 from whale.ir.timeline import DeviceTimeline, Span, StepRecording, Stretch
 from whale.planning import make_plan
 from whale.report import report_html
-from whale.report.tracks import MOST_TRACKS, drawn_tracks, make_tracks
+from whale.report.drawing import MOST_TRACKS, drawn_tracks, make_tracks
 
 Made = tuple[Plan, ModelGraph, Cluster, StepEstimate]
 

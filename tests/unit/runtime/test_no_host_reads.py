@@ -94,7 +94,7 @@ class Watched:
     """What a training has left.
 
     Attributes:
-        results: the losses of the steps, then the weights and statistics; on the CPU.
+        results: the losses of the steps, norms of the last gradients where they are clipped, and weights and statistics.
         waits: of steps after the first, as `StandIn` notes them.
         strangers: host memory, other than that of batches, from which something was copied in steps after the first.
     """
@@ -113,6 +113,7 @@ def train(make: type[nn.Module], loss: Loss, optimizer: Any = ADAM, **settings: 
         losses = [engine.step(batches[0])]
         device.forget()
         losses += [engine.step(batch) for batch in batches[1:]]
+        losses += [engine.gradient_norm] if "gradient.clip_norm" in settings else []
     leaves = {leaf.untyped_storage().data_ptr() for batch in batches for leaf in batch.values()}
     return Watched([held(value) for value in [*losses, *engine.tensors.values()]], device.waits, device.arrivals - leaves)
 
@@ -121,7 +122,9 @@ def train_on_cpu(make: type[nn.Module], loss: Loss, **settings: object) -> list[
     """The results of the same steps on the CPU."""
     torch.manual_seed(0)
     engine = whale.parallelize(make().double(), loss=loss, optimizer=ADAM, batch=texts(0), config=settings)
-    return [*(engine.step(texts(seed)) for seed in range(3)), *(value.detach() for value in engine.tensors.values())]
+    losses = [engine.step(texts(seed)) for seed in range(3)]
+    losses += [engine.gradient_norm] if "gradient.clip_norm" in settings else []
+    return [*losses, *(value.detach() for value in engine.tensors.values())]
 
 
 @pytest.mark.parametrize(

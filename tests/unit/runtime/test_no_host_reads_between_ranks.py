@@ -19,8 +19,7 @@ from tests.examples import slow
 from tests.standin import DEVICE, StandIn, put
 from tests.unit.runtime.test_no_host_reads import CLASSES, WIDTH, Block, next_tokens, texts
 from tests.unit.runtime.test_steps_at_scale import cluster_of
-from whale.api.batches import view_of
-from whale.api.mode import CapturedMode
+from whale.api.mode import CapturedMode, view_of
 from whale.comm import World
 from whale.config import Config
 from whale.planning import make_plan
@@ -29,6 +28,7 @@ from whale.runtime.execute.roster import Roster
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.runtime.state.publishing import in_forms
 from whale.runtime.training import train_step
 from whale.schedules import schedules_of
 
@@ -106,8 +106,9 @@ def watch(is_split: bool, rank: int, schedule: str, backend: str = "cpu:gloo,met
         roster = Roster(plan, world, tuple(range(NUM_RANKS)))
         assert roster.rank is not None
         held = {name: holdings.cut_out(name, roster.rank, mode.program.tensors[name].detach()) for name in roster.owned}
-        state = EngineState({name: nn.Parameter(put(value)) for name, value in held.items()})
-        state.optimizer = torch.optim.SGD(state.parameters.values(), lr=0.01, foreach=True)
+        tensors = {name: nn.Parameter(put(value)) for name, value in held.items()}
+        state = EngineState(*in_forms(holdings, roster.rank, tensors))
+        state.optimizer = torch.optim.SGD(state.kept.values(), lr=0.01, foreach=True)
         runtime = Runtime(roster=roster, schedules=schedules_of(plan), holdings=holdings, captured=mode, state=state, config=config)
         try:
             for _ in range(3):

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import whale
-from whale.api.batches import view_of
-from whale.api.mode import CapturedMode
+from whale.api.mode import CapturedMode, view_of
 from whale.comm import World
 from whale.config import Config
 from whale.ir.cluster import Cluster, Device, Host, Link
@@ -29,6 +28,7 @@ from whale.runtime.execute.roster import Roster
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.publishing import in_forms
 from whale.runtime.training import train_step
 from whale.schedules import schedules_of
 
@@ -92,8 +92,9 @@ def calls_of_a_step(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
         assert len(plan.replicas) == num_ranks // NUM_STAGES
         roster = Roster(plan, world, tuple(range(num_ranks)))
         holdings = Holdings.of(plan, mode.graph, None)
-        state = EngineState({name: nn.Parameter(mode.program.tensors[name].detach().clone()) for name in roster.owned})
-        state.optimizer = torch.optim.SGD(state.parameters.values(), lr=0.01)
+        tensors = {name: nn.Parameter(mode.program.tensors[name].detach().clone()) for name in roster.owned}
+        state = EngineState(*in_forms(holdings, roster.rank, tensors))
+        state.optimizer = torch.optim.SGD(state.kept.values(), lr=0.01)
         runtime = Runtime(roster=roster, schedules=schedules_of(plan), holdings=holdings, captured=mode, state=state, config=config)
 
         def step() -> Tensor:

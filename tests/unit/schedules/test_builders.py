@@ -24,12 +24,10 @@ from whale.schedules import (
     placement,
     verify,
 )
-from whale.schedules.edges import Edges
-from whale.schedules.execution import execute
+from whale.schedules.builder import ScheduleShape, round_robin, with_sync_and_step
+from whale.schedules.execution import Edges, execute
 from whale.schedules.of_plan import leave_out
-from whale.schedules.orders import interleaved as interleaving
-from whale.schedules.orders.builder import with_sync_and_step
-from whale.schedules.orders.shape import Shape, round_robin
+from whale.schedules.orders import group_by_group, num_vacant
 
 
 @st.composite
@@ -130,12 +128,12 @@ def test_interleaved_takes_turns_by_groups() -> None:
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 24), st.integers(0, 12))
 def test_interleaved_departs_from_its_table_only_where_that_would_deadlock(p: int, v: int, m: int, more: int) -> None:
-    shape = Shape(p, m, v, min(p, m) + more)
-    literal = tuple(with_sync_and_step(interleaving._order(shape, rank)) for rank in range(p))
+    shape = ScheduleShape(p, m, v, min(p, m) + more)
+    literal = tuple(with_sync_and_step(group_by_group(shape, rank)) for rank in range(p))
     by_table = Schedule("table", m, round_robin(shape), literal)
     stuck = bool(execute(by_table, Edges.of(by_table, None)).stuck)
     built = build("interleaved", num_ranks=p, num_micro_batch=m, num_chunks=v, group_size=shape.group_size)
-    assert stuck == (interleaving.num_vacant(shape) > 0) == (built.ranks != literal)
+    assert stuck == (num_vacant(shape) > 0) == (built.ranks != literal)
 
 
 def test_interleaving_needs_groups_of_min_ranks_micro_batches() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from whale.ir.schedule import format_actions
 from whale.schedules import build, count_in_flight, insert_communication, verify
-from whale.schedules.colocate import expand, places
+from whale.schedules.of_plan import expand, places
 
 
 def test_places_are_runs_of_one_rank() -> None:

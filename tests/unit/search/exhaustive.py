@@ -1,9 +1,10 @@
-"""Every way to seat a model on the devices of a small cluster, by their names, without classes or symmetry: the plain way."""
+"""Every strategy on the devices of a small cluster, by their names, without classes or symmetry: the plain way."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, islice, permutations, product
 
 from whale.config import Config
@@ -13,19 +14,15 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import place_sizes
-from whale.planning.pipeline.placement import Placed, Seats
+from whale.planning.pipeline.placement import Seats
 from whale.planning.plan import Draft, draft_as_set
-from whale.planning.seating import Seater, Seating
-from whale.search.arrangement import Order
-from whale.search.front import Front
-from whale.search.objective import LeastTime
-from whale.search.sketch.columns import columns_of
-from whale.search.sketch.links import Ties
-from whale.search.sketch.pieces import pieces_of
-from whale.search.sketch.sketch import Sketches
-from whale.search.space.freedom import ORDERS, freedom_of
-from whale.search.space.space import Space, micro_batch_counts, powers_of_two
-from whale.search.space.ways import Way
+from whale.planning.seating import Seater
+from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
+from whale.search.form import Forms
+from whale.search.freedom import ORDERS, Order, freedom_of
+from whale.search.objective import Objective
+from whale.search.ranking import FreeSpace
+from whale.search.space import micro_batch_counts, powers_of_two
 
 
 def least(
@@ -38,9 +35,9 @@ def least(
     """
     seater = seater_of(graph, cluster, config, num_rows)
     found = list[float]()
-    for seatings, policy in product(every_seating(cluster, num_rows), policies):
+    for strategy, policy in product(every_strategy(cluster, num_rows), policies):
         with contextlib.suppress(WhaleError):
-            found.append(judge(seater.draft(seatings, policy)))
+            found.append(judge(seater.realize(recomputing(strategy, policy))))
     return min(found, default=None)
 
 
@@ -48,30 +45,31 @@ def seater_of(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int
     return Seater(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config, num_rows)
 
 
-def front_of(graph: ModelGraph, cluster: Cluster, rows: int) -> Front:
+def space_of(graph: ModelGraph, cluster: Cluster, rows: int) -> FreeSpace:
     seater, freedom = seater_of(graph, cluster, Config(), rows), freedom_of(Config(), mixes_samples=False)
-    pieces = pieces_of(columns_of(seater.prices, seater.structure), seater.points)
-    sketches = Sketches(seater.prices, pieces, Ties(seater.prices), rows, freedom.recomputes)
-    return Front(Space(cluster, freedom, rows, seater.points.num_units), sketches, LeastTime())
+    return FreeSpace(Forms(seater), freedom, Objective("step_time", cluster, rows))
 
 
-def every_seating(cluster: Cluster, num_rows: int) -> Iterator[tuple[Seating, ...]]:
-    """All seatings: replicas in the cluster's order, with equal numbers of micro-batches and one order."""
+def every_strategy(cluster: Cluster, num_rows: int) -> Iterator[Strategy]:
+    """All strategies: replicas in the cluster's order, with equal numbers of micro-batches and one order."""
     names = [device.name for device in cluster.devices]
     for replicas in replicas_of(names):
         for placed in all_grouped(replicas, cluster):
             for num_micro_batch in micro_batch_counts(num_rows, num_rows // len(placed)):
                 deepest = max(map(len, placed))
                 for order in ORDERS[: 1 if deepest == 1 or num_micro_batch == 1 else None]:
-                    yield tuple(
-                        Seating(
-                            (order if len(own) > 1 else ORDERS[0]).schedule,
-                            (order if len(own) > 1 else ORDERS[0]).num_chunks,
-                            num_micro_batch,
-                            own,
-                        )
-                        for own in placed
-                    )
+                    yield Strategy(tuple(replica_of(own, cluster, order if len(own) > 1 else ORDERS[0], num_micro_batch) for own in placed))
+
+
+def replica_of(placed: Placed, cluster: Cluster, order: Order, num_micro_batch: int) -> ReplicaSpec:
+    """A replica on these devices of each rank."""
+    ranks = tuple(RankSpec(cluster.by_name[names[0]].kind, len(names)) for names in placed)
+    own = ReplicaSpec(ranks, names=placed, schedule=order.schedule, num_chunks=order.num_chunks)
+    return replace(own, num_micro_batch=num_micro_batch)
+
+
+def recomputing(strategy: Strategy, policy: str) -> Strategy:
+    return replace(strategy, replicas=tuple(replace(replica, recompute=policy) for replica in strategy.replicas))
 
 
 def replicas_of(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
@@ -117,7 +115,7 @@ def least_divided(graph: ModelGraph, cluster: Cluster, config: Config, num_rows:
     return min((seconds for _, seconds in every_plan_divided(graph, cluster, config, num_rows)), default=None)
 
 
-def every_plan_divided(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> Iterator[tuple[Way, float]]:
+def every_plan_divided(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> Iterator[tuple[Strategy, float]]:
     """All plans around the scopes of a graph, with the seconds of a step."""
     freedom = freedom_of(config, mixes_samples=False)
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
@@ -126,7 +124,11 @@ def every_plan_divided(graph: ModelGraph, cluster: Cluster, config: Config, num_
         with contextlib.suppress(WhaleError):
             seats = Seats(cluster, cluster.only(devices), stated=placed)
             seconds = draft_as_set(prices, own, num_rows, seats).plan.step_seconds
-            yield Way((), devices, num_micro_batch, freedom.policies[0], order, placed), seconds
+            replicas = (
+                ReplicaSpec(names=own, schedule=order.schedule, num_chunks=order.num_chunks, num_micro_batch=num_micro_batch)
+                for own in placed
+            )
+            yield Strategy(tuple(replicas), tuple(cluster.by_name[name] for name in devices)), seconds
 
 
 def every_division(

@@ -22,15 +22,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.unit.planning.graphs import Graph, device, scope
-from tests.unit.search.exhaustive import every_seating, least_divided, seater_of
+from tests.unit.search.exhaustive import every_strategy, least_divided, recomputing, seater_of
 from whale.config import Config
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster, Handling, Host, Link
 from whale.ir.graph import ModelGraph
-from whale.planning.seating import Seating
+from whale.planning.strategy import Strategy
 from whale.search import search
-from whale.search.arrangement import Arrangement, Group, Order, Team
-from whale.search.space.freedom import freedom_of
+from whale.search.freedom import freedom_of
 
 CLOSE = 1e-9
 """Two times that differ by a smaller part are the same."""
@@ -44,7 +43,7 @@ class Outcome:
         number: of the case.
         num_plans: that there are; 0 where nothing fits.
         difference: how much slower than the fastest plan the search's is, as a part; infinite where only one of both has a plan.
-        fastest: the arrangement of the fastest plan, by its shape alone; empty where it is not known.
+        fastest: the strategy of the fastest plan, by its shape alone; empty where it is not known.
     """
 
     number: int
@@ -107,19 +106,11 @@ def drawn_cluster(draw: random.Random, num_devices: int) -> Cluster:
     return Cluster("drawn", tuple(hosts), link() if len(hosts) > 1 else None)
 
 
-def arrangement_of(seatings: tuple[Seating, ...], cluster: Cluster) -> Arrangement:
-    """What the search calls these replicas."""
-    teams = Counter(Team(tuple(Group(cluster.by_name[names[0]].kind, len(names)) for names in seating.placed), 1) for seating in seatings)
-    deepest = max(seatings, key=lambda seating: len(seating.placed))
-    order = Order(deepest.schedule, deepest.num_chunks)
-    return Arrangement(tuple(replace(team, count=count) for team, count in teams.items()), order, deepest.num_micro_batch)
-
-
-def shape_of(arrangement: Arrangement) -> str:
+def shape_of(strategy: Strategy) -> str:
     """Widths of the ranks of its replicas, and their order, where there is one."""
-    teams = sorted((team.count, tuple(rank.width for rank in team.ranks)) for team in arrangement.teams)
-    shape = " + ".join(f"{count} x ({' -> '.join(map(str, widths))})" for count, widths in teams)
-    return f"{shape}, {arrangement.order}" if any(len(widths) > 1 for _, widths in teams) else shape
+    replicas = sorted((replica.count, tuple(rank.width for rank in replica.ranks or ())) for replica in strategy.unnamed.replicas)
+    shape = " + ".join(f"{count} x ({' -> '.join(map(str, widths))})" for count, widths in replicas)
+    return f"{shape}, {strategy.deepest.schedule}" if any(len(widths) > 1 for _, widths in replicas) else shape
 
 
 def free_case(number: int, num_devices: int) -> Outcome:
@@ -128,12 +119,12 @@ def free_case(number: int, num_devices: int) -> Outcome:
     graph, cluster, rows = drawn_graph(draw, scoped=False), drawn_cluster(draw, num_devices), draw.randint(1, 9)
     seater = seater_of(graph, cluster, freedom_of(Config(), mixes_samples=False).config, rows)
     num_plans, best, fastest = 0, math.inf, ""
-    for seatings in every_seating(cluster, rows):
+    for strategy in every_strategy(cluster, rows):
         with contextlib.suppress(WhaleError):
-            seconds = seater.draft(seatings, "auto").plan.step_seconds
+            seconds = seater.realize(recomputing(strategy, "auto")).plan.step_seconds
             num_plans += 1
             if seconds < best:
-                best, fastest = seconds, shape_of(arrangement_of(seatings, cluster))
+                best, fastest = seconds, shape_of(strategy)
     return Outcome(number, num_plans, difference(found(graph, cluster, rows), best), fastest)
 
 

@@ -7,15 +7,15 @@ from itertools import permutations
 
 import pytest
 
-from tests.unit.search.exhaustive import seater_of
+from tests.unit.search.exhaustive import replica_of, seater_of
 from whale.config import Config
 from whale.errors import WhaleError
 from whale.hardware import parse_cluster
 from whale.ir.cluster import Cluster
-from whale.planning.seating import Seating
+from whale.planning.strategy import Strategy
 from whale.search import search
-from whale.search.space.freedom import freedom_of
-from whale.search.space.space import micro_batch_counts, powers_of_two
+from whale.search.freedom import ORDERS, freedom_of
+from whale.search.space import micro_batch_counts, powers_of_two
 from whale.workloads import GPT
 
 GRAPH = GPT(layers=4, hidden=256, heads=4, sequence=128, vocabulary=1000).graph()
@@ -36,7 +36,8 @@ def test_four_stages_stand_in_the_best_order(text: str) -> None:
     settings = {"pipeline.num_stages": 4, "pipeline.num_micro_batch": 8, "pipeline.schedule": "1f1b"}
     seater = seater_of(GRAPH, cluster, freedom_of(Config(settings), mixes_samples=False).config, 32)
     every = permutations(device.name for device in cluster.devices)
-    best = min(seater.draft((Seating("1f1b", 1, 8, tuple((name,) for name in names)),)).plan.step_seconds for names in every)
+    strategies = (Strategy((replica_of(tuple((name,) for name in names), cluster, ORDERS[0], 8),)) for names in every)
+    best = min(seater.realize(strategy).plan.step_seconds for strategy in strategies)
     found = search(GRAPH, cluster, Config(settings), rows=32, effort=1000)
     assert found.plan.step_seconds == pytest.approx(best)
 
@@ -47,7 +48,7 @@ def test_slow_devices_on_a_slow_network_are_left_out() -> None:
     assert {cluster.by_name[name].model for name in found.plan.devices} == {"A100-80GB"}
 
 
-def takeaways(cluster: Cluster, num_rows: int) -> Iterator[tuple[Seating, ...]]:
+def takeaways(cluster: Cluster, num_rows: int) -> Iterator[Strategy]:
     """Megatron's: splits inside hosts, pipelines over hosts, as few devices for a replica as hold it; the best of all micro-batches."""
     names = [device.name for device in cluster.devices]
     for size in powers_of_two(len(names)):
@@ -55,7 +56,7 @@ def takeaways(cluster: Cluster, num_rows: int) -> Iterator[tuple[Seating, ...]]:
         replicas = [names[start : start + size] for start in range(0, len(names), size)]
         placed = [tuple(tuple(own[start : start + width]) for start in range(0, size, width)) for own in replicas]
         for num_micro_batch in micro_batch_counts(num_rows, num_rows // len(placed)):
-            yield tuple(Seating("1f1b", 1, num_micro_batch, own) for own in placed)
+            yield Strategy(tuple(replica_of(own, cluster, ORDERS[0], num_micro_batch) for own in placed))
 
 
 @pytest.mark.slow
@@ -64,11 +65,11 @@ def test_no_slower_than_by_the_takeaways(memory: str) -> None:
     cluster = hosts(f"[{{name: a, count: 2, devices: {{model: V100-32GB, count: 4, memory: {memory}}}}}]")
     seater = seater_of(GRAPH, cluster, freedom_of(Config(), mixes_samples=False).config, 32)
     seconds: dict[int, float] = {}
-    for seatings in takeaways(cluster, 32):
-        size = sum(map(len, seatings[0].placed))
+    for strategy in takeaways(cluster, 32):
+        size = strategy.num_devices // strategy.num_replicas
         if not any(smaller < size for smaller in seconds):  # the fewest devices that hold it
             try:
-                step = seater.draft(seatings).plan.step_seconds
+                step = seater.realize(strategy).plan.step_seconds
             except WhaleError:
                 continue
             seconds[size] = min(step, seconds.get(size, step))

@@ -13,13 +13,13 @@ from whale.ir.plan import Plan
 from whale.search import decide, search
 from whale.search.advice.advice import advise
 from whale.search.batches import best_batch, numbers_of_rows
-from whale.search.found import Found
+from whale.search.result import SearchResult
 
 GRAPH = layers([64] * 4)
 TWO = made([[(1e9, GIB)] * 2], network=1e9)
 
 
-def searched(rows: int) -> Found:
+def searched(rows: int) -> SearchResult:
     return search(GRAPH, TWO, Config(), rows=rows)
 
 
@@ -76,7 +76,7 @@ def test_an_interrupt_keeps_the_best_so_far(has_plan: bool) -> None:
     """A search that has a plan ends with it; one that has none is left out."""
     seen = list[int]()
 
-    def interrupted(rows: int) -> Found:
+    def interrupted(rows: int) -> SearchResult:
         seen.append(rows)
         if rows == 8 and not has_plan:
             raise KeyboardInterrupt
@@ -88,7 +88,7 @@ def test_an_interrupt_keeps_the_best_so_far(has_plan: bool) -> None:
 
 
 def test_an_interrupt_before_there_is_a_plan_ends_all() -> None:
-    def interrupted(rows: int) -> Found:
+    def interrupted(rows: int) -> SearchResult:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import whale.search.divided
+import whale.search.open
 from tests.examples import at_most
 from tests.unit.planning.graphs import Graph, scope
 from tests.unit.search.exhaustive import least_divided
@@ -22,7 +22,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import MemoryShortage, make_plan
-from whale.search import Found, decide, search
+from whale.search import SearchResult, decide, search
 from whale.search.advice.advice import advise
 
 FRONT, BACK = scope(0, 1, "front"), scope(1, 1, "back")
@@ -42,7 +42,7 @@ def scoped(widths: Sequence[int], counts: Sequence[int | None] = (1, 1)) -> Mode
     return graph.build()
 
 
-def found_for(graph: ModelGraph, cluster: Cluster, rows: int = 8, **settings: object) -> Found:
+def found_for(graph: ModelGraph, cluster: Cluster, rows: int = 8, **settings: object) -> SearchResult:
     return search(graph, cluster, Config(settings), rows=rows)
 
 
@@ -207,7 +207,7 @@ def test_samples_that_depend_on_one_another_stay_together() -> None:
 
 
 def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafted, calls = whale.search.divided.draft_as_set, list[object]()
+    drafted, calls = whale.search.open.draft_as_set, list[object]()
 
     def interrupted(*args: object) -> object:
         calls.append(args)
@@ -215,7 +215,7 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> 
             raise KeyboardInterrupt
         return drafted(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(whale.search.divided, "draft_as_set", interrupted)
+    monkeypatch.setattr(whale.search.open, "draft_as_set", interrupted)
     found = found_for(scoped([64] * 4), made([[(1e9, GIB)] * 2], network=1e9))
     assert found.was_interrupted and found.num_planned == 1
     assert found.plan.choices[0].bound == "the search was interrupted: the best of 1 plan so far"

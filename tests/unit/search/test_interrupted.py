@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,17 +10,18 @@ import pytest
 from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
 from whale.planning.plan import Draft
-from whale.planning.seating import Seater, Seating
+from whale.planning.seating import Seater
+from whale.planning.strategy import Strategy
 from whale.search import decide, search
-from whale.search.found import Found
-from whale.search.front import Front
-from whale.search.run import FreeRun
+from whale.search.ranking import FreeSpace
+from whale.search.result import SearchResult
+from whale.search.searching import Run
 
 GRAPH = layers([64] * 4)
 TWO = made([[(1e9, GIB)] * 2], network=1e9)
 
 
-def found_on_two(**settings: object) -> Found:
+def found_on_two(**settings: object) -> SearchResult:
     return search(GRAPH, TWO, Config(settings), rows=8)
 
 
@@ -38,21 +39,21 @@ def once(place: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_among_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafted, seen = Seater.draft, list[Sequence[Seating]]()
+    realized, seen = Seater.realize, list[Strategy]()
 
-    def interrupted(self: Seater, seatings: Sequence[Seating], policy: str) -> Draft:
-        seen.append(seatings)
+    def interrupted(self: Seater, strategy: Strategy) -> Draft:
+        seen.append(strategy)
         if len(seen) > 1:
             raise KeyboardInterrupt
-        return drafted(self, seatings, policy)
+        return realized(self, strategy)
 
-    monkeypatch.setattr(Seater, "draft", interrupted)
+    monkeypatch.setattr(Seater, "realize", interrupted)
     found = found_on_two()
-    assert found.was_interrupted and found.num_planned == 1 and "interrupted" in found.notes[0]
+    assert found.was_interrupted and found.num_planned == 1
     assert found.plan.choices[0].bound == "the search was interrupted: the best of 1 plan so far"
 
 
-PLACES = [(Front, "others"), (FreeRun, "reach"), (Draft, "finished")]
+PLACES = [(Run, "_reach"), (Draft, "finished")]
 
 
 @pytest.mark.parametrize(("home", "place"), [pytest.param(*each, id=each[1]) for each in PLACES])
@@ -65,14 +66,14 @@ def test_where_the_search_has_a_plan(monkeypatch: pytest.MonkeyPatch, home: type
 
 
 def test_before_there_is_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Front, "promising", once(Front.promising))
+    monkeypatch.setattr(FreeSpace, "ranked", once(FreeSpace.ranked))
     with pytest.raises(KeyboardInterrupt):
         found_on_two()
 
 
 def test_the_plan_without_a_search_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config({"pipeline.num_stages": 2})
-    monkeypatch.setattr(Front, "promising", once(Front.promising))
+    monkeypatch.setattr(FreeSpace, "ranked", once(FreeSpace.ranked))
     plan, step = decide(None, GRAPH, TWO, config, rows=8)
     assert plan.step_seconds == step.step_seconds
     assert (plan.choices[0].decision, plan.choices[0].bound) == (

@@ -18,8 +18,8 @@ from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.plan import Draft
-from whale.search import Found, decide, search
-from whale.search.space.freedom import FOR_MEMORY, freedom_of
+from whale.search import SearchResult, decide, search
+from whale.search.freedom import FOR_MEMORY, freedom_of
 
 PRICES = (0.0, 0.5, 3.0, None)
 
@@ -49,7 +49,7 @@ def is_least(graph: ModelGraph, cluster: Cluster, rows: int, objective: str, jud
     config = Config({"planning.objective": objective})
     freedom = freedom_of(config, mixes_samples=False)
     best = least(graph, cluster, freedom.config, rows, judge, FOR_MEMORY if objective == "memory" else ("auto",))
-    found: Found | None = None
+    found: SearchResult | None = None
     try:
         found = search(graph, cluster, config, rows=rows, effort=math.inf)
     except WhaleError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,8 @@ from whale.config import Config
 from whale.errors import ConfigError, WhaleError
 from whale.planning import write_plan
 from whale.planning.plan import Draft
-from whale.planning.seating import Seater, Seating
+from whale.planning.seating import Seater
+from whale.planning.strategy import Strategy
 from whale.search import decide
 
 GRAPH = layers([64] * 4)  # 64 KiB with gradients and optimizer state
@@ -55,11 +55,13 @@ def test_what_names_the_setting_itself_is_not_said_twice() -> None:
 
 
 def test_few_plans_are_made_to_find_the_setting_whatever_the_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafted, seen, told = Seater.draft, list[Sequence[Seating]](), list[str]()
+    realized, seen, told = Seater.realize, list[Strategy](), list[str]()
 
-    def counted(self: Seater, seatings: Sequence[Seating], policy: str) -> Draft:
-        seen.append(seatings)
-        return drafted(self, seatings, policy)
+    def counted(self: Seater, strategy: Strategy) -> Draft:
+        seen.append(strategy)
+        return realized(self, strategy)
+
+    monkeypatch.setattr(Seater, "realize", counted)
 
     def num_plans(settings: dict[str, object]) -> int:
         seen.clear()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.graphs import Graph
-from tests.unit.search.exhaustive import front_of
+from tests.unit.search.exhaustive import space_of
 from tests.unit.search.test_search import GIB, NETWORKS, clusters, is_exhaustive, layers, made
 from whale.config import Config
 from whale.ir.cluster import Cluster, Link
@@ -103,8 +103,9 @@ def test_hosts_of_one_kind_are_left_out_where_the_network_is_slow() -> None:
 @pytest.mark.parametrize("per_host", [1, 3])
 def test_plans_with_a_kind_are_all_plans_but_those_without_it(per_host: int) -> None:
     cluster = made([[(1e9, GIB)] * per_host, [(2e9, GIB)] * per_host], network=1e9)
-    front = front_of(layers([64] * 6), cluster, 12)
-    for kind in front.space.counts:
-        using = replace(front.space, freedom=replace(front.space.freedom, using=kind))
-        wanted = [lineup for lineup in front.space.lineups(front.sketches) if any(kind in team.taken for team in lineup)]
-        assert list(using.lineups(front.sketches)) == wanted and len({len(lineup) for lineup in wanted}) > 1
+    space = space_of(layers([64] * 6), cluster, 12)
+    for kind in space.space.counts:
+        using = replace(space.space, freedom=replace(space.space.freedom, using=kind))
+        every = space.space.lineups(space.alone)
+        wanted = [strategy for strategy in every if any(kind in replica.taken for replica in strategy.replicas)]
+        assert list(using.lineups(space.alone)) == wanted and len({len(strategy.replicas) for strategy in wanted}) > 1

@@ -20,5 +20,5 @@ def test_a_parameter_that_ends_share_is_whole_last() -> None:
     graph.sum_loss(graph.call("last", "aten.linear.default", value, shared, flops=64))
     model = graph.build()
     plan = make_plan(model, cluster((1e9, 1e9)), Config(), rows=4)
-    buckets = plan_buckets(parameter_shardings(plan, model, None), model, alike_schedules(plan), bucket_bytes=1)
+    buckets = plan_buckets(plan, parameter_shardings(plan, model, None), model, alike_schedules(plan), bucket_bytes=1).summed
     assert [bucket.names for bucket in buckets] == [("own1.weight",), ("own0.weight",), ("shared.weight",)]

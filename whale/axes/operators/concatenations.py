@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from whale.axes.atoms import ROWS, Clash, Dim
-from whale.axes.outcome import CLASHES, KEPT, Letter, Misfit, Outcome, Reading, Tiling, argument, number
+from whale.axes.outcome import CLASHES, KEPT, Letter, Reading, RuleMisfit, RuleOutcome, Tiling, argument, number
 from whale.axes.values import Role
 from whale.ir.graph import ModelGraph, Op, Ref
 
@@ -20,11 +20,11 @@ CUTS_OFF = Role("whole", reason="takes a part of it")
 PART = Role("whole", reason="makes a part of another axis")
 
 
-def cat(op: Op, reading: Reading) -> Outcome:
+def cat(op: Op, reading: Reading) -> RuleOutcome:
     """``cat``: pieces along one dimension, all else unified."""
     tensors = [dims for dims in reading.tensors_of(op.args[0]) if 0 not in reading.shape(dims)]
     if not tensors:
-        raise Misfit("it joins nothing")
+        raise RuleMisfit("it joins nothing")
     rank = len(tensors[0])
     along = number(argument(op, 1, "dim", 0)) % rank
     letters: list[Letter] = []
@@ -32,7 +32,7 @@ def cat(op: Op, reading: Reading) -> Outcome:
     for index in range(rank):
         parts = [dims[index] for dims in tensors]
         result.append(_join(parts, letters, reading) if index == along else _unified(parts, letters, reading))
-    return Outcome((tuple(result),), tuple(letters))
+    return RuleOutcome((tuple(result),), tuple(letters))
 
 
 def _unified(parts: list[Dim], letters: list[Letter], reading: Reading) -> Dim:
@@ -67,22 +67,22 @@ def _letters(joined: Dim, part: Dim, outer: Role, reading: Reading) -> list[Lett
     return [Letter("its dimension", KEPT, joined)]
 
 
-def split(op: Op, reading: Reading) -> Outcome:
+def split(op: Op, reading: Reading) -> RuleOutcome:
     """``split``, ``chunk``: all parts of one dimension; their sizes are read from the results."""
     dims = reading.tensor(op.args[0])
     if dims is None:
-        raise Misfit("its operand is no tensor")
+        raise RuleMisfit("its operand is no tensor")
     along = number(argument(op, 2, "dim", 0)) % len(dims)
     sizes = tuple(spec.shape_at(ROWS)[along] for spec in op.outputs)
     parts, letters = _take_apart(dims[along], sizes, reading)
     letters += [Letter("its dimension", KEPT, dim) for index, dim in enumerate(dims) if index != along]
-    return Outcome(tuple(dims[:along] + (part,) + dims[along + 1 :] for part in parts), tuple(letters))
+    return RuleOutcome(tuple(dims[:along] + (part,) + dims[along + 1 :] for part in parts), tuple(letters))
 
 
 def _take_apart(dim: Dim, sizes: tuple[int, ...], reading: Reading) -> tuple[tuple[Dim, ...], list[Letter]]:
     atoms = reading.atoms
     if sum(sizes) != atoms.size(dim):
-        raise Misfit("its parts are not the whole")
+        raise RuleMisfit("its parts are not the whole")
     if len(sizes) == 1:
         return (dim,), [Letter("its dimension", KEPT, dim)]
     try:
@@ -96,17 +96,17 @@ def _take_apart(dim: Dim, sizes: tuple[int, ...], reading: Reading) -> tuple[tup
     return parts, [Letter("its dimension", KEPT, dim)]
 
 
-def slice_(op: Op, reading: Reading) -> Outcome:
+def slice_(op: Op, reading: Reading) -> RuleOutcome:
     """``slice``, ``narrow``: all of a dimension, a tile of it, or a part of it."""
     dims = reading.tensor(op.args[0])
     if dims is None:
-        raise Misfit("its operand is no tensor")
+        raise RuleMisfit("its operand is no tensor")
     along = number(argument(op, 1, "dim", 0)) % len(dims)
     size = op.outputs[0].shape_at(ROWS)[along]
     letters = [Letter("its dimension", KEPT, dim) for index, dim in enumerate(dims) if index != along]
     tiling = reading.tilings.get(op.name)
     if size == reading.atoms.size(dims[along]):
-        return Outcome((dims,), (*letters, Letter("its dimension", KEPT, dims[along])), reading.is_position(op.args[0]))
+        return RuleOutcome((dims,), (*letters, Letter("its dimension", KEPT, dims[along])), reading.is_position(op.args[0]))
     part: Dim
     if tiling:
         parts, more = _take_apart(dims[along], tiling.sizes, reading)
@@ -115,7 +115,7 @@ def slice_(op: Op, reading: Reading) -> Outcome:
     else:
         part = reading.atoms.fresh(size)
         letters += [Letter("its dimension", CUTS_OFF, dims[along]), Letter("its part", PART, part)]
-    return Outcome((dims[:along] + (part,) + dims[along + 1 :],), tuple(letters))
+    return RuleOutcome((dims[:along] + (part,) + dims[along + 1 :],), tuple(letters))
 
 
 def find_tilings(graph: ModelGraph) -> dict[str, Tiling]:

@@ -12,11 +12,11 @@ from functools import partial
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any, Literal, Union
 
-from whale.axes.outcome import Dims, Misfit, Outcome, Reading, argument, numbers
+from whale.axes.outcome import Dims, Reading, RuleMisfit, RuleOutcome, argument, numbers
 from whale.ir.graph import Argument, Op
 
 Template = Callable[[Op, Reading], str]
-Rule = Union[str, Callable[[Op, Reading], Union[str, Outcome]]]
+Rule = Union[str, Callable[[Op, Reading], Union[str, RuleOutcome]]]
 Shape = tuple[int, ...]
 Flops = Callable[[Sequence[Any], Sequence[Shape]], int]
 """From the arguments, shapes in the place of tensors, and the shapes of the results; a multiply-add is 2."""
@@ -73,7 +73,7 @@ def operand(op: Op, reading: Reading, position: int = 0) -> Dims:
     """A tensor argument that must be there."""
     dims = reading.tensor(op.args[position]) if position < len(op.args) else None
     if dims is None:
-        raise Misfit(f"its argument {position} is no tensor")
+        raise RuleMisfit(f"its argument {position} is no tensor")
     return dims
 
 
@@ -81,7 +81,7 @@ def names(count: int, skip: int = 0) -> list[str]:
     """That many letters."""
     letters = ascii_lowercase + ascii_uppercase
     if skip + count > len(letters):
-        raise Misfit(f"it has more than {len(letters)} dimensions")
+        raise RuleMisfit(f"it has more than {len(letters)} dimensions")
     return list(letters[skip : skip + count])
 
 

@@ -7,7 +7,7 @@ dimension it indexes is the identity there, so masks of the form ``mask[arange(b
 from __future__ import annotations
 
 from whale.axes.operators.entry import Family, Moves, Operator, Template, names, operand, write
-from whale.axes.outcome import Misfit, Reading, argument, number
+from whale.axes.outcome import Reading, RuleMisfit, argument, number
 from whale.ir.graph import Op, Ref
 
 
@@ -26,7 +26,7 @@ def gathering(dim: int, index: int) -> Template:
     def rule(op: Op, reading: Reading) -> str:
         source, places = operand(op, reading), operand(op, reading, index)
         if len(source) != len(places):
-            raise Misfit("its index has another rank")
+            raise RuleMisfit("its index has another rank")
         letters = names(len(source))
         along = number(argument(op, dim, "dim")) % len(letters)
         left, right = [], []
@@ -56,7 +56,7 @@ def scattering(op: Op, reading: Reading) -> str:
             operands.append((name, ["_written!"] if sizes else []))
             continue
         if any(size != full for place, (size, full) in enumerate(zip(sizes, whole, strict=True)) if place != dim):
-            raise Misfit("it writes a part of the other dimensions")
+            raise RuleMisfit("it writes a part of the other dimensions")
         operands.append((name, ["_written!" if place == dim else letter for place, letter in enumerate(letters)]))
     return write(operands, terms)
 
@@ -116,9 +116,9 @@ def _indices(op: Op, reading: Reading) -> list[str | None]:
     indices = [item.op if isinstance(item, Ref) else None for item in (listed if isinstance(listed, tuple) else (listed,))]
     for name in indices:
         if name is not None and _is_mask(name, reading):
-            raise Misfit("the size of its result depends on data")
+            raise RuleMisfit("the size of its result depends on data")
     if not any(indices):
-        raise Misfit("it has no index")
+        raise RuleMisfit("it has no index")
     return indices
 
 
@@ -153,7 +153,7 @@ def index_written(op: Op, reading: Reading) -> str:
 def _masked(indices: list[str | None], rank: int, letters: list[str], reading: Reading) -> str:
     """``x[mask] = one value`` is pointwise; with several values their number depends on data."""
     if len(indices) != 1 or indices[0] is None or rank:
-        raise Misfit("what it writes where depends on data")
+        raise RuleMisfit("what it writes where depends on data")
     mask = letters[: len(reading.dims[indices[0]][0])]
     return write([("input", letters), ("index", mask), ("values", [])], letters)
 

@@ -1,7 +1,13 @@
-"""Pointwise ops: dimension by dimension from the right, broadcasting, all operands unified.
+"""Pointwise ops and factories.
+
+Pointwise ops go dimension by dimension from the right, broadcasting, all operands unified:
 
 x[ b s d ]
 y[   1 d ]   ->  [ b s d ]     the result's d is the d of both
+
+Factories make a tensor from sizes alone, so that any part of it can be made alone. ``arange`` is special: a part keeps its positions in the
+whole, and an index by all positions of a dimension is that dimension itself. Which tensors hold positions is remembered. Values that differ
+from place to place (``arange``, ``linspace``, ``eye``) say so: a piece of the batch by itself would count its rows from the start again.
 """
 
 from __future__ import annotations
@@ -10,11 +16,12 @@ from dataclasses import replace
 
 from whale.axes.atoms import Clash, Dim
 from whale.axes.operators.entry import Family, Moves, Operator, operand
-from whale.axes.outcome import CLASHES, KEPT, Dims, Letter, Misfit, Outcome, Reading, sizes_of
+from whale.axes.outcome import BROADCAST, CLASHES, KEPT, NUMBERS, Dims, Letter, Reading, RuleMisfit, RuleOutcome, argument, sizes_of
+from whale.axes.values import Role
 from whale.ir.graph import Op
 
 
-def pointwise(op: Op, reading: Reading) -> Outcome:
+def pointwise(op: Op, reading: Reading) -> RuleOutcome:
     """Unifies all operands with the results."""
     tensors = reading.tensors(op)
     letters: list[Letter] = []
@@ -22,10 +29,10 @@ def pointwise(op: Op, reading: Reading) -> Outcome:
     made = {shape: _result(shape, tensors, reading, letters) for shape in dict.fromkeys(sizes)}  # results of one shape are cut alike
     results = tuple(made[shape] for shape in sizes)
     adds_nothing = op.operator in ("add", "sub") and op.args[1:] == (0,)
-    return Outcome(results, (*reading.rows_read(op), *letters), is_position=adds_nothing and reading.is_position(op.args[0]))
+    return RuleOutcome(results, (*reading.rows_read(op), *letters), is_position=adds_nothing and reading.is_position(op.args[0]))
 
 
-def copied(op: Op, reading: Reading) -> Outcome:
+def copied(op: Op, reading: Reading) -> RuleOutcome:
     """Unifies the operand with the result, whose values are the same: positions stay known."""
     made = pointwise(op, reading)
     return replace(made, is_position=bool(op.args) and reading.is_position(op.args[0]))
@@ -38,11 +45,11 @@ def _result(sizes: tuple[int, ...], tensors: list[Dims], reading: Reading, lette
         met = [dims[-from_right] for dims in tensors if from_right <= len(dims) and dims[-from_right]]
         dim = met[0] if met else atoms.fresh(size)
         if atoms.size(dim) != size:
-            raise Misfit(f"it makes a dimension of {size} from one of {atoms.size(dim)}")
+            raise RuleMisfit(f"it makes a dimension of {size} from one of {atoms.size(dim)}")
         role = KEPT
         for other in met[1:]:
             if atoms.size(other) != size:
-                raise Misfit("its operands have other sizes than its result")
+                raise RuleMisfit("its operands have other sizes than its result")
             try:
                 atoms.unify(dim, other)
             except Clash:
@@ -77,4 +84,49 @@ POINTWISE: Family = {
         "__ixor__ floor_divide absolute fix greater greater_equal less less_equal not_equal isclose arctan arctan2 hardswish log_sigmoid "
         "conj real imag polar complex fake_quantize_per_tensor_affine"
     ): Operator(pointwise),
+}
+
+
+def factory(op: Op, reading: Reading) -> RuleOutcome:
+    """New dimensions, made by the op."""
+    return _made(op, reading, BROADCAST)
+
+
+def numbering(op: Op, reading: Reading) -> RuleOutcome:
+    """``linspace``, ``eye``: a factory of values that depend on their places."""
+    return _made(op, reading, NUMBERS)
+
+
+def _made(op: Op, reading: Reading, role: Role) -> RuleOutcome:
+    results = tuple(reading.fresh(spec) for spec in op.outputs)
+    letters = [Letter(f"dimension {index}", role, dim) for dims in results for index, dim in enumerate(dims) if dim]
+    return RuleOutcome(results, tuple(letters))
+
+
+def constant(op: Op, reading: Reading) -> RuleOutcome:
+    """``full``, ``new_full``, ``scalar_tensor``: a factory of one value, which may be the number of rows."""
+    made = factory(op, reading)
+    place = {"full": 1, "new_full": 2}.get(op.target.split(".")[1], 0)
+    return RuleOutcome(made.results, (*reading.rows_read(op, place), *made.letters))
+
+
+def positions(op: Op, reading: Reading) -> RuleOutcome:
+    """``arange``: a factory of positions, if it counts from 0 by 1."""
+    made = numbering(op, reading)
+    overload = op.target.rsplit(".", 1)[-1]
+    start = 0 if overload == "default" else argument(op, 0, "start", 0)
+    step = argument(op, 2, "step", 1) if overload == "start_step" else 1
+    return RuleOutcome(made.results, made.letters, is_position=(start, step) == (0, 1))
+
+
+FACTORIES: Family = {
+    "arange": Operator(positions, "shapes.made_whole"),
+    "linspace eye": Operator(numbering, "shapes.made_whole"),
+    "zeros ones empty new_zeros new_ones new_empty": Operator(factory, "shapes.sized"),
+    "rand randn randint": Operator(factory, "shapes.made_whole"),
+    "full new_full": Operator(constant, "shapes.sized"),
+    "scalar_tensor": Operator(constant),
+    "randperm": Operator("-> [n!]"),
+    "tril_indices triu_indices": Operator("-> [_two! _places!]"),
+    "zeros_like ones_like full_like empty_like rand_like randn_like randint_like": Operator(pointwise),
 }

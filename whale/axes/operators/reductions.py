@@ -1,9 +1,9 @@
-"""Reductions: dimensions that are combined to one value, or searched; and what works along a dimension that it keeps."""
+"""What combines, searches or normalises dimensions, works along one that it keeps, or ends in a loss."""
 
 from __future__ import annotations
 
 from whale.axes.operators.entry import Family, Moves, Operator, Template, along, chosen, names, operand, write
-from whale.axes.outcome import Reading, argument, number
+from whale.axes.outcome import Dims, Reading, argument, number
 from whale.ir.graph import Op
 
 
@@ -16,15 +16,11 @@ def reduction(how: str = "", position: int = 1) -> Template:
         dims = chosen(None if isinstance(value, bool) else value, rank)
         letters = names(rank)
         keep = len(op.outputs[0].shape) == rank
-        terms = [_combined(letter, how) if index in dims else letter for index, letter in enumerate(letters)]
+        terms = [(f"({letter}:{how})" if how else f"{letter}!") if index in dims else letter for index, letter in enumerate(letters)]
         result = ["1" if index in dims else letter for index, letter in enumerate(letters) if keep or index not in dims]
         return write([("input", terms)], *[result] * len(op.outputs))
 
     return rule
-
-
-def _combined(letter: str, how: str) -> str:
-    return f"({letter}:{how})" if how else f"{letter}!"
 
 
 def found_along(op: Op, reading: Reading) -> str:
@@ -110,4 +106,135 @@ ALONG_A_DIMENSION: Family = {
     "diag": Operator(diagonal),
     "diagonal": Operator("self[i! j!] -> [i!]"),
     "multinomial": Operator("self[... n!] -> [... _drawn!]"),
+}
+
+
+def normalized(op: Op, reading: Reading) -> str:
+    """Normalisation over trailing dimensions: as many as ``normalized_shape`` has; native forms return statistics, too."""
+    shape = argument(op, 1, "normalized_shape")
+    letters = names(len(shape) if isinstance(shape, tuple) else 1)
+    whole = " ".join(f"{letter}!" for letter in letters)
+    statistics = f" [... {' '.join('1' for _ in letters)}]" * (len(op.outputs) - 1)
+    return f"input[... {whole}] weight[{whole}] bias[{whole}] -> [... {whole}]{statistics}"
+
+
+def batch_norm(training: int) -> Template:
+    """Batch normalisation: in training it takes statistics over batch and space; afterwards it is pointwise per channel.
+
+    Args:
+        training: position of the argument that says so.
+    """
+
+    def rule(op: Op, reading: Reading) -> str:
+        mark = "!" if argument(op, training, "training", False) is True else ""
+        rest = "" if len(operand(op, reading)) == 2 else f" ...{mark}"
+        statistics = (" [channels]" if mark else " [_none!]") * (len(op.outputs) - 1)
+        rows = "n~" if mark and not statistics else f"n{mark}"
+        operands = f"input[{rows} channels{rest}] weight[channels] bias[channels] running_mean[channels] running_var[channels]"
+        return f"{operands} -> [{rows} channels{rest}]{statistics}"
+
+    return rule
+
+
+def group_norm(op: Op, reading: Reading) -> str:
+    """Group normalisation: groups are independent, the channels of one group are not."""
+    groups = number(argument(op, 1, "num_groups"))
+    channels = f"groups={groups}*c!"
+    return f"input[n {channels} ...!] weight[{channels}] bias[{channels}] -> [n {channels} ...!]"
+
+
+def weight_norm(op: Op, reading: Reading) -> str:
+    """``_weight_norm``: each position of one dimension has a length of its own; of none, where all have one together."""
+    letters = names(len(operand(op, reading)))
+    own = number(argument(op, 2, "dim", 0))
+    terms = [letter if place == own else letter + "!" for place, letter in enumerate(letters)]
+    lengths = [letter if place == own else "1" for place, letter in enumerate(letters)] if operand(op, reading, 1) else []
+    return write([("v", terms), ("g", lengths)], terms)
+
+
+def halved(op: Op, reading: Reading) -> str:
+    """``glu``: two halves of one dimension meet element by element: ``[a two*b] -> [a b]``."""
+    letters = names(len(operand(op, reading)))
+    dim = number(argument(op, 1, "dim", -1)) % len(letters)
+    source = [f"_two=2!*{letter}" if place == dim else letter for place, letter in enumerate(letters)]
+    return write([("input", source)], letters)
+
+
+NORMALISATIONS: Family = {
+    "layer_norm": Operator(normalized),
+    "native_layer_norm": Operator(normalized),
+    "rms_norm": Operator(normalized),
+    "batch_norm": Operator(batch_norm(training=5), "contractions.batch_norm"),
+    "native_batch_norm _native_batch_norm_legit": Operator(batch_norm(training=5)),
+    "_native_batch_norm_legit.no_stats": Operator(batch_norm(training=3)),
+    "group_norm": Operator(group_norm, "contractions.group_norm"),
+    "instance_norm": Operator(
+        "input[n channels ...!] weight[channels] bias[channels] running_mean[channels] running_var[channels] -> [n channels ...!]"
+    ),
+    "softmax _softmax _safe_softmax log_softmax _log_softmax": Operator(along(), keeps="result"),
+    "_weight_norm": Operator(weight_norm),
+    "glu": Operator(halved),
+}
+
+
+NONE, MEAN, SUM = 0, 1, 2
+"""torch's numbers for the reduction of a loss."""
+
+
+def pointwise_loss(position: int, num_weights: int = 0) -> Template:
+    """A loss of equal shapes, element by element, then reduced."""
+
+    def rule(op: Op, reading: Reading) -> str:
+        shapes = [operand(op, reading), operand(op, reading, 1)]
+        rank = max(len(dims) for dims in shapes)
+        how = argument(op, position, "reduction", MEAN)
+        letters = names(rank)
+        terms = letters if how == NONE else [f"({letter}:{'mean' if how == MEAN else 'sum'})" for letter in letters]
+        operands = [(name, terms[rank - len(dims) :]) for name, dims in zip(("input", "target"), shapes, strict=True)]
+        for name in ("weight", "pos_weight")[:num_weights]:
+            dims = _named(op, reading, name, 2 if name == "weight" else 3)
+            operands.append((name, terms[rank - len(dims) :] if dims is not None else []))
+        return write(operands, letters if how == NONE else [])
+
+    return rule
+
+
+def _named(op: Op, reading: Reading, name: str, position: int) -> Dims | None:
+    return reading.tensor(argument(op, position, name))
+
+
+def classification_loss(op: Op, reading: Reading) -> str:
+    """Cross-entropy and negative log-likelihood: ``input[n classes ...] target[n ...]``, then reduced over all but the classes."""
+    entropy = "cross_entropy" in op.target
+    how = argument(op, 3, "reduction", MEAN)
+    smoothing = argument(op, 5, "label_smoothing", 0.0) if entropy else 0.0
+    dims, target = operand(op, reading), operand(op, reading, 1)
+    plain = entropy and smoothing == 0.0 and len(target) < len(dims) and _named(op, reading, "weight", 2) is None
+    classes = "(classes:softmax)" if plain else "classes!"
+    combine = {NONE: "", MEAN: ":weighted_mean", SUM: ":sum"}[number(how)]
+    letters = names(len(dims) - 1)
+    rest = [f"({letter}{combine})" if combine else letter for letter in letters]
+    full = [*rest[:1], classes, *rest[1:]] if len(dims) > 1 else [classes]
+    hard = rest if len(target) < len(dims) else full
+    results = [letters if how == NONE else []]
+    if len(op.outputs) == 2:  # the total weight, beside the loss
+        results.append([])
+    return write([("self", full), ("target", hard), ("weight", [classes])], *results)
+
+
+def ctc_loss(op: Op, reading: Reading) -> str:
+    """The CTC loss of each row; targets that stand one after another, of all rows in one, belong to no row."""
+    if len(operand(op, reading, 1)) == 2:
+        return "log_probs[t! n c!] targets[n s!] input_lengths[n] target_lengths[n] -> [n]"
+    return "log_probs[t! n! c!] targets[s!] input_lengths[n!] target_lengths[n!] -> [n!]"
+
+
+LOSSES: Family = {
+    "cross_entropy_loss": Operator(classification_loss, "contractions.class_loss", keeps="inputs and result", is_two=True),
+    "nll_loss nll_loss_nd nll_loss2d nll_loss_forward": Operator(classification_loss, "contractions.class_loss", keeps="inputs and result"),
+    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div": Operator(pointwise_loss(2)),
+    "ctc_loss": Operator(ctc_loss),
+    "poisson_nll_loss": Operator(pointwise_loss(5)),
+    "binary_cross_entropy": Operator(pointwise_loss(3, num_weights=1)),
+    "binary_cross_entropy_with_logits": Operator(pointwise_loss(4, num_weights=2)),
 }

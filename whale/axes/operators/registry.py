@@ -10,17 +10,12 @@ from types import MappingProxyType
 
 from whale.axes.notation import parse
 from whale.axes.operators.entry import Family, Operator
-from whale.axes.operators.factories import FACTORIES
-from whale.axes.operators.frequencies import FREQUENCIES
 from whale.axes.operators.lookups import LOOKUPS
-from whale.axes.operators.losses import LOSSES
-from whale.axes.operators.matrices import ATTENTION, MATRICES
-from whale.axes.operators.normalisations import NORMALISATIONS
-from whale.axes.operators.pointwise import POINTWISE, copied, pointwise
-from whale.axes.operators.recurrences import RECURRENCES
-from whale.axes.operators.reductions import ALONG_A_DIMENSION, REDUCTIONS
+from whale.axes.operators.matrices import ATTENTION, MATRICES, RECURRENCES
+from whale.axes.operators.pointwise import FACTORIES, POINTWISE, copied, pointwise
+from whale.axes.operators.reductions import ALONG_A_DIMENSION, LOSSES, NORMALISATIONS, REDUCTIONS
 from whale.axes.operators.shapes import SHAPES
-from whale.axes.operators.space import SPACE
+from whale.axes.operators.space import FREQUENCIES, SPACE
 from whale.errors import ConfigError
 from whale.ir.graph import Op, Ref, operator_name
 
@@ -75,7 +70,7 @@ def register_rule(target: str, notation: str) -> None:
 def operator_of(op: Op) -> Operator:
     """What is known of an op's operator; its rule is the user's own, where there is one."""
     entry, own = entry_of(op.target, "pointwise" in op.tags), _own_rules.get()
-    rule = own.get(op.target) or own.get(_packet(op.target))
+    rule = own.get(op.target) or own.get(op.target.rpartition(".")[0] if op.target.count(".") > 1 else op.target)
     return replace(entry, axes=rule) if rule else entry
 
 
@@ -105,7 +100,3 @@ def added_operand(op: Op) -> str | None:
         return None
     argument = op.args[position] if position < len(op.args) else dict(op.kwargs).get(name)
     return argument.op if isinstance(argument, Ref) else None
-
-
-def _packet(target: str) -> str:
-    return target.rpartition(".")[0] if target.count(".") > 1 else target

@@ -1,21 +1,31 @@
-"""Custom `autograd.Function`s in a capture: each call is one op, with the user's own forward and backward, and is never cut open.
+"""What is one op, or one region, of a captured graph and is never cut open: custom autograd functions, the CTC loss, recomputed blocks.
 
 traced as      whale_capture::call([%x, %w], 0)      0: the first call of this capture
-written as     GeLUFunction(%x, %w)                  a `FunctionCall`, which calls `GeLUFunction.apply`
+written as     GeLUFunction(%x, %w)                  a `FunctionCall`, which calls `GeLUFunction.apply`, with the user's own backward
 
-A function whose forward and backward are pointwise throughout is marked so: then parts of its operands give parts of its result.
+F.ctc_loss(log_probs, targets, frames, lengths)   ->   whale_capture::ctc_loss(...) [n], then the mean over the rows     traced
+                                                       aten.ctc_loss.Tensor(..., reduction=none)                       captured
+
+A function whose forward and backward are pointwise throughout is marked so: then parts of its operands give parts of its result. Torch
+has no shapes for the CTC loss without values; its result has one number per row whatever they are. Blocks that the model itself asks to
+compute again in the backward pass, by `torch.utils.checkpoint`, are marked on their ops.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.fx.traceback
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,9 +33,11 @@ from whale.capture.source import user_line
 from whale.errors import CaptureError
 
 _library = torch.library.Library("whale_capture", "DEF")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "call(Tensor[] operands, int number) -> Tensor[]"
-)
+for _signature in (
+    "call(Tensor[] operands, int number) -> Tensor[]",
+    "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity) -> Tensor",
+):
+    _library.define(_signature)  # type: ignore[no-untyped-call]
 CALL = torch.ops.whale_capture.call.default
 """Stands for a call while a model is traced."""
 
@@ -83,7 +95,7 @@ class FunctionCall:
         """What the function returns for fake tensors; learns whether it is pointwise."""
         context = _Context(len(self._constants))
         arguments = self._arguments([operand.detach() for operand in operands])
-        with _Recorder() as forward:  # type: ignore[no-untyped-call]
+        with _PointwiseRecorder() as forward:  # type: ignore[no-untyped-call]
             output = _forward(self.function, context, arguments)
         leaves, spec = pytree.tree_flatten(output)
         self._outputs = spec, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -102,7 +114,7 @@ class FunctionCall:
 
     def _is_backward_pointwise(self, context: _Context, output: Tensor) -> bool:
         gradient = torch.empty_like(output)
-        with _Recorder() as seen:  # type: ignore[no-untyped-call]
+        with _PointwiseRecorder() as seen:  # type: ignore[no-untyped-call]
             try:
                 self.function.backward(context, gradient)
             except Exception:  # the user's code sees a context that is not torch's: it may ask for more than that has
@@ -199,7 +211,7 @@ class _Context:
         )
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _PointwiseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at the operators that are called."""
 
     supports_higher_order_operators = True
@@ -217,3 +229,76 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_same_view(func: Any, args: Any, found: Any) -> bool:
     """Whether a view has the shape of what it views, as ``x.view_as(x)`` has."""
     return func in _VIEWS and len(found.shape) == len(args[0].shape) and statically_known_true(sym_eq(found.shape, args[0].shape))
+
+
+LOSS_PER_ROW = torch.ops.whale_capture.ctc_loss.default
+"""Stands for the loss of each row while a model is traced."""
+
+_NO_REDUCTION = 0
+_SIGNATURE = inspect.signature(F.ctc_loss)
+_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+
+
+@torch.library.register_fake("whale_capture::ctc_loss", lib=_library)  # type: ignore[untyped-decorator]
+def _traced_ctc(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+class CtcLosses(TorchFunctionMode):
+    """Writes the CTC loss of a batch as that of each row, reduced as torch reduces it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (F.ctc_loss, torch.ctc_loss):
+            return func(*args, **(kwargs or {}))
+        given = _SIGNATURE.bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        log_probs, targets, frames, lengths, blank, reduction, zero_infinity = given.args
+        if log_probs.dim() != 3:
+            log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0)
+        frames, lengths = (each if isinstance(each, Tensor) else torch.tensor(each) for each in (frames, lengths))
+        each = LOSS_PER_ROW(log_probs, targets, frames.reshape(-1), lengths.reshape(-1), blank, zero_infinity)
+        reduction = _REDUCTIONS.get(reduction, reduction)
+        if reduction == "none":
+            return each if given.args[0].dim() == 3 else each.squeeze(0)
+        return each.sum() if reduction == "sum" else (each / lengths.reshape(-1).clamp_min(1).to(each.dtype)).mean()
+
+
+def write_loss(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+    """Torch's own operator in the place of what stood for it."""
+    *tensors, blank, zero_infinity = args
+    return graph.create_node(
+        "call_function", torch.ops.aten.ctc_loss.Tensor, (*tensors, blank, _NO_REDUCTION, zero_infinity), {}, node.name
+    )
+
+
+_REGION = "whale.region"
+_numbers: ContextVar[Iterator[int] | None] = ContextVar("whale_region_numbers", default=None)
+
+
+@contextmanager
+def numbered() -> Iterator[None]:
+    """Numbers the regions of one capture from 0, so that equal captures give equal numbers."""
+    token = _numbers.set(itertools.count())
+    try:
+        yield
+    finally:
+        _numbers.reset(token)
+
+
+@contextmanager
+def recomputed() -> Iterator[None]:
+    """Marks the ops that are traced inside; inside another region they belong to that."""
+    numbers = _numbers.get()
+    assert numbers is not None, "a capture numbers the regions"
+    current = torch.fx.traceback.current_meta.get("custom") or {}
+    with torch.fx.traceback.annotate({} if _REGION in current else {_REGION: next(numbers)}):
+        yield
+
+
+def region_of(node: fx.Node) -> int | None:
+    """The region of a node; None outside all."""
+    number = (node.meta.get("custom") or {}).get(_REGION)
+    assert number is None or isinstance(number, int)
+    return number

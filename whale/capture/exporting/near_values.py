@@ -5,8 +5,8 @@
     lambda output, batch: weight * mean(output)         closures, defaults, arguments of `functools.partial`
     layer.register_forward_hook(...)                    hooks
 
-No code is read. Which attributes count, the capture says: it notes what is read (`whale.capture.exporting.attribute_access`). What lies
-further away (globals, os.environ, iterators, items of large lists) is found where the model is traced again (`whale.capture.again`).
+No code is read. Which attributes count, the capture says: it notes what is read (`whale.capture.exporting.side_effects`). What lies
+further away (globals, os.environ, iterators, items of large lists) is found where the model is traced again (`whale.capture.comparing`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def are_same(then: object, now: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class NearPlace:
     """Where a value is kept.
 
     Attributes:
@@ -123,11 +123,11 @@ class Seen:
         places: near it.
     """
 
-    def __init__(self, model: nn.Module, places: Iterable[Place]) -> None:
+    def __init__(self, model: nn.Module, places: Iterable[NearPlace]) -> None:
         self._model = model
         self._held = [(place, value, comparable(value) if _may_change(value) else None) for place in places for value in (place.read(),)]
         self._read: frozenset[str] = frozenset()
-        self._watched: list[tuple[Callable[[], object], object, object, Place]] = []
+        self._watched: list[tuple[Callable[[], object], object, object, NearPlace]] = []
 
     def changed(self, read: frozenset[str], *, trains: bool) -> list[str]:
         """What of these has changed since, in words.
@@ -175,7 +175,7 @@ class NearValues:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         self.model = model
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, NearPlace] = {}
         self.generators: dict[str, Any] = {}
         self.functions: list[FunctionType] = []
         self.noted: dict[type, set[str]] = {}
@@ -236,7 +236,7 @@ class NearValues:
                 self.noted.setdefault(kind, set()).add(name)
         for name in _slots(kind):
             read, write = partial(getattr, value, name, MISSING), partial(setattr, value, name)
-            self.places[f"{path}.{name}"] = Place(f"{path}.{name}", f"{label}.{name}", read, write, None, name, False)
+            self.places[f"{path}.{name}"] = NearPlace(f"{path}.{name}", f"{label}.{name}", read, write, None, name, False)
         for name in names:
             self._find(held.get(name), f"{path}.{name}", f"{label}.{name}", depth + (0 if is_module else 1))
         if is_module:
@@ -247,7 +247,7 @@ class NearValues:
         self._add(f"{path}.forward", f"{label}.forward", vars(module), "forward")
         for kind in _HOOKS:
             place, told = f"{path}.{kind}", f"{label}: {kind.strip('_').replace('_', ' ')}"
-            self.places[place] = Place(place, told, partial(_hooks, module, kind), lambda _: None, None, kind, True)
+            self.places[place] = NearPlace(place, told, partial(_hooks, module, kind), lambda _: None, None, kind, True)
             for number, hook in enumerate(_hooks(module, kind)):
                 self._find(hook, f"{place}.{number}", label, 0)
         if id(vars(module)) not in self._of_model:
@@ -261,11 +261,15 @@ class NearValues:
         self._find(getattr(function, "__wrapped__", None), f"{path}.wrapped", function.__name__, depth)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             place = f"{path}<{name}>"
-            self.places[place] = Place(place, name, partial(_contents, cell), partial(setattr, cell, "cell_contents"), None, name, False)
+            self.places[place] = NearPlace(
+                place, name, partial(_contents, cell), partial(setattr, cell, "cell_contents"), None, name, False
+            )
             self._find(_contents(cell), place, name, depth + 1)
         for name in ("__defaults__", "__kwdefaults__") if function.__defaults__ or function.__kwdefaults__ else ():
             place, label = f"{path}.{name}", f"{function.__name__}: defaults"
-            self.places[place] = Place(place, label, partial(getattr, function, name), partial(setattr, function, name), None, name, False)
+            self.places[place] = NearPlace(
+                place, label, partial(getattr, function, name), partial(setattr, function, name), None, name, False
+            )
             self._find(getattr(function, name), place, label, depth + 1)
         for name in vars(function).keys() - {"__wrapped__"}:
             self._add(f"{path}.{name}", f"{function.__name__}.{name}", vars(function), name)
@@ -282,19 +286,19 @@ class NearValues:
                     self._find(function, f"{named}.{name}()", f"{base.__name__}.{name}", depth)
                 if isinstance(function, FunctionType) or _is_value(name, member):
                     path, write = f"{named}.{name}", partial(setattr, base, name)
-                    self.places[path] = Place(path, f"{base.__name__}.{name}", partial(_member, base, name), write, None, name, False)
+                    self.places[path] = NearPlace(path, f"{base.__name__}.{name}", partial(_member, base, name), write, None, name, False)
 
     def _add(self, path: str, label: str, held: dict[str, Any], name: str, *, is_noted: bool = False, is_flag: bool = False) -> None:
         read, write = partial(held.get, name, MISSING), partial(_put, held, name)
-        self.places[path] = Place(path, label, read, write, id(held) if is_noted else None, name, id(held) in self._of_model, is_flag)
+        self.places[path] = NearPlace(path, label, read, write, id(held) if is_noted else None, name, id(held) in self._of_model, is_flag)
 
 
-def of_globals(functions: Iterable[FunctionType]) -> Iterator[Place]:
+def of_globals(functions: Iterable[FunctionType]) -> Iterator[NearPlace]:
     """The plain globals beside functions: too many to be watched, and written by everybody; but a capture leaves them as they were."""
     for held in _globals(functions):
         for name, value in held.items():
             if isinstance(value, (*_PLAIN, *_SEQUENCES, dict)) and not name.startswith("__"):
-                yield Place(name, name, partial(held.get, name, MISSING), partial(_put, held, name), None, name, False)
+                yield NearPlace(name, name, partial(held.get, name, MISSING), partial(_put, held, name), None, name, False)
 
 
 def _globals(functions: Iterable[FunctionType]) -> list[dict[str, Any]]:
@@ -307,14 +311,14 @@ def _is_generator(value: object) -> bool:
     return is_numpys or (isinstance(value, Random) and not isinstance(value, SystemRandom))
 
 
-class Kept:
+class Snapshot:
     """What places hold, with the contents of containers, to be put back.
 
     Args:
         places: to look at.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, places: Iterable[NearPlace]) -> None:
         self._held = [(place, value, _copied(value), comparable(value)) for place in places for value in (place.read(),)]
 
     def put_back(self) -> list[str]:

@@ -1,34 +1,32 @@
-"""Exports the model and its loss as an ATen graph without running it, for any number of rows where that is possible."""
+"""Exports the model and its loss as an ATen graph without running it, for any number of rows where that is possible.
+
+For the time of a capture training flags, momenta and parameters of the user's model are changed, and put back.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest import mock
 
 import torch
 import torch.fx.traceback
-from torch import nn
+from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.proxy import TracerBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from whale.capture.batch import BatchStructure, Leaf
-from whale.capture.exporting.attribute_access import AttributeAccess
-from whale.capture.exporting.ctc import CtcLosses
-from whale.capture.exporting.data_access import DataAccess
-from whale.capture.exporting.errors import as_capture_error, quiet_export, refused_parameters, watched
-from whale.capture.exporting.functions import FunctionCall, collected
-from whale.capture.exporting.modes import Faker, fake_tensors, marked_averages, training_flags
-from whale.capture.exporting.numbers import ReadNumbers
-from whale.capture.exporting.once import Once
-from whale.capture.exporting.regions import numbered
-from whale.capture.exporting.ways import Way, Ways
+from whale.capture.exporting.functions import CtcLosses, FunctionCall, collected, numbered
+from whale.capture.exporting.reads import ReadAnswer, ReadAnswers, ReadNumbers
+from whale.capture.exporting.refusals import DataAccess, as_capture_error, quiet_export, refused_parameters, watched
+from whale.capture.exporting.side_effects import AttributeAccess, Once
 from whale.capture.exporting.wrapper import Findings, Loss, Mode, Wrapper
 from whale.capture.scopes import capturing
 from whale.capture.source import inner_frames
@@ -57,7 +55,7 @@ class Traced:
     found: Findings
     entered: tuple[Scope, ...]
     calls: tuple[FunctionCall, ...]
-    ways: tuple[Way, ...] = ()
+    ways: tuple[ReadAnswer, ...] = ()
     counters: Mapping[float, str] = field(default_factory=dict)
 
 
@@ -98,7 +96,7 @@ class _Export:
     mode: Mode
     access: AttributeAccess
     once: Once
-    ways: Ways = field(default_factory=Ways)
+    ways: ReadAnswers = field(default_factory=ReadAnswers)
 
     def attempt(self, rows: int, dynamic: bool) -> Traced | Exception:
         """An export; the exception where there is none."""
@@ -124,7 +122,7 @@ class _Export:
         leaves = [torch.empty(self._shape(leaf, rows), dtype=leaf.dtype, device=device) for leaf in self.structure.inputs]
         size = Dim("rows", min=2)
         shapes = tuple({0: size} if dynamic and leaf.has_rows else None for leaf in self.structure.inputs)
-        with capturing() as scopes, collected() as calls, numbered(), marked_averages(self.model) as counters:
+        with capturing() as scopes, collected() as calls, numbered(), marked_averages(self.model) as counters, over_whole_batch(self.model):
             wrapper = Wrapper(self.model, self.loss, self.structure, self.mode, self.ways, numbers.note, self.access, self.once)
             with self.access.noted(), _surroundings(self.model, self.mode, fake, fake_mode):
                 exported = torch.export.export(wrapper, tuple(leaves), strict=False, dynamic_shapes=(shapes,))
@@ -156,3 +154,103 @@ def _surroundings(model: nn.Module, mode: Mode, fake: Faker, fake_mode: FakeTens
         mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
     ):
         yield
+
+
+@contextlib.contextmanager
+def training_flags(model: nn.Module, mode: Mode) -> Iterator[None]:
+    """Sets the modules' training flags as a mode wants them.
+
+    In ``train`` the flags of a model that is in training stay as the user set them: a frozen BatchNorm stays in eval.
+    """
+    before = {module: module.training for module in model.modules()}
+    if mode != "train":
+        model.eval()
+    elif not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+@contextlib.contextmanager
+def marked_averages(model: nn.Module) -> Iterator[Mapping[float, str]]:
+    """Sets a mark as the momentum of batch normalisations that average over all batches, whose own is one over their counter.
+
+    They read the counter as a number, which is not known in a capture; `whale.capture.flat.flatten` writes it in the place of the mark.
+
+    Yields:
+        Per mark, the name of the counter.
+    """
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm) and _averages_all(module)}
+    marks = {-1.0 - number: name for number, name in enumerate(norms)}
+    for mark, name in marks.items():
+        norms[name].momentum = mark
+    try:
+        yield {mark: f"{name}.num_batches_tracked".removeprefix(".") for mark, name in marks.items()}
+    finally:
+        for norm in norms.values():
+            norm.momentum = None
+
+
+class _OverWholeBatch(nn.SyncBatchNorm):
+    """One whose statistics are over the rows that it is called with."""
+
+    forward = _BatchNorm.forward
+
+
+@contextlib.contextmanager
+def over_whole_batch(model: nn.Module) -> Iterator[None]:
+    """Has `torch.nn.SyncBatchNorm` take what it is called with, which is the whole batch in a capture, and send nothing."""
+    norms = [module for module in model.modules() if type(module) is nn.SyncBatchNorm]
+    for norm in norms:
+        norm.__class__ = _OverWholeBatch
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.__class__ = nn.SyncBatchNorm
+
+
+def _averages_all(norm: _BatchNorm) -> bool:
+    return norm.momentum is None and norm.num_batches_tracked is not None
+
+
+@contextlib.contextmanager
+def fake_tensors(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Puts fake tensors in the place of a model's parameters, buffers and its other tensors on the meta device."""
+    replaced: list[tuple[nn.Module, str, Tensor]] = []
+    try:
+        for module in model.modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items(), *_meta_attributes(module)]:
+                if tensor is not None:
+                    replaced.append((module, name, tensor))
+                    setattr(module, name, fake(tensor))
+        yield
+    finally:
+        for module, name, tensor in replaced:
+            setattr(module, name, tensor)
+
+
+def _meta_attributes(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor) and value.device.type == "meta"]
+
+
+class Faker:
+    """Makes fake tensors of one mode; equal tensors stay equal, and what is on meta becomes fake CPU."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = (self._make(tensor), tensor)  # the original is kept so that its id stays its own
+        return self._made[id(tensor)][0]
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+        with self._mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

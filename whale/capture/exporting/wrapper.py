@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure
-from whale.capture.exporting.attribute_access import AttributeAccess, forget_new, fresh
-from whale.capture.exporting.known_values import KnownValues
-from whale.capture.exporting.once import Once
-from whale.capture.exporting.ways import Ways
+from whale.capture.exporting.reads import KnownValues, ReadAnswers
+from whale.capture.exporting.side_effects import AttributeAccess, Once, forget_new, fresh
 from whale.capture.program import ObjectStructure, OutputStructure
 from whale.capture.source import line_of_function
 from whale.errors import BatchError, CaptureError
@@ -53,7 +51,7 @@ class Wrapper(nn.Module):
         loss: Loss | None,
         structure: BatchStructure,
         mode: Mode,
-        ways: Ways,
+        ways: ReadAnswers,
         read: Callable[[object, Tensor], None],
         access: AttributeAccess,
         once: Once,

@@ -1,11 +1,15 @@
-"""Which values of a flat graph share memory, and which ops write to it: read from the operators' schemas."""
+"""What the tensors of a flat graph have in common: the memory that they lie in, and a gradient that flows through them."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
+
+from whale.capture.flat.sizes import tensors_of
+from whale.errors import OpFault
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
@@ -64,3 +68,77 @@ def memory_roots(graph: fx.Graph, *, differentiable: bool = False) -> dict[fx.No
             bases = node.all_input_nodes
         roots[node] = roots[bases[0]] if bases else node
     return roots
+
+
+aten = torch.ops.aten
+
+_CUTS = frozenset(
+    (aten.detach, aten.detach_, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.rand_like, aten.randn_like)
+    + (aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided)
+)
+
+
+def gradient_flow(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Per node, whether a gradient flows into its result.
+
+    An in-place write of a value with a gradient gives one to the memory that it writes, from then on.
+    """
+    roots = memory_roots(graph, differentiable=True)
+    members: dict[fx.Node, list[fx.Node]] = {}
+    flow: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        flow[node] = _flows(node, flow)
+        members.setdefault(roots[node], []).append(node)
+        for written in written_arguments(node):
+            if flow[node] and not flow[written]:
+                _spread(members[roots[written]], flow)
+    return flow
+
+
+def _flows(node: fx.Node, flow: dict[fx.Node, bool]) -> bool:
+    if not may_have_gradient(node):
+        return False
+    if node.op == "placeholder":
+        return bool(node.meta["val"].requires_grad)
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _CUTS:
+        return False
+    return any(flow[source] for source in node.all_input_nodes)
+
+
+def _spread(nodes: list[fx.Node], flow: dict[fx.Node, bool]) -> None:
+    for node in nodes:
+        if node.op != "placeholder" and may_have_gradient(node):
+            flow[node] = True
+
+
+def may_have_gradient(node: fx.Node) -> bool:
+    """Whether a result is of a type that gradients are of."""
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_of(node))
+
+
+STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default)
+
+
+def strided(tensor: Tensor, strides: Sequence[int], sizes: Sequence[int], new_strides: Sequence[int], offset: int) -> Tensor:
+    """`as_strided` of a tensor that lies with these strides; of a copy that does, where it lies otherwise.
+
+    Args:
+        tensor: of any strides.
+        strides: those it had in the capture.
+        sizes: of the result.
+        new_strides: of the result.
+        offset: of the result from the tensor's first element.
+
+    Raises:
+        OpFault: it lies otherwise, and memory is read that is none of its elements.
+    """
+    if tensor.stride() != tuple(strides):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+        reach = offset + sum((size - 1) * stride for size, stride in zip(sizes, new_strides, strict=True))
+        if last + 1 != tensor.numel() or not 0 <= offset <= reach <= last:
+            raise OpFault(
+                "as_strided of a captured model reads elements of its tensor only (this one reads what lies between or behind them)"
+            )
+        tensor = torch.empty_strided(tensor.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided(sizes, new_strides, tensor.storage_offset() + offset)

@@ -18,8 +18,11 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from whale.capture.exporting.errors import quiet_export
-from whale.capture.flat.flops import hint_of
+from whale.capture.exporting.refusals import quiet_export
+from whale.capture.flat.aliasing import memory_roots, written_arguments
+from whale.capture.flat.sizes import hint_of
+from whale.capture.source import line_of_stack_trace
+from whale.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -110,7 +113,7 @@ def _watch(node: fx.Node, casts: Mapping[fx.Node, torch.dtype], autocast: Autoca
         args, kwargs = map_arg((node.args, node.kwargs), value)
         operands = {id(item): source for source, item in made.items() if isinstance(item, Tensor)}
         storages = {item.untyped_storage()._cdata: source for source, item in made.items() if isinstance(item, Tensor)}
-        recorder = _Recorder(lambda tensor: operands.get(id(tensor)) or storages.get(tensor.untyped_storage()._cdata))
+        recorder = _CastRecorder(lambda tensor: operands.get(id(tensor)) or storages.get(tensor.untyped_storage()._cdata))
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         types = None
         with suppress(Exception):  # some kernels cannot say what they would do; their casts come before
@@ -120,7 +123,7 @@ def _watch(node: fx.Node, casts: Mapping[fx.Node, torch.dtype], autocast: Autoca
     return _Seen(recorder.own, tuple(recorder.others), tuple(recorder.all), types)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes casts.
 
     Args:
@@ -142,6 +145,52 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if source is None or self.own.setdefault(source, kwargs["dtype"]) != kwargs["dtype"]:
                 self.others.append(kwargs["dtype"])
         return func(*args, **kwargs)
+
+
+def lift_casts(graph: fx.Graph, trained: Mapping[fx.Node, str], others: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Takes out the casts of parameters that ops read in one type of half precision alone: they are cast once per step, beside the program.
+
+    Args:
+        graph: with its output node; changed in place.
+        trained: the placeholders of parameters that are trained, with their names.
+        others: what was found in the first capture of the model, which holds for all of them; None in the first.
+
+    Returns:
+        Per parameter whose cast is taken out, the type that ops read it in.
+
+    Raises:
+        CaptureError: an op reads a parameter otherwise than in the first capture.
+    """
+    roots = memory_roots(graph)
+    written = {roots[argument] for node in graph.nodes for argument in written_arguments(node)}
+    found: dict[str, str] = {}
+    for node, name in trained.items():
+        made = next(iter(node.users), None)
+        if made is None or (others is not None and name not in others):
+            continue
+        dtype = None if made in written else _read_in(node, made)
+        if dtype is not None and (others is None or others[name] == dtype):
+            found[name] = dtype
+            node.meta["val"] = made.meta["val"]
+            made.replace_all_uses_with(node)
+            graph.erase_node(made)
+        elif others is not None:
+            raise CaptureError(
+                f"a parameter that training reads in {others[name]} alone is cast to it once per step, for all modes (%{made.name} reads "
+                f"{name} otherwise)",
+                where=line_of_stack_trace(made.meta.get("stack_trace")),
+                hint="keep the autocast regions the same in training and in evaluation, and whatever plain values are",
+            )
+    return found if others is None else dict(others)
+
+
+def _read_in(parameter: fx.Node, made: fx.Node) -> str | None:
+    """The type of half precision that all readers of a parameter have it in: it is read by one cast, which is not given back."""
+    is_cast = made.target is aten.to.dtype and len(made.args) == 2 and not made.kwargs and len(parameter.users) == 1
+    if not is_cast or any(user.op == "output" for user in made.users):
+        return None
+    is_half = parameter.meta["val"].dtype is torch.float32 and made.args[1] in (torch.bfloat16, torch.float16)
+    return str(made.args[1]).removeprefix("torch.") if is_half else None
 
 
 def _alike(item: Any, dtype: torch.dtype | None, kind: str) -> Any:

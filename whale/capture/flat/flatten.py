@@ -23,17 +23,13 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure
-from whale.capture.exporting.ctc import LOSS_PER_ROW, write_loss
-from whale.capture.exporting.errors import INNER_HINT
-from whale.capture.exporting.functions import CALL
+from whale.capture.exporting.functions import CALL, LOSS_PER_ROW, write_loss
+from whale.capture.exporting.reads import ReadAnswer, held, way_of
+from whale.capture.exporting.refusals import INNER_HINT, read_type
 from whale.capture.exporting.trace import Traced
-from whale.capture.exporting.ways import Way, held, way_of
-from whale.capture.flat.aliasing import written_arguments
+from whale.capture.flat.aliasing import STRIDED, may_have_gradient, strided, written_arguments
 from whale.capture.flat.autocast import Autocast, casts_of, types_of
-from whale.capture.flat.gradients import may_have_gradient
-from whale.capture.flat.parameters import Holdings
-from whale.capture.flat.sizes import READS_ROWS, Sizes
-from whale.capture.flat.strided import STRIDED, strided
+from whale.capture.flat.sizes import READS_ROWS, RowSizes, TiedTensors
 from whale.capture.source import line_of_stack_trace
 from whale.errors import CaptureError
 
@@ -70,7 +66,7 @@ class Flat:
 
     graph: fx.Graph
     rows: fx.Node
-    sizes: Sizes
+    sizes: RowSizes
     results: tuple[Any, ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
@@ -78,11 +74,12 @@ class Flat:
     warnings: list[str] = field(default_factory=list)
 
 
-def flatten(traced: Traced, structure: BatchStructure, held: Holdings, device: str | None) -> Flat:
+def flatten(traced: Traced, structure: BatchStructure, held: TiedTensors, device: str | None, autocast: Autocast | None = None) -> Flat:
     """Makes the flat graph of an export.
 
     Args:
         device: the kind of device that it will run on, whose autocast counts; None for any.
+        autocast: in force around the whole program.
 
     Raises:
         CaptureError: the program holds an operator that is a program of its own (a loop, a branch).
@@ -92,9 +89,9 @@ def flatten(traced: Traced, structure: BatchStructure, held: Holdings, device: s
     node = graph.placeholder(NUM_ROWS)
     node.meta["val"] = rows
     node.meta[READS_ROWS] = True
-    flat = Flat(graph, node, Sizes(rows.node.expr if isinstance(rows, torch.SymInt) else None, traced.rows))
+    flat = Flat(graph, node, RowSizes(rows.node.expr if isinstance(rows, torch.SymInt) else None, traced.rows))
     flat.kinds[node.name] = "input"
-    _Flattening(traced, structure, held, flat, device).run()
+    _Flattening(traced, structure, held, flat, device, autocast).run()
     if traced.found.weight is not None:
         flat.results = (*flat.results, traced.found.weight)
     return flat
@@ -112,7 +109,9 @@ def _symbolic_rows(traced: Traced, structure: BatchStructure) -> int | torch.Sym
 
 
 class _Flattening:
-    def __init__(self, traced: Traced, structure: BatchStructure, held: Holdings, flat: Flat, device: str | None) -> None:
+    def __init__(
+        self, traced: Traced, structure: BatchStructure, held: TiedTensors, flat: Flat, device: str | None, autocast: Autocast | None
+    ) -> None:
         self._device = device
         self._exported, self._calls, self._ways, self._counters = traced.exported, traced.calls, traced.ways, traced.counters
         self._structure = structure
@@ -120,7 +119,7 @@ class _Flattening:
         self._flat = flat
         self._graph = flat.graph
         self._without_gradients = False
-        self._autocasts: dict[str, Autocast] = {}
+        self._autocasts = {} if autocast is None else {autocast.kind: autocast}
         self._retyped: set[fx.Node] = set()
         self._cast_weights: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self._named: dict[str, fx.Node] = {}
@@ -179,6 +178,8 @@ class _Flattening:
                 values[node] = getattr(module, str(node.target))
             elif (way := way_of(node, self._ways)) is not None:
                 self._hold(node, way, values[node.args[0]])
+            elif (dtype := read_type(node)) is not None:
+                _check_type(node, dtype, values[node.args[0]])
             elif node.op == "call_function" and node.target not in _CHECKS:
                 values[node] = self._call(node, values)
         raise AssertionError("a graph ends with its output")
@@ -223,7 +224,7 @@ class _Flattening:
             made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": value}
         return (*args[:_MOMENTUM], momentum, *args[_MOMENTUM + 1 :])
 
-    def _hold(self, node: fx.Node, way: Way, condition: fx.Node) -> None:
+    def _hold(self, node: fx.Node, way: ReadAnswer, condition: fx.Node) -> None:
         """The check, in every step, that a condition is what the trace took it for."""
         made = self._graph.call_function(held, (condition, way.value, way.other, str(way.where or "")))
         made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": condition.meta["val"]}
@@ -373,6 +374,19 @@ def _written_input(result: Any, given: Sequence[Any], inputs: Sequence[Any]) -> 
     while isinstance(source, fx.Node) and written_arguments(source)[:1] == list(source.args[:1]) != []:
         source = source.args[0]
     return next((own for own, detached in zip(inputs, given, strict=True) if source is detached is not own), result)
+
+
+def _check_type(node: fx.Node, dtype: torch.dtype, source: fx.Node) -> None:
+    """Checks that the type that the code has read is the one that the tensor has where the model runs."""
+    found = source.meta["val"].dtype
+    if found != dtype:
+        named, own = (str(each).removeprefix("torch.") for each in (dtype, found))
+        raise CaptureError(
+            "code that reads the type of a tensor under torch.autocast finds the one that it has where the model runs "
+            f"(%{source.name} is {named} on the device that the model is built on, and {own} on the kind that autocast names)",
+            where=line_of_stack_trace(node.meta.get("stack_trace")),
+            hint=f"name the type (torch.{own}), or build the model on that kind of device",
+        )
 
 
 def _inputs(module: fx.GraphModule) -> list[fx.Node]:

@@ -1,26 +1,32 @@
-"""Describes the nodes of a flat graph as ops of the ModelGraph: arguments, specs, lines, costs and tags, without torch."""
+"""Describes the nodes of a flat graph as ops of the ModelGraph: arguments, specs, lines, FLOPs and tags, without torch.
+
+FLOPs are those of forward and backward, at the example's sizes; a multiply-add is 2.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
 
-from whale.capture.exporting.regions import region_of
-from whale.capture.exporting.ways import held
-from whale.capture.flat.aliasing import viewed_arguments, written_arguments
+from whale.axes.operators import Operator, entry_of
+from whale.capture.exporting.functions import region_of
+from whale.capture.exporting.reads import held
+from whale.capture.flat.aliasing import gradient_flow, may_have_gradient, viewed_arguments, written_arguments
 from whale.capture.flat.flatten import Flat
-from whale.capture.flat.flops import op_flops
-from whale.capture.flat.gradients import gradient_flow
+from whale.capture.flat.sizes import hint_of
 from whale.capture.scopes import DEFAULT_KEY, PATH_KEY, under_default
 from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import default_tags, effective_tags, parameter_tags
 from whale.errors import CaptureError
-from whale.ir.graph import REGION, Argument, Op, OpKind, Ref, TensorSpec
+from whale.ir.graph import REGION, Argument, Op, OpKind, Parameter, Ref, TensorSpec
 from whale.ir.scope import Scope, ScopePath
 
 _CALL_NUMBER = re.compile(r"@\d+")
@@ -40,6 +46,17 @@ def describe(flat: Flat, model: nn.Module, default: Scope | None) -> tuple[Op, .
     rest = () if default is None or tags else (default,)
     known = Tags(tags, default_tags(model), _scopes_of_parameters(flat, model), rest)
     return tuple(_op(node, flat, flow, known) for node in flat.graph.nodes if node.op != "output")
+
+
+def with_scopes(parameters: Sequence[Parameter], ops: Sequence[Op], model: nn.Module) -> tuple[Parameter, ...]:
+    """The parameters, those that no op reads with the scopes under which they were made."""
+    read, own, of_modules = {op.target for op in ops if op.kind == "parameter"}, parameter_tags(model), effective_tags(model)
+
+    def made_under(name: str) -> ScopePath:
+        parts = name.split(".")[:-1]
+        return own.get(name) or _innermost([".".join(parts[: depth + 1]) for depth in range(len(parts))], of_modules)
+
+    return tuple(each if each.name in read else replace(each, scope=made_under(each.name)) for each in parameters)
 
 
 @dataclass(frozen=True)
@@ -191,3 +208,69 @@ def is_random(node: fx.Node) -> bool:
     probabilities = [values[name] for name in ("p", "dropout", "dropout_p") if isinstance(values.get(name), (int, float))]
     active = [values[name] for name in ("train", "training") if isinstance(values.get(name), bool)]
     return all(probability != 0 for probability in probabilities) and all(active)
+
+
+aten = torch.ops.aten
+
+
+def op_flops(node: Node, gradients: Mapping[Node, bool] | None = None) -> tuple[int, int]:
+    """FLOPs of one call, forward and backward.
+
+    A product of matrices costs its own forward FLOPs again for each operand that gets a gradient; any other op
+    costs one per element it makes or reads, forward, and one per element and operand with a gradient, backward.
+    Views, integers and ops without a tensor result cost nothing.
+
+    Args:
+        node: a call of a flat ATen graph with its example value in ``meta["val"]``; symbolic sizes count at their hints.
+        gradients: whether a gradient flows into a node; without it, into each that is floating-point.
+    """
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_view(node.target):
+        return 0, 0
+    operands = [source for source in node.all_input_nodes if may_have_gradient(source) and (gradients is None or gradients[source])]
+    gets_gradient = may_have_gradient(node) and (gradients is None or gradients[node])
+    entry = entry_of(str(node.target))
+    product = _product_flops(node, entry)
+    if product is not None:
+        places = (node.args[place] for place in entry.factors if place < len(node.args))
+        factors = {item for place in places for item in (place if isinstance(place, (list, tuple)) else (place,)) if isinstance(item, Node)}
+        backward = product * sum(operand in factors for operand in operands)
+        return product, backward if gets_gradient else 0
+    elements = max(sum(math.prod(shape) for shape in _shapes_of(read)) for read in (node, *(() if entry.gathers else node.all_input_nodes)))
+    return elements, elements * len(operands) if gets_gradient else 0
+
+
+def _product_flops(node: Node, entry: Operator) -> int | None:
+    """FLOPs of a product of matrices, convolution, attention or recurrence; None for anything else."""
+    args, results = [_as_shapes(argument) for argument in node.args], _shapes_of(node)
+    if entry.flops is not None:
+        return entry.flops(args, results)
+    registered = flop_registry.get(node.target.overloadpacket)  # type: ignore[union-attr]
+    if registered is None:
+        return None
+    named = {name: _as_shapes(argument) for name, argument in node.kwargs.items()}
+    return int(registered(*args, **named, out_val=results[0] if len(results) == 1 else results))
+
+
+def _as_shapes(argument: Any) -> Any:
+    """An argument with the shapes of tensors, and sizes at their hints, in their places."""
+    if isinstance(argument, (list, tuple)):
+        return [_as_shapes(item) for item in argument]
+    if not isinstance(argument, Node):
+        return argument
+    shapes = _shapes_of(argument)
+    return shapes[0] if shapes else hint_of(argument.meta.get("val"))
+
+
+def _shapes_of(node: Node) -> list[torch.Size]:
+    """Example shapes of a node's tensors."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [torch.Size(map(hint_of, item.shape)) for item in values if isinstance(item, torch.Tensor)]
+
+
+def _is_view(target: torch._ops.OpOverload) -> bool:
+    returns = target._schema.returns
+    if not returns:
+        return True
+    alias = returns[0].alias_info
+    return (alias is not None and not alias.is_write) or target.overloadpacket in (aten.reshape, aten.to, aten.contiguous)

@@ -1,22 +1,29 @@
-"""How sizes in a captured graph depend on the number of rows: as torch's symbolic expressions, or by two captures compared."""
+"""How sizes in a captured graph depend on the number of rows; the model's parameters and buffers with their sizes and ties.
+
+Sizes are torch's symbolic expressions, or two captures compared. One tensor under several names is one parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Literal
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from whale.ir.graph import TensorSpec
+from whale.errors import CaptureError
+from whale.ir.graph import Parameter, TensorSpec
 
 _FACTORS = "whale.row_factors"
 READS_ROWS = "whale.reads_rows"
 """Marks a node that makes a number that depends on the rows, where that is no symbol."""
 
 
-class Sizes:
+class RowSizes:
     """Reads sizes, given the symbol of the rows; without a symbol, factors stand on the nodes (`mark_factors`)."""
 
     def __init__(self, symbol: Any, rows: int) -> None:
@@ -79,7 +86,7 @@ class Sizes:
         if symbol not in self._bounds:
             values = (source.meta.get("val") for source in node.all_input_nodes)
             counts = [
-                _product(self._at_example(size, source) for size in value.shape)
+                math.prod(self._at_example(size, source) for size in value.shape)
                 for source, value in ((node, value) for value in values)
                 if isinstance(value, Tensor)
             ]
@@ -136,8 +143,90 @@ def _compared(size: object, doubled: object, rows: int) -> int:
     return size // rows if doubled == 2 * size and size % rows == 0 else -1
 
 
-def _product(sizes: Iterable[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
+def hint_of(size: Any) -> Any:
+    """A size at the example's rows; one that depends on values in tensors counts as 1."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    return 1 if size.node.hint is None else size.node.hint
+
+
+@dataclass(frozen=True)
+class TiedTensors:
+    """What a model holds.
+
+    Attributes:
+        parameters: every parameter and buffer, in the order of their first names in ``state_dict``.
+        tensors: the user's tensors by canonical name.
+        canonical: canonical name of every name.
+    """
+
+    parameters: tuple[Parameter, ...]
+    tensors: dict[str, Tensor]
+    canonical: dict[str, str]
+
+
+def holdings(model: nn.Module) -> TiedTensors:
+    """Finds a model's parameters and buffers; ties by object identity."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[str, Tensor] = {}
+    kinds: dict[str, Literal["parameter", "buffer"]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        held = [(name, tensor, "parameter") for name, tensor in module._parameters.items()]
+        held += [(name, tensor, "buffer") for name, tensor in module._buffers.items()]
+        for name, tensor, kind in held:
+            if tensor is None:
+                continue
+            full = f"{path}.{name}" if path else name
+            names.setdefault(id(tensor), []).append(full)
+            tensors[full] = tensor
+            kinds[full] = "parameter" if kind == "parameter" else "buffer"
+    found = [_describe(same, tensors[same[0]], kinds[same[0]]) for same in names.values()]
+    canonical = {name: same[0] for same in names.values() for name in same}
+    return TiedTensors(tuple(found), {parameter.name: tensors[parameter.name] for parameter in found}, canonical)
+
+
+def check_memory(held: TiedTensors, changed: Collection[str]) -> None:
+    """Checks that tensors share memory as one parameter or not at all: a rank holds each in a place of its own.
+
+    Args:
+        changed: names of the parameters that are trained and of the buffers that the model writes.
+
+    Raises:
+        CaptureError: one of these shares its memory with another parameter or buffer.
+    """
+    by_storage: dict[int, list[Parameter]] = {}
+    for parameter in held.parameters:
+        by_storage.setdefault(_extent(held.tensors[parameter.name])[0], []).append(parameter)
+    for parameters in by_storage.values():
+        for one, other in combinations(parameters, 2):
+            if (one.name in changed or other.name in changed) and _share_memory(held.tensors[one.name], held.tensors[other.name]):
+                raise CaptureError(
+                    f"parameters and buffers have memory of their own, or are one ({one.name} and {other.name} share memory)",
+                    hint=f"assign the {one.kind} itself ({other.name} = {one.name}), which ties them, or clone() one of them",
+                )
+
+
+def lender(held: TiedTensors, tensor: Tensor, changed: Collection[str]) -> str | None:
+    """Which of the parameters and buffers that change has the memory of a tensor too; None where it has its own."""
+    return next((each.name for each in held.parameters if each.name in changed and _share_memory(held.tensors[each.name], tensor)), None)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether the bytes between the first and last element of two tensors overlap."""
+    (storage, start, stop), (other_storage, other_start, other_stop) = _extent(one), _extent(other)
+    return storage == other_storage and start < other_stop and other_start < stop
+
+
+def _extent(tensor: Tensor) -> tuple[int, int, int]:
+    """The storage, which meta tensors have too, and the bytes in it."""
+    if tensor.numel() == 0:
+        return 0, 0, 0
+    size, last = tensor.element_size(), sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(first * size), int((first + last + 1) * size)
+
+
+def _describe(names: list[str], tensor: Tensor, kind: Literal["parameter", "buffer"]) -> Parameter:
+    spec = TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype), (0,) * tensor.dim())
+    trainable = kind == "parameter" and tensor.requires_grad
+    return Parameter(names[0], spec, kind, trainable, tuple(names[1:]))

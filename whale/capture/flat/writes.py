@@ -1,7 +1,7 @@
-"""What a model may write, and how: into activations and buffers, each by an op whose first argument is written.
+"""What a model may write, and what must stay in its graph: writes to activations and buffers do; dead code and needless detaches go.
 
-What a write may reach beyond the step, the user's own batch and tensors that are no state of the model, is left alone or
-refused; so are parameters, which are the optimizer's.
+Each write is an op whose first argument is written. What a write may reach beyond the step, the user's own batch and tensors that are no
+state of the model, is left alone or refused; so are parameters, which are the optimizer's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from whale.capture.flat.aliasing import memory_roots, written_arguments
+from whale.capture.exporting.reads import held
+from whale.capture.flat.aliasing import gradient_flow, memory_roots, written_arguments
 from whale.capture.flat.flatten import Flat
 from whale.capture.source import line_of_stack_trace
 from whale.errors import CaptureError, WhaleError, raise_faults
@@ -120,3 +121,42 @@ def _functional(target: Any, out: str) -> Any:
         if [(argument.name, str(argument.type)) for argument in found._schema.arguments] == wanted and not found._schema.is_mutable:
             return found
     return None
+
+
+def remove_dead_code(graph: fx.Graph, keep: frozenset[str] = frozenset()) -> None:
+    """Removes what the output does not need.
+
+    An in-place op is needed if it writes to a placeholder in `keep` (a buffer), or to memory that a needed op reads; so is what checks
+    the way that the model takes.
+    """
+    live = _live(graph, keep)
+    for node in reversed(list(graph.nodes)):
+        if node not in live and node.op != "output":
+            graph.erase_node(node)
+
+
+def _live(graph: fx.Graph, keep: frozenset[str]) -> set[fx.Node]:
+    roots = memory_roots(graph)
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for written in written_arguments(node):
+            writers.setdefault(roots[written], []).append(node)
+    pending = [node for node in graph.nodes if node.op == "output" or node.target is held]
+    pending += [node for root, nodes in writers.items() if root.op == "placeholder" and root.name in keep for node in nodes]
+    live: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in live:
+            continue
+        live.add(node)
+        pending += [*node.all_input_nodes, *writers.get(roots[node], [])]
+    return live
+
+
+def drop_needless_detaches(graph: fx.Graph) -> None:
+    """Takes out detaches of what has no gradient anyway, as inlined `no_grad` regions have them."""
+    flow = gradient_flow(graph)
+    for node in list(graph.nodes):
+        if node.target is aten.detach.default and not flow[node.args[0]]:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

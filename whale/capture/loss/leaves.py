@@ -1,18 +1,21 @@
-"""The losses and reductions of torch as (sum, divisor): one rule per family of ops."""
+"""The losses and reductions of torch as parts, (sum, divisor): one rule per family of ops; and how a part is built in the graph.
+
+loss = sum over parts of  coefficient x factors x sum / divisor
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from whale.capture.loss.facts import BatchFacts, constant_of, tensor_of
-from whale.capture.loss.node_builder import NodeBuilder, example
-from whale.capture.loss.parts import Counted, Emit, Part, PerRow, the_node
 
 aten = torch.ops.aten
 
@@ -32,8 +35,46 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 _HALF = (torch.float16, torch.bfloat16)
 
 
+_ORIGIN = ("stack_trace", "nn_module_stack", "custom")
+
+
+class NodeBuilder:
+    """Inserts nodes one after another, behind everything that they read.
+
+    Args:
+        graph: where to.
+        origin: the op whose line and module the new ones get; the first of them stands right behind it.
+    """
+
+    def __init__(self, graph: Graph, origin: Node) -> None:
+        self._graph = graph
+        self._origin = origin
+        self._last = origin
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """Adds a call; its example value is computed from those of its arguments."""
+        map_arg((args, kwargs), self._move_behind)
+        while self._last.op in ("placeholder", "get_attr") and self._last.next.op in ("placeholder", "get_attr"):
+            self._last = self._last.next
+        with self._graph.inserting_after(self._last):
+            node = self._graph.call_function(target, args, kwargs)
+        node.meta = {key: self._origin.meta[key] for key in _ORIGIN if key in self._origin.meta}
+        node.meta["val"] = example(target, *args, **kwargs, like=self._origin)
+        self._last = node
+        return node
+
+    def _move_behind(self, node: Node) -> Node:
+        if self._last < node:
+            self._last = node
+        return node
+
+
+Emit = Callable[[NodeBuilder], Node]
+"""Builds a node when the analysis is over; nothing is added to the graph before."""
+
+
 @dataclass(frozen=True)
-class Call:
+class LossCall:
     """A call's arguments by the names of its op's schema, defaults filled in."""
 
     node: Node
@@ -41,12 +82,12 @@ class Call:
     values: dict[str, Any]
 
     @staticmethod
-    def of(node: Node) -> Call:
+    def of(node: Node) -> LossCall:
         schema = node.target._schema.arguments  # type: ignore[union-attr]
         values = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
         values.update(zip((argument.name for argument in schema), node.args, strict=False))
         values.update(node.kwargs)
-        return Call(node, tuple(argument.name for argument in schema if not argument.kwarg_only), values)
+        return LossCall(node, tuple(argument.name for argument in schema if not argument.kwarg_only), values)
 
     def arguments(self, **changes: object) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments, some of them changed."""
@@ -59,21 +100,21 @@ class Call:
         return [value for value in self.values.values() if isinstance(value, Node) and tensor_of(value) is not None]
 
 
-def leaf_part(node: Node, facts: BatchFacts) -> Part | None:
+def leaf_part(node: Node, facts: BatchFacts) -> LossPart | None:
     """A loss op as a sum over rows and a divisor; None where no rule says that it is one."""
     packet = getattr(node.target, "overloadpacket", None)
     if node.target in _ADDITIVE:
         operands = [source for source in node.all_input_nodes if tensor_of(source) is not None]
         whole = all(facts.has_rows(source) for source in operands)
-        return _checked(Part(node, the_node(node)), operands, facts) if whole else None
+        return _checked(LossPart(node, the_node(node)), operands, facts) if whole else None
     if packet in _CLASS_LOSSES:
-        return _class_loss(Call.of(node), facts)
+        return _class_loss(LossCall.of(node), facts)
     if packet in _ELEMENT_LOSSES or packet in _SAMPLE_LOSSES:
-        return _element_loss(Call.of(node), facts, from_left=packet in _SAMPLE_LOSSES)
+        return _element_loss(LossCall.of(node), facts, from_left=packet in _SAMPLE_LOSSES)
     return None
 
 
-def reduction_part(node: Node, operand: Node, facts: BatchFacts, *, mean: bool) -> Part | None:
+def reduction_part(node: Node, operand: Node, facts: BatchFacts, *, mean: bool) -> LossPart | None:
     """The sum or mean of a tensor with rows over all its dimensions.
 
     Args:
@@ -87,10 +128,10 @@ def reduction_part(node: Node, operand: Node, facts: BatchFacts, *, mean: bool) 
     dtype = node.kwargs.get("dtype")
     total: Emit = the_node(node) if kept else lambda build: _sum(build, operand, dtype)
     divisor = PerRow(_elements_per_row(tensor_of(operand), facts)) if mean else None
-    return _checked(Part(node, total, divisor), [operand], facts)
+    return _checked(LossPart(node, total, divisor), [operand], facts)
 
 
-def _element_loss(call: Call, facts: BatchFacts, *, from_left: bool) -> Part | None:
+def _element_loss(call: LossCall, facts: BatchFacts, *, from_left: bool) -> LossPart | None:
     """A loss that is the mean or sum of one value per element, or per row."""
     if call.values["reduction"] not in (_MEAN, _SUM) or not _one_row_dim(call.tensors, facts, from_left):
         return None
@@ -99,10 +140,10 @@ def _element_loss(call: Call, facts: BatchFacts, *, from_left: bool) -> Part | N
         positional, named = call.arguments(reduction=_NONE)
         each = example(call.node.target, *positional, **named, like=call.node)  # type: ignore[arg-type]
         divisor = PerRow(_elements_per_row(each, facts))
-    return _checked(Part(call.node, lambda build: _with_sum(build, call), divisor), call.tensors, facts)
+    return _checked(LossPart(call.node, lambda build: _with_sum(build, call), divisor), call.tensors, facts)
 
 
-def _class_loss(call: Call, facts: BatchFacts) -> Part | None:
+def _class_loss(call: LossCall, facts: BatchFacts) -> LossPart | None:
     """Cross-entropy and negative log likelihood: divided by the weights of the targets that count."""
     logits, target, weights = call.values["self"], call.values["target"], call.values["weight"]
     example_logits, example_target = tensor_of(logits), tensor_of(target)
@@ -119,7 +160,7 @@ def _class_loss(call: Call, facts: BatchFacts) -> Part | None:
     elif call.values["reduction"] == _MEAN:
         ignored = call.values["ignore_index"]
         divisor = Counted(lambda build: _count_targets(build, target, weights, ignored))
-    return _checked(Part(call.node, lambda build: _with_sum(build, call), divisor), call.tensors, facts)
+    return _checked(LossPart(call.node, lambda build: _with_sum(build, call), divisor), call.tensors, facts)
 
 
 def _count_targets(build: NodeBuilder, target: Node, weights: Node | None, ignored: int) -> Node:
@@ -132,7 +173,7 @@ def _count_targets(build: NodeBuilder, target: Node, weights: Node | None, ignor
     return build.call(aten.sum.default, build.call(aten.mul.Tensor, picked, counts))
 
 
-def _with_sum(build: NodeBuilder, call: Call) -> Node:
+def _with_sum(build: NodeBuilder, call: LossCall) -> Node:
     """The loss op again, summed; halves are summed in float32, where they cannot overflow."""
     half = call.node.meta["val"].dtype in _HALF
     if call.values["reduction"] == _SUM and not half:
@@ -147,12 +188,12 @@ def _sum(build: NodeBuilder, operand: Node, dtype: object) -> Node:
     return build.call(aten.sum.default, operand) if kind is None else build.call(aten.sum.default, operand, dtype=kind)
 
 
-def _checked(part: Part, operands: Sequence[Node], facts: BatchFacts) -> Part:
+def _checked(part: LossPart, operands: Sequence[Node], facts: BatchFacts) -> LossPart:
     """The part, marked as not exact where its operands' rows depend on each other."""
     culprit = facts.mixed(operands)
     if culprit is None:
         return part
-    return Part(part.leaf, part.total, part.divisor, exact=False, reason=f"{describe(culprit)} mixes the rows of the batch")
+    return LossPart(part.leaf, part.total, part.divisor, exact=False, reason=f"{describe(culprit)} mixes the rows of the batch")
 
 
 def describe(node: Node) -> str:
@@ -182,3 +223,106 @@ def is_full_reduction(node: Node) -> bool:
     """Whether a sum or mean leaves one element, whatever the batch."""
     value = tensor_of(node)
     return value is not None and all(constant_of(size) == 1 for size in value.shape)
+
+
+@dataclass(frozen=True)
+class PerRow:
+    """A divisor in proportion to the rows: ``count x rows``."""
+
+    count: Fraction
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A divisor that is itself a sum over the batch: ``max(sum of emit's values + offset, minimum)``."""
+
+    emit: Emit
+    offset: float = 0.0
+    minimum: float | None = None
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A scalar that does not depend on the batch, by which a sum is multiplied or divided."""
+
+    node: Node
+    divides: bool
+
+    def apply(self, total: Node, build: NodeBuilder) -> Node:
+        return build.call(aten.div.Tensor if self.divides else aten.mul.Tensor, total, self.node)
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """One addend of the loss.
+
+    Attributes:
+        leaf: the op that it was, in the user's graph.
+        total: builds its sum over the rows at hand.
+        divisor: what the sum over the whole batch is divided by; None for 1.
+        coefficient: constant factor.
+        factors: scalars of the model it is scaled by.
+        exact: whether sums over pieces of a batch give the loss of the whole.
+        reason: why not.
+    """
+
+    leaf: Node
+    total: Emit
+    divisor: PerRow | Counted | None = None
+    coefficient: float = 1.0
+    factors: tuple[Factor, ...] = ()
+    exact: bool = True
+    reason: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is additive: its value for the batch is the sum of its values for the pieces."""
+        return self.divisor is None and self.exact
+
+    def scaled(self, factor: float) -> LossPart:
+        """The part times a number."""
+        return replace(self, coefficient=self.coefficient * factor)
+
+    def by(self, factor: Factor) -> LossPart:
+        """The part times, or over, a scalar of the model."""
+        return replace(self, factors=(*self.factors, factor))
+
+    def over_rows(self, count: Fraction) -> LossPart | None:
+        """The part divided by ``count x rows``; None if that is no such part."""
+        return replace(self, divisor=PerRow(count)) if self.divisor is None else None
+
+    def times_rows(self, count: Fraction) -> LossPart | None:
+        """The part times ``count x rows``; None if that is no such part."""
+        if not isinstance(self.divisor, PerRow):
+            return None
+        return replace(self, divisor=None, coefficient=self.coefficient * float(count / self.divisor.count))
+
+    def emit_sum(self, build: NodeBuilder) -> Node:
+        """Builds the sum with its factors, as a tensor without dimensions."""
+        total = self.total(build)
+        if total.meta["val"].ndim > 0:
+            total = build.call(aten.reshape.default, total, [])
+        for factor in self.factors:
+            total = factor.apply(total, build)
+        if total.meta["val"].ndim > 0:
+            total = build.call(aten.reshape.default, total, [])
+        return total
+
+
+def the_node(node: Node) -> Emit:
+    """An emitter that gives a node which is there."""
+    return lambda _build: node
+
+
+def complete(parts: Sequence[LossPart | None]) -> list[LossPart] | None:
+    """The parts, if there is none that failed."""
+    found = [part for part in parts if part is not None]
+    return found if len(found) == len(parts) else None
+
+
+def example(target: Callable[..., Any], *args: Any, like: Node, **kwargs: Any) -> Any:
+    """An op's result on the example values of its arguments, in the fake mode of `like`."""
+    values = map_arg((args, kwargs), lambda node: node.meta["val"])
+    mode = getattr(like.meta["val"], "fake_mode", None)
+    with torch.no_grad(), nullcontext() if mode is None else mode:
+        return target(*values[0], **values[1])

@@ -4,21 +4,28 @@ Walking back from the loss through sums, constant factors and changes of shape o
 
     0.5 * cross_entropy(x, t) + mse_loss(y, z)
       = 0.5 * [sum of -log p] / [targets that count]  +  1 * [sum of squares] / [elements]
+
+Where memory has been written through a view, the loss reads a copy, which nobody takes apart:
+
+    parts = zeros(2)
+    parts[0] = a.mean()         writes parts, which is no argument of the op that reads it
+    loss = parts.sum()          parts as it is now: a value of its own
 """
 
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch.fx import Graph, Node
 
-from whale.capture.loss.facts import BatchFacts, RowFactors
-from whale.capture.loss.node_builder import NodeBuilder
-from whale.capture.loss.parts import Counted, Part, PerRow
-from whale.capture.loss.reads import LossReads
+from whale.capture.flat.aliasing import memory_roots, written_arguments
+from whale.capture.loss.facts import BatchFacts, RowFactors, is_scalar
+from whale.capture.loss.leaves import Counted, LossPart, NodeBuilder, PerRow
 from whale.capture.loss.walk import LossWalk
 
 
@@ -71,7 +78,7 @@ def split_loss(graph: Graph, loss: Node, weight: Node | None, *, rows: Node | No
     return terms
 
 
-def _emit(part: Part, graph: Graph, rows: Node | None, num_rows: int) -> TermNodes:
+def _emit(part: LossPart, graph: Graph, rows: Node | None, num_rows: int) -> TermNodes:
     build = NodeBuilder(graph, part.leaf)
     total = part.emit_sum(build)
     weight, offset, minimum = None, 0.0, None
@@ -94,3 +101,62 @@ def _take_out_of_place(node: Node) -> None:
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
         packet = getattr(torch.ops.aten, target.overloadpacket.__name__.rstrip("_"))
         node.target = getattr(packet, target._overloadname)
+
+
+aten = torch.ops.aten
+
+
+class LossReads:
+    """Finds the values of a graph that are written between an op that makes them and one that reads them.
+
+    Args:
+        graph: of the loss; changed in place.
+
+    Attributes:
+        settled: values that are what they are only because of such writes, and not to be taken apart.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.settled: set[Node] = set()
+        self._graph, self._roots = graph, memory_roots(graph)
+        self._position = {node: position for position, node in enumerate(graph.nodes)}
+        self._writes: dict[Node, list[int]] = {}
+        for node in graph.nodes:
+            for base in written_arguments(node):
+                self._writes.setdefault(self._roots[base], []).append(self._position[node])
+
+    def settle(self, result: Node) -> Node:
+        """A scalar with copies of what was written in place of what it, and the scalars that it is made of, read; itself or a copy."""
+        self._settle_sources([result])
+        if self._is_written(result, len(self._position)):
+            return self._copied(result, next(iter(reversed(self._graph.nodes))))
+        return result
+
+    def _settle_sources(self, scalars: Iterable[Node]) -> None:
+        pending, seen = list(scalars), set[Node]()
+        while pending:
+            node = pending.pop()
+            if node in seen or node not in self._position:
+                continue
+            seen.add(node)
+            for source in node.all_input_nodes:
+                if source in self._position and self._is_written(source, self._position[node]):
+                    if source in written_arguments(node):
+                        self.settled.add(node)
+                    else:
+                        node.replace_input_with(source, self._copied(source, node.prev))
+                elif is_scalar(source):
+                    pending.append(source)
+
+    def _is_written(self, node: Node, before: int) -> bool:
+        """Whether its memory is written after it was made, and before a position."""
+        places = self._writes.get(self._roots[node], [])
+        later = bisect_right(places, self._position[node])
+        return later < len(places) and places[later] < before
+
+    def _copied(self, source: Node, behind: Node) -> Node:
+        with self._graph.inserting_after(behind):
+            made = self._graph.call_function(aten.clone.default, (source,))
+        made.meta = {**source.meta, "val": source.meta["val"].clone()}
+        self.settled.add(made)
+        return made

@@ -10,11 +10,21 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from whale.capture.loss.facts import BatchFacts, constant_of, functional_name, is_scalar, tensor_of
-from whale.capture.loss.growth import growth
-from whale.capture.loss.leaves import MEANS, describe, is_full_reduction, leaf_part, reduction_part
-from whale.capture.loss.node_builder import NodeBuilder
-from whale.capture.loss.parts import Counted, Factor, Part, PerRow, complete, the_node
+from whale.capture.loss.facts import BatchFacts, constant_of, functional_name, growth, is_scalar, tensor_of
+from whale.capture.loss.leaves import (
+    MEANS,
+    Counted,
+    Factor,
+    LossPart,
+    NodeBuilder,
+    PerRow,
+    complete,
+    describe,
+    is_full_reduction,
+    leaf_part,
+    reduction_part,
+    the_node,
+)
 from whale.capture.source import line_of_stack_trace
 from whale.errors import CaptureError
 
@@ -42,14 +52,14 @@ class LossWalk:
         self._rows = rows
         self.passed: list[Node] = []
 
-    def parts(self, node: Node) -> list[Part]:
+    def parts(self, node: Node) -> list[LossPart]:
         """What a scalar is the sum of; at worst one opaque part."""
         if not self._facts.depends(node):
-            return [Part(node, lambda build: self._times_rows(build, node), PerRow(ONE))]
+            return [LossPart(node, lambda build: self._times_rows(build, node), PerRow(ONE))]
         found = self._through(node)
         return [self._without_rows(node)] if found is None else found
 
-    def pair(self, total: Node, weight: Node) -> list[Part]:
+    def pair(self, total: Node, weight: Node) -> list[LossPart]:
         """A (sum, weight) that the user returned.
 
         Raises:
@@ -72,10 +82,10 @@ class LossWalk:
         counted = None if reason else self._counted(weight)
         if counted is None:
             reason = reason or f"the weight of the returned (sum, weight), {describe(weight)}, is no sum over the rows of the batch"
-            return [Part(total, lambda build: self._quotient_times_rows(build, total, weight), PerRow(ONE), exact=False, reason=reason)]
-        return [Part(total, the_node(total), counted)]
+            return [LossPart(total, lambda build: self._quotient_times_rows(build, total, weight), PerRow(ONE), exact=False, reason=reason)]
+        return [LossPart(total, the_node(total), counted)]
 
-    def _through(self, node: Node) -> list[Part] | None:
+    def _through(self, node: Node) -> list[LossPart] | None:
         if node in self._settled:
             return None
         rule = _RULES.get(functional_name(node))
@@ -90,7 +100,7 @@ class LossWalk:
 
     # -- rules ---------------------------------------------------------------------------------
 
-    def _same_value(self, node: Node) -> list[Part] | None:
+    def _same_value(self, node: Node) -> list[LossPart] | None:
         source = node.args[0]
         if not isinstance(source, Node) or not is_scalar(source) or node.target is aten.view.dtype:
             return None
@@ -98,22 +108,22 @@ class LossWalk:
         assert before is not None and after is not None
         return self.parts(source) if after.is_floating_point() or before.dtype == after.dtype else None
 
-    def _detached(self, node: Node) -> list[Part] | None:
+    def _detached(self, node: Node) -> list[LossPart] | None:
         found = self._same_value(node)
         return None if found is None else [replace(part, total=_without_gradient(part), factors=()) for part in found]
 
-    def _negated(self, node: Node) -> list[Part] | None:
+    def _negated(self, node: Node) -> list[LossPart] | None:
         found = self._same_value(node)
         return None if found is None else _scaled(found, -1.0)
 
-    def _sum_of_two(self, node: Node) -> list[Part] | None:
+    def _sum_of_two(self, node: Node) -> list[LossPart] | None:
         left, right = node.args[0], node.args[1]
         alpha = constant_of(node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1))
         if alpha is None:
             return None
         kind = functional_name(node)
         signs = (1.0, alpha) if kind == "aten.add" else (1.0, -alpha) if kind == "aten.sub" else (-alpha, 1.0)
-        found: list[Part] = []
+        found: list[LossPart] = []
         for operand, sign in zip((left, right), signs, strict=True):
             addend = self._addend(node, operand)
             if addend is None:
@@ -121,13 +131,13 @@ class LossWalk:
             found += _scaled(addend, sign)
         return found
 
-    def _addend(self, node: Node, operand: object) -> list[Part] | None:
+    def _addend(self, node: Node, operand: object) -> list[LossPart] | None:
         number = constant_of(operand)
         if number is not None:
-            return [] if number == 0.0 else [Part(node, lambda build: self._ones(build, node), PerRow(ONE)).scaled(number)]
+            return [] if number == 0.0 else [LossPart(node, lambda build: self._ones(build, node), PerRow(ONE)).scaled(number)]
         return self.parts(operand) if isinstance(operand, Node) and is_scalar(operand) else None
 
-    def _product(self, node: Node) -> list[Part] | None:
+    def _product(self, node: Node) -> list[LossPart] | None:
         left, right = node.args[0], node.args[1]
         if not is_scalar(left) or not self._facts.depends(left):
             left, right = right, left
@@ -135,13 +145,13 @@ class LossWalk:
             return None
         return self._scale(self.parts(left), right, divide=False)
 
-    def _quotient(self, node: Node) -> list[Part] | None:
+    def _quotient(self, node: Node) -> list[LossPart] | None:
         left, right = node.args[0], node.args[1]
         if node.kwargs.get("rounding_mode") is not None or not isinstance(left, Node) or not is_scalar(left):
             return None
         return self._scale(self.parts(left), right, divide=True)
 
-    def _reduction(self, node: Node) -> list[Part] | None:
+    def _reduction(self, node: Node) -> list[LossPart] | None:
         operand = node.args[0]
         if not isinstance(operand, Node) or not is_full_reduction(node):
             return None
@@ -152,7 +162,7 @@ class LossWalk:
             return _scaled([part for item in joined for part in self.parts(cast(Node, item))], share)
         return self._reduced(node, operand, mean)
 
-    def _reduced(self, node: Node, operand: Node, mean: bool) -> list[Part] | None:
+    def _reduced(self, node: Node, operand: Node, mean: bool) -> list[LossPart] | None:
         """The reduction of an operand; a divisor that spans the batch is taken out: ``(x / s).sum() = x.sum() / s``."""
         if operand.target is aten.div.Tensor:
             inner, scalar = operand.args
@@ -172,7 +182,7 @@ class LossWalk:
 
     # -- scaling -------------------------------------------------------------------------------
 
-    def _scale(self, parts: list[Part], scalar: object, *, divide: bool) -> list[Part] | None:
+    def _scale(self, parts: list[LossPart], scalar: object, *, divide: bool) -> list[LossPart] | None:
         """Parts times, or over, a scalar; None where the result is no sum of parts."""
         number = constant_of(scalar)
         if number is not None and self._rows is None and divide and _is_whole_sum(parts):
@@ -195,7 +205,7 @@ class LossWalk:
             return [part.by(Factor(scalar, divides=divide)) for part in parts]
         return self._over_sum(parts, scalar) if divide else None
 
-    def _over_sum(self, parts: list[Part], divisor: Node) -> list[Part] | None:
+    def _over_sum(self, parts: list[LossPart], divisor: Node) -> list[LossPart] | None:
         """Parts over a sum over the batch, as in a masked mean."""
         if self._facts.needs_gradient(divisor):
             return None
@@ -214,7 +224,7 @@ class LossWalk:
         core, offset, minimum = _peel(divisor)
         return Counted(the_node(core), offset, minimum) if all(part.is_plain for part in self.parts(core)) else None
 
-    def _over_baked_rows(self, parts: list[Part], number: float) -> list[Part] | None:
+    def _over_baked_rows(self, parts: list[LossPart], number: float) -> list[LossPart] | None:
         """A sum over a constant, in a capture that has the number of rows as a constant: is it that number?"""
         if number <= 0 or number % self._facts.num_rows:
             return None
@@ -224,18 +234,18 @@ class LossWalk:
 
     # -- what has no rows ----------------------------------------------------------------------
 
-    def _without_rows(self, node: Node) -> Part:
+    def _without_rows(self, node: Node) -> LossPart:
         """A scalar that is no sum that can be taken apart: pieces of it add up, or their mean is taken, by rows."""
         found = growth(node, self._facts)
         if found == "sum":
-            return Part(node, the_node(node))
+            return LossPart(node, the_node(node))
         if found == "mean":
-            return Part(node, lambda build: self._times_rows(build, node), PerRow(ONE))
+            return LossPart(node, lambda build: self._times_rows(build, node), PerRow(ONE))
         return self._opaque(node)
 
-    def _opaque(self, node: Node) -> Part:
+    def _opaque(self, node: Node) -> LossPart:
         reason = f"{describe(node)} is no sum over the rows of the batch"
-        return Part(node, lambda build: self._times_rows(build, node), PerRow(ONE), exact=False, reason=reason)
+        return LossPart(node, lambda build: self._times_rows(build, node), PerRow(ONE), exact=False, reason=reason)
 
     def _times_rows(self, build: NodeBuilder, node: Node) -> Node:
         value = tensor_of(node)
@@ -258,15 +268,15 @@ def _read_from(number: Node) -> Node:
     return cast(Node, number.args[0]) if number.target in _ITEMS else number
 
 
-def _scaled(parts: list[Part], factor: float) -> list[Part]:
+def _scaled(parts: list[LossPart], factor: float) -> list[LossPart]:
     return [part.scaled(factor) for part in parts]
 
 
-def _is_whole_sum(parts: list[Part]) -> bool:
+def _is_whole_sum(parts: list[LossPart]) -> bool:
     return all(part.divisor is None for part in parts)
 
 
-def _over_mean(part: Part, mean: Part) -> Part | None:
+def _over_mean(part: LossPart, mean: LossPart) -> LossPart | None:
     """A mean over a mean is a sum over a sum: ``(S / k rows) / (c M / l rows) = l / (k c) x S / M``."""
     if not isinstance(part.divisor, PerRow) or not isinstance(mean.divisor, PerRow):
         return None
@@ -274,7 +284,7 @@ def _over_mean(part: Part, mean: Part) -> Part | None:
     return replace(part, divisor=Counted(mean.emit_sum)).scaled(factor)
 
 
-def _without_gradient(part: Part) -> Callable[[NodeBuilder], Node]:
+def _without_gradient(part: LossPart) -> Callable[[NodeBuilder], Node]:
     return lambda build: build.call(aten.detach.default, part.emit_sum(build))
 
 
@@ -308,7 +318,7 @@ _SAME_VALUE = (
     + ("to", "_to_copy", "type_as", "clone", "alias", "lift_fresh_copy")
 )  # fmt: skip
 
-_RULES: dict[str, Callable[[LossWalk, Node], list[Part] | None]] = {
+_RULES: dict[str, Callable[[LossWalk, Node], list[LossPart] | None]] = {
     **{f"aten.{name}": LossWalk._same_value for name in _SAME_VALUE},
     "aten.detach": LossWalk._detached,
     "aten.neg": LossWalk._negated,

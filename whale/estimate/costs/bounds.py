@@ -20,6 +20,12 @@ from whale.estimate.costs.op_table import Floats
 FORWARD_SHARE = 1 / 3
 """Share of F in F + B where B = 2 F, for the schedules that split the backward pass: weight gradients fill their drain."""
 
+LEFT_OVER = 0.9
+"""A last group of interleaving that is not whole costs about as much as if so many micro-batches per rank were missing."""
+
+UNEVEN = 0.15
+"""Under ``zb_v`` no rank has work to wait with: ranks that differ a little wait about so much of a micro-batch, times their number."""
+
 RECOMPUTED_SHARE = 3 / 4
 """Share of F + B in F + R + B where R = F and B = 2 F, for the schedules that compute again before the gradient comes."""
 
@@ -30,6 +36,85 @@ def bubble_share(schedule: str, num_chunks: int = 1) -> float:
     shares = again | {"zb_h1": FORWARD_SHARE, "zb_h2": FORWARD_SHARE, "zb_v": 0.0, "interleaved": 1 / num_chunks, "aiao": 1 / num_chunks}
     shares["aiao_early_loss"] = shares["aiao"]
     return shares.get(schedule, 1.0)
+
+
+def idle_seconds(
+    schedule: str,
+    forward: Floats,
+    backward: Floats,
+    weights: Floats,
+    num_micro_batch: Floats | int,
+    num_chunks: int = 1,
+    *,
+    again: Floats | float = 0.0,
+    hops: Floats | float = 0.0,
+    alive: Floats | None = None,
+    num_ranks: int | None = None,
+) -> Floats:
+    """Per rank, the seconds of a step in which it waits, ``[ranks, cases]``.
+
+    Of 1F1B, with t = F + B: until the ranks before it have begun, and until they are done; then, before its first backward pass and after
+    its last forward pass, until what it has sent comes back, less what it does meanwhile; and where few micro-batches may be on their way,
+    in each turn:
+
+        t_1 + ... + t_k-1  +  (after - (alive - 1) F)+  +  (after - (alive - 1) B)+  +  (m - alive) ((t + after) / alive - t)+
+
+    where `after` is what passes on the ranks behind it, with the messages. Exact for equal ranks (but for ``zb_h2``, ``zb_v`` and chunks of
+    few micro-batches).
+
+    Args:
+        forward, backward, weights: seconds of one micro-batch over all chunks, ``[ranks, cases]``; `weights` is the part of `backward` that
+            is weight gradients.
+        num_micro_batch: of a step; one for all cases, or of each.
+        again: the part of `backward` that is computed again by itself.
+        hops: seconds of a message from each rank to the next.
+        alive: per rank, micro-batches that are in flight at most, ``[ranks, 1]``; None where nothing waits for them.
+        num_ranks: where several ranks stand in one row, added up.
+    """
+    p, m = forward.shape[0] if num_ranks is None else num_ranks, num_micro_batch
+    found: Floats
+    own, inputs, hops = forward + backward, backward - weights, np.zeros_like(forward) + hops
+    lacking = np.maximum(0, p - m)  # too few micro-batches to fill the pipeline with
+
+    def before(seconds: Floats) -> Floats:
+        passed: Floats = np.cumsum(seconds, axis=0) - seconds
+        return passed
+
+    def mean(seconds: Floats) -> Floats:
+        total: Floats = seconds.sum(axis=0)
+        return total / p
+
+    if schedule in ("interleaved", "aiao", "aiao_early_loss"):
+        lacking = np.where((schedule == "interleaved") & (lacking == 0) & (np.asarray(m) % p > 0), LEFT_OVER * p, lacking)
+        found = before(own) / num_chunks + lacking * (1 - 1 / num_chunks) * mean(own) + 2 * (num_chunks + 1) * hops.sum(axis=0)
+        return found
+    if schedule == "zb_v":
+        missing = lacking - np.maximum(0, m - p) / 2
+        slack = before(inputs + np.maximum(forward - weights, 0.0)) + missing * mean(weights)
+        found = np.maximum(before(np.maximum(forward, inputs)) / 2, slack) + 4 * hops.sum(axis=0) + UNEVEN * p * mean(own)
+        return found
+    sooner = {"recompute_early": 0, "last_no_recompute": 2, "shifted_critical_path": 3}.get(schedule)
+    there = own if sooner is None else own - again
+    spare, filling = backward, np.zeros_like(forward)
+    if schedule == "zb_h1":
+        found, there, filling = (
+            before(inputs + np.maximum(forward - weights, 0.0) + 2 * hops) + lacking * mean(weights),
+            own - weights,
+            weights,
+        )
+    elif schedule == "zb_h2":
+        there, filling = own - weights, weights
+        others = (there + 2 * hops).sum(axis=0) - there
+        found = np.maximum(before(forward + hops), others - mean(forward) * m / 2)
+    else:
+        found, spare = before(there + 2 * hops), there - forward if sooner is not None else backward
+    if alive is not None:
+        total = there + 2 * hops
+        after = total.sum(axis=0) - np.cumsum(total, axis=0) + 2 * hops  # what is behind it, and the way there and back
+        full = np.maximum(0.0, after - (alive - 1) * forward) + np.maximum(0.0, after - (alive - 1) * spare)
+        back = np.where(m > alive, full, np.maximum(0.0, after - (np.minimum(m, alive) - 1) * filling))
+        found = found + back + np.maximum(0, m - alive) * np.maximum(0.0, (there + after) / alive - own)
+    return found if sooner is None else np.maximum(0.0, found - sooner * again)
 
 
 def exposed_sync(

@@ -27,6 +27,10 @@ class Costs:
         fuses_pointwise: whether pointwise ops run in one kernel with the op that alone reads them, as with a compiler or kernels
             written by hand; they do not where ops run one by one.
         allows_tf32: whether float32 matrix products run in TensorFloat-32 where the device has it.
+        zero: stage of ZeRO: from 1 on the optimizer form of parameters is shared out among their owners, from 2 on the gradient form too.
+        offloads: whether the optimizer form lives on the host.
+        host_bandwidth: bytes per second of the memory of a host, which its devices share; a starting value, 40 % of eight channels of
+            DDR4-3200.
         bucket_bytes: gradients are synchronised in buckets of about this size.
         memory_fraction: share of each device's memory that a plan may use. The rest is the allowance for the driver's
             context, communicators and fragmentation.
@@ -40,6 +44,9 @@ class Costs:
     fuses_pointwise: bool = False
     allows_tf32: bool = False
     optimizer_states: int = 2
+    zero: int = 0
+    offloads: bool = False
+    host_bandwidth: float = 80e9
     bucket_bytes: int = 25 * 2**20
     memory_fraction: float = 0.9
     measured: Measured | None = None
@@ -50,8 +57,10 @@ class Costs:
         return Costs(
             message_seconds=config.estimate.message_seconds,
             fuses_pointwise=config.estimate.fuses_pointwise,
-            allows_tf32=config.estimate.allows_tf32,
+            allows_tf32=config.estimate.allows_tf32 or config.precision.dtype == "tf32",
             optimizer_states=config.memory.optimizer_states,
+            zero=int(config.memory.zero) if config.memory.zero != "auto" else 0,
+            offloads=config.memory.offload == "optimizer",
             bucket_bytes=config.communication.bucket_bytes,
             memory_fraction=config.memory.fraction,
         )

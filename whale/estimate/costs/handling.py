@@ -40,12 +40,12 @@ class Volume:
 
 def all_reduce_volume(num_devices: int, payload: Line) -> Volume:
     """Of each device in an all-reduce of a payload around a ring: twice from each to the next."""
-    return _ring_volume(num_devices, payload, 2)
+    return ring_volume(num_devices, payload, 2)
 
 
 def all_gather_volume(num_devices: int, payload: Line) -> Volume:
     """Of each device in an all-gather that gives every device the whole payload, or in a reduce-scatter of it."""
-    return _ring_volume(num_devices, payload, 1)
+    return ring_volume(num_devices, payload, 1)
 
 
 def all_to_all_volume(num_devices: int, payload: Line) -> Volume:
@@ -53,7 +53,7 @@ def all_to_all_volume(num_devices: int, payload: Line) -> Volume:
     return Volume(2.0 * (num_devices - 1), payload * (2 * (num_devices - 1) / num_devices**2))
 
 
-def _ring_volume(num_devices: int, payload: Line, num_passes: int) -> Volume:
-    """A part of the payload out, and one in, at each step."""
+def ring_volume(num_devices: int, payload: Line, num_passes: int) -> Volume:
+    """Of each device in passes of a payload around a ring: a part of it out, and one in, at each step."""
     both = 2.0 * num_passes * (num_devices - 1)
     return Volume(both, payload * (both / num_devices))

@@ -5,6 +5,19 @@ from __future__ import annotations
 from whale.ir.cluster import Device
 
 
+def host_step_seconds(device: Device, bandwidth: float, stepped: float, moved: float) -> float:
+    """Seconds of a step on the CPU of a device's host, and of what is moved between the two, one after the other.
+
+    Args:
+        bandwidth: of the host's memory, bytes per second, that is this device's part; its own where it is the host.
+        stepped: bytes of weights, gradients and what is kept of them.
+        moved: bytes of gradients to the host, and of weights back.
+    """
+    if not device.host_link:
+        return (2 * stepped + moved) / (device.bandwidth * device.traffic)
+    return 2 * stepped / bandwidth + moved / device.host_link
+
+
 def optimizer_seconds(device: Device, weights: float, gradients: float, states: float) -> float:
     """Seconds of one step over so many bytes of trained weights, of their gradients and of what is kept of them."""
     return 2 * (weights + gradients + states) / (device.bandwidth * device.traffic)

@@ -3,46 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from whale.estimate.costs.line import Line
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Parameter
-from whale.ir.plan import Form, ParameterState, class_of
+from whale.ir.plan import Form, Home, ParameterState
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of a parameter on each device that holds it: the weight, its gradient and what the optimizer keeps."""
+    """Bytes of a parameter on each device that holds it: what ops read, its gradient, and what the optimizer keeps beside these.
+
+    ``on_host`` is what the optimizer keeps in the memory of the host.
+    """
 
     compute: int
     gradient: int
     optimizer: int
+    on_host: int = 0
 
     @property
     def total(self) -> int:
         return self.compute + self.gradient + self.optimizer
 
 
-def state_bytes(parameter: Parameter, states: Sequence[ParameterState], *, training: bool = True) -> StateBytes:
-    """Bytes of a parameter or buffer on each device that holds it.
+def state_bytes(parameter: Parameter, state: ParameterState, *, training: bool = True, kept: int | None = None) -> StateBytes:
+    """Bytes of a parameter or buffer on a device that holds it.
 
     Args:
-        states: of the plan.
-        training: whether it has a gradient and optimizer state where it is trainable.
+        state: its forms.
+        training: whether it has a gradient and optimizer state where it is trained.
+        kept: elements of it that the device keeps of what is shared out among owners; None for all that it holds.
     """
-    wanted = class_of(parameter, training=training)
-    state = next(state for state in states if state.parameters == wanted)
-    compute, gradient, optimizer = (_form_bytes(parameter, form) for form in (state.compute, state.gradient, state.optimizer))
-    return StateBytes(compute, gradient, state.num_optimizer_tensors * optimizer)
 
+    def num_bytes(form: Form, home: Home = "device") -> int:
+        held = parameter.spec.num_elements if form.sharding == "stage" or kept is None else kept
+        return held * DTYPE_BYTES[form.dtype] if form.home == home else 0
 
-def _form_bytes(parameter: Parameter, form: Form | None) -> int:
-    """Bytes that a form takes of a device's memory."""
-    if form is None or form.home != "device":
-        return 0
-    spec = parameter.spec
-    return spec.num_bytes if form.dtype == "own" else spec.num_bytes // DTYPE_BYTES[spec.dtype] * DTYPE_BYTES[form.dtype]
+    if not training or state.gradient is None:
+        return StateBytes(num_bytes(state.compute), 0, 0)
+    num_tensors = state.num_optimizer_tensors + state.is_copied
+    stepped, on_host = num_bytes(state.kept), num_bytes(state.kept, "host")
+    return StateBytes(num_bytes(state.compute), num_bytes(state.gradient), num_tensors * stepped, num_tensors * on_host)
 
 
 def kept_names(

@@ -18,15 +18,15 @@ from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import Floats, OpTable, op_table, output_line, output_lines
 from whale.estimate.costs.started import Started
 from whale.estimate.memory.kept import activations_of, kept_for_weights, kept_tensors, places_line, weight_share
-from whale.estimate.memory.memory import kept_names, largest_line, size_line, state_bytes, working_line
+from whale.estimate.memory.memory import StateBytes, kept_names, largest_line, size_line, state_bytes, working_line
 from whale.estimate.prices.local_graph import local_graph
 from whale.estimate.prices.part import NOTHING, Alive, Part, Recompute
 from whale.estimate.prices.traffic import WorkOnParts, work_on_parts
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.plan import ParameterState, Shard, plain_states
+from whale.ir.plan import ParameterState, Shard, states_of
 from whale.sharding.bridges import Bridge, find_bridges
-from whale.sharding.buckets import Bucket
+from whale.sharding.buckets import Buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +85,20 @@ class Prices:
         cluster: the devices.
         costs: what beside their figures prices are made of.
         spared: per kind of device, bytes that are left free.
+        num_keepers: among how many devices state is shared out, for closed forms, which have no plan to ask; None: all of the cluster.
     """
 
     graph: ModelGraph
     cluster: Cluster
     costs: Costs
     spared: Mapping[Device, int] = field(default_factory=dict)
+    num_keepers: int | None = None
     _seconds: dict[tuple[Device, float], OpSeconds] = field(default_factory=dict, init=False)
-    _held: dict[str, int] = field(default_factory=dict, init=False)
+    _held: dict[str, StateBytes] = field(default_factory=dict, init=False)
     _parts: dict[tuple[Part, Recompute], PartCost] = field(default_factory=dict, init=False)
     _started: dict[tuple[Part, Device, float], tuple[Started, Started]] = field(default_factory=dict, init=False)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict, init=False)
-    _buckets: tuple[Hashable, tuple[Bucket, ...]] | None = field(default=None, init=False)
+    _buckets: tuple[Hashable, Buckets] | None = field(default=None, init=False)
     _locals: dict[tuple[tuple[str, ...], tuple[Shard, ...], tuple[tuple[int, int], ...]], Prices] = field(default_factory=dict, init=False)
     _labels: dict[tuple[tuple[str, ...], tuple[Shard, ...]], Labels] = field(default_factory=dict, init=False)
     _works: dict[tuple[tuple[str, ...], tuple[Shard, ...]], WorkOnParts] = field(default_factory=dict, init=False)
@@ -155,7 +157,7 @@ class Prices:
         if key not in self._locals:
             labels = self.labels(ops, cuts)
             named = {shard.axis: part for shard, part in zip(shards, parts, strict=True)}
-            local = Prices(local_graph(labels, named), self.cluster, self.costs, self.spared)
+            local = Prices(local_graph(labels, named), self.cluster, self.costs, self.spared, self.num_keepers)
             local._links, local.kept, local.weight_shares = self._links, self.kept, self.weight_shares
             unlike = (own for own, whole in zip(local.graph.ops, self.graph.ops, strict=True) if own is not whole)
             local.outputs = self.outputs | {own.name: output_line(own, self.graph.num_rows) for own in unlike}
@@ -187,6 +189,14 @@ class Prices:
         other = copy(self)
         other.spared = {kind: self.spared.get(kind, 0) + lacking.get(kind, 0) for kind in {**self.spared, **lacking}}
         other._locals = {}
+        return other
+
+    def kept_by(self, num_keepers: int) -> Prices:
+        """The same prices, where so many devices share out the state of each parameter."""
+        if not self.costs.zero or num_keepers == self.num_keepers:
+            return self
+        other = copy(self)
+        other.num_keepers, other._locals, other._held, other._parts = num_keepers, {}, {}, {}
         return other
 
     def seconds(self, device: Device, num_rows: float) -> OpSeconds:
@@ -232,19 +242,31 @@ class Prices:
         found = 0.0
         for parameter in self.graph.parameters_among(op.inputs) if op.kind == "call" else ():
             if parameter.kind == "parameter":
-                held = state_bytes(parameter, self.states, training=True)
-                found += (parameter.spec.num_bytes + 2 * held.gradient) * (held.gradient > 0)
+                held = state_bytes(parameter, self.state_of[parameter.name])
+                found += (held.compute + 2 * held.gradient) * (held.gradient > 0)
         return found
 
     @cached_property
     def states(self) -> tuple[ParameterState, ...]:
-        """In which forms parameters live."""
-        return plain_states(self.costs.optimizer_states)
+        """In which forms parameters and buffers live."""
+        return states_of(self.graph.parameters, self.costs.optimizer_states, zero=self.costs.zero, offloads=self.costs.offloads)
+
+    @cached_property
+    def state_of(self) -> Mapping[str, ParameterState]:
+        """Those of each, by name."""
+        return {name: state for state in self.states for name in state.parameters}
 
     def parameter_bytes(self, name: str) -> int:
         """Bytes of a parameter or buffer with all that training keeps beside it."""
+        return self.held(name).total
+
+    def held(self, name: str) -> StateBytes:
+        """Those of each form, on a device with an equal part of what is shared out; gradients are whole until they are summed."""
         if name not in self._held:
-            self._held[name] = state_bytes(self.graph.parameter_by_name[name], self.states, training=self.training).total
+            own, state = self.graph.parameter_by_name[name], self.state_of[name]
+            part = -(-own.spec.num_elements // (self.num_keepers or len(self.cluster.devices)))
+            whole, kept = (state_bytes(own, state, training=self.training, kept=each) for each in (None, part))
+            self._held[name] = replace(kept, gradient=whole.gradient)
         return self._held[name]
 
     def part(self, part: Part, recompute: Recompute = NOTHING) -> PartCost:
@@ -292,7 +314,7 @@ class Prices:
         """How many of these tensors have a gradient that returns."""
         return sum(self.training and self.graph.by_name[name].requires_grad for name in tensors)
 
-    def buckets(self, held: Hashable, make: Callable[[], tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
+    def buckets(self, held: Hashable, make: Callable[[], Buckets]) -> Buckets:
         """The buckets of a plan. Those of the last one are kept: a search makes plans in a row whose devices hold the same.
 
         Args:

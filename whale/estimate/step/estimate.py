@@ -107,6 +107,7 @@ def _device(numbers: Sequence[int], gathered: Gathered, program: Program, found:
         stage_peaks=memory.stages,
         stage_bytes=worker.stage_bytes,
         capacity=worker.capacity,
+        on_host=worker.on_host,
     )
 
 

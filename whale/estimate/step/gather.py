@@ -14,7 +14,7 @@ from whale.estimate.step.workers import Worker, Workers
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.schedules import Edges, alike_schedules, edge_pairs, forward_schedules_of, releases, schedules_of
-from whale.schedules.releases import Releases
+from whale.schedules.holding import Releases
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,15 @@ def gather(plan: Plan, prices: Prices) -> Gathered:
     Raises:
         ScheduleError: a schedule of the plan would not run to its end.
     """
-    summed = buckets(plan, prices)
-    bucketed = frozenset(name for bucket in summed for name in bucket.names)
-    makers, found = Workers(plan, prices, bucketed), dict[str, Worker]()
+    shared = buckets(plan, prices)
     schedules = schedules_of(plan) if prices.training else forward_schedules_of(plan)
+    makers, found = Workers(plan, prices, shared, schedules), dict[str, Worker]()
     alike = alike_schedules(plan)
     for replica, schedule, number in zip(plan.replicas, schedules, alike, strict=True):
         found |= makers.of(replica, schedule, number)
     links = Links(prices)
     rank = plan.rank_of
-    wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links, summed))
+    wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links, shared.summed))
     workers = tuple(found[device] for device in plan.devices)
     followed = tuple(dict(zip(alike, schedules, strict=True)).values())
     pairs = tuple({number: edge_pairs(replica) for number, replica in zip(alike, plan.replicas, strict=True)}.values())

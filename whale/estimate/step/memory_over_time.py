@@ -5,6 +5,7 @@ kept                                            F ------------------> B (or I)  
 sent                                                                  B ---> the gradient has arrived
 working                                         F                     B            F --> left --> R --> kept --> B
 gradients  in buckets: always; others                                 B ---> end of the step (first W, where weights wait)
+           in the optimizer's type, where that is another, during the optimizer's step
 
 In a pass the memory is told as it is where that has most (`whale.estimate.memory.passes`).
 """
@@ -125,6 +126,8 @@ class _Changes:
         for each, ends in zip(self.order, times, strict=True):
             kind, stage, micro_batch = each.action.kind, each.action.stage, each.action.micro_batch
             if stage is None:
+                if kind is Kind.STEP and self.worker.casts:
+                    found.waits("gradients", [Waiting(self.worker.stages[0], self.worker.casts, *ends)])
                 continue
             assert micro_batch is not None
             is_again = (stage, micro_batch) in again

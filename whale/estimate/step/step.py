@@ -64,6 +64,7 @@ class DeviceEstimate:
         stage_peaks: per stage of `stages`, bytes beside parameters at that time.
         stage_bytes: per stage of `stages`, bytes of its parameters with what training keeps beside them.
         capacity: bytes that a plan may use.
+        on_host: bytes of each of them in the memory of its host.
     """
 
     devices: tuple[str, ...]
@@ -77,6 +78,7 @@ class DeviceEstimate:
     stage_peaks: tuple[float, ...]
     stage_bytes: tuple[float, ...]
     capacity: int
+    on_host: float = 0.0
 
     @property
     def timeline(self) -> DeviceTimeline:

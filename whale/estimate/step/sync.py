@@ -10,21 +10,21 @@ from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Plan, Replica, Stage
 from whale.schedules import alike_schedules
-from whale.sharding.buckets import Bucket, plan_buckets
+from whale.sharding.buckets import Buckets, plan_buckets
 from whale.sharding.parameters import parameter_shardings
 
 
-def buckets(plan: Plan, prices: Prices) -> tuple[Bucket, ...]:
-    """All buckets, in the order in which they start."""
+def buckets(plan: Plan, prices: Prices) -> Buckets:
+    """All buckets of a plan; none where nothing is trained."""
     if not prices.training:
-        return ()
+        return Buckets()
     alike = alike_schedules(plan)
 
-    def make() -> tuple[Bucket, ...]:
+    def make() -> Buckets:
         found = parameter_shardings(plan, prices.graph, prices.axes if plan.is_sharded else None)
-        return plan_buckets(found, prices.graph, alike, prices.costs.bucket_bytes)
+        return plan_buckets(plan, found, prices.graph, alike, prices.costs.bucket_bytes)
 
-    return prices.buckets((alike, plan.devices, tuple(map(_held, plan.replicas))), make)
+    return prices.buckets((alike, plan.devices, plan.parameter_states, plan.keeper_shares, tuple(map(_held, plan.replicas))), make)
 
 
 def _held(replica: Replica) -> Hashable:

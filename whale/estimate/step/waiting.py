@@ -1,7 +1,7 @@
 """Which messages lie on a device, and how long: those that have come before their use, and gradients that may still be needed to send.
 
 received   from its POST to the computation that uses it
-sent       from the computation that made it until an answer shows that its taker has it (`whale.schedules.releases`), else to the STEP
+sent       from the computation that made it until an answer shows that its taker has it (`whale.schedules.holding`), else to the STEP
 """
 
 from __future__ import annotations

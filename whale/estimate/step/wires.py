@@ -8,15 +8,14 @@ from itertools import product
 
 from whale.estimate.costs.collectives import Way, fastest_way
 from whale.estimate.costs.fabric import Fabric, fabric
-from whale.estimate.costs.handling import Volume, all_reduce_volume
+from whale.estimate.costs.handling import Volume, ring_volume
 from whale.estimate.costs.line import Line
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Path, Role, Wire
 from whale.estimate.step.crossings import Crossings
 from whale.estimate.step.sync import Readiness, first_uses, readiness
 from whale.ir.cluster import Device, Link
-from whale.ir.graph import DTYPE_BYTES
-from whale.ir.plan import TRAINED, Plan, Replica, Stage
+from whale.ir.plan import Plan, Replica, Stage
 from whale.sharding.buckets import Bucket, Places
 
 _SENDS_AND_RECEIVES: tuple[Role, ...] = ((0,), (1,))
@@ -63,19 +62,21 @@ class Sums:
     Attributes:
         num_bytes: of the gradients.
         num_owners: that add them up.
+        num_passes: around all of them: 2 where each gets the sum, 1 where each gets the part that it keeps.
         latency: seconds beside the bytes.
         queue: position among those of the same owners.
     """
 
     num_bytes: float
     num_owners: int
+    num_passes: int
     latency: float
     queue: int
 
     @property
     def volume(self) -> Volume:
         """What each owner handles."""
-        return all_reduce_volume(self.num_owners, Line(self.num_bytes))
+        return ring_volume(self.num_owners, Line(self.num_bytes), self.num_passes)
 
 
 class Links:
@@ -205,20 +206,13 @@ def sum_wires(plan: Plan, prices: Prices, links: Links, summed: Iterable[Bucket]
         devices = [plan.devices[owner] for owner in bucket.owners]
         if bucket.owners not in fabrics:
             fabrics[bucket.owners] = fabric(prices.cluster, devices)
-        num_bytes = _gradient_bytes(plan, prices, bucket)
-        way = fastest_way(fabrics[bucket.owners], 2, num_bytes)
+        num_passes = 1 if bucket.runs else 2
+        way = fastest_way(fabrics[bucket.owners], num_passes, bucket.num_bytes)
         if (bucket.owners, way) not in paths:
             paths[bucket.owners, way] = links.collective(devices, way)
-        kind = Sums(num_bytes, len(bucket.owners), way.latency + prices.costs.message_seconds, position)
+        latency = (way.latency + prices.costs.message_seconds) * max(1, len(bucket.runs))
+        kind = Sums(bucket.num_bytes, len(bucket.owners), num_passes, latency, position)
         yield Wire(kind, bucket.owners, roles.of(bucket), paths[bucket.owners, way])
-
-
-def _gradient_bytes(plan: Plan, prices: Prices, bucket: Bucket) -> float:
-    """Bytes of a bucket in the type that the plan's gradients have; buckets count the parameters' own."""
-    form = next(state.gradient for state in plan.parameter_states if state.parameters == TRAINED)
-    own = prices.graph.parameter_by_name[bucket.names[0]].spec.dtype
-    factor = 1.0 if form is None or form.dtype == "own" else DTYPE_BYTES[form.dtype] / DTYPE_BYTES[own]
-    return bucket.num_bytes * factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +247,8 @@ class _Roles:
             self._owners[key] = self._alike(bucket)
         unlike, owners = self._owners[key]
         looks = dict.fromkeys(own.look for own in unlike if own.look is not None)
-        shares: dict[int | None, float] = {look: self._ready[look].share(bucket.names) for look in looks}
+        waits = any(self._plan.state_of(name).is_gathered for name in bucket.names)  # then sums start when the whole pass is done
+        shares: dict[int | None, float] = {look: 1.0 if waits else self._ready[look].share(bucket.names) for look in looks}
         roles = [(own.stages, shares.get(own.look, 1.0), not bucket.is_at_one_place) for own in unlike]
         return tuple(roles[number] for number in owners)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -105,12 +105,12 @@ class Works:
 
     Args:
         prices: of the graph on the cluster.
-        states: in which forms parameters live.
+        state_of: in which forms a parameter or buffer lives, by name.
         bucketed: parameters whose gradients lie in buckets.
     """
 
     prices: Prices
-    states: tuple[ParameterState, ...]
+    state_of: Callable[[str], ParameterState]
     bucketed: frozenset[str]
     _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int], Work] = field(default_factory=dict, init=False)
     _memory: dict[tuple[StageKey, int, int], tuple[float, float, float, Beside]] = field(default_factory=dict, init=False)
@@ -207,7 +207,7 @@ class Works:
         """
         graph, part, training = prices.graph, key.part, names is not None
         crossing = part.crossing(graph) if training else ()
-        states = {name: state_bytes(graph.parameter_by_name[name], self.states, training=training) for name in part.parameters}
+        states = {name: state_bytes(graph.parameter_by_name[name], self.state_of(name), training=training) for name in part.parameters}
         passes = Passes(
             graph=graph,
             num_bytes={name: prices.outputs[name].at(num_rows) for name in self._read(graph, part)},

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whale.estimate.costs.optimizer import optimizer_seconds
+from whale.estimate.costs.optimizer import host_step_seconds, optimizer_seconds
 from whale.estimate.memory.memory import state_bytes
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
+from whale.estimate.step.brought import Gathering, giving_seconds
 from whale.estimate.step.step import MemoryUse
 from whale.estimate.step.work import StageKey, Work, Works, first_alike
 from whale.ir.cluster import NO_HANDLING, Handling
-from whale.ir.graph import Parameter
-from whale.ir.plan import ParameterState, Plan, Replica, Stage
+from whale.ir.graph import DTYPE_BYTES, Parameter
+from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
+from whale.sharding.buckets import Bucket, Buckets, Slot, filled_up
+
+_NOTHING: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,12 @@ class Worker:
         works: per stage and number of rows of a micro-batch, its work.
         held: bytes of parameters with what training keeps beside them, but for `apart`.
         apart: bytes of gradients that are in no bucket: they are there from the first backward passes on.
+        casts: bytes of gradients in the type that the optimizer takes, where that is another.
         stage_bytes: the same, for each of its stages by itself.
-        optimizer: seconds of the optimizer's step.
+        optimizer: seconds of the optimizer's step, and until ops can read what it made.
         capacity: bytes that a plan may use.
         handling: what messages take of it.
+        on_host: bytes in the memory of its host.
     """
 
     schedule: int
@@ -43,10 +50,12 @@ class Worker:
     works: tuple[tuple[tuple[int, int], Work], ...]
     held: MemoryUse
     apart: float
+    casts: float
     stage_bytes: tuple[float, ...]
     optimizer: float
     capacity: int
     handling: Handling = NO_HANDLING
+    on_host: float = 0.0
 
     @cached_property
     def _hash(self) -> int:
@@ -82,13 +91,23 @@ class Workers:
     Args:
         plan: the plan.
         prices: of its graph on its cluster.
-        bucketed: parameters whose gradients lie in buckets.
+        buckets: of the plan.
+        schedules: per replica.
     """
 
-    def __init__(self, plan: Plan, prices: Prices, bucketed: frozenset[str]) -> None:
-        self._plan, self._prices = plan, prices
-        self._works = Works(prices, plan.parameter_states, bucketed)
-        self._held = _Held(prices, plan.parameter_states, bucketed)
+    def __init__(self, plan: Plan, prices: Prices, buckets: Buckets, schedules: Sequence[Schedule]) -> None:
+        self._plan, self._prices, self._kept = plan, prices, buckets.kept
+        bucketed = frozenset(name for bucket in buckets.summed if bucket.form.sharding == "stage" for name in bucket.names)
+        self._uses_hosts = any(state.kept.home == "host" for state in plan.parameter_states)
+        self._num_on_host = Counter(prices.cluster.by_name[device].host for device in plan.devices)
+        self._gathering = Gathering(plan, prices, buckets.gathered, schedules)
+        self._publishing: dict[str, float] = {}
+        for bucket in buckets.published:
+            for device, seconds in giving_seconds(plan, prices, bucket).items():
+                self._publishing[device] = self._publishing.get(device, 0.0) + seconds
+        self._padding = _padding_of_pieces(buckets.summed)
+        self._works = Works(prices, plan.state_of, bucketed)
+        self._held = _Held(prices, plan, bucketed)
         self._rows = plan.all_micro_batch_rows(plan.planned_rows)
         self._of_kind: dict[int, set[tuple[int | None, Kind]]] = {}
         self._keys: dict[StageKey, StageKey] = {}
@@ -104,9 +123,11 @@ class Workers:
         """
         groups = tuple(self._works.likeness(group) for stage in replica.stages for group in stage.groups)
         stages = [(own.ops, own.parameters, own.program, own.shards, own.shares, own.split) for own in replica.stages]
-        same = number, groups, self._sizes(replica), id(replica.edges), tuple(id(part) for own in stages for part in own)
+        is_own = self._kept or self._padding or self._uses_hosts  # what others keep is not here; hosts have more or fewer devices
+        own_state = replica.index if is_own else None
+        same = number, groups, self._sizes(replica), id(replica.edges), tuple(id(part) for own in stages for part in own), own_state
         if same not in self._same:  # else what they are made of, which is long, is one for both
-            look = number, groups, self._sizes(replica), replica.edges, tuple(stages)
+            look = number, groups, self._sizes(replica), replica.edges, tuple(stages), own_state
             if look not in self._known:
                 self._known[look] = tuple(self._found(replica, schedule, number))
             self._same[same] = self._known[look]
@@ -134,27 +155,33 @@ class Workers:
 
     def _worker(self, number: int, rank: int, own: Sequence[_Place], index: int, device: str, rows: tuple[int, ...]) -> Worker:
         positions = [index % place.stage.split for place in own]
-        held, trained, apart = self._held.of([place.key for place in own], positions)
+        kept = self._kept.get(self._plan.rank_of[device], _NOTHING) if self._kept else None
+        held = self._held.of([place.key for place in own], positions, kept)
         known, costs = self._prices.cluster.by_name[device], self._prices.costs
+        shared = costs.host_bandwidth / self._num_on_host[known.host]
+        on_host = host_step_seconds(known, shared, held.stepped_there, held.moved) if held.stepped_there else 0.0
         return Worker(
             number,
             rank,
             tuple(place.stage.index for place in own),
             rows,
-            tuple(self._work(own, index)),
-            replace(held, gradients=held.gradients - apart),
-            apart,
-            tuple(self._held.of([place.key], [position])[0].total for place, position in zip(own, positions, strict=True)),
-            optimizer_seconds(known, trained, held.gradients, held.optimizer),
+            tuple(self._work(own, index, device)),
+            replace(held.use, gradients=held.use.gradients - held.apart + self._padding.get(self._plan.rank_of[device], 0)),
+            held.apart,
+            held.casts,
+            tuple(self._held.of([place.key], [position], kept).use.total for place, position in zip(own, positions, strict=True)),
+            optimizer_seconds(known, *held.stepped) + on_host + self._publishing.get(device, 0.0) + self._gathering.throughout(device),
             costs.capacity(known),
             known.handling,
+            held.on_host,
         )
 
-    def _work(self, own: Sequence[_Place], index: int) -> Iterator[tuple[tuple[int, int], Work]]:
+    def _work(self, own: Sequence[_Place], index: int, device: str) -> Iterator[tuple[tuple[int, int], Work]]:
         for place in own:
             group, position = divmod(index, place.stage.split)
+            brought = self._gathering.of(device, place.stage.index)
             for size, rows in place.rows:
-                yield (place.stage.index, size), self._works.of(place.key, place.groups[group], position, rows[index])
+                yield (place.stage.index, size), brought(self._works.of(place.key, place.groups[group], position, rows[index]))
 
 
 def stage_key(replica: Replica, stage: Stage, kinds: Collection[tuple[int | None, Kind]] = ()) -> StageKey:
@@ -170,35 +197,89 @@ def stage_key(replica: Replica, stage: Stage, kinds: Collection[tuple[int | None
     return StageKey(part, stage.recomputed, stage.shards, stage.overlap, recomputes, defers)
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Bytes of the parameters of a device.
+
+    Attributes:
+        use: of what it holds of them while gradients are there.
+        stepped: of weights, of gradients, and of what the optimizer keeps beside, that a step of the optimizer reads and writes.
+        apart: of the gradients that are in no bucket.
+        casts: of the gradients in the type that the optimizer takes, where that is another.
+        stepped_there: of weights, gradients and what is kept beside, that a step on the host reads and writes.
+        moved: of gradients to the host, and of weights back.
+        on_host: that the optimizer keeps on the host.
+    """
+
+    use: MemoryUse
+    stepped: tuple[float, float, float]
+    apart: float
+    casts: float
+    stepped_there: float
+    moved: float
+    on_host: float
+
+
 class _Held:
     """Bytes of parameters on a device, with what training keeps beside them."""
 
-    def __init__(self, prices: Prices, states: tuple[ParameterState, ...], bucketed: frozenset[str]) -> None:
-        self._prices, self._states, self._bucketed = prices, states, bucketed
-        self._known: dict[tuple[tuple[StageKey, ...], tuple[int, ...]], tuple[MemoryUse, float, float]] = {}
+    def __init__(self, prices: Prices, plan: Plan, bucketed: frozenset[str]) -> None:
+        self._prices, self._plan, self._bucketed = prices, plan, bucketed
+        self._known: dict[Hashable, _State] = {}
 
-    def of(self, keys: Sequence[StageKey], positions: Sequence[int]) -> tuple[MemoryUse, float, float]:
-        """The bytes, those of the weights that train, and of the gradients those that are in no bucket.
+    def of(self, keys: Sequence[StageKey], positions: Sequence[int], kept: Mapping[str, int] | None) -> _State:
+        """The bytes; what several stages of a device hold counts once.
 
-        What several stages of a device hold counts once.
+        Args:
+            kept: elements that the device keeps of what is shared out among owners; None where nothing is.
         """
         positions = [first_alike(key.shards, position) for key, position in zip(keys, positions, strict=True)]
-        question = tuple(keys), tuple(positions)
+        question = tuple(keys), tuple(positions), id(kept)
         if question not in self._known:
             found: dict[str, Parameter] = {}
             for key, position in zip(keys, positions, strict=True):
                 own = self._prices.local(key.part.ops, key.shards, position) if key.shards else self._prices
                 found |= {name: own.graph.parameter_by_name[name] for name in key.part.parameters}
-            self._known[question] = self._add(found)
+            self._known[question] = self._add(found, kept)
         return self._known[question]
 
-    def _add(self, parameters: Mapping[str, Parameter]) -> tuple[MemoryUse, float, float]:
-        by_name = {name: state_bytes(known, self._states, training=self._prices.training) for name, known in parameters.items()}
-        held = list(by_name.values())
-        use = MemoryUse(
-            float(sum(each.compute for each in held)),
-            float(sum(each.gradient for each in held)),
-            float(sum(each.optimizer for each in held)),
-        )
-        apart = sum(each.gradient for name, each in by_name.items() if name not in self._bucketed)
-        return use, float(sum(each.compute for each in held if each.gradient)), float(apart)
+    def _add(self, parameters: Mapping[str, Parameter], kept: Mapping[str, int] | None) -> _State:
+        rows = [self._row(name, known, kept) for name, known in parameters.items()]
+        sums = [float(sum(column)) for column in zip(*rows, strict=True)] or [0.0] * 11
+        return _State(MemoryUse(*sums[:3]), (sums[3], sums[4], sums[5]), *sums[6:])
+
+    def _row(self, name: str, known: Parameter, kept: Mapping[str, int] | None) -> tuple[int, ...]:
+        """The numbers of `_State` of one parameter."""
+        state, training = self._plan.state_of(name), self._prices.training
+        own = None if kept is None or state.kept.sharding == "stage" else kept.get(name, 0)
+        held = made = state_bytes(known, state, training=training)
+        if own is not None:
+            held = state_bytes(known, state, training=training, kept=own)
+        if state.gradient is None or not made.gradient:
+            return held.compute, made.gradient, held.optimizer, 0, 0, 0, made.gradient, 0, 0, 0, 0
+        is_bucketed, num_kept = name in self._bucketed, known.spec.num_elements if own is None else own
+        num_bytes = num_kept * DTYPE_BYTES[state.kept.dtype]
+        gradient = filled_up(made.gradient) if is_bucketed else made.gradient
+        uses, apart = (held.compute, gradient, held.optimizer), 0 if is_bucketed else made.gradient
+        if state.kept.home == "host":
+            moved = held.gradient + num_kept * DTYPE_BYTES[state.compute.dtype]
+            return *uses, 0, 0, 0, apart, 0, num_bytes * (2 + state.num_optimizer_tensors), moved, held.on_host
+        weights, casts = num_bytes + (held.compute if state.is_copied else 0), state.gradient.dtype != state.kept.dtype
+        return *uses, weights, held.gradient, num_bytes * state.num_optimizer_tensors, apart, num_bytes * casts, 0, 0, 0
+
+
+def _padding_of_pieces(buckets: Iterable[Bucket]) -> dict[int, int]:
+    """Per rank, bytes that fill up slots of parameters that fall into pieces, beyond one slot for each parameter."""
+    pieces: dict[str, list[tuple[Bucket, Slot]]] = {}
+    for bucket in buckets:
+        for slot in bucket.slots:
+            pieces.setdefault(slot.name, []).append((bucket, slot))
+    sizes: dict[tuple[int, str], list[int]] = {}
+    for name, found in pieces.items():
+        for bucket, slot in found if len(found) > 1 else ():
+            for owner in bucket.owners:
+                sizes.setdefault((owner, name), []).append((slot.stop - slot.start) * DTYPE_BYTES[bucket.form.dtype])
+    padding: dict[int, int] = {}
+    for (owner, _), own in sizes.items():
+        padding[owner] = padding.get(owner, 0) + sum(map(filled_up, own)) - filled_up(sum(own))
+    return {owner: num_bytes for owner, num_bytes in padding.items() if num_bytes}

@@ -1,7 +1,7 @@
 """The decision, and its parts."""
 
 from whale.ir.plan.choice import Choice
-from whale.ir.plan.parameter_state import FIXED, TRAINED, Form, ParameterState, class_of, plain_states
+from whale.ir.plan.parameter_state import Form, Home, ParameterState, states_of
 from whale.ir.plan.plan import BatchAxis, Plan
 from whale.ir.plan.replica import Edge, Pipeline, Replica, devices_of
 from whale.ir.plan.segment import Segment, program_of
@@ -12,13 +12,12 @@ from whale.ir.plan.text import describe_order, describe_shape
 
 __all__ = [
     "BATCH",
-    "FIXED",
-    "TRAINED",
     "BatchAxis",
     "Choice",
     "Edge",
     "Estimate",
     "Form",
+    "Home",
     "ParameterState",
     "Pipeline",
     "Plan",
@@ -28,11 +27,10 @@ __all__ = [
     "Stage",
     "TaskGraph",
     "VirtualDevice",
-    "class_of",
     "describe_order",
     "describe_shape",
     "describe_shards",
     "devices_of",
-    "plain_states",
     "program_of",
+    "states_of",
 ]

@@ -1,55 +1,82 @@
-"""In which forms the parameters of a plan live: what ops read, the gradient, and what the optimizer keeps.
+"""In which forms the parameters of a plan live: what ops read, the gradient, and what the optimizer steps.
 
-            compute       gradient      optimizer
-trained     the weight    its sum       2 tensors (Adam)
-fixed       the weight    -             -                    frozen parameters and buffers
+                       compute     gradient                optimizer
+trained                the weight  its sum                 the weight that is stepped, and what the optimizer keeps for it
+cast by every reader   its cast    its sum, uncast         the same
+frozen, and buffers    the weight  -                       -
+
+Where the compute and the optimizer form have one type and home, elements lie in memory once. Else, and where only *keepers* among the
+owners step a weight, the gradient is *collected* into the optimizer form when it is final, and after the step the weight is *published*
+into the compute form; or, where that is shared out too, gathered before ops read it, and let go after.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from whale.ir.graph import Parameter
 
-TRAINED, FIXED = "trained", "fixed"
-"""The classes of parameters."""
+Layout = Literal["stage", "owners"]
+Home = Literal["device", "host"]
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One form of a class of parameters.
+    """One form of a parameter.
 
     Attributes:
-        sharding: where its elements lie: ``stage`` as the stages say that hold the parameter.
-        dtype: ``own`` for the parameter's, else a dtype's name.
-        home: the memory that it lies in, ``device`` or ``host``.
+        dtype: of its elements.
+        sharding: where they lie: ``stage``: as the stages say that hold the parameter; ``owners``: shared out among all who hold it.
+        home: the memory that they lie in, of the device or of its host.
     """
 
-    sharding: str = "stage"
-    dtype: str = "own"
-    home: str = "device"
+    dtype: str
+    sharding: Layout = "stage"
+    home: Home = "device"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it lies as the stages say, on devices."""
+        return self.sharding == "stage" and self.home == "device"
 
     def __str__(self) -> str:
-        return f"sharding {self.sharding}, dtype {self.dtype}, home {self.home}"
+        return f"{self.dtype}, sharding {self.sharding}, home {self.home}"
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """The forms of one class of parameters.
+    """The forms of some parameters or buffers.
 
     Attributes:
-        parameters: the class.
+        parameters: names.
         compute: what ops read.
-        gradient: None where there is none.
-        optimizer: of each tensor that the optimizer keeps of its size; None where it keeps none.
-        num_optimizer_tensors: how many these are.
+        gradient: None where nothing is trained.
+        optimizer: the weight that is stepped, and each tensor of its size that the optimizer keeps; None where nothing is trained.
+        num_optimizer_tensors: how many it keeps, of what has a gradient.
     """
 
-    parameters: str
+    parameters: tuple[str, ...]
     compute: Form
-    gradient: Form | None
-    optimizer: Form | None
-    num_optimizer_tensors: int
+    gradient: Form | None = None
+    optimizer: Form | None = None
+    num_optimizer_tensors: int = 0
+
+    @property
+    def kept(self) -> Form:
+        """The form that lasts: of what is trained that of the optimizer."""
+        return self.compute if self.optimizer is None else self.optimizer
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the optimizer steps other memory than ops read: elements of another type, or in another home."""
+        return (self.kept.dtype, self.kept.home) != (self.compute.dtype, self.compute.home)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether what ops read is shared out, and there while they read it alone."""
+        return self.compute.sharding == "owners"
 
     @property
     def forms(self) -> tuple[tuple[str, Form], ...]:
@@ -58,15 +85,37 @@ class ParameterState:
         return tuple((name, form) for name, form in found if form is not None)
 
 
-def plain_states(num_optimizer_tensors: int = 2) -> tuple[ParameterState, ...]:
-    """Everything on the devices of the stages, in the parameters' own types."""
-    optimizer = Form() if num_optimizer_tensors else None
-    return (
-        ParameterState(TRAINED, Form(), Form(), optimizer, num_optimizer_tensors),
-        ParameterState(FIXED, Form(), None, None, 0),
+def states_of(
+    parameters: Iterable[Parameter],
+    num_optimizer_tensors: int = 2,
+    *,
+    gradient: Form | None = None,
+    optimizer: Form | None = None,
+    zero: int = 0,
+    offloads: bool = False,
+) -> tuple[ParameterState, ...]:
+    """The states of a model's parameters and buffers, equal ones together.
+
+    Args:
+        parameters: of the model.
+        num_optimizer_tensors: that the optimizer keeps for each trained parameter.
+        gradient, optimizer: forms of all trained parameters; None where they are as the model has the parameter.
+        zero: stage of ZeRO: from 1 on the optimizer form is shared out among owners, from 2 on the gradient form too, from 3 on what ops
+            read.
+        offloads: whether the optimizer form lives on the host.
+    """
+    read_by, summed, stepped = ({"sharding": "owners"} if zero >= level else {} for level in (3, 2, 1))
+    stepped |= {"home": "host"} if offloads else {}
+    found: dict[ParameterState, list[str]] = {}
+    for parameter in parameters:
+        own, read = Form(parameter.spec.dtype), Form(parameter.read_as or parameter.spec.dtype)
+        trains = parameter.kind == "parameter" and parameter.trainable
+        state = ParameterState((), read)
+        if trains:
+            forms = replace(gradient or own, **summed), replace(optimizer or own, **stepped)  # type: ignore[arg-type]
+            state = ParameterState((), replace(read, **read_by), *forms, num_optimizer_tensors)  # type: ignore[arg-type]
+        found.setdefault(state, []).append(parameter.name)
+    return tuple(
+        ParameterState(tuple(names), state.compute, state.gradient, state.optimizer, state.num_optimizer_tensors)
+        for state, names in found.items()
     )
-
-
-def class_of(parameter: Parameter, *, training: bool = True) -> str:
-    """The class of a parameter or buffer."""
-    return TRAINED if training and parameter.kind == "parameter" and parameter.trainable else FIXED

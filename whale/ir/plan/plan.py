@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whale.ir.division import divide, divide_evenly, intervals
 from whale.ir.plan.choice import Choice
-from whale.ir.plan.parameter_state import ParameterState, plain_states
+from whale.ir.plan.parameter_state import Form, ParameterState
 from whale.ir.plan.replica import Pipeline, Replica
 from whale.ir.plan.task_graph import TaskGraph
 from whale.ir.plan.text import describe_order, describe_replica, describe_shape
@@ -39,7 +40,8 @@ class Plan:
         planned_rows: rows of the global batch that shares and estimates were made for.
         step_seconds: predicted.
         choices: why.
-        parameter_states: in which forms the parameters of each class live.
+        parameter_states: in which forms parameters and buffers live, each named once.
+        keeper_shares: per rank, its weight where state is shared out among owners; empty where all have the same.
     """
 
     model: str
@@ -52,13 +54,22 @@ class Plan:
     planned_rows: int
     step_seconds: float = 0.0
     choices: tuple[Choice, ...] = ()
-    parameter_states: tuple[ParameterState, ...] = plain_states()
+    parameter_states: tuple[ParameterState, ...] = ()
     device_models: tuple[str, ...] = ()
+    keeper_shares: tuple[int, ...] = ()
 
     @cached_property
     def rank_of(self) -> dict[str, int]:
         """Rank of each device in use."""
         return {device: rank for rank, device in enumerate(self.devices)}
+
+    def state_of(self, name: str) -> ParameterState:
+        """In which forms a parameter or buffer lives."""
+        return self._state_of[name]
+
+    @cached_property
+    def _state_of(self) -> dict[str, ParameterState]:
+        return {name: state for state in self.parameter_states for name in state.parameters}
 
     @property
     def where(self) -> str:
@@ -131,6 +142,14 @@ class Plan:
         )
         return replace(self, replicas=replicas)
 
+    def _describe_states(self) -> Iterator[str]:
+        """What is shared out among owners, and what is kept on hosts."""
+        found: dict[Form, dict[str, None]] = {}
+        for name, form in (each for state in self.parameter_states for each in state.forms[1:]):
+            if not form.is_plain:
+                found.setdefault(form, {})[name] = None
+        yield from (f"  {' and '.join(names)} form: {form}" for form, names in found.items())
+
     def __str__(self) -> str:
         lines = [
             f"plan: {describe_shape(self.replicas)} on {self.where}, {describe_order(self.replicas)}, "
@@ -141,6 +160,7 @@ class Plan:
             shape = "" if are_alike else f", {counted(replica.pipeline.num_stages, 'stage')}, {replica.pipeline.order}"
             lines.append(f"  replica {replica.index}: rows {start}:{stop}{shape}")
             lines += describe_replica(replica, self.micro_batch_rows(replica.index, self.planned_rows)[0])
+        lines += self._describe_states()
         if self.idle_devices:
             lines.append(f"  idle: {', '.join(self.idle_devices)}")
         return "\n".join(lines)

@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, permutations
 
-from whale.ir.cluster import Cluster, Device
+from whale.ir.cluster import Cluster, Device, Link
 from whale.planning.pipeline.scheduling import PipelineShape
+from whale.planning.strategy import Placed
 
 FEW = 4
 """On up to so many devices every order is tried, and of so many kinds."""
-
-Placed = tuple[tuple[str, ...], ...]
-"""The device names of every rank of one replica."""
-
 
 SEARCHED = "chosen by the search"
 """The rule of devices that are not the planner's to choose."""
@@ -33,6 +30,35 @@ class Placement:
     rule: str
     replicas: tuple[Placed, ...]
     idle: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """What is equal for replicas on equal devices with equal links between them.
+
+    Attributes:
+        devices: per device its kind, and the number of its host among those of the replica.
+        links: inside the hosts, and between those that have a link of their own: their numbers, and the link.
+        network: the link between all other hosts; None where there is but one.
+    """
+
+    devices: tuple[tuple[Device, int], ...]
+    links: tuple[tuple[int, int, Link], ...]
+    network: Link | None
+
+
+def likeness_of(placed: Placed, cluster: Cluster) -> Likeness:
+    """The likeness of a replica on its devices."""
+    devices = [cluster.by_name[name] for names in placed for name in names]
+    local = {host: number for number, host in enumerate(dict.fromkeys(device.host for device in devices))}
+    inside = ((number, number, cluster.host_by_name[host].link) for host, number in local.items())
+    own = ((sorted((local[a], local[b])), link) for (a, b), link in cluster.pairs if a in local and b in local)
+    between = sorted(((low, high, link) for (low, high), link in own), key=lambda each: each[:2])
+    return Likeness(
+        tuple((device.kind, local[device.host]) for device in devices),
+        (*inside, *between),
+        cluster.network if len(local) > 1 else None,
+    )
 
 
 @dataclass(frozen=True)

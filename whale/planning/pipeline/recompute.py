@@ -16,9 +16,9 @@ from whale.estimate.costs.op_table import Floats
 from whale.estimate.memory.memory import saved_lines
 from whale.estimate.prices.part import NOTHING, Alive, Recompute, Segment
 from whale.estimate.prices.prices import PartCost, Prices
-from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pipeline.segments import find_blocks, find_cores, find_regions
+from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment
 
 Recomputes = tuple[Recompute, ...]
@@ -256,24 +256,26 @@ class Chooser:
         return max(1.0, num_rows / self.pipeline.num_groups(stage))
 
 
-def expected_bytes(pipeline: PipelineShape, policy: Policy, stage: int, received: Floats, inside: Floats, entering: float) -> Floats:
-    """What pieces of a model would keep as a stage, before its blocks are known.
+def expected_bytes(
+    in_flight: Floats, recomputed: Floats, waiting: Floats, share: Floats, received: Floats, inside: Floats, entering: float
+) -> Floats:
+    """What pieces of a model would keep as stages, before their blocks are known.
 
     n blocks of which all recompute leave in_flight x n x entering + inside / n; the best n makes both terms equal. What was computed again
     waits for W, where that is apart.
 
     Args:
+        in_flight, recomputed, waiting: micro-batches of each stage, as `PipelineShape` has them.
+        share: of each stage's blocks that recompute.
         received: bytes that enter a piece, for one micro-batch.
         inside: bytes that its ops keep for backward.
         entering: bytes that enter a block.
     """
-    in_flight = pipeline.in_flight[stage]
-    if pipeline.recomputed[stage]:
-        return in_flight * received + pipeline.recomputed[stage] * inside
-    again = policy.share(stage) * np.maximum(inside, 0.0)
+    again = share * np.maximum(inside, 0.0)
     blocks = np.minimum(in_flight * again, 2 * np.sqrt(in_flight * entering * again))
-    result: Floats = in_flight * (received + inside - again) + blocks + pipeline.waiting[stage] * again
-    return result
+    kept = in_flight * (received + inside - again) + blocks + waiting * again
+    found: Floats = np.where(recomputed > 0, in_flight * received + recomputed * inside, kept)
+    return found
 
 
 def rank_memory(costs: Iterable[tuple[PartCost, Alive]]) -> Line:

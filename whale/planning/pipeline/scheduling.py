@@ -91,6 +91,11 @@ class PipelineShape(Pipeline):
         """Among how many the rows of a micro-batch are divided."""
         return self.devices[self.stage_rank[stage]] // self.width(stage)
 
+    @property
+    def num_keepers(self) -> int:
+        """Devices of a replica that share out the state of each parameter, at least."""
+        return min(self.num_groups(stage) for stage in range(len(self.stage_rank)))
+
     @cached_property
     def lanes(self) -> tuple[tuple[int, ...], ...]:
         """The stages that divide their rows together: those of one rank and one width. Without splits these are the ranks."""

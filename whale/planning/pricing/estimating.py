@@ -10,9 +10,22 @@ from whale.ir.plan import Estimate, Plan, Stage
 
 
 def with_estimate(plan: Plan, prices: Prices) -> tuple[Plan, StepEstimate]:
-    """The plan with the time of its step and the figures of its stages, and where they are from."""
+    """The plan with the time of its step and the figures of its stages, and where they are from.
+
+    Where state is shared out and equal parts do not fit, parts follow free memory.
+    """
     step = estimate_with(prices, plan)
+    if prices.costs.zero and any(each.peak.total > each.capacity for each in step.devices):
+        plan = replace(plan, keeper_shares=_by_free_memory(plan, step))
+        step = estimate_with(prices, plan)
     return with_figures(plan, step), step
+
+
+def _by_free_memory(plan: Plan, step: StepEstimate) -> tuple[int, ...]:
+    """Per rank, its weight where state is shared out: what its memory has left beside all else, in thousandths of the most."""
+    found = (step.of(device) for device in plan.devices)
+    free = [max(0.0, each.capacity - each.peak.total + each.peak.optimizer) for each in found]
+    return tuple(max(1, round(1000 * own / max(1.0, *free))) for own in free)
 
 
 def with_figures(plan: Plan, step: StepEstimate) -> Plan:

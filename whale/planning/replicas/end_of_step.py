@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whale.estimate import Line, all_reduce_seconds, exposed_sync, optimizer_seconds
+from whale.estimate import Line, all_reduce_seconds, exposed_sync, optimizer_seconds, state_bytes
 from whale.estimate.costs.handling import all_reduce_volume
 from whale.estimate.prices.prices import Prices
 from whale.planning.replicas.replica import ReplicaModel
@@ -95,8 +95,8 @@ def _owner_sets(prices: Prices, replicas: Sequence[ReplicaModel]) -> dict[tuple[
 
     Of a split group with equal gradients one device counts.
     """
-    trainable = [p for p in prices.graph.parameters if p.kind == "parameter" and p.trainable]
-    num_bytes = {parameter.name: parameter.spec.num_bytes for parameter in trainable}
+    held = {own.name: state_bytes(own, prices.state_of[own.name]) for own in prices.graph.parameters}
+    num_bytes = {name: own.gradient for name, own in held.items() if own.gradient}
     shardings = _shardings(prices, replicas)
     sets: dict[tuple[str, ...], int] = {}
     for sharding, names in shardings.alike(name for name in shardings.parameters if name in num_bytes):

@@ -9,18 +9,20 @@ import numpy as np
 
 from whale.estimate import Line, pipeline_seconds
 from whale.estimate.costs.op_table import Floats
-from whale.estimate.prices.part import Recompute
+from whale.estimate.prices.part import Part, Recompute
 from whale.estimate.prices.prices import Prices
+from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice, program_of
 from whale.planning.annotations.scope_tree import Copies
 from whale.planning.pipeline.balance import Curve, MemoryShortage, combine, device_curve, divide_units
-from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.recompute import rank_memory
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.stage_costs import DeviceCost
 from whale.planning.shard.overlapping import Overlapping
 from whale.planning.shard.sharding import StageSharding
 from whale.planning.shard.stage_price import StagePricing
+from whale.planning.shard.write import with_unread
+from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment
 
 Curves = Mapping[int, Sequence[Curve]]
@@ -250,6 +252,8 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
         overlapping = model.overlappings[stage] if model.overlappings else None
         recomputed = [(segment[0], segment[-1]) for segment in model.recomputes[stage].segments]
         in_halves = overlapping is not None and overlapping.is_chosen
+        shards = tuple(_with_rows(shard, pipeline, stage, rows) for shard in sharding.shards) if sharding else ()
+        unread = _unread(prices.graph, part) if sharding else ()
         stages.append(
             Stage(
                 stage,
@@ -259,7 +263,7 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
                 shares,
                 part.parameters,
                 split=width,
-                shards=tuple(_with_rows(shard, pipeline, stage, rows) for shard in sharding.shards) if sharding else (),
+                shards=with_unread(shards, unread, prices.axes) if unread else shards,
                 program=program_of(part.ops, recomputed, in_halves=in_halves),
             )
         )
@@ -268,6 +272,12 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
         for (source, target), tensors in model.assignment.edges.items()
     )
     return Replica(index, num_rows, pipeline.pipeline, tuple(stages), edges)
+
+
+def _unread(graph: ModelGraph, part: Part) -> list[str]:
+    """The parameters that a stage holds although none of its ops reads them."""
+    read = graph.parameters_read(part.ops)
+    return [name for name in part.parameters if name not in read and graph.parameter_by_name[name].kind == "parameter"]
 
 
 def _with_rows(shard: Shard, pipeline: PipelineShape, stage: int, rows: Mapping[int, tuple[int, ...]]) -> Shard:

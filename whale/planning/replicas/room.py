@@ -9,10 +9,10 @@ where most are in flight, most is left for activations:
 
 from __future__ import annotations
 
-from whale.estimate.memory.memory import size_line, state_bytes
+from whale.estimate.memory.memory import size_line
 from whale.estimate.prices.prices import Prices
-from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
+from whale.planning.strategy import Placed
 
 SLACK = 1.01
 """Rows are surely too few where even so many times as many are: parts of a split are rounded to whole units."""
@@ -25,7 +25,7 @@ def most_rows(prices: Prices, pipeline: PipelineShape, placed: Placed) -> int:
         placed: the devices of each rank.
     """
     kept = size_line(prices.outputs, dict.fromkeys(name for names in prices.kept.values() for name in names))
-    held_bytes = (state_bytes(parameter, prices.states, training=prices.training) for parameter in prices.graph.parameters)
+    held_bytes = (prices.held(own.name) for own in prices.graph.parameters)
     parameters = sum(own.compute + own.optimizer for own in held_bytes)
     in_flight = [min(pipeline.in_flight[stage] for stage in pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks)]
     room = 0.0

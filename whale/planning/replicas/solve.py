@@ -11,25 +11,30 @@ import numpy as np
 
 from whale.errors import BatchError
 from whale.estimate.prices.prices import Prices
-from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.division import divide
 from whale.ir.graph import ModelGraph
+from whale.planning.cutting.partition import Partition, cut_into_stages, wishes_of
+from whale.planning.cutting.pieces import Pieces
+from whale.planning.cutting.stage_tables import StageTables
 from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units, shortage
 from whale.planning.pipeline.cut_points import CutPoints
-from whale.planning.pipeline.partition import Partition, cut_into_stages, wishes_of
-from whale.planning.pipeline.placement import Placed, Placement
+from whale.planning.pipeline.placement import Likeness, Placement, likeness_of
 from whale.planning.pipeline.recompute import KEEP_ALL, Chooser, Policy
 from whale.planning.pipeline.scheduling import PipelineShape
-from whale.planning.pipeline.stage_tables import StageTables
 from whale.planning.replicas.end_of_step import EndOfStep, end_of_step, handled_sums
 from whale.planning.replicas.replica import ReplicaModel, model_replica
 from whale.planning.replicas.room import most_rows
 from whale.planning.shard.stage_price import StagePricing
+from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment, assign
 from whale.planning.structure.structure import Structure
 from whale.units import counted, format_bytes
 
 MAX_ROUNDS = 5
+
+NEAR = 0.02
+"""Rows that differ by no more than this share leave the cuts as they are."""
+
 MARGIN_STEP = 0.93
 """Each round in which a cut turns out not to fit plans for this much less memory."""
 
@@ -54,35 +59,6 @@ class Solution:
     partitions: tuple[Partition | None, ...]
 
 
-@dataclass(frozen=True)
-class Likeness:
-    """What is equal for replicas on equal devices with equal links between them.
-
-    Attributes:
-        devices: per device its kind, and the number of its host among those of the replica.
-        links: inside the hosts, and between those that have a link of their own: their numbers, and the link.
-        network: the link between all other hosts; None where there is but one.
-    """
-
-    devices: tuple[tuple[Device, int], ...]
-    links: tuple[tuple[int, int, Link], ...]
-    network: Link | None
-
-
-def likeness_of(placed: Placed, cluster: Cluster) -> Likeness:
-    """The likeness of a replica on its devices."""
-    devices = [cluster.by_name[name] for names in placed for name in names]
-    local = {host: number for number, host in enumerate(dict.fromkeys(device.host for device in devices))}
-    inside = ((number, number, cluster.host_by_name[host].link) for host, number in local.items())
-    own = ((sorted((local[a], local[b])), link) for (a, b), link in cluster.pairs if a in local and b in local)
-    between = sorted(((low, high, link) for (low, high), link in own), key=lambda each: each[:2])
-    return Likeness(
-        tuple((device.kind, local[device.host]) for device in devices),
-        (*inside, *between),
-        cluster.network if len(local) > 1 else None,
-    )
-
-
 def _nearest_rows(num_rows: int, curves: Sequence[Curve]) -> tuple[int, ...]:
     """The division of the rows of a micro-batch that fits, or comes nearest to it."""
     try:
@@ -97,7 +73,7 @@ class Solver:
 
     Args:
         pricing: of stages, with the passes that decide inside them.
-        points: where the graph may be cut; None where `fixed`, the assignment by scopes, says the stages.
+        points: where the graph may be cut, and `pieces` what its pieces take; None where `fixed`, an assignment by scopes, is given.
         policy: what recomputes inside stages.
     """
 
@@ -107,6 +83,7 @@ class Solver:
     pipeline: PipelineShape
     num_rows: int
     points: CutPoints | None = None
+    pieces: Pieces | None = None
     fixed: Assignment | None = None
     policy: Policy = KEEP_ALL
     _looks: dict[Placed, Likeness] = field(default_factory=dict, init=False)
@@ -115,9 +92,9 @@ class Solver:
     _models: dict[tuple[Likeness, tuple[int, ...] | None, int, float], ReplicaModel] = field(default_factory=dict, init=False)
 
     @cached_property
-    def _tables(self) -> StageTables:
-        assert self.points is not None, "the stages are still to be cut"
-        return StageTables(self.points, self.prices, self.pipeline, self.policy)
+    def tables(self) -> StageTables:
+        assert self.points is not None and self.pieces is not None, "the stages are still to be cut"
+        return StageTables(self.points, self.pieces, self.prices, self.pipeline, self.policy)
 
     @property
     def prices(self) -> Prices:
@@ -147,23 +124,44 @@ class Solver:
             keeping: share of it that recomputation leaves filled; 0 recomputes all that can be.
         """
         largest = max(1, -(-share // self.pipeline.num_micro_batch))
-        partition = self._cut(placed, largest, margin)
+        partition = None if self.points is None else self.cut(placed, largest, margin)
         assignment = self.fixed if partition is None else self._assignment(partition)
         assert assignment is not None
-        key = (self._likeness(placed), partition.bounds if partition else None, largest, keeping)
+        key = (self.likeness(placed), partition.bounds if partition else None, largest, keeping)
         if key not in self._models:
             chooser = Chooser(self.prices, self.pipeline, self.policy, partial(self.pricing.parts, self.pipeline))
             recomputes = chooser.choose(placed, assignment, largest, keeping)
             self._models[key] = model_replica(self.pricing, self.pipeline, placed, assignment, recomputes, self.num_rows, largest)
         return dataclasses.replace(self._models[key], placed=placed, assignment=assignment), partition
 
-    def _cut(self, placed: Placed, num_rows: int, margin: float) -> Partition | None:
-        if self.points is None:
-            return None
-        key = (self._likeness(placed), num_rows, margin)
+    def cut(self, placed: Placed, num_rows: int, margin: float = 1.0) -> Partition:
+        """The cut of a replica.
+
+        Args:
+            num_rows: of a micro-batch.
+            margin: share of the devices' memory that stages are cut for.
+        """
+        key = (self.likeness(placed), num_rows, margin)
         if key not in self._cuts:
-            self._cuts[key] = cut_into_stages(self._tables, placed, num_rows, margin)
+            self._cuts[key] = cut_into_stages(self.tables, placed, num_rows, margin, key[0])
         return self._cuts[key]
+
+    def freely(self, placed: Placed, num_rows: int) -> Curve:
+        """What a replica takes by its rows of a step, in memories without bounds, if the model could be cut anywhere.
+
+        Args:
+            num_rows: of a step, about which it is exact.
+        """
+        assert self.pieces is not None, "the stages are still to be cut"
+        m = self.pipeline.num_micro_batch
+        rows, speeds = np.arange(self.num_rows + 1) / m, np.zeros(self.num_rows + 1)
+        for rank, names in enumerate(placed):
+            kind, width = self.prices.kinds[names[0]], self.pipeline.width(self.pipeline.stages_of(rank)[0])
+            parts = width if self.pieces.can_split(kind, width) else 1
+            sums = self.pieces.sums(kind, parts, max(1.0, num_rows / m))
+            fixed, per_row = (sums.forward + sums.backward)[:, -1]
+            speeds += len(names) / parts / np.maximum(fixed + per_row * rows, sums.started_forward[-1] + sums.started_backward[-1])
+        return Curve((m + len(placed) - 1) / speeds, np.zeros(self.num_rows + 1), m)
 
     def _assignment(self, partition: Partition) -> Assignment:
         if partition.bounds not in self._assignments:
@@ -172,10 +170,12 @@ class Solver:
             self._assignments[partition.bounds], _ = assign(self.graph, self.structure, wishes, self.pipeline.num_stages)
         return self._assignments[partition.bounds]
 
-    def _likeness(self, placed: Placed) -> Likeness:
-        if placed not in self._looks:
-            self._looks[placed] = likeness_of(placed, self.prices.cluster)
-        return self._looks[placed]
+    def likeness(self, placed: Placed) -> Likeness:
+        """What is equal for replicas that take as long."""
+        known = self._looks if self.pieces is None else self.pieces.looks
+        if placed not in known:
+            known[placed] = likeness_of(placed, self.prices.cluster)
+        return known[placed]
 
 
 def check_room(placement: Placement, solvers: Sequence[Solver], num_rows: int) -> None:
@@ -216,7 +216,7 @@ def solve_together(
         MemoryShortage: nothing fits.
     """
     _check_rows(solvers, num_rows)
-    rows = _first_rows(placement, num_rows, start)
+    rows = _first_rows(placement, solvers, num_rows, start)
     best: Solution | None = None
     lack: MemoryShortage | None = None
     margin = 1.0
@@ -240,7 +240,7 @@ def solve_together(
         solution = _solution(solvers[0].prices, placement, models, divided, tuple(partition for _, partition in found), handled)
         if best is None or solution.step_seconds < best.step_seconds:
             best = solution
-        if divided == rows:
+        if all(abs(own - share) <= NEAR * share for own, share in zip(divided, rows, strict=True)):
             break
         rows = divided
     if best is None and start is not None:
@@ -251,14 +251,28 @@ def solve_together(
     return best
 
 
-def _first_rows(placement: Placement, num_rows: int, start: Solution | None) -> tuple[int, ...]:
-    """The rows of each replica that are tried first."""
+def _first_rows(placement: Placement, solvers: Sequence[Solver], num_rows: int, start: Solution | None) -> tuple[int, ...]:
+    """The rows of each replica that are tried first: equal ones, or as fast as they are, where the model is still to be cut."""
     if start is not None:
         known = {_devices(placed): share for placed, share in zip(start.placement.replicas, start.rows, strict=True)}
         own = [_devices(placed) for placed in placement.replicas]
         if set(own) == set(known):
             return tuple(known[devices] for devices in own)
-    return tuple([-(-num_rows // len(placement.replicas))] * len(placement.replicas))
+    rows = (-(-num_rows // len(placement.replicas)),) * len(placement.replicas)
+    if any(solver.pieces is None for solver in solvers) or sum(solver.pipeline.num_micro_batch for solver in solvers) > num_rows:
+        return rows
+    for _ in range(2):  # the second time about their own rows
+        known_curves: dict[tuple[Solver, Likeness, int], Curve] = {}
+        curves = []
+        for solver, placed, share in zip(solvers, placement.replicas, rows, strict=True):
+            key = solver, solver.likeness(placed), share
+            if key not in known_curves:
+                known_curves[key] = solver.freely(placed, share)
+            curves.append(known_curves[key])
+        if len(known_curves) == 1:
+            break
+        rows = divide_units(num_rows, curves)
+    return rows
 
 
 def _devices(placed: Placed) -> frozenset[str]:

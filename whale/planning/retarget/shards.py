@@ -14,6 +14,7 @@ from whale.axes.values import Concatenation, Dimension
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, Shard, Stage
 from whale.ir.writes import MemoryWrites
+from whale.planning.shard.write import OpAxes, carried, with_work
 from whale.sharding.parameters import ParameterShardings, Pattern
 
 
@@ -45,7 +46,7 @@ def _pairs(own: Dimension, other: Dimension) -> Iterator[tuple[str, str]]:
 def retarget_shards(
     stage: Stage, ours: Axes, names: Mapping[str, str], graph: ModelGraph, axes: Axes, ops: Sequence[str], lent: Sequence[str] = ()
 ) -> tuple[Shard, ...]:
-    """Cuts for the ops of another capture: sizes stay where an axis is found again, parameters lie as they do, ops are labelled anew.
+    """Cuts for the ops of another capture: axes that are found again are cut, parameters lie as they do, ops are labelled anew.
 
     Args:
         stage: in the first capture.
@@ -56,14 +57,9 @@ def retarget_shards(
         ops: of the stage, in graph order.
         lent: parameters that its ops read and it does not hold; they are brought to it whole.
     """
-    found: dict[str, Shard] = {}
-    for shard in stage.shards:
-        like = axes.by_name.get(names.get(shard.axis, ""))
-        if shard.axis != BATCH and like is not None and like.size == sum(shard.sizes):  # rows arrive whole there
-            found[like.name] = Shard(like.name, shard.sizes)
-    shards = as_held(stage, ours, tuple(found.values()), axes, lent)
-    work = _Labelling(graph, axes, ops, shards).work()
-    return tuple(_restated(shard, work, axes, ops) for shard in shards)
+    cuts = carried((shard for shard in stage.shards if shard.axis != BATCH), names, axes)  # rows arrive whole there
+    shards = as_held(stage, ours, tuple(Shard(cut.axis, cut.sizes) for cut in cuts), axes, lent)
+    return with_work(shards, OpAxes(work=_Labelling(graph, axes, ops, shards).work()), axes, ops)
 
 
 def as_held(stage: Stage, ours: Axes, shards: tuple[Shard, ...], axes: Axes, lent: Sequence[str] = ()) -> tuple[Shard, ...]:
@@ -91,11 +87,6 @@ def as_held(stage: Stage, ours: Axes, shards: tuple[Shard, ...], axes: Axes, len
     return tuple(
         replace(shard, whole_parameters=tuple(name for name in having[shard.axis] if not lies_so(name, shard))) for shard in shards
     )
-
-
-def _restated(shard: Shard, work: Mapping[str, str], axes: Axes, ops: Sequence[str]) -> Shard:
-    meeting = (name for name in ops if name in axes.ops and shard.axis in axes.ops[name].roles)
-    return replace(shard, whole_in=tuple(name for name in meeting if work.get(name) != shard.axis))
 
 
 class _Labelling:

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from whale.axes import Axes, discover
 from whale.errors import PlanError, raise_faults
 from whale.estimate import Line, spec_line
-from whale.ir.division import divide
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import BATCH, Edge, Plan, Replica, Shard, Stage
+from whale.ir.plan import Edge, Plan, Replica, Stage
 from whale.ir.reach import reached_parameters
 from whale.planning.retarget.retarget import retarget_plan
 from whale.planning.retarget.shards import as_held, same_axes
+from whale.planning.shard.write import carried
 from whale.planning.structure.crossing import find_batch_axes
 from whale.planning.verify.shards import shard_faults
 
@@ -97,16 +97,8 @@ def _carry_replica(
 
 
 def _carry_stage(stage: Stage, ours: Axes, axes: Axes, names: Mapping[str, str]) -> Stage:
-    shards = tuple(_carry_shard(shard, axes, names) for shard in stage.shards)
+    shards = carried(stage.shards, names, axes)
+    if len(shards) < len(stage.shards):
+        lost = ", ".join(shard.axis for shard in stage.shards if not carried([shard], names, axes))
+        raise PlanError(f"an axis that is cut is one at all sizes of a batch ({lost or 'two'} is none here, or too short)")
     return dataclasses.replace(stage, shards=as_held(stage, ours, shards, axes))
-
-
-def _carry_shard(shard: Shard, axes: Axes, names: Mapping[str, str]) -> Shard:
-    """The shard of the same axis; where that is longer or shorter, in the same proportions."""
-    if shard.axis == BATCH:
-        return shard
-    like = axes.by_name.get(names.get(shard.axis, ""))
-    if like is None or like.size < len(shard.sizes):
-        raise PlanError(f"an axis that is cut is one at all sizes of a batch ({shard.axis} is none here, or too short)")
-    sizes = shard.sizes if sum(shard.sizes) == like.size else divide(like.size, shard.sizes, minimum=1)
-    return dataclasses.replace(shard, axis=like.name, sizes=sizes)

@@ -133,6 +133,11 @@ class Classes:
             found.setdefault(head, []).append(name)
         return {head: tuple(names) for head, names in found.items()}
 
+    @cached_property
+    def forms(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Per class, for each result of a member, by label the kind along which it lies."""
+        return tuple(tuple(self._forms(name) for name in self.members[node.first.name]) for node in self.nodes)
+
     def kinds_in(self, name: str) -> frozenset[int]:
         """The kinds of axes in the results of an op."""
         known = self._kinds_in.get(name)

@@ -1,4 +1,4 @@
-"""A stage up to the names of its ops, axes and parameters: stages of one outline are cut alike, and cost the same.
+"""A stage up to the names of its ops, axes and parameters: stages of one outline are cut in one way, and cost the same.
 
 Everything is numbered in the order in which the stage meets it, so that twelve equal layers in the middle of a model read
 like the twelve before them:
@@ -8,24 +8,47 @@ like the twelve before them:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
-from whale.axes import Dimension
-from whale.axes.values import Concatenation, Factor
+from whale.axes.values import Concatenation, Dimension
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import Argument, Op, Ref
 from whale.ir.plan import BATCH
 from whale.planning.shard.space import Scene
+from whale.planning.shard.write import Names
 
 
-def outline_of(scene: Scene, prices: Prices) -> str:
-    """The outline: all that choosing and pricing the cuts of a stage read of it, but for names.
+@dataclass(frozen=True)
+class Outline:
+    """A stage up to names.
+
+    Attributes:
+        signature: all that choosing and pricing the cuts of a stage read of it, but for names.
+        ops, axes, parameters: the names, in the order of their numbers in the signature.
+    """
+
+    signature: Hashable
+    ops: tuple[str, ...]
+    axes: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+    def names_in(self, other: Outline) -> Names:
+        """The names of this stage as they are in another of the same signature."""
+        pairs = zip((self.ops, self.axes, self.parameters), (other.ops, other.axes, other.parameters), strict=True)
+        return Names(*(dict(zip(own, theirs, strict=True)) for own, theirs in pairs))
+
+
+def outline_of(scene: Scene, prices: Prices) -> Outline:
+    """The outline of a stage.
 
     Args:
         scene: the stage.
         prices: of the graph.
     """
-    return "\n".join(_Outline(scene, prices).lines())
+    numbers = _Numbering(scene, prices)
+    signature = tuple(numbers.lines())
+    return Outline(signature, tuple(numbers.ops), tuple(numbers.axes), tuple(numbers.parameters))
 
 
 class _Numbers(dict[str, int]):
@@ -36,73 +59,56 @@ class _Numbers(dict[str, int]):
         return self[name]
 
 
-class _Outline:
+class _Numbering:
     def __init__(self, scene: Scene, prices: Prices) -> None:
         self._scene, self._prices, self._graph = scene, prices, scene.graph
-        self._ops, self._axes, self._parameters, self._storages = _Numbers(), _Numbers(), _Numbers(), _Numbers()
+        self.ops, self.axes, self.parameters, self._storages = _Numbers(), _Numbers(), _Numbers(), _Numbers()
 
-    def lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[Hashable]:
         """One per op of the stage, and per value that it reads; in the end the axes in the model's order, with their sizes."""
         for name in self._scene.ops:
             op = self._graph.by_name[name]
             for operand in op.inputs:
-                if operand not in self._ops:
+                if operand not in self.ops:
                     yield self._source(self._graph.by_name[operand])
-            arguments = ", ".join((*map(self._argument, op.args), *(f"{key}={self._argument(value)}" for key, value in op.kwargs)))
-            yield f"{self._of(op)} ({arguments})"
-        met = (axis for axis in self._scene.axes.axes if axis.name in self._axes or axis.name == BATCH)
-        yield " ".join(f"{self._axis(axis.name)}:{axis.size}" for axis in met)
+            yield self._of(op), self._argument(op.args), tuple((key, self._argument(value)) for key, value in op.kwargs)
+        met = (axis for axis in self._scene.axes.axes if axis.name in self.axes or axis.name == BATCH)
+        yield tuple((self._axis(axis.name), axis.size) for axis in met)
 
-    def _source(self, op: Op) -> str:
+    def _source(self, op: Op) -> Hashable:
         """A value that the stage reads from outside: a parameter, an input, or what another stage made from other values."""
         known = self._graph.parameter_by_name.get(op.target) if op.kind in ("parameter", "buffer") else None
         if known is not None:
-            held = f"{known.trainable} {known.name in self._scene.shared}"
-            return f"{self._of(op)} {self._parameters[known.name]} {held}"
-        read = (self._graph.by_name[name] for name in op.inputs)
-        return f"{self._of(op)} from {' '.join(f'{self._specs(each)} {self._lies(each)}' for each in read)}"
+            return self._of(op), self.parameters[known.name], known.trainable, known.name in self._scene.shared
+        return self._of(op), tuple((read.outputs, self._lies(read)) for read in map(self._graph.by_name.__getitem__, op.inputs))
 
-    def _of(self, op: Op) -> str:
+    def _of(self, op: Op) -> Hashable:
         """What an op is and does."""
-        scene, name = self._scene, op.name
+        scene, name, kept = self._scene, op.name, self._prices.kept
+        places = (scene.received, scene.handed_on, scene.returned, scene.rows_arriving, scene.rows_leaving)
+        marks = tuple(name in place for place in (*places, self._prices.activations, scene.axes.positions, kept))
+        storages = tuple(self._storages[each] for each in (self._graph.storage[name], *kept.get(name, ())))
         target = op.target if op.kind == "call" else op.kind
-        places = (scene.received, scene.handed_on, scene.returned, scene.rows_arriving, scene.rows_leaving, self._prices.activations)
-        marks = "".join("01"[name in place] for place in (*places, scene.axes.positions, self._prices.kept))
-        kept = " ".join(str(self._storages[each]) for each in self._prices.kept.get(name, ()))
-        return (
-            f"{self._ops[name]} {self._storages[self._graph.storage[name]]} {target} {self._specs(op)} {self._lies(op)} "
-            f"{op.forward_flops} {op.backward_flops} {op.requires_grad} {sorted(op.tags)} {marks} keeps {kept}"
-        )
+        figures = op.forward_flops, op.backward_flops, op.requires_grad, op.tags
+        return self.ops[name], target, op.outputs, self._lies(op), figures, marks, storages
 
-    @staticmethod
-    def _specs(op: Op) -> str:
-        return " ".join(map(str, op.outputs))
-
-    def _lies(self, op: Op) -> str:
+    def _lies(self, op: Op) -> Hashable:
         """The dimensions of its results, and what it does with each axis."""
         known = self._scene.axes.ops.get(op.name)
         if known is None:
-            return "-"
-        made = " ".join(self._dimensions(dimensions) for dimensions in known.outputs)
-        return f"{made} {', '.join(f'{self._axis(axis)} {role}' for axis, role in known.roles.items())}"
+            return None
+        made = tuple(tuple(map(self._dimension, dimensions)) for dimensions in known.outputs)
+        return made, tuple((self._axis(axis), role) for axis, role in known.roles.items())
 
-    def _dimensions(self, dimensions: Sequence[Dimension]) -> str:
-        return "[" + " ".join(self._product(dimension) for dimension in dimensions) + "]"
+    def _dimension(self, dimension: Dimension) -> Hashable:
+        return tuple(
+            tuple(map(self._dimension, factor.pieces)) if isinstance(factor, Concatenation) else self._axis(factor) for factor in dimension
+        )
 
-    def _product(self, factors: Iterable[Factor]) -> str:
-        return "*".join(self._factor(factor) for factor in factors) or "1"
+    def _axis(self, name: str) -> Hashable:
+        return BATCH if name == BATCH else self.axes[name]
 
-    def _factor(self, factor: Factor) -> str:
-        if isinstance(factor, Concatenation):
-            return "(" + "|".join(map(self._product, factor.pieces)) + ")"
-        return self._axis(factor)
-
-    def _axis(self, name: str) -> str:
-        return BATCH if name == BATCH else str(self._axes[name])
-
-    def _argument(self, argument: Argument) -> str:
+    def _argument(self, argument: Argument) -> Hashable:
         if isinstance(argument, Ref):
-            return f"%{self._ops[argument.op]}"
-        if isinstance(argument, tuple):
-            return "(" + " ".join(map(self._argument, argument)) + ")"
-        return repr(argument)
+            return self.ops[argument.op]
+        return tuple(map(self._argument, argument)) if isinstance(argument, tuple) else repr(argument)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from whale.axes import Axes, discover
-from whale.axes.halving import MIN_ROWS, Halving, halve, halve_stage
+from whale.axes.batch import MIN_ROWS, Halving, halve, halve_stage
 from whale.errors import PlanError, WhaleError
 from whale.estimate.costs.started import Started
 from whale.estimate.prices.halves import Messages, halved, messages_of

@@ -1,18 +1,18 @@
 """The sharding pass: along which axis each op of a split stage works on parts, and in which sizes, for the least predicted time.
 
 Sizes come from each device's own speed, kind by kind: between two bridges the devices wait for one another, so the work along
-each kind is balanced by itself, first that of all ops that might, then that of those that do, and last beside the time that messages
-take of the devices. The labels of the ops are the optimum over these sizes (`whale.planning.shard.solve`). Where the choice overflows a
+each kind is balanced by itself, first that of all ops that might, then that of those that do, and last with the time that messages
+take of the devices. The labels of the ops are the optimum over these sizes (`whale.planning.shard.solver`). Where the choice overflows a
 device, sizes are divided again within the memory that it leaves, and the choice is made again, a few times in turn.
 
-The optimum is exact (a search that runs out of nodes says its gap) for given sizes, for alike ops that are labelled alike, and
-for prices by the cost model. Sizes and labels are settled in turn: that is a heuristic where devices are unlike or memory is
+The optimum is exact (a search that runs out of nodes says its gap) for given sizes, for identical ops that are labelled in one way, and
+for prices by the cost model. Sizes and labels are settled in turn: that is a heuristic where devices are heterogeneous or memory is
 short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -20,6 +20,7 @@ from itertools import combinations
 import numpy as np
 
 from whale.errors import AnnotationError, raise_faults
+from whale.estimate.costs.op_table import Floats
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site
 from whale.ir.cluster import Device, Link
@@ -28,13 +29,13 @@ from whale.ir.scope import Scope
 from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units
 from whale.planning.pipeline.scheduling import AskedAxes
 from whale.planning.shard.classes import Classes
-from whale.planning.shard.figures import Figures, Load, Sizes
-from whale.planning.shard.handled import handled
+from whale.planning.shard.costs import Sizes, SplitCosts
 from whale.planning.shard.insisting import find_insisted, no_axis_fault, written_axes
-from whale.planning.shard.outline import outline_of
-from whale.planning.shard.program import Selection
-from whale.planning.shard.space import Scene, find_shard_space
-from whale.planning.shard.write import names_of, write_shards
+from whale.planning.shard.memory import Load
+from whale.planning.shard.outline import Outline, outline_of
+from whale.planning.shard.problem import ChosenLabels
+from whale.planning.shard.space import Scene, ShardSpace, find_shard_space
+from whale.planning.shard.write import Names, cuts_of, op_axes
 
 GRAIN = 16
 """Units of a large axis that stay together: rows of a matrix then begin with a line of the cache, and with a tile of a tensor core.
@@ -57,7 +58,8 @@ class StageSharding:
         whole_seconds: the same if every device computed everything.
         bound_by_memory: whether memory changed sizes or axes.
         gap: how far the labels may be from the optimum at most, as a share of the seconds; 0 unless the search ran out of nodes.
-        problem: what was solved.
+        cut: how it was found.
+        names: of this stage, by those of the stage that it was found for.
     """
 
     shards: tuple[Shard, ...]
@@ -65,40 +67,19 @@ class StageSharding:
     whole_seconds: float
     bound_by_memory: bool
     gap: float
-    problem: Problem = field(compare=False, repr=False)
+    cut: Cut = field(compare=False, repr=False)
+    names: Names = field(compare=False, repr=False)
 
-    @cached_property
+    @property
     def runner_up(self) -> tuple[tuple[str, ...], float]:
         """The next best set of axes, and its seconds; empty where there is no other. Searched for when asked."""
-        problem = self.problem
-        other = problem.figures.best(problem.sizes, problem.insisted, problem.load, problem.kinds)
-        return (names_of(problem.classes, other.labels), other.seconds) if other else ((), 0.0)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What the sharding of a stage solved.
-
-    Attributes:
-        classes: of its ops.
-        figures: of a stage of the same outline.
-        sizes: per kind of axes.
-        insisted: kinds that the user asks for.
-        load: what its devices hold.
-        kinds: of axes that the solution makes use of.
-    """
-
-    classes: Classes
-    figures: Figures
-    sizes: Sizes
-    insisted: tuple[int, ...]
-    load: Load
-    kinds: frozenset[int]
+        axes, seconds = self.cut.runner_up
+        return tuple(self.names.axes.get(axis, axis) for axis in axes), seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A split group but for names: of equal groups each is cut alike.
+    """A split group but for names: of equal groups each is cut in one way.
 
     Attributes:
         kinds: of its devices.
@@ -117,33 +98,67 @@ def group_of(devices: Sequence[str], prices: Prices) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the choice of cuts depends on, memory apart.
+    """What the choice of cuts depends on, memory and what is insisted on apart.
 
     Attributes:
-        outline: of the stage.
-        groups: the unlike ones among its split groups.
+        outline: number of the stage's outline.
+        groups: the different ones among its split groups.
         num_rows: of a micro-batch that a group takes.
         num_micro_batch: of a step.
-        asked: the axes of a written plan; None where all may be cut.
+        only: numbers in the outline of the axes that a written plan leaves; None where all may be cut.
     """
 
-    outline: str
+    outline: int
     groups: tuple[Group, ...]
     num_rows: float
     num_micro_batch: int
-    asked: AskedAxes | None
+    only: frozenset[int] | None
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """Labels, and the sizes they were chosen for."""
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The choice for a stage of an outline.
 
+    Attributes:
+        outline: of the stage that it was made for.
+        costs: of its labels.
+        insisted: kinds that the user asks for.
+        load: what its devices hold; None where memory is no matter.
+        sizes: per kind of axes.
+        chosen: the labels.
+    """
+
+    outline: Outline
+    costs: SplitCosts
+    insisted: tuple[int, ...]
+    load: Load | None
     sizes: Sizes
-    selection: Selection
+    chosen: ChosenLabels
 
     @property
     def rank(self) -> tuple[float, float]:
-        return self.selection.excess, self.selection.seconds
+        return self.chosen.excess, self.chosen.seconds
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """The cuts, in the model's order of axes."""
+        kind_of, cuts = self.costs.classes.space.kind_of, cuts_of(self.costs.classes, self.chosen.labels)
+        return tuple(replace(shard, sizes=self.sizes[kind_of[shard.axis]]) for shard in cuts)
+
+    @cached_property
+    def runner_up(self) -> tuple[tuple[str, ...], float]:
+        """The next best set of axes, and its seconds."""
+        other = self.costs.best(self.sizes, self.insisted, self.load, self.chosen.kinds)
+        if other is None:
+            return (), 0.0
+        used, axes = op_axes(self.costs.classes, other.labels).axes, self.costs.classes.space.axes
+        return tuple(axis for axis in axes if axis in used), other.seconds
+
+    def working(self, kind: int) -> frozenset[int] | None:
+        """The nodes that work along a kind; None (for all that may) where none does."""
+        nodes = enumerate(zip(self.costs.classes.nodes, self.chosen.labels, strict=True))
+        found = (number for number, (node, label) in nodes if node.labels[label].work == kind and node.first.kind == "call")
+        return frozenset(found) or None
 
 
 @dataclass(eq=False)
@@ -155,12 +170,11 @@ class Sharder:
     """
 
     prices: Prices
-    _outlines: dict[Scene, str] = field(default_factory=dict, init=False)
-    _classes: dict[tuple[Scene, int, AskedAxes | None], Classes] = field(default_factory=dict, init=False)
-    _figures: dict[Question, Figures] = field(default_factory=dict, init=False)
-    _settled: dict[tuple[Question, tuple[int, ...]], _Choice | None] = field(default_factory=dict, init=False)
-    _written: dict[tuple[Classes, tuple[int, ...]], tuple[Shard, ...]] = field(default_factory=dict, init=False)
-    _shardings: dict[tuple[Scene, Question, Load, tuple[Scope, ...]], StageSharding] = field(default_factory=dict, init=False)
+    _outlines: dict[Scene, Outline] = field(default_factory=dict, init=False)
+    _numbers: dict[Hashable, int] = field(default_factory=dict, init=False)
+    _costs: dict[Question, SplitCosts] = field(default_factory=dict, init=False)
+    _roomy: dict[tuple[Question, tuple[int, ...]], Cut | None] = field(default_factory=dict, init=False)
+    _cuts: dict[tuple[Question, tuple[int, ...], Load], tuple[Cut, bool]] = field(default_factory=dict, init=False)
 
     def choose(self, scene: Scene, site: Site, load: Load, scopes: tuple[Scope, ...] = (), asked: AskedAxes | None = None) -> StageSharding:
         """Chooses the axes of one stage, the ops that work along them, and the sizes.
@@ -175,171 +189,141 @@ class Sharder:
         Raises:
             AnnotationError: no axis can be cut, or one that is asked for cannot.
         """
+        outline = self.outline(scene)
+        names = None if asked is None else written_axes((*asked.axes, *asked.more), scene)
+        insisted = self._insisted(scene, site, scopes, asked, names)
+        only = None if names is None else frozenset(number for number, axis in enumerate(outline.axes) if axis in names)
+        groups = tuple(group_of(group, self.prices) for group in site.groups)
+        number = self._numbers.setdefault(outline.signature, len(self._numbers))
+        question = Question(number, groups, site.num_rows, site.num_micro_batch, only)
+        if question not in self._costs:
+            classes = Classes(scene, find_shard_space(scene, site.width, names), self.prices.kept)
+            self._costs[question] = SplitCosts(classes, self.prices, site)
+        key = question, insisted
+        if key not in self._roomy:
+            self._roomy[key] = _settle(outline, self._costs[question], insisted, scopes)
+        first = self._roomy[key]
+        if first is None:
+            raise no_axis_fault(scene, find_shard_space(scene, site.width, names), scopes, site.width)
+        if (*key, load) not in self._cuts:
+            self._cuts[*key, load] = _within_memory(first, load)
+        cut, bound_by_memory = self._cuts[*key, load]
+        own = cut.outline.names_in(outline)
+        shards = tuple(map(own.renamed, cut.shards))
+        return StageSharding(shards, cut.chosen.seconds, cut.costs.whole, bound_by_memory, cut.chosen.gap, cut, own)
+
+    def outline(self, scene: Scene) -> Outline:
+        """The outline of a stage."""
         if scene not in self._outlines:
             self._outlines[scene] = outline_of(scene, self.prices)
-        groups = tuple(group_of(group, self.prices) for group in site.groups)
-        question = Question(self._outlines[scene], groups, site.num_rows, site.num_micro_batch, asked)
-        key = scene, question, load, scopes
-        if key not in self._shardings:
-            self._shardings[key] = self._cut(scene, site, question, load, scopes)
-        return self._shardings[key]
+        return self._outlines[scene]
 
-    def _cut(self, scene: Scene, site: Site, question: Question, load: Load, scopes: tuple[Scope, ...]) -> StageSharding:
-        asked = question.asked
-        key = scene, site.width, asked
-        if key not in self._classes:
-            only = None if asked is None else written_axes((*asked.axes, *asked.more), scene)
-            self._classes[key] = Classes(scene, find_shard_space(scene, site.width, only), self.prices.kept)
-        classes = self._classes[key]
-        insisted, faults = find_insisted(scene, classes.space, scopes, site.width)
+    def _insisted(
+        self, scene: Scene, site: Site, scopes: tuple[Scope, ...], asked: AskedAxes | None, names: Sequence[str] | None
+    ) -> tuple[int, ...]:
+        """The kinds of axes along which all ops work that may."""
+        if asked is None and not any(scope.axis for scope in scopes):
+            return ()
+        space = find_shard_space(scene, site.width, names)
+        insisted, faults = find_insisted(scene, space, scopes, site.width)
         raise_faults(faults)
-        if asked is not None:
-            kind_of = classes.space.kind_of
-            own = {kind_of[axis] for axis in written_axes(asked.axes, scene) if axis in kind_of}
-            insisted = tuple(dict.fromkeys((*insisted, *sorted(own))))
-        if question not in self._figures:
-            self._figures[question] = Figures(classes, self.prices, site)
-        figures = self._figures[question]
-        if (question, insisted) not in self._settled:
-            self._settled[question, insisted] = _settle(figures, insisted, classes, scopes)
-        first = self._settled[question, insisted]
-        if first is None:
-            raise no_axis_fault(scene, classes.space, scopes, site.width)
-        first = _beside_messages(figures, first, handled(scene, figures, self._write(classes, first)))
-        at_first = figures.program(first.sizes, insisted, load).evaluate(first.selection.labels)
-        assert at_first is not None
-        first = _Choice(first.sizes, replace(at_first, gap=first.selection.gap))
-        best = _within_memory(figures, first, insisted, load)
-        return StageSharding(
-            shards=self._write(classes, best),
-            seconds=best.selection.seconds,
-            whole_seconds=figures.whole,
-            bound_by_memory=best.sizes != first.sizes or best.selection != first.selection or best.selection.excess > 0,
-            gap=best.selection.gap,
-            problem=Problem(classes, figures, best.sizes, insisted, load, best.selection.kinds),
-        )
-
-    def _write(self, classes: Classes, choice: _Choice) -> tuple[Shard, ...]:
-        """The cuts of a stage; those of equal labels differ in their sizes alone."""
-        key = classes, choice.selection.labels
-        if key not in self._written:
-            self._written[key] = write_shards(classes, choice.selection.labels)
-        return tuple(replace(shard, sizes=choice.sizes[classes.space.kind_of[shard.axis]]) for shard in self._written[key])
+        written = written_axes(asked.axes, scene) if asked else ()
+        own = {space.kind_of[axis] for axis in written if axis in space.kind_of}
+        return tuple(dict.fromkeys((*insisted, *sorted(own))))
 
 
-def _settle(figures: Figures, insisted: tuple[int, ...], classes: Classes, scopes: Sequence[Scope]) -> _Choice | None:
+def _settle(outline: Outline, costs: SplitCosts, insisted: tuple[int, ...], scopes: Sequence[Scope]) -> Cut | None:
     """The best labels as if memory were boundless, at sizes of the ops that work; None where nothing can be cut."""
-    choice: _Choice | None = None
-    sizes = tuple(_by_speed(figures, kind) for kind in figures.kinds)
+    cut: Cut | None = None
+    sizes = tuple(_by_speed(costs, kind) for kind in costs.kinds)
     for _ in range(2):
-        program = figures.program(sizes, insisted)
-        if not any(label.divides for node in program.nodes for label in node):
+        if not any(label.divides for node in costs.problem(sizes, insisted).nodes for label in node):
             return None
-        found = figures.best(sizes, insisted)
+        found = costs.best(sizes, insisted)
         if found is None:
-            raise _clash(classes, insisted, scopes)
-        choice = _Choice(sizes, found) if choice is None or found.seconds < choice.selection.seconds else choice
-        again = tuple(_by_speed(figures, kind, _working(figures, choice.selection, kind)) for kind in figures.kinds)
+            raise _clash(costs.classes.space, insisted, scopes)
+        if cut is None or found.seconds < cut.chosen.seconds:
+            cut = Cut(outline, costs, insisted, None, sizes, found)
+        again = tuple(_by_speed(costs, kind, cut.working(kind)) for kind in costs.kinds)
         if again == sizes:
             break
         sizes = again
-    return choice
+    return cut and _beside_messages(cut)
 
 
-def _beside_messages(figures: Figures, choice: _Choice, taken: Sequence[float]) -> _Choice:
-    """The choice at sizes that leave devices the time that messages take of them, which falls to the kinds as work does.
+def _beside_messages(cut: Cut) -> Cut:
+    """The cut at sizes that leave devices the time that messages take of them, which falls to the kinds as work does."""
+    costs, taken = cut.costs, cut.costs.handled(cut.shards)
+    if not taken.any():
+        return cut
+    nodes = {kind: own for kind in costs.kinds if (own := cut.working(kind)) is not None}
+    slowest = {
+        kind: max(curve[units] for curve, units in zip(costs.curves(kind, own), cut.sizes[kind], strict=True))
+        for kind, own in nodes.items()
+    }
+    shares = {kind: seconds / sum(slowest.values()) for kind, seconds in slowest.items()}
+    sizes = (_by_speed(costs, kind, nodes[kind], shares[kind] * taken) if kind in nodes else own for kind, own in enumerate(cut.sizes))
+    return replace(cut, sizes=tuple(sizes))
+
+
+def _within_memory(roomy: Cut, load: Load) -> tuple[Cut, bool]:
+    """The best choice that fits; where none does, the one that overflows least. And whether memory changed anything.
 
     Args:
-        taken: seconds of each position.
+        roomy: the choice if memory were boundless.
     """
-    if not any(taken):
-        return choice
-    nodes = {kind: _working(figures, choice.selection, kind) for kind in sorted(choice.selection.kinds)}
-    curves = {kind: figures.curves(kind, own) for kind, own in nodes.items() if own is not None}
-    work = {kind: max(float(curve[size]) for curve, size in zip(curves[kind], choice.sizes[kind], strict=True)) for kind in curves}
-    sizes = list(choice.sizes)
-    for kind, own in work.items():
-        share = own / sum(work.values())
-        sizes[kind] = _by_speed(figures, kind, nodes[kind], [share * seconds for seconds in taken])
-    return replace(choice, sizes=tuple(sizes))
-
-
-def _within_memory(figures: Figures, first: _Choice, insisted: tuple[int, ...], load: Load) -> _Choice:
-    """The best choice that fits; where none does, the one that overflows least."""
-    if first.selection.excess <= 0:
-        return first
+    costs, insisted = roomy.costs, roomy.insisted
+    placed = costs.problem(roomy.sizes, insisted, load).evaluate(roomy.chosen.labels)
+    assert placed is not None
+    first = replace(roomy, load=load, chosen=replace(placed, gap=roomy.chosen.gap))
+    if placed.excess <= 0:
+        return first, False
     best, sizes = first, first.sizes
     for _ in range(MAX_ROUNDS):
-        found = figures.best(sizes, insisted, load)
+        found = costs.best(sizes, insisted, load)
         if found is not None:
-            best = min(best, _Choice(sizes, found), key=lambda choice: choice.rank)
-        if sizes != first.sizes and best.selection.excess <= 0:
+            best = min(best, replace(first, sizes=sizes, chosen=found), key=lambda cut: cut.rank)
+        if sizes != first.sizes and best.chosen.excess <= 0:
             break
-        room = Room(load, *figures.held_at(best.selection.labels, insisted, load))
-        again = tuple(_within(room, figures, kind, _working(figures, best.selection, kind)) for kind in figures.kinds)
+        lacking = costs.lacking_by_units(best.chosen.labels, load)
+        again = tuple(_in_free_memory(best, lacking, kind) for kind in costs.kinds)
         if again == sizes:
             break
         sizes = again
-    return best
+    return best, True
 
 
-def _working(figures: Figures, selection: Selection, kind: int) -> frozenset[int] | None:
-    """The nodes that work along a kind; None (for all that may) where none does."""
-    nodes = figures.classes.nodes
-    found = [
-        number
-        for number, index in enumerate(selection.labels)
-        if nodes[number].labels[index].work == kind and nodes[number].first.kind == "call"
-    ]
-    return frozenset(found) or None
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Memory that sizes must keep to.
-
-    Attributes:
-        load: of the devices.
-        none, every: bytes that a device holds with no unit of any axis, and with all of them; in proportion between.
-    """
-
-    load: Load
-    none: float
-    every: float
-
-
-def _by_speed(figures: Figures, kind: int, nodes: frozenset[int] | None = None, beside: Sequence[float] | None = None) -> tuple[int, ...]:
+def _by_speed(costs: SplitCosts, kind: int, nodes: frozenset[int] | None = None, taken: Floats | None = None) -> tuple[int, ...]:
     """Units of every position, in grains, as if memory were boundless.
 
     Args:
         nodes: those that work along the kind; None for all that may.
-        beside: seconds that each position has to do beside; None for nothing.
+        taken: seconds of each position that messages take; None for nothing.
     """
-    size = figures.size(kind)
-    grain = GRAIN if size % GRAIN == 0 and size // GRAIN >= GRAINS_PER_DEVICE * figures.site.width else 1
-    free = np.zeros(size // grain + 1)
-    taken = beside or [0.0] * figures.site.width
-    curves = zip(figures.curves(kind, nodes), taken, strict=True)
-    grains = divide_units(size // grain, [Curve(seconds[::grain] + more, free, 1) for seconds, more in curves])
+    size = costs.size(kind)
+    grain = GRAIN if size % GRAIN == 0 and size // GRAIN >= GRAINS_PER_DEVICE * costs.site.width else 1
+    fitting = np.zeros(size // grain + 1)
+    curves = zip(costs.curves(kind, nodes), np.zeros(costs.site.width) if taken is None else taken, strict=True)
+    grains = divide_units(size // grain, [Curve(seconds[::grain] + more, fitting, 1) for seconds, more in curves])
     return tuple(grain * count for count in grains)
 
 
-def _within(room: Room, figures: Figures, kind: int, nodes: frozenset[int] | None) -> tuple[int, ...]:
-    """Units of every position within the memory that is left, to the unit."""
-    size = figures.size(kind)
-    held = room.none + (room.every - room.none) * np.arange(size + 1) / size
-    curves = []
-    for position, seconds in enumerate(figures.curves(kind, nodes)):
-        excess = np.maximum(held - room.load.capacity(figures.capacity[position]), 0.0)
-        curves.append(Curve(seconds, excess, 1))
+def _in_free_memory(cut: Cut, lacking: tuple[Floats, Floats], kind: int) -> tuple[int, ...]:
+    """Units of every position within the memory that is left, to the unit.
+
+    Args:
+        lacking: by position, bytes with no unit of any axis, and with all of them; in proportion between.
+    """
+    size, (none, every) = cut.costs.size(kind), lacking
+    excess = np.maximum(none + (every - none) * np.arange(size + 1)[:, None] / size, 0.0)
+    curves = zip(cut.costs.curves(kind, cut.working(kind)), excess.T, strict=True)
     try:
-        return divide_units(size, curves)
+        return divide_units(size, [Curve(seconds, own, 1) for seconds, own in curves])
     except MemoryShortage as error:
         return error.sizes
 
 
-def _clash(classes: Classes, insisted: Sequence[int], scopes: Sequence[Scope]) -> AnnotationError:
-    space = classes.space
+def _clash(space: ShardSpace, insisted: Sequence[int], scopes: Sequence[Scope]) -> AnnotationError:
     chosen = {axis for kind in insisted for axis in space.kinds[kind]}
     return AnnotationError(
         f"axes that are cut together never meet in one op ({', '.join(axis for axis in space.axes if axis in chosen)})",

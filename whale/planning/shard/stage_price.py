@@ -14,14 +14,13 @@ from whale.estimate.prices.prices import PartCost, Prices
 from whale.estimate.prices.tolls import Site, Tolls
 from whale.ir.cluster import Device
 from whale.ir.plan import BATCH, Shard
-from whale.planning.pipeline.placement import Placed
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing.stage_costs import DeviceCost, cost_alone, received_line, stage_costs
-from whale.planning.shard.figures import Load
-from whale.planning.shard.held import repeated_of
+from whale.planning.shard.memory import Load, repeated_of
 from whale.planning.shard.overlapping import Overlapper, Overlapping
 from whale.planning.shard.sharding import Group, Sharder, StageSharding, group_of
 from whale.planning.shard.space import Scene
+from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment
 
 
@@ -45,38 +44,6 @@ class PricedStage:
 
 
 @dataclass(frozen=True)
-class CutStage:
-    """A stage with its cuts, and where it runs.
-
-    Attributes:
-        part: what it runs.
-        scene: the same, as the sharding pass sees it.
-        site: the unlike ones of its split groups.
-        sharding: what is cut.
-        recompute: what it computes again.
-    """
-
-    part: Part
-    scene: Scene
-    site: Site
-    sharding: StageSharding
-    recompute: Recompute
-
-
-@dataclass(frozen=True)
-class PricedParts:
-    """What the devices of a cut stage do by themselves.
-
-    Attributes:
-        costs: per position in the split groups and kind of device, without what it waits for.
-        overlapping: whether rows are computed in two halves.
-    """
-
-    costs: Mapping[tuple[int, Device], DeviceCost]
-    overlapping: Overlapping
-
-
-@dataclass(frozen=True)
 class StagePricing:
     """Prices stages: those that are split by their parts, as the passes inside a stage decide them first.
 
@@ -89,7 +56,9 @@ class StagePricing:
     prices: Prices
     sharder: Sharder
     overlapper: Overlapper
-    _known: dict[Hashable, PricedParts] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _known: dict[Hashable, tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @staticmethod
     def of(prices: Prices, overlap: bool | None = None) -> StagePricing:
@@ -99,6 +68,11 @@ class StagePricing:
             overlap: whether split stages compute their rows in halves; None where that pays.
         """
         return StagePricing(prices, Sharder(prices), Overlapper(prices, overlap))
+
+    def kept_by(self, num_keepers: int) -> StagePricing:
+        """Where so many devices share out the state of each parameter."""
+        prices = self.prices.kept_by(num_keepers)
+        return self if prices is self.prices else StagePricing.of(prices, self.overlapper.wanted)
 
     def price(
         self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Sequence[Recompute]
@@ -121,7 +95,14 @@ class StagePricing:
         split = pipeline.splits[stage]
         load = self._load(pipeline, assignment, stage, num_rows, recomputes)
         sharding = self.sharder.choose(scene, site, load, split.scopes, split.asked)
-        return self._of_parts(pipeline, assignment, stage, devices, CutStage(assignment.parts[stage], scene, site, sharding, recompute))
+        known, overlapping = self._parts(assignment.parts[stage], scene, site, sharding, recompute)
+        costs = []
+        for index, name in enumerate(devices[stage]):
+            alone = known[index % site.width, self.prices.cluster.by_name[name].kind]
+            receive = received_line(self.prices, alone.part, devices, stage, index)
+            receive = receive + _from_own_devices(self.prices, pipeline, assignment, stage, devices, index, scene.rows_arriving)
+            costs.append(replace(alone, receive=receive))
+        return PricedStage(tuple(costs), sharding, overlapping)
 
     def parts(
         self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Sequence[Recompute]
@@ -145,34 +126,22 @@ class StagePricing:
         repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waits > 0 else 0)
         return Load(kept[stage] + beside * share, pipeline.in_flight[stage], taken, share, repeated)
 
-    def _of_parts(
-        self,
-        pipeline: PipelineShape,
-        assignment: Assignment,
-        stage: int,
-        devices: Sequence[Sequence[str]],
-        cut: CutStage,
-    ) -> PricedStage:
-        """Prices a stage that is cut; what its devices do by themselves is worked out once for equal groups."""
-        prices, site, own = self.prices, cut.site, devices[stage]
-        groups = tuple(group_of(group, prices) for group in site.groups)
-        key = cut.part, cut.scene, cut.sharding.shards, cut.recompute, groups, site.num_rows, site.num_micro_batch
+    def _parts(
+        self, part: Part, scene: Scene, site: Site, sharding: StageSharding, recompute: Recompute
+    ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
+        """What devices of a split stage do by themselves, by position in their group and kind of device, and whether rows are in halves."""
+        key = part, scene, sharding.shards, recompute, sharding.cut.costs
         if key not in self._known:
-            self._known[key] = self._price_parts(cut)
-        known, kinds = self._known[key], prices.cluster.by_name
-        costs = []
-        for index, name in enumerate(own):
-            alone = known.costs[index % site.width, kinds[name].kind]
-            receive = received_line(prices, alone.part, devices, stage, index)
-            receive = receive + _from_own_devices(prices, pipeline, assignment, stage, devices, index, cut.scene.rows_arriving)
-            costs.append(replace(alone, receive=receive))
-        return PricedStage(tuple(costs), cut.sharding, known.overlapping)
+            self._known[key] = self._price_parts(part, scene, site, sharding.shards, recompute)
+        return self._known[key]
 
-    def _price_parts(self, cut: CutStage) -> PricedParts:
-        prices, scene, shards, site, recompute = self.prices, cut.scene, cut.sharding.shards, cut.site, cut.recompute
+    def _price_parts(
+        self, part: Part, scene: Scene, site: Site, shards: tuple[Shard, ...], recompute: Recompute
+    ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
+        prices = self.prices
         parts = [prices.local(scene.ops, shards, position) for position in range(site.width)]
         names = {(place, prices.cluster.by_name[name].kind): name for group in site.groups for place, name in enumerate(group)}
-        alone = {key: cost_alone(parts[key[0]], cut.part, name, site.num_rows, recompute) for key, name in names.items()}
+        alone = {key: cost_alone(parts[key[0]], part, name, site.num_rows, recompute) for key, name in names.items()}
         labels = prices.labels(scene.ops, shards)
         bridges = prices.bridges(scene.ops, shards, scene.returned)
         tolls = Tolls(prices, site)
@@ -189,7 +158,7 @@ class StagePricing:
             key: replace(own, forward=there, backward=back, part=own.part.with_copies(copies[key[0]], recompute))
             for (key, own), (there, back) in zip(alone.items(), seconds, strict=True)
         }
-        return PricedParts(costs, overlapping)
+        return costs, overlapping
 
 
 def unlike_groups(groups: Iterable[tuple[str, ...]], prices: Prices) -> tuple[tuple[str, ...], ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from whale.estimate.prices.part import Part
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import ModelGraph, Parameter
 from whale.planning.structure.structure import Structure
 
 
@@ -136,7 +136,9 @@ def parts_of(graph: ModelGraph, stage_of: Mapping[str, int], ordered: Sequence[t
         ordered: per stage its ops in graph order, with those that it repeats.
     """
     held = [graph.parameters_read(ops) for ops in ordered]
-    held[-1] |= {parameter.name for parameter in graph.parameters}.difference(*held)  # nobody reads these, somebody keeps them
+    for parameter in graph.parameters:
+        if not any(parameter.name in own for own in held):
+            held[_keeper(graph, stage_of, parameter)].add(parameter.name)
     received = [_received(graph, stage_of, ops, stage) for stage, ops in enumerate(ordered)]
     handed_on: list[dict[str, None]] = [{} for _ in ordered]
     for source, tensors in (arriving for own in received for arriving in own):
@@ -145,6 +147,13 @@ def parts_of(graph: ModelGraph, stage_of: Mapping[str, int], ordered: Sequence[t
         Part(ops, tuple(each.name for each in graph.parameters if each.name in held[stage]), received[stage], tuple(handed_on[stage]))
         for stage, ops in enumerate(ordered)
     )
+
+
+def _keeper(graph: ModelGraph, stage_of: Mapping[str, int], parameter: Parameter) -> int:
+    """The stage that keeps a parameter which no op reads, but outputs may: the last that runs ops of its scopes, else the last of all."""
+    keys = [scope.key for scope in parameter.scope]
+    own = (stage_of.get(op.name, -1) for op in graph.ops if keys and keys == [scope.key for scope in op.scope])
+    return max(own, default=-1)
 
 
 def _wanted_repeats(graph: ModelGraph, structure: Structure) -> Iterable[str]:

@@ -11,16 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from whale.errors import PlanError
+from whale.errors import PlanError, raise_faults
 from whale.estimate import StepEstimate
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Device
 from whale.planning.pipeline.balance import MemoryShortage
-from whale.planning.verify.verify import memory_fault, overfull
+from whale.planning.verify.verify import host_faults, memory_fault, overfull
 
-T = TypeVar("T")
+
+class Estimated(Protocol):
+    """What a plan is decided with."""
+
+    @property
+    def step(self) -> StepEstimate: ...
+
+
+T = TypeVar("T", bound=Estimated)
 
 MAX_ROUNDS = 4
 """So often a plan is decided again."""
@@ -31,6 +39,9 @@ but with no end of memory, and what lacks more than a device has, not even so.
 
 They count all gradients beside all activations, and of what Adam holds of a model in float32 gradients are a quarter.
 """
+
+FULL = 0.93
+"""A plan that keeps all and fills so much of a device may have been cut for its memory: one that computes some again may be faster."""
 
 PLENTY = 2**50
 """Bytes beside which no device lacks any."""
@@ -57,6 +68,7 @@ def refuse_overfull(step: StepEstimate, cluster: Cluster) -> None:
         refused = Refused("\n".join(fault.message for fault in faults), hint=faults[0].hint)
         refused.num_bytes, refused.lacking = max(lacking.values()), lacking
         raise refused
+    raise_faults(list(host_faults(step, cluster)))
 
 
 def decided_within(
@@ -70,18 +82,24 @@ def decided_within(
     Args:
         prices: of the graph on the cluster.
         as_needed: makes a plan, and raises `Refused` where it does not fit.
-        keeping: likewise, a plan that computes nothing again, where memory decides on that: if it fits by the estimate it is taken.
+        keeping: likewise, a plan that computes nothing again, where memory decides on that: if it fits by the estimate it is taken, and
+            where it fills a device, the one as needed if that is faster.
         least: likewise, one that keeps as little as can be: it is taken where the one as needed does not fit.
 
     Raises:
         MemoryShortage: nothing fits; where a plan was refused, with the estimate's figures of the first one as needed.
     """
+    kept: list[T] = []
     if keeping is not None:
         with suppress(MemoryShortage):
-            return _decided(prices, keeping)
+            kept.append(_decided(prices, keeping))
+            if all(each.peak.total <= FULL * each.capacity for each in kept[0].step.devices):
+                return kept[0]
     try:
-        return _decided(prices, as_needed)
+        return min((*kept, _decided(prices, as_needed)), key=lambda each: each.step.step_seconds)
     except MemoryShortage:
+        if kept:
+            return kept[0]
         if least is not None:
             with suppress(MemoryShortage):
                 return _decided(prices, least)

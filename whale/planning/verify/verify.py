@@ -54,7 +54,7 @@ def verify(
     faults += name_faults(plan, graph)
     raise_faults(faults)  # the rest takes shape and names for granted
     faults += _devices(plan, cluster)
-    faults += state_faults(plan)
+    faults += state_faults(plan, graph)
     seen: dict[tuple[object, ...], None] = {}
     for replica in plan.replicas:
         faults += _shares(graph, replica)
@@ -72,7 +72,7 @@ def verify(
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)
     found = estimate(plan, graph, cluster, costs, axes=axes) if step is None else step
-    raise_faults(list(memory_faults(found)))
+    raise_faults(list(memory_faults(found, cluster)))
     return found
 
 
@@ -224,10 +224,27 @@ def _recomputed(graph: ModelGraph, replica: Replica, stage: Stage) -> Iterator[W
             )
 
 
-def memory_faults(step: StepEstimate) -> Iterator[WhaleError]:
+def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
     """Devices on which a step does not fit in memory."""
     for each, short in overfull(step):
         yield memory_fault(each, short)
+    yield from host_faults(step, cluster)
+
+
+def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[PlanError]:
+    """Hosts whose memory does not hold what the optimizer keeps there."""
+    known, needed = {host.name: host.memory for host in cluster.hosts}, dict[str, float]()
+    for each in step.devices:
+        for device in each.devices:
+            host = cluster.by_name[device].host
+            needed[host] = needed.get(host, 0.0) + each.on_host
+    for name, num_bytes in needed.items():
+        memory = known[name]
+        if memory is not None and num_bytes > memory:
+            yield PlanError(
+                f"out of memory on host {name}: the optimizer keeps {format_bytes(round(num_bytes))} there, {format_bytes(memory)} usable",
+                hint="memory.offload: none, fewer devices of this host, or what the host has, as its memory in the cluster file",
+            )
 
 
 def memory_fault(each: DeviceEstimate, short: int) -> PlanError:

@@ -9,6 +9,7 @@ import yaml
 
 from whale.config import ReplicaBlock, StageBlock
 from whale.config.replicas import MODEL, REPLICAS
+from whale.errors import PlanError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.profile import model_fingerprint
@@ -21,7 +22,15 @@ def write_plan(plan: Plan, graph: ModelGraph) -> str:
 
     Args:
         graph: the model that the plan is for.
+
+    Raises:
+        PlanError: state is shared out or kept on hosts, which the text does not say.
     """
+    if not all(form.is_plain for state in plan.parameter_states for _, form in state.forms):
+        raise PlanError(
+            "a plan in YAML does not say which state is shared out among devices or kept on hosts",
+            hint="write it as JSON, which says all of it (--output FILE.json)",
+        )
     replicas = [block.as_data() for block in written_replicas(plan, graph)]
     data = _shared({MODEL: model_fingerprint(graph), REPLICAS: replicas}, {})
     return str(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)).rstrip()

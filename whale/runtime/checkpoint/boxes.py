@@ -117,7 +117,7 @@ def boxes(positions: Sequence[Runs]) -> Iterator[Box]:
 
 
 def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph) -> dict[str, Share]:
-    """What a rank holds of the parameters and buffers that some rank holds only a part of.
+    """What a rank keeps of the parameters and buffers that some rank keeps only a part of.
 
     Args:
         holdings: who holds which part.
@@ -129,7 +129,7 @@ def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph) -> dict
     if rank is None:
         return found
     for name in shardings.parameters:
-        sharding = shardings.gradient(name)
+        sharding = shardings.kept(name)
         if rank in sharding.held and sharding.is_sharded:
             space = shardings.space(name)
             found[name] = Share(

@@ -1,10 +1,10 @@
-"""Checkpoints: each element is written once, and read by any plan's ranks that hold it.
+"""What a checkpoint holds, and how any plan's ranks read of it what they hold; each element was written once.
 
     key                            value
     model.{name}                   a parameter or buffer
     optimizer.{name}.{key}         an entry of the optimizer's state for a parameter
     options.{rank}                 hyperparameters of the parameters that a rank wrote
-    extra.{key}                    plain data that all ranks share
+    extra.{key}                    plain data that all ranks share; read_as: the model's types of parameters that are kept in others
     rank.{rank}.{key}              plain data of one rank
 
 A tensor that is cut over ranks is one entry, too: of the whole shape, in chunks that its holders write. So nothing tells
@@ -13,30 +13,33 @@ by which plan a checkpoint was written, and no rank needs more of a tensor than 
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
-from uuid import uuid4
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from whale.comm import World, on_first_rank, together
+from whale.comm import World, together
 from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
-from whale.ir.serialization import read_value, to_json
+from whale.ir.serialization import read_value
 from whale.runtime.checkpoint.boxes import Box, Share, boxes
-from whale.runtime.checkpoint.contents import Contents, Index, StoredTensor, open_contents, write_pieces
-from whale.runtime.checkpoint.files import INDEX, PLAN, aside, check_complete, complete, is_older, standing, writing_aside
+from whale.runtime.checkpoint.contents import Contents, Index, StoredTensor, open_contents
+from whale.runtime.checkpoint.files import INDEX, check_complete, is_older, standing
 from whale.runtime.checkpoint.older import open_older
-from whale.runtime.checkpoint.plain_data import is_plain_tensor, to_plain
 from whale.runtime.state.optimizer_state import OptimizerState
 from whale.units import counted
 
-T = TypeVar("T")
+MODEL = "model."
+"""Begins the keys of parameters and buffers."""
+
+READ_AS = "read_as"
+"""The key of the model's types, of parameters that are stepped, and written, in another."""
+
+MOST_DIFFERENCES = 10
+"""Of a checkpoint of another model, in one message."""
 
 
 @dataclass(frozen=True)
@@ -52,42 +55,6 @@ class Extras:
     own: Mapping[str, Any] = field(default_factory=dict)
 
 
-def save(
-    path: Path,
-    *,
-    tensors: Mapping[str, Tensor],
-    optimizer: OptimizerState,
-    extras: Extras,
-    writers: Mapping[str, int],
-    world: World,
-    plan: str | None = None,
-    shares: Mapping[str, Share] | None = None,
-) -> None:
-    """Writes a checkpoint; all ranks of the world call it together.
-
-    It is written aside and renamed when complete; what stood at the path before is kept until then.
-
-    Args:
-        path: a folder of the checkpoint's own, that all ranks see.
-        tensors: the parameters and buffers that this rank owns, by name.
-        optimizer: its optimizer's state.
-        extras: plain data.
-        writers: per name, the rank that writes the tensor and its optimizer state; the same on all ranks. Of a tensor that is
-            held in parts it writes only what is not divided with it.
-        world: this process among its peers.
-        plan: text stored beside, as ``plan.json``.
-        shares: of the tensors that some rank holds only a part of, by name, where this rank's part lies and what it writes of it.
-
-    Raises:
-        CheckpointError: it cannot be written; the same on all ranks, and the previous one is intact.
-    """
-    with ExitStack() as aside_here:  # on rank 0
-        on_first_rank(world, lambda: _writing(path, lambda: aside_here.enter_context(writing_aside(path))))
-        own = together(world, lambda: _writing(path, lambda: _write(path, tensors, optimizer, extras, writers, world.rank, shares or {})))
-        parts: list[Any] = world.gather_objects(own)
-        on_first_rank(world, lambda: _writing(path, lambda: _complete(path, Index.of(uuid4().hex, parts), plan)))
-
-
 def load(
     path: Path,
     *,
@@ -95,6 +62,8 @@ def load(
     specs: Mapping[str, TensorSpec],
     world: World,
     shares: Mapping[str, Share] | None = None,
+    ties: Mapping[str, str] | None = None,
+    may_lack: Collection[str] = (),
     check: Callable[[OptimizerState, Extras], None] | None = None,
     trust: bool = False,
 ) -> tuple[OptimizerState, Extras]:
@@ -108,6 +77,8 @@ def load(
         specs: of all parameters and buffers of the model, whole, by name; the same on all ranks.
         world: this process among its peers.
         shares: of the tensors that this rank holds only a part of, by name, where that lies.
+        ties: other names of the model's tensors, and the first name of each.
+        may_lack: tensors that one of weights alone need not have; they stay as they are.
         check: raises where what has been read beside the tensors does not fit this rank; nothing has changed then, on any rank.
         trust: whether a checkpoint of the older form may be unpickled, which can run code.
 
@@ -120,19 +91,19 @@ def load(
     shares = shares or {}
 
     def read_rest() -> tuple[Contents, OptimizerState, Extras]:
-        contents = _open(path, trust)
-        _check_model(path, contents, specs)
+        contents = _under_first_names(path, open_checkpoint(path, trust), ties or {})
+        _check_model(path, contents, specs, () if contents.plain else may_lack)
         kept, extras = _rest(contents, tensors, world.rank, shares)
         if check is not None:
             check(kept, extras)
         for name in tensors:
-            for _ in _overlaps(contents, f"model.{name}", shares.get(name)):
+            for _ in _overlaps(contents, f"{MODEL}{name}", shares.get(name)):
                 pass
         return contents, kept, extras
 
     def fill() -> None:
         for name, tensor in tensors.items():
-            _fill(contents, f"model.{name}", shares.get(name), tensor.detach())
+            _fill(contents, f"{MODEL}{name}", shares.get(name), tensor.detach())
 
     contents, kept, extras = together(world, read_rest)
     _check_one(path, contents, world)
@@ -140,55 +111,12 @@ def load(
     return kept, extras
 
 
-def _write(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    optimizer: OptimizerState,
-    extras: Extras,
-    writers: Mapping[str, int],
-    rank: int,
-    shares: Mapping[str, Share],
-) -> tuple[list[StoredTensor], dict[str, Any]]:
-    """Writes what a rank answers for; gives its tensors, and its plain data by key."""
-    mine = [name for name in tensors if writers[name] == rank]
-    inner: dict[str, Tensor] = {}
+def open_checkpoint(path: Path, trust: bool = False) -> Contents:
+    """A checkpoint that is complete.
 
-    def keep(place: str, tensor: Tensor) -> str:
-        inner[key := f"rank {rank}: {place}"] = tensor
-        return key
-
-    entries = {f"optimizer.{name}.{key}": value for name in mine for key, value in optimizer.state.get(name, {}).items()}
-    plain = {key: value for key, value in entries.items() if not is_plain_tensor(value)}
-    if options := {name: optimizer.options[name] for name in mine if name in optimizer.options}:
-        plain[f"options.{rank}"] = options
-    plain |= {f"extra.{key}": value for key, value in extras.shared.items()}
-    plain |= {f"rank.{rank}.{key}": value for key, value in extras.own.items()}
-    data = {key: to_plain(value, key, keep) for key, value in plain.items()}
-
-    def pieces() -> Iterator[tuple[str, Sequence[int], Box, Tensor]]:
-        for name, tensor in tensors.items():
-            own = {f"optimizer.{name}.{key}": value for key, value in optimizer.state.get(name, {}).items() if is_plain_tensor(value)}
-            for key, value in {f"model.{name}": tensor, **own}.items():
-                share = shares.get(name) if value.shape == tensor.shape else None
-                if share is not None:
-                    yield from ((key, share.shape, box, share.local(box).of(value.detach())) for box in share.written_boxes())
-                elif name in mine:
-                    yield _whole(key, value)
-        yield from (_whole(key, value) for key, value in inner.items())
-
-    return write_pieces(aside(path) / f"rank_{rank}.safetensors", list(pieces())), data
-
-
-def _whole(key: str, tensor: Tensor) -> tuple[str, Sequence[int], Box, Tensor]:
-    return key, tensor.shape, Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach()
-
-
-def _complete(path: Path, index: Index, plan: str | None) -> None:
-    texts = {INDEX: to_json(index), **({} if plan is None else {PLAN: plan})}
-    complete(path, {piece.file for tensor in index.tensors for piece in tensor.pieces}, texts)
-
-
-def _open(path: Path, trust: bool) -> Contents:
+    Raises:
+        CheckpointError: it is not, or is of the older form, which is not trusted.
+    """
     path = standing(path)
     check_complete(path)
     if not is_older(path):
@@ -214,8 +142,10 @@ def _rest(contents: Contents, tensors: Mapping[str, Tensor], rank: int, shares: 
         section, _, rest = key.partition(".")
         name, _, entry = rest.rpartition(".")
         if section == "optimizer" and name in tensors:
-            is_tensor = key in contents.tensors
-            state.setdefault(name, {})[entry] = _read(contents, key, shares.get(name)) if is_tensor else contents.value(key)
+            value = read_tensor(contents, key, shares.get(name)) if key in contents.tensors else contents.value(key)
+            if key in contents.tensors and contents.tensors[key].dtype == contents.tensors[f"{MODEL}{name}"].dtype:
+                value = value.to(tensors[name].dtype)  # it goes with the parameter
+            state.setdefault(name, {})[entry] = value
         elif section == "options":
             options.update({name: group for name, group in contents.value(key).items() if name in tensors})
         elif section == "extra":
@@ -225,7 +155,7 @@ def _rest(contents: Contents, tensors: Mapping[str, Tensor], rank: int, shares: 
     return OptimizerState(state, options), Extras(shared, own)
 
 
-def _read(contents: Contents, key: str, share: Share | None) -> Tensor:
+def read_tensor(contents: Contents, key: str, share: Share | None = None) -> Tensor:
     """A tensor, or a rank's part of it where it is cut like the parameter that it belongs to."""
     stored = contents.tensors[key]
     share = share if share is not None and share.shape == stored.shape else None
@@ -240,8 +170,12 @@ def _fill(contents: Contents, key: str, share: Share | None, target: Tensor) -> 
 
 
 def _overlaps(contents: Contents, key: str, share: Share | None) -> Iterator[tuple[Box, Box, Tensor]]:
-    """The stored pieces of a tensor that a rank holds something of, by rectangles: where each lies in the piece, and at home."""
-    stored = contents.tensors[key]
+    """The stored pieces of a tensor that a rank holds something of, by rectangles: where each lies in the piece, and at home.
+
+    Of a tensor that is not there, and need not be, there are none.
+    """
+    if (stored := contents.tensors.get(key)) is None:
+        return
     share = share or Share(stored.shape, tuple(((0, size),) for size in stored.shape))
     for piece in stored.pieces:
         if (wanted := share.overlap(piece.box)) is not None:
@@ -249,20 +183,42 @@ def _overlaps(contents: Contents, key: str, share: Share | None) -> Iterator[tup
             yield from ((box.relative_to(piece.start), share.local(box), values) for box in boxes(wanted))
 
 
-def _check_model(path: Path, contents: Contents, specs: Mapping[str, TensorSpec]) -> None:
-    """Raises one error with all the differences between the model's tensors and the checkpoint's."""
-    prefix = "model."
-    stored = {key.removeprefix(prefix): tensor for key, tensor in contents.tensors.items() if key.startswith(prefix)}
-    differences = [f"{name} is not in the checkpoint" for name in specs if name not in stored]
+def model_tensors(contents: Contents) -> dict[str, StoredTensor]:
+    """The parameters and buffers, by name."""
+    return {key.removeprefix(MODEL): tensor for key, tensor in contents.tensors.items() if key.startswith(MODEL)}
+
+
+def _under_first_names(path: Path, contents: Contents, ties: Mapping[str, str]) -> Contents:
+    """With what was stored under another name of a tensor under its first.
+
+    Raises:
+        CheckpointError: it was stored under both, and they differ.
+    """
+    found = dict(contents.tensors)
+    for tie, name in ties.items():
+        if (tied := found.pop(f"{MODEL}{tie}", None)) is not None:
+            first = found.setdefault(f"{MODEL}{name}", tied)
+            if [piece.crc32 for piece in first.pieces] != [piece.crc32 for piece in tied.pieces]:
+                raise CheckpointError(f"{tie} and {name} are one tensor in the model ({path}: they have other values)")
+    return replace(contents, tensors=found)
+
+
+def _check_model(path: Path, contents: Contents, specs: Mapping[str, TensorSpec], may_lack: Collection[str]) -> None:
+    """Raises one error with the first differences between the model's tensors and the checkpoint's."""
+    stored = model_tensors(contents)
+    differences = [f"{name} is not in the checkpoint" for name in specs if name not in stored and name not in may_lack]
     differences += [f"{name} is not in the model" for name in stored if name not in specs]
+    read_as = contents.value(f"extra.{READ_AS}") or {}
     for name, spec in specs.items():
         if name not in stored:
             continue
-        there, here = _form(stored[name].shape, stored[name].dtype), _form(spec.shape, spec.dtype)
+        own = stored[name].dtype if contents.plain else spec.dtype  # weights alone are cast, as by `load_state_dict`
+        there, here = _form(stored[name].shape, read_as.get(name, own)), _form(spec.shape, spec.dtype)
         if there != here:
             differences.append(f"{name} is {there} in the checkpoint, {here} in the model")
     if differences:
-        listing = "".join(f"\n  {difference}" for difference in differences)
+        more = len(differences) - MOST_DIFFERENCES
+        listing = "\n  ".join(["", *differences[:MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
         raise CheckpointError(
             f"a checkpoint must be of the same model ({path}: {counted(len(differences), 'difference')}):{listing}",
             hint="build the model as it was when the checkpoint was written",
@@ -283,12 +239,3 @@ def _check_one(path: Path, contents: Contents, world: World) -> None:
 
 def _form(shape: tuple[int, ...], dtype: str) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
-
-
-def _writing(path: Path, action: Callable[[], T]) -> T:
-    """Runs a part of the work on files, with the system's failures as ours."""
-    try:
-        return action()
-    except OSError as error:
-        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or error
-        raise CheckpointError(f"{path} cannot be written: {reason}") from error

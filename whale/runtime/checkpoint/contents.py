@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -63,7 +63,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds.
+    """What a checkpoint holds, or a rank's part of one.
 
     Attributes:
         save_id: tells a save from all others.
@@ -76,20 +76,25 @@ class Index:
     plain: Mapping[str, Any]
 
     @staticmethod
-    def of(save_id: str, parts: Iterable[tuple[Sequence[StoredTensor], Mapping[str, Any]]]) -> Index:
-        """Of what each rank wrote; of plain data under one key, that of the lowest rank."""
+    def of(parts: Sequence[Index]) -> Index:
+        """Of the parts that ranks wrote, in their order; of plain data under one key, that of the lowest rank."""
         tensors: dict[str, StoredTensor] = {}
         pieces: dict[str, list[StoredPiece]] = {}
         plain: dict[str, Any] = {}
-        for written, data in parts:
-            for tensor in written:
+        for part in parts:
+            for tensor in part.tensors:
                 tensors.setdefault(tensor.key, tensor)
                 pieces.setdefault(tensor.key, []).extend(tensor.pieces)
-            for key, value in data.items():
+            for key, value in part.plain.items():
                 plain.setdefault(key, value)
         whole = [StoredTensor(key, one.dtype, one.shape, tuple(pieces[key])) for key, one in tensors.items()]
         assert all(sum(prod(piece.box.shape) for piece in tensor.pieces) == prod(tensor.shape) for tensor in whole)
-        return Index(save_id, tuple(whole), plain)
+        return Index(parts[0].save_id, tuple(whole), plain)
+
+    @property
+    def files(self) -> set[str]:
+        """Those that its tensors lie in."""
+        return {piece.file for tensor in self.tensors for piece in tensor.pieces}
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Contents:
         save_id: tells it from all others.
         tensors: what is stored, by key.
         plain: the keys of its plain data.
-        value: gives plain data, by key.
+        value: gives plain data, by key; None where there is none.
         read: gives a piece of a tensor, and raises a `CheckpointError` where it is not as it was written.
     """
 
@@ -111,12 +116,17 @@ class Contents:
     read: Callable[[StoredTensor, StoredPiece], Tensor]
 
 
-def write_pieces(file: Path, pieces: Sequence[tuple[str, Sequence[int], Box, Tensor]]) -> list[StoredTensor]:
+Piece = tuple[str, Sequence[int], Box, Tensor]
+"""The key and the shape of a tensor, a rectangle of it, and the values there."""
+
+
+def write_pieces(file: Path, pieces: Sequence[Piece], go_on: Callable[[], None]) -> list[StoredTensor]:
     """Writes a safetensors file.
 
     Args:
         file: to make.
-        pieces: for each, the key and the shape of its tensor, the rectangle, and the values there.
+        pieces: that it will hold.
+        go_on: is called before each, and raises where there shall be no more.
 
     Returns:
         For each, its tensor with this piece alone. Of none there is no file.
@@ -135,6 +145,7 @@ def write_pieces(file: Path, pieces: Sequence[tuple[str, Sequence[int], Box, Ten
     with open(file, "xb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for key, shape, box, value in ordered:
+            go_on()
             data = _bytes_of(value)
             out.write(data)
             piece = StoredPiece(file.name, _name(key, shape, box), box.start, box.stop, zlib.crc32(data))
@@ -173,7 +184,7 @@ def open_contents(path: Path, index: Index) -> Contents:
     def whole(key: str) -> Tensor:
         return read(tensors[key], tensors[key].pieces[0])
 
-    return Contents(index.save_id, tensors, tuple(index.plain), lambda key: from_plain(index.plain[key], whole), read)
+    return Contents(index.save_id, tensors, tuple(index.plain), lambda key: from_plain(index.plain.get(key), whole), read)
 
 
 def _damage(path: Path, piece: StoredPiece, reason: str) -> CheckpointError:

@@ -1,10 +1,11 @@
 """The folder of a checkpoint: written aside, marked complete last, then renamed, so that a half one is never read.
 
-step_100.incomplete/    while it is written, with a file "writing" that rank 0 has locked
+step_100.incomplete/    while it is written, with a file "writing" that rank 0 has locked; rank_0.json says that the part of rank 0 is whole
 step_100.previous/      what stood at the path before, until the new one does
 step_100/               complete: rank_0.safetensors ... index.json plan.json complete.json
 
-A save that is killed leaves "writing" behind, unlocked: the next save in the same place finds it, and cleans up.
+A save that is killed leaves "writing" behind, unlocked: the next save in the same place finds it, and cleans up. Locks are of open
+files (flock), not of processes: a process may write several checkpoints at once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from whale.ir.reading import read_json
 MARKER, INDEX, PLAN, WRITING = "complete.json", "index.json", "plan.json", "writing"
 ASIDE, PREVIOUS = ".incomplete", ".previous"
 FORMAT, OLDER_FORMAT = 3, 2
+_MISREAD = (ValueError, KeyError, TypeError, AttributeError)
 
 
 def aside(path: Path) -> Path:
@@ -55,7 +57,7 @@ def writing_aside(path: Path) -> Iterator[None]:
         aside(path).mkdir(parents=True)
         with open(aside(path) / WRITING, "wb") as lock:
             with suppress(OSError):  # a file system without locks: nobody cleans up here
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
     finally:
         shutil.rmtree(aside(path), ignore_errors=True)
@@ -68,7 +70,7 @@ def _clean_up(folder: Path) -> None:
             empty.rmdir()
     for left in folder.glob(f"*/{WRITING}"):
         with suppress(OSError), open(left, "r+b") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if left.parent.name.endswith(ASIDE):
                 shutil.rmtree(left.parent)
             elif not faults(left.parent):  # killed once it was in its place
@@ -83,31 +85,25 @@ def _may_be_replaced(path: Path) -> bool:
     return path.is_dir() and (not any(path.iterdir()) or (path / MARKER).exists() or (path / ".metadata").exists())
 
 
-def complete(path: Path, data_files: set[str], texts: Mapping[str, str]) -> None:
+def complete(path: Path, data_files: set[str], texts: Mapping[str, str], score: float | None) -> None:
     """Marks what was written aside as complete and puts it at the path, in place of what stood there.
 
     Args:
         path: of the checkpoint.
         data_files: that ranks have written.
         texts: of the files to write beside, by name.
+        score: of the checkpoint among others; None without one.
 
     Raises:
-        CheckpointError: files that other ranks wrote are not to be seen here.
         OSError: it cannot be written.
     """
     folder = aside(path)
-    unseen = sorted(name for name in data_files if not (folder / name).exists())
-    if unseen:
-        raise CheckpointError(
-            f"a checkpoint must lie where all ranks see it ({path}: rank 0 does not see {', '.join(unseen)})",
-            hint="save to a file system that all hosts share",
-        )
     for name, text in texts.items():
-        _write(folder / name, text)
+        write_text(folder / name, text)
     sizes = {name: (folder / name).stat().st_size for name in (*sorted(data_files), *texts)}
     checksums = {name: _checksum(folder / name) for name in texts}
-    marker = {"format": FORMAT, "files": sizes, "crc32": checksums}
-    _write(folder / MARKER, json.dumps({**marker, "own_crc32": zlib.crc32(json.dumps(marker).encode())}, indent=1))
+    marker = {"format": FORMAT, "files": sizes, "crc32": checksums, "score": score}
+    write_text(folder / MARKER, json.dumps({**marker, "own_crc32": zlib.crc32(json.dumps(marker).encode())}, indent=1))
     _sync_folder(folder)
     if path.exists():
         if not faults(path):
@@ -120,16 +116,45 @@ def complete(path: Path, data_files: set[str], texts: Mapping[str, str]) -> None
     _finish(path)
 
 
+def keep_newest(path: Path, keep: int) -> None:
+    """Removes the complete checkpoints beside a new one, but for so many, the newest, and the one with the least score.
+
+    Args:
+        path: of the new one, which is one of them.
+        keep: how many stay.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
+    folders = [folder for folder in path.parent.iterdir() if not folder.is_symlink() and folder.suffix not in (ASIDE, PREVIOUS)]
+    newest = sorted(
+        (folder for folder in folders if not faults(folder)), key=lambda each: (each == path, _completed_at(each)), reverse=True
+    )
+    scores = {folder: score for folder in newest if (score := score_of(folder)) is not None}
+    best = min(scores, key=scores.__getitem__, default=None)
+    for folder in newest[keep:]:
+        if folder != best:
+            try:
+                _remove(folder, aside(folder))
+            except OSError as error:
+                raise CheckpointError(f"{folder} cannot be removed, and keep={keep}: {error.strerror or error}") from error
+
+
 def _finish(path: Path) -> None:
     """Removes what stood at a path before, by way of a folder that the next save cleans up, and says that the save has ended."""
     if previous(path).exists():
-        (previous(path) / WRITING).touch()
-        previous(path).rename(aside(path))
-        shutil.rmtree(aside(path), ignore_errors=True)
+        _remove(previous(path), aside(path))
     (path / WRITING).unlink(missing_ok=True)
 
 
-def _write(path: Path, text: str) -> None:
+def _remove(folder: Path, by_way_of: Path) -> None:
+    (folder / WRITING).touch()
+    folder.rename(by_way_of)
+    shutil.rmtree(by_way_of, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that is on the disk when this returns."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -153,13 +178,13 @@ def faults(path: Path) -> list[str]:
     if not path.is_dir():
         return ["there is no such folder"]
     try:
-        number, files, checksums = _marker(path)
+        number, files, checksums, _ = _marker(path)
     except FileNotFoundError:
         return [f"{MARKER} is missing, which is written last"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except _MISREAD:
         return [f"{MARKER} is damaged"]
     if number not in (FORMAT, OLDER_FORMAT):
-        return [f"its format is {number}, and this version reads format {FORMAT}"]
+        return [f"it is of form {number}, and this version reads form {FORMAT}"]
     found = []
     for name, size in files.items():
         file = path / name
@@ -177,14 +202,24 @@ def is_older(path: Path) -> bool:
     return _marker(path)[0] == OLDER_FORMAT
 
 
-def _marker(path: Path) -> tuple[int, dict[str, int], dict[str, int]]:
-    """The format, the size of every file, and the checksum of every text."""
+def score_of(path: Path) -> float | None:
+    """The score of a complete checkpoint, if it was given one."""
+    return _marker(path)[3]
+
+
+def _marker(path: Path) -> tuple[int, dict[str, int], dict[str, int], float | None]:
+    """The format, the size of every file, the checksum of every text, and the score."""
     marker = read_json(path / MARKER)
     own, number = marker.pop("own_crc32", None), marker["format"]
     if (own is not None or number == FORMAT) and own != zlib.crc32(json.dumps(marker).encode()):
         raise ValueError
     files, checksums = marker["files"], marker["crc32"] if number == FORMAT else {}
-    return number, files, checksums
+    return number, files, checksums, marker.get("score")
+
+
+def _completed_at(path: Path) -> int:
+    """When it was complete, in nanoseconds."""
+    return (path / MARKER).stat().st_mtime_ns
 
 
 def standing(path: Path) -> Path:
@@ -194,6 +229,12 @@ def standing(path: Path) -> Path:
 
 def check_complete(path: Path) -> None:
     """Raises a `CheckpointError` that says what is missing, and where a complete checkpoint lies nearby."""
+    with suppress(OSError, *_MISREAD):  # `faults` says which
+        if (number := _marker(path)[0]) > FORMAT:
+            raise CheckpointError(
+                f"this version of whale reads checkpoints up to form {FORMAT} ({path}: newer, of form {number})",
+                hint="read it by the version that wrote it, or a later one",
+            )
     found = faults(path)
     if not found:
         return
@@ -208,4 +249,4 @@ def _newest_complete(path: Path) -> Path | None:
         return previous(path)
     folders = [folder for folder in path.parent.glob("*") if folder.is_dir()] if path.parent.is_dir() else []
     complete_ones = [folder for folder in folders if not faults(folder)]
-    return max(complete_ones, key=lambda folder: (folder / MARKER).stat().st_mtime, default=None)
+    return max(complete_ones, key=_completed_at, default=None)

@@ -63,4 +63,4 @@ def open_older(path: Path) -> Contents:
 
     plain = [key for key in metadata.state_dict_metadata if key not in tensors]
     save_id = str(getattr(metadata.storage_meta, "save_id", None))
-    return Contents(save_id, tensors, plain, lambda key: fetch(key, None), read)
+    return Contents(save_id, tensors, plain, lambda key: fetch(key, None) if key in plain else None, read)

@@ -7,48 +7,88 @@ reads the regions that it holds. In between the tensors are whole, so any plan r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from whale.comm import together
 from whale.errors import CheckpointError, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.serialization import to_json
 from whale.runtime.checkpoint.boxes import find_shares
-from whale.runtime.checkpoint.checkpoint import Extras, load, save
+from whale.runtime.checkpoint.checkpoint import READ_AS, Extras, load
+from whale.runtime.checkpoint.saving import Saving, save
 from whale.runtime.execute.roster import Roster
-from whale.runtime.state.engine_state import EngineState
+from whale.runtime.state.engine_state import EngineState, without_averages
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.optimizer_state import OptimizerState, check_optimizer, read_optimizer, write_optimizer
+from whale.runtime.state.joint import JointOptimizer, JointScheduler, members_of
+from whale.runtime.state.optimizer_state import OptimizerState, check_optimizer, group_members
 from whale.runtime.state.random_state import random_state, set_random_state
+from whale.runtime.state.scaling import LossScale
 from whale.runtime.state.scheduler_state import fitted_state, read_scheduler
 
 SCHEDULER, KIND = "scheduler.", "kind."
 """Begin the keys under which each rank's scheduler is kept, and what kind of optimizer and scheduler there was."""
+STEP, USERS, LEFT_OUT = "step", "user", "non_persistent"
+"""The keys of the steps done, of the user's own data, and of the buffers that no ``state_dict`` has."""
 
 
-def save_state(path: Path, state: EngineState, roster: Roster, holdings: Holdings, model: ModelGraph) -> None:
-    """Writes parameters, buffers, optimizer, scheduler, step, random state and data position; all ranks of the world call it.
+def save_state(
+    path: Path,
+    state: EngineState,
+    roster: Roster,
+    holdings: Holdings,
+    model: ModelGraph,
+    module: nn.Module,
+    *,
+    copies: bool,
+    extra: object = None,
+    keep: int | None = None,
+    score: float | None = None,
+) -> Saving:
+    """Begins to write parameters, buffers, optimizer, scheduler, step, random state and data position; all ranks of the world call it.
+
+    Args:
+        module: the user's.
+        copies, keep, score: as `save` takes them.
+        extra: the user's own plain data, of which rank 0's is written.
 
     Raises:
-        CheckpointError: it cannot be written; the same on all ranks, and what stood at the path before is intact.
+        CheckpointError: it cannot be begun; the same on all ranks, and what stood at the path before is intact.
     """
-    shared: dict[str, Any] = {"step": state.step_number}
+    shared: dict[str, Any] = {STEP: state.step_number}
+    if roster.world.rank == 0 and extra is not None:
+        shared[USERS] = extra
     if state.position is not None:
         shared["position"] = dict(state.position)
+    if state.decay is not None:
+        shared["decay"] = state.decay
+    if state.loss_scale is not None:
+        shared["loss_scale"] = asdict(state.loss_scale)
+    if left_out := _left_out(module, model):
+        shared[LEFT_OUT] = left_out
     shared |= {f"{KIND}{what}": kind for what, kind in _kinds(state).items()}
-    writers = {name: ranks[0] for name, ranks in roster.holders.items()}
-    if state.scheduler is not None and any(writers[name] == roster.world.rank for name in state.parameters):
+    own = {each.name: each.spec.dtype for each in model.parameters}
+    if others := {name: dtype for name, dtype in own.items() if roster.plan.state_of(name).kept.dtype != dtype}:
+        shared[READ_AS] = others
+    writers = {name: min(roster.in_world(holdings.shardings.kept(name).mesh)) for name in holdings.shardings.parameters}
+    if state.scheduler is not None and any(writers[name] == roster.world.rank for name in state.kept):
         assert state.optimizer is not None
-        shared[f"{SCHEDULER}{roster.world.rank}"] = read_scheduler(state.scheduler, state.optimizer, state.parameters)
-    save(
+        shared[f"{SCHEDULER}{roster.world.rank}"] = read_scheduler(state.scheduler, state.optimizer, state.kept)
+    return save(
         path,
-        tensors=state.tensors,
-        optimizer=read_optimizer(state.optimizer, state.parameters),
+        tensors=state.lasting,
+        optimizer=together(roster.world, state.read_kept),
         extras=Extras(shared, {"random": random_state()}),
         writers=writers,
         world=roster.world,
         plan=to_json(roster.plan, indent=2),
         shares=find_shares(holdings, roster.rank, model),
+        copies=copies,
+        keep=keep,
+        score=score,
     )
 
 
@@ -58,15 +98,22 @@ def load_state(
     roster: Roster,
     holdings: Holdings,
     model: ModelGraph,
+    module: nn.Module,
     check_position: Callable[[Mapping[str, int]], None],
     *,
     trust: bool = False,
-) -> None:
-    """Fills a state's tensors in place and puts everything else back; all ranks of the world call it.
+) -> Any:
+    """Fills a state's tensors in place, as they last, and puts everything else back; all ranks of the world call it.
+
+    One of weights alone changes nothing else.
 
     Args:
+        module: the user's.
         check_position: raises where the data cannot go on as the checkpoint says.
         trust: whether a checkpoint of the older form may be unpickled, which can run code.
+
+    Returns:
+        The user's own data in it; None without.
 
     Raises:
         CheckpointError: it is incomplete, damaged, of another model or optimizer, or of other data; the same kind on all ranks.
@@ -74,26 +121,50 @@ def load_state(
     """
 
     def check(kept: OptimizerState, extras: Extras) -> None:
+        if STEP not in extras.shared:
+            return
         _check_kinds(state, extras)
-        check_optimizer(state.optimizer, state.parameters, kept)
+        check_optimizer(state.optimizer, state.kept, without_averages(kept))
         _schedule(state, extras)
         if "position" in extras.shared:
             check_position(extras.shared["position"])
 
     specs = {parameter.name: parameter.spec for parameter in model.parameters if parameter.name in roster.plan.owners}
     shares = find_shares(holdings, roster.rank, model)
-    kept, extras = load(path, tensors=state.tensors, specs=specs, world=roster.world, shares=shares, check=check, trust=trust)
-    write_optimizer(state.optimizer, state.parameters, kept)
+    kept, extras = load(
+        path,
+        tensors=state.lasting,
+        specs=specs,
+        world=roster.world,
+        shares=shares,
+        ties={tie: parameter.name for parameter in model.parameters for tie in parameter.ties},
+        may_lack=_left_out(module, model),
+        check=check,
+        trust=trust,
+    )
+    if STEP not in extras.shared:
+        return None
+    state.take_kept(kept)
+    state.decay = extras.shared.get("decay", state.decay)
     if (schedule := _schedule(state, extras)) is not None:
         state.scheduler.load_state_dict(schedule)
         state.note_schedule()
     elif roster.world.rank == _first_to_train(roster, model):
         _tell_of_schedule(state, extras)
     state.noted_settings = state.settings
-    state.step_number, state.num_advanced = int(extras.shared["step"]), 0
+    state.step_number, state.num_advanced = int(extras.shared[STEP]), 0
     state.position = extras.shared.get("position")
+    if state.loss_scale is not None and "loss_scale" in extras.shared:
+        state.loss_scale = LossScale(**extras.shared["loss_scale"])
     if "random" in extras.own:
         set_random_state(extras.own["random"])
+    return extras.shared.get(USERS)
+
+
+def _left_out(module: nn.Module, model: ModelGraph) -> list[str]:
+    """The buffers that ``module.state_dict()`` leaves out, by first name."""
+    found = (f"{place}.{name}".lstrip(".") for place, own in module.named_modules() for name in own._non_persistent_buffers_set)
+    return sorted({model.parameter_by_name[name].name for name in found if name in model.parameter_by_name})
 
 
 def _schedule(state: EngineState, extras: Extras) -> dict[str, Any] | None:
@@ -102,7 +173,7 @@ def _schedule(state: EngineState, extras: Extras) -> dict[str, Any] | None:
     if state.scheduler is None or not saved:
         return None
     assert state.optimizer is not None
-    return fitted_state(state.scheduler, state.optimizer, state.parameters, saved)
+    return fitted_state(state.scheduler, state.optimizer, state.kept, saved)
 
 
 def _first_to_train(roster: Roster, model: ModelGraph) -> int | None:
@@ -122,17 +193,34 @@ def _tell_of_schedule(state: EngineState, extras: Extras) -> None:
 
 
 def _kinds(state: EngineState) -> dict[str, str]:
-    """The names of the classes of what a rank trains with."""
+    """The names of the classes of what a rank trains with; of several optimizers also by parameter, of their schedulers by pattern."""
     used = {"optimizer": state.optimizer, "scheduler": state.scheduler}
-    return {what: type(own).__name__ for what, own in used.items() if own is not None}
+    found = {what: type(own).__name__ for what, own in used.items() if own is not None}
+    if isinstance(state.optimizer, JointOptimizer):
+        found |= _by_parameter(state)
+    if isinstance(state.scheduler, JointScheduler):
+        found |= {f"scheduler of {pattern}": type(member).__name__ for pattern, member in state.scheduler.members.items()}
+    return found
+
+
+def _by_parameter(state: EngineState) -> dict[str, str]:
+    members = members_of(state.optimizer).values()
+    return {f"optimizer of {name}": type(own).__name__ for own in members for names in group_members(own, state.kept) for name in names}
 
 
 def _check_kinds(state: EngineState, extras: Extras) -> None:
     """What one kind of optimizer or scheduler keeps is nothing that another goes on with."""
-    for what, here in _kinds(state).items():
-        there = extras.shared.get(f"{KIND}{what}", here)
-        if there != here:
+    saved = {key.removeprefix(KIND): kind for key, kind in extras.shared.items() if key.startswith(KIND)}
+    here = _kinds(state)
+    if JointOptimizer.__name__ in (here.get("optimizer"), saved.get("optimizer")) and (whole := saved.pop("optimizer", None)):
+        by_parameter = _by_parameter(state)  # one optimizer for all is compared with several parameter by parameter
+        here |= by_parameter
+        saved = dict.fromkeys(by_parameter, whole) | saved
+    if "scheduler" in saved:  # else it is warned of
+        saved |= {what: "none" for what in here if what.startswith("scheduler of ") and what not in saved}
+    for what, kind in here.items():
+        if saved.get(what, kind) != kind:
             raise CheckpointError(
-                f"training goes on with the kind of {what} that was saved (in the checkpoint: {there}, here: {here})",
+                f"training goes on with the kind of {what} that was saved (in the checkpoint: {saved[what]}, here: {kind})",
                 hint="make it as it was when the checkpoint was written; engine.load_state_dict takes the weights alone",
             )

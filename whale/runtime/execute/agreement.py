@@ -118,6 +118,7 @@ class Agreement:
         self._divided: dict[int, tuple[tuple[int, int], ...]] = {}
         self._num_compared = 0
         self._shared: dict[int, tuple[SharedPiece, ...]] = {}
+        self._mode = model.mode
         self._call = _CALLS[model.mode]
         self._capture = int(model.fingerprint, 16) & ((1 << BITS) - 1)
         self._sizes = {op.target: str(op.outputs[0]) for op in model.ops if op.kind == "input" and op.outputs}
@@ -133,13 +134,18 @@ class Agreement:
             self._divided[num_rows] = () if self._seat is None else self._plan.micro_batch_rows(self._seat.replica, num_rows)
         return self._divided[num_rows]
 
-    def begin(self, batch: BatchView) -> Pending:
+    def begin(self, batch: BatchView, call: roll_call.Call | None = None) -> Pending:
         """Starts the agreement. Where this rank alone refuses the batch, the others learn that ranks differ.
+
+        Args:
+            batch: the rows in hand.
+            call: of the engine; None for that of the mode.
 
         Raises:
             BatchError: the batch is too small for the plan, or its rows differ between ranks.
             RuntimeFault: ranks hold unlike weights of one parameter, or unlike settings of the optimizer.
         """
+        self._call = call or _CALLS[self._mode]
         try:
             self.micro_batches(batch.num_rows)
         except BatchError as refusal:
@@ -156,8 +162,9 @@ class Agreement:
         first = self._start(told)
         return Pending(None, lambda: self._end(first, told, measured))
 
-    def refuse(self, reason: WhaleError) -> None:
+    def refuse(self, reason: WhaleError, call: roll_call.Call | None = None) -> None:
         """Takes part where this rank has found its batch bad, so that no other rank waits for it."""
+        self._call = call or _CALLS[self._mode]
         with suppress(BatchError):  # this rank's own error says more
             refusal = _Told(math.nan, refusal=reason.message)
             self._end(self._start(refusal), refusal, None)

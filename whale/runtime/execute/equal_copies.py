@@ -70,14 +70,19 @@ class EqualCopies:
         self._state, self._world = state, roster.world
         self._copies: dict[_Key, _Copy] = {}
         self._weights: dict[str, int] = {}
-        self._names = {id(parameter): name for name, parameter in state.parameters.items()}
+        self._compared: dict[str, Tensor] = {}
+        self._names = {id(parameter): name for name, parameter in state.kept.items()}
         for name in state.parameters if self._world.can_compare else ():
             assert roster.rank is not None, "an idle rank owns nothing"
             pieces, held = holdings.pieces(name), holdings.held(name, roster.rank)
             owned = [roster.in_world(piece.owners) for piece in pieces]
-            self._weights[name] = self._factor(roster.holders[name]) * _digest(name)
+            own_state = holdings.plan.state_of(name)
+            is_everywhere = own_state.kept.sharding == "stage"
+            self._compared[name] = (state.kept[name] if is_everywhere else state.tensors[name]).detach()
+            if name in state.kept:
+                self._weights[name] = self._factor(roster.in_world(holdings.shardings.kept(name).mesh)) * _digest(name)
             for number, (piece, owners) in enumerate(zip(pieces, owned, strict=True)):
-                if self._world.rank in owners and len(owners) > 1:
+                if self._world.rank in owners and len(owners) > 1 and not own_state.is_gathered:
                     self._copies[name, number] = _Copy(holdings.index(name, piece.region, held), owners)
 
     def told(self) -> tuple[float, ...]:
@@ -107,7 +112,7 @@ class EqualCopies:
         Raises:
             RuntimeFault: ranks hold unlike copies, by more than rounding, or have changed the settings of the optimizer in unlike ways.
         """
-        named: dict[str, Mapping[str, object]] = {name: {} for name in self._state.parameters}
+        named: dict[str, Mapping[str, object]] = {name: {} for name in self._state.kept}
         settings = self._state.settings
         named |= {name: group for group, members in self._groups(settings) for name in members}
         told = cast(list[Any], self._world.gather_objects((named, self._state.noted_settings, settings)))
@@ -126,11 +131,11 @@ class EqualCopies:
 
     def _checksums(self) -> dict[_Key, int]:
         """Of each piece that others hold too, on this rank. Its device is waited for."""
-        found = [checksum(self._piece(key)) for key in self._copies]
+        found = [checksum(self._piece(key)).to(self._world.device) for key in self._copies]
         return dict(zip(self._copies, torch.stack(found).cpu().tolist(), strict=True)) if found else {}
 
     def _piece(self, key: _Key) -> Tensor:
-        held, index = self._state.tensors[key[0]].detach(), self._copies[key].index
+        held, index = self._compared[key[0]], self._copies[key].index
         return held if index is None else part(held, index)
 
     @staticmethod

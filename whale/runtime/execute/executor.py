@@ -7,6 +7,7 @@ at their POST, ahead of the computation in front of their use, and waited for at
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,9 @@ from whale.runtime.execute.randomness import seed_of
 from whale.runtime.execute.stage import Flight, StageRunner
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.program.watch import Place, Watch
+from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
+from whale.sharding.visits import Visits
 
 
 @dataclass
@@ -76,6 +79,8 @@ class Executor:
         status: where the current action is kept for others to read.
         watch: told when each action begins and ends.
         device: where this rank computes.
+        weights: what is there while ops read it alone; None where nothing is.
+        visits: when it is gathered.
 
     Attributes:
         peak_in_flight: the most micro-batches alive at once in the last run, over the rank's stages.
@@ -92,7 +97,10 @@ class Executor:
         status: StatusBoard,
         watch: Watch,
         device: torch.device,
+        weights: GatheredWeights | None,
+        visits: Visits,
     ) -> None:
+        self._weights, self._visits = weights, visits
         self._order, self._stages, self._exchange, self._model = order, stages, exchange, model
         self._counted = counted
         self._gates = [stage.gate for stage in stages.values() if stage.gate is not None]
@@ -139,8 +147,16 @@ class Executor:
         agreed = _Once(agree)
         for gate in self._gates:
             gate.close(agreed)
-        if self._exchange.hands_over_at_once:
+        if self._exchange.hands_over_at_once or self._weights is not None:
             agreed()
+        with nullcontext() if self._weights is None else self._weights.run(self._visits):
+            self._walk(state, agreed, reduce)
+        if self._sync is not None:
+            self._sync.finish()
+        self._exchange.finish()
+
+    def _walk(self, state: StepState, agreed: Callable[[], None], reduce: Callable[[], None]) -> None:
+        """Goes through the actions."""
         for action, name in self._order.named:
             needs_weights = state.awaits_weights and action.kind is not Kind.FORWARD
             if needs_weights or action.kind in COMMUNICATION:
@@ -160,9 +176,13 @@ class Executor:
                 assert action.stage is not None and action.micro_batch is not None
                 self._handlers[action.kind](state, action.stage, action.micro_batch)
             self._watch.end()
-        if self._sync is not None:
-            self._sync.finish()
-        self._exchange.finish()
+
+    def _visit(self, stage: int, *, backward: bool) -> AbstractContextManager[None]:
+        """One pass through a stage, in which weights come and go."""
+        if self._weights is None:
+            return nullcontext()
+        orders = self._visits.backward if backward else self._visits.forward
+        return self._weights.visit(orders.get(stage, ()), backward=backward)
 
     def _forward(self, state: StepState, stage: int, micro_batch: int) -> None:
         start, _ = state.micro_batches[micro_batch]
@@ -171,7 +191,7 @@ class Executor:
         if state.with_gradients:
             for name, value in received.items():
                 value.requires_grad_(self._model.by_name[name].requires_grad)
-        with named_ops(self._model, start + low, start + high):
+        with named_ops(self._model, start + low, start + high), self._visit(stage, backward=False):
             flight = self._stages[stage].forward(
                 high - low,
                 lambda name: state.batch.rows_on(self._device, name, start + low, start + high),
@@ -203,11 +223,13 @@ class Executor:
         self._done(stage, micro_batch, Kind.SEND_FORWARD)
 
     def _recompute(self, state: StepState, stage: int, micro_batch: int) -> None:
-        self._stages[stage].recompute(self._flights[stage, micro_batch])
+        with self._visit(stage, backward=False):
+            self._stages[stage].recompute(self._flights[stage, micro_batch])
 
     def _backward(self, state: StepState, stage: int, micro_batch: int) -> None:
         weights_wait = Kind.BACKWARD_WEIGHT in self._order.after_forward[stage]
-        if self._sync is not None and not weights_wait and self._order.last_backward[stage] == Action(Kind.BACKWARD, stage, micro_batch):
+        sums_early = not weights_wait and self._weights is None  # sums and gathering start in one order: at the SYNC
+        if self._sync is not None and sums_early and self._order.last_backward[stage] == Action(Kind.BACKWARD, stage, micro_batch):
             self._sync.arm(stage)
         self._differentiate(state, stage, micro_batch)
         self._flights[stage, micro_batch].weights.run()
@@ -220,7 +242,11 @@ class Executor:
 
     def _backward_weight(self, state: StepState, stage: int, micro_batch: int) -> None:
         queue, is_final = self._flights[stage, micro_batch].weights, None
-        if self._sync is not None and self._order.last_backward[stage] == Action(Kind.BACKWARD_WEIGHT, stage, micro_batch):
+        if (
+            self._sync is not None
+            and self._weights is None
+            and self._order.last_backward[stage] == Action(Kind.BACKWARD_WEIGHT, stage, micro_batch)
+        ):
             self._sync.settle(stage, queue.parameters())
             is_final = self._sync.is_final
         queue.run(is_final)
@@ -236,7 +262,8 @@ class Executor:
             for index, term in enumerate(self._model.loss)
             if isinstance(total := flight.outputs.get(term.sum), torch.Tensor)
         }
-        self._stages[stage].backward(flight, seeds)
+        with self._visit(stage, backward=True):
+            self._stages[stage].backward(flight, seeds)
         self._exchange.hand_over(place, flight.received_gradients())
 
     def _send_backward(self, state: StepState, stage: int, micro_batch: int) -> None:

@@ -108,10 +108,13 @@ class LossAccount:
         num_rows: rows of the global batch.
         by_rows: global weights that follow from the rows, by term: every rank knows them.
         device: where sums are kept.
+        scale: factor on all gradients.
     """
 
-    def __init__(self, terms: Sequence[LossTerm], num_rows: int, by_rows: Mapping[int, float], device: torch.device) -> None:
-        self.terms = terms
+    def __init__(
+        self, terms: Sequence[LossTerm], num_rows: int, by_rows: Mapping[int, float], device: torch.device, scale: float = 1.0
+    ) -> None:
+        self.terms, self._scale = terms, scale
         self._by_rows = by_rows
         self._known: dict[int, float | torch.Tensor] = dict(by_rows)
         self._num_rows = num_rows
@@ -147,7 +150,7 @@ class LossAccount:
         return self._seeds[key]
 
     def _seed(self, index: int, total: torch.Tensor) -> torch.Tensor:
-        divisor, coefficient = self.divisor(index), self.terms[index].coefficient
+        divisor, coefficient = self.divisor(index), self.terms[index].coefficient * self._scale
         if isinstance(divisor, torch.Tensor):
             return (coefficient / divisor).to(device=total.device, dtype=total.dtype)
         return torch.full((), coefficient / divisor, dtype=total.dtype, device=total.device)
@@ -184,13 +187,15 @@ class LossAccount:
 
     @property
     def needs_correction(self) -> bool:
-        """Whether some weight is known only after the forward pass."""
-        return any(term.weight is not None and not term.weight_from_inputs for term in self.terms)
+        """Whether gradients are scaled, or some weight is known only after the forward pass."""
+        return self._scale != 1.0 or any(term.weight is not None and not term.weight_from_inputs for term in self.terms)
 
     def correction(self, vector: torch.Tensor) -> torch.Tensor:
         """What the gradients must be multiplied by."""
-        index = next(i for i, term in enumerate(self.terms) if not term.weight_from_inputs)
-        return self._num_rows / whole_divisor(self.terms[index], vector[len(self.terms) + index])
+        index = next((i for i, term in enumerate(self.terms) if term.weight is not None and not term.weight_from_inputs), None)
+        if index is None:
+            return vector.new_full((), 1 / self._scale)
+        return self._num_rows / self._scale / whole_divisor(self.terms[index], vector[len(self.terms) + index])
 
     def _weight(self, index: int, vector: torch.Tensor) -> float | torch.Tensor:
         if self.terms[index].weight is None:

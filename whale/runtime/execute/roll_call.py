@@ -6,6 +6,8 @@ instead of a wait without end.
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -16,7 +18,23 @@ from whale.comm import World
 from whale.errors import RuntimeFault
 from whale.runtime.execute.everyone import Everyone
 
-Call = Literal["step", "evaluate", "predict", "state_dict", "load_state_dict", "save", "load", "replan"]
+Call = Literal[
+    "step",
+    "forward_backward",
+    "clip_grad_norm_",
+    "update",
+    "average",
+    "evaluate(averaged=True)",
+    "predict(averaged=True)",
+    "state_dict(averaged=True)",
+    "evaluate",
+    "predict",
+    "state_dict",
+    "load_state_dict",
+    "save",
+    "load",
+    "replan",
+]
 
 _CALLS: tuple[Call, ...] = get_args(Call)
 NUM_TOLD = 11 + equal_copies.NUM_TOLD
@@ -60,7 +78,7 @@ def _who(count: int, ranks: int, size: int) -> str:
     return f"{count} ranks"
 
 
-def call_together(call: Call, argument: int | None, world: World, everyone: Everyone) -> None:
+def call_together(call: Call, argument: float | None, world: World, everyone: Everyone) -> None:
     """Waits until all ranks are here.
 
     Args:
@@ -71,7 +89,8 @@ def call_together(call: Call, argument: int | None, world: World, everyone: Ever
     """
     if world.is_alone:
         return
-    told = 0 if argument is None else argument + 1
+    # sums of squares of 24 bits are exact; so short a digest tells any two numbers of a script apart
+    told = 0 if argument is None else 1 + (zlib.crc32(struct.pack("d", argument)) & 0xFFFFFF)
     summed = numbers(call, world.rank, (float(told), float(told**2), *(0.0,) * (NUM_TOLD - 2)))
     everyone.add(summed, call)
     total, squares, *_ = read(summed, call, world.size)

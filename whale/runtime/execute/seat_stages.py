@@ -20,6 +20,7 @@ from whale.runtime.program.captured import Captured
 from whale.runtime.program.lowering import StageShards
 from whale.runtime.program.shard import Slots
 from whale.runtime.program.stage_source import StageSource
+from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.updates import StepBuffers
 from whale.sharding.parameters import ParameterShardings, Pattern
@@ -62,6 +63,7 @@ def make_stages(
     holdings: Holdings,
     lent: Mapping[str, torch.Tensor],
     connections: Connections,
+    weights: GatheredWeights | None = None,
 ) -> SeatStages:
     """Makes what a seat runs.
 
@@ -77,6 +79,7 @@ def make_stages(
         holdings: who holds which part of what, whatever the mode.
         lent: what its stages read in this mode and do not hold, whole.
         connections: to the other ranks.
+        weights: what is there while ops read it alone; None where nothing is.
     """
     device = connections.roster.world.device
     runners, outputs = {}, {}
@@ -85,12 +88,16 @@ def make_stages(
         stage = replica.stages[index]
         shards = _shards(replica, stage, captured.graph, axes, holdings, seat.position)
         splits = any(action.kind is Kind.BACKWARD_WEIGHT and action.stage == index for action in actions)
-        source = StageSource(captured.graph, captured.graph_for, replica, stage, set(known), device, splits, shards, connections.watch)
+        lacks = holdings.lacks(replica.index, stage)
+        brought = {name: own for name, own in weights.numbers.items() if name not in lacks} if weights is not None else None
+        source = StageSource(
+            captured.graph, captured.graph_for, replica, stage, set(known), device, splits, shards, brought, connections.watch
+        )
         group = connections.split_group(stage, seat.position)
         written = written_buffers(captured.graph, frozenset(stage.ops))
         buffers = StepBuffers(tensors, {name: kinds[name] for name in written if kinds[name] != "statistics"})
-        own = {**tensors, **{name: lent[name] for name in holdings.lacks(replica.index, stage)}}
-        runners[index] = StageRunner(source, own, device, buffers, row_group=seat.position // stage.split, split_group=group)
+        own = {**tensors, **{name: lent[name] for name in lacks}}
+        runners[index] = StageRunner(source, own, device, buffers, seat.position // stage.split, group, weights)
         outputs[index] = source.outputs
     return SeatStages(runners, outputs, frozenset(index for index in mine if seat.position % replica.stages[index].split == 0))
 

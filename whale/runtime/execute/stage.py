@@ -11,8 +11,9 @@ from whale.deferred import WeightQueue
 from whale.ir.schedule import Kind
 from whale.runtime.execute.loss import NUM_ROWS
 from whale.runtime.execute.randomness import seeded
-from whale.runtime.program.lowering import QUEUE, StageProgram
+from whale.runtime.program.lowering import BROUGHT, QUEUE, StageProgram
 from whale.runtime.program.shard import GROUP, Gate, Group
+from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.updates import StepBuffers
 
 ProgramSource = Callable[[int], StageProgram]
@@ -63,6 +64,7 @@ class StageRunner:
         buffers: those that its program writes, running statistics aside.
         row_group: which of the stage's groups of equal rows it is in.
         split_group: the ranks that share its work, where the stage is split.
+        weights: brings what is there while ops read it alone.
 
     Attributes:
         buffers, row_group: as given.
@@ -76,9 +78,10 @@ class StageRunner:
         buffers: StepBuffers,
         row_group: int = 0,
         split_group: Group | None = None,
+        weights: GatheredWeights | None = None,
     ) -> None:
         self.buffers, self.row_group = buffers, row_group
-        self._split_group = split_group
+        self._split_group, self._weights = split_group, weights
         self._source = source
         self._tensors = tensors
         self._device = device
@@ -162,6 +165,8 @@ class StageRunner:
             return flight.received[key]
         if kind == QUEUE:
             return flight.weights
+        if kind == BROUGHT:
+            return self._weights
         if kind == GROUP:
             return self._split_group
         if kind == "input":

@@ -22,11 +22,14 @@ from whale.runtime.execute.exchange import Exchange
 from whale.runtime.execute.executor import Executor, StepState
 from whale.runtime.execute.loss import LossAccount, weight_program
 from whale.runtime.execute.order import Order
+from whale.runtime.execute.roll_call import Call
 from whale.runtime.execute.seat_stages import SeatStages, make_stages
 from whale.runtime.program.captured import Captured
+from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings
 from whale.schedules import Edges, edge_pairs, releases
+from whale.sharding.visits import Visits, visits_of
 
 
 class Worker:
@@ -43,6 +46,7 @@ class Worker:
         connections: to the other ranks.
         sync: gradient synchronisation; None where nothing is trained.
         copies: what this rank holds in common with others; None likewise.
+        weights: what is there while ops read it alone; None where nothing is.
 
     Attributes:
         plan, model: as given.
@@ -63,6 +67,7 @@ class Worker:
         connections: Connections,
         sync: GradientSync | None,
         copies: EqualCopies | None,
+        weights: GatheredWeights | None = None,
     ) -> None:
         roster = connections.roster
         self.plan, self.model, self._seat = plan, captured.graph, roster.seat
@@ -78,11 +83,22 @@ class Worker:
             order = Order(schedule.ranks[self._seat.pipeline_rank])
             known = {*self._weights.by_rows, *self._weights.measured}
             stages = make_stages(
-                replica, self._seat, order.actions, captured, self.written, known, tensors, axes, holdings, lent, connections
+                replica, self._seat, order.actions, captured, self.written, known, tensors, axes, holdings, lent, connections, weights
             )
+            visits = {} if weights is None else visits_of(weights.buckets, captured.graph, schedules)
             exchange = self._make_exchange(schedule, axes, connections)
             self._executor = Executor(
-                order, stages.runners, exchange, self.model, stages.counted, sync, connections.status, connections.watch, self._device
+                order,
+                stages.runners,
+                exchange,
+                self.model,
+                stages.counted,
+                sync,
+                connections.status,
+                connections.watch,
+                self._device,
+                weights,
+                visits.get(self._seat.rank, Visits()),
             )
         self._runners = stages.runners
         self._agreement = Agreement(plan, self.model, self._weights, stages, tensors, roster, connections.everyone, copies)
@@ -101,22 +117,26 @@ class Worker:
     def peak_in_flight(self) -> int:
         return 0 if self._executor is None else self._executor.peak_in_flight
 
-    def run(self, batch: BatchView, seed: tuple[int, ...], *, with_gradients: bool) -> StepState:
+    def run(
+        self, batch: BatchView, seed: tuple[int, ...], *, with_gradients: bool, scale: float = 1.0, call: Call | None = None
+    ) -> StepState:
         """Runs this rank's actions of one step.
 
         Args:
             batch: the rows in hand.
             seed: place that random numbers depend on.
             with_gradients: whether the schedule holds a backward.
+            scale: factor on all gradients.
+            call: of the engine, which all ranks make alike; None for that of the mode.
 
         Raises:
             BatchError: the batch cannot be divided as the plan says, or its rows differ between ranks.
             CaptureError: the model cannot be captured for so few or so many rows.
             RuntimeFault: a peer died or a wait outlasted its limit.
         """
-        self._prepare(batch.num_rows)
-        pending = self._agreement.begin(batch)
-        account = LossAccount(self.model.loss, batch.num_rows, self._weights.at(batch.num_rows), self._device)
+        self._prepare(batch.num_rows, call)
+        pending = self._agreement.begin(batch, call)
+        account = LossAccount(self.model.loss, batch.num_rows, self._weights.at(batch.num_rows), self._device, scale)
         place = (*seed, -1 if self._seat is None else self._seat.replica)
         inputs = batch if self._inputs is None else self._inputs(batch)
         state = StepState(place, inputs, self._agreement.micro_batches(batch.num_rows), account, with_gradients, pending.weights is None)
@@ -136,7 +156,7 @@ class Worker:
             self._executor.run(state, agree, reduce)
         return state
 
-    def _prepare(self, num_rows: int) -> None:
+    def _prepare(self, num_rows: int, call: Call | None) -> None:
         """Makes the programs for the pieces of a batch before anything is sent; where that fails, no other rank waits."""
         if num_rows in self._prepared or self._executor is None:
             return
@@ -145,7 +165,7 @@ class Worker:
             try:
                 self._executor.prepare(pieces)
             except WhaleError as refusal:
-                self.refuse(refusal)
+                self.refuse(refusal, call)
                 raise
             self._prepared.add(num_rows)
 
@@ -154,9 +174,9 @@ class Worker:
         """Buffers, by name, that the micro-batches of the last run have written here."""
         return {name: value for runner in self._runners.values() for name, value in runner.buffers.made.items()}
 
-    def refuse(self, reason: WhaleError) -> None:
+    def refuse(self, reason: WhaleError, call: Call | None = None) -> None:
         """Tells the other ranks, which are about to run a step, that this rank's batch is bad, and why."""
-        self._agreement.refuse(reason)
+        self._agreement.refuse(reason, call)
 
     def _agree(self, account: LossAccount, pending: Pending) -> None:
         weights = pending.finish()

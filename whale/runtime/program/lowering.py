@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from whale.axes import Axes
-from whale.axes.halving import Halving
+from whale.axes.batch import Halving
 from whale.deferred import defer_weights
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Shard
 from whale.ir.writes import written_buffers
+from whale.runtime.program.bringing import Numbers, bring_weights
 from whale.runtime.program.marks import NUM_DIMS, OP, num_dims_of
 from whale.runtime.program.overlap import overlap
 from whale.runtime.program.regather import keep_parts
@@ -32,7 +33,8 @@ class StageProgram:
         module: takes `inputs` in order and returns a tuple in the order of `outputs`.
         inputs: ops whose values it takes: batch inputs, parameters, buffers, constants, received tensors.
         outputs: ops whose values it returns.
-        kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, ``weight_queue`` or ``split_group``.
+        kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, ``weight_queue``, ``brought_weights`` or
+            ``split_group``.
         keys: per input, the name its value is kept under: of the parameter or buffer, else of the op.
         mutated: names of the buffers that it changes in place.
         is_random: whether it draws random numbers.
@@ -60,6 +62,7 @@ def lower(
     shards: StageShards | None = None,
     num_rows: int = 0,
     halving: Halving | None = None,
+    brought: Mapping[str, Numbers] | None = None,
     watch: Watch = NOBODY,
 ) -> StageProgram:
     """Cuts the ops of one stage out of the whole graph.
@@ -77,6 +80,7 @@ def lower(
         shards: of a split stage: its program works on this device's parts, and takes the split group first.
         num_rows: rows that its split group takes, where the batch is cut.
         halving: how a split stage computes its rows in two halves; None where it computes them at once.
+        brought: per parameter that is there while ops read it alone, the buckets that bring it; the program takes first who brings them.
         watch: told when each of these segments is computed.
     """
     wanted, handed = set(ops), set(received)
@@ -99,6 +103,13 @@ def lower(
         first = (QUEUE, *first)
     if shards is not None and segments:
         keep_parts(local, model, wanted, {name for segment in segments for name in segment})
+    if not splits_backward:
+        _sum_as_read(local, model)
+    if brought:
+        with local.inserting_before(next(iter(local.nodes))):
+            weights = local.placeholder(BROUGHT)
+        bring_weights(local, model, brought, weights)
+        first = (BROUGHT, *first)
     random = {name for name in wanted if "random" in model.by_name[name].tags}
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
     keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
@@ -166,7 +177,18 @@ def _copy(
     return local
 
 
+def _sum_as_read(graph: fx.Graph, model: ModelGraph) -> None:
+    """Lets the gradients of several uses of a parameter that is cast add up in the type that they are read in, as those of a cast do."""
+    for node in graph.find_nodes(op="placeholder"):
+        op = model.by_name.get(str(node.target))
+        if len(node.users) > 1 and op is not None and op.kind == "parameter" and model.parameter_by_name[op.target].read_as:
+            with graph.inserting_after(node):
+                view = graph.call_function(torch.ops.aten.alias.default, (node,))
+            node.replace_all_uses_with(view, delete_user_cb=lambda user, view=view: user is not view)
+
+
 QUEUE = "weight_queue"
+BROUGHT = "brought_weights"
 
 
 def _trainable(model: ModelGraph, names: Iterable[str]) -> set[str]:

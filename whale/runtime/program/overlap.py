@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from whale.axes.halving import Halving
+from whale.axes.batch import Halving
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis
 from whale.runtime.program.halves import Place, first_rows, halves, joined, last_rows

@@ -5,14 +5,15 @@ A stage that computes its rows in halves has a second program, for a single row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
 
-from whale.axes.halving import MIN_ROWS, halve_stage
+from whale.axes.batch import MIN_ROWS, halve_stage
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica, Stage
+from whale.runtime.program.bringing import Numbers
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
 from whale.runtime.program.watch import NOBODY, Watch
 
@@ -32,6 +33,7 @@ class StageSource:
         device: where it computes.
         splits_backward: whether its schedule runs input and weight gradients apart.
         shards: of a split stage.
+        brought: as of `lower`.
         watch: told when segments are computed.
 
     Attributes:
@@ -48,9 +50,10 @@ class StageSource:
         device: torch.device,
         splits_backward: bool,
         shards: StageShards | None = None,
+        brought: Mapping[str, Numbers] | None = None,
         watch: Watch = NOBODY,
     ) -> None:
-        self._shards, self._watch = shards, watch
+        self._shards, self._brought, self._watch = shards, brought, watch
         self._splits_backward = splits_backward
         self._model, self._graphs, self._stage, self._device = model, graphs, stage, device
         self._received = {name for edge in replica.edges if edge.target == stage.index for name in edge.tensors}
@@ -83,6 +86,7 @@ class StageSource:
                 segments=self._stage.recomputed,
                 num_rows=rows,
                 halving=halving,
+                brought=self._brought,
                 watch=self._watch,
             )
             self._lowered[key] = program

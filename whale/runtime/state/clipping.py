@@ -18,10 +18,13 @@ class Clipping:
     Args:
         holdings: who holds which part of what.
         rank: this rank of the plan; None if idle.
-        parameters: what this rank owns, by name.
+        parameters: what the optimizer of this rank steps, by name.
         limit: the largest norm; None for none.
         add: sums a tensor over all ranks, in place; says what for while it waits.
         device: where this rank computes.
+
+    Attributes:
+        last: the norm before the gradients were last clipped; None where they have not been.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Clipping:
     ) -> None:
         self._parameters, self._limit, self._device = tuple(parameters.values()), limit, device
         self._add = add
+        self.last: torch.Tensor | None = None
         self._counted: list[tuple[torch.nn.Parameter, tuple[Index, ...] | None]] = []
         if rank is not None:
             self._counted = [
@@ -49,17 +53,21 @@ class Clipping:
         norms = (
             torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else [torch.zeros((), dtype=torch.float64, device=self._device)]
         )
-        total = torch.stack(list(norms)).square().sum()
+        total = torch.stack([norm.to(self._device) for norm in norms]).square().sum()
         self._add(total, "summing the norm of the gradients")
         return total.sqrt()
 
-    def clip(self) -> torch.Tensor:
+    def clip(self, limit: float | None = None) -> torch.Tensor:
         """Scales gradients in place so that the global norm is at most the limit, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Args:
+            limit: in the place of that which is set.
 
         Returns:
             The norm before: 0-dim float64, equal on every rank.
         """
-        norm = self.norm()
-        if self._limit is not None:
-            scale((self._limit / (norm + 1e-6)).clamp(max=1.0), self._parameters)
+        self.last = norm = self.norm()
+        limit = self._limit if limit is None else limit
+        if limit is not None:
+            scale((limit / (norm + 1e-6)).clamp(max=1.0), self._parameters)
         return norm

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from whale.errors import ConfigError
+from whale.runtime.state.joint import divided, members_of
 
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
@@ -24,9 +25,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer | None, shard: Sequence[s
     Raises:
         ConfigError: it is none of torch's elementwise optimizers.
     """
-    if optimizer is not None and shard and type(optimizer) not in ELEMENTWISE:
-        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-        raise ConfigError(
-            f"a cut parameter needs an elementwise optimizer ({type(optimizer).__name__} steps {shard[0]}, of which this rank has a part)",
-            hint=f"use one of {names}; or replicate what {type(optimizer).__name__} steps",
-        )
+    members = members_of(optimizer)
+    for pattern, names in divided(shard, members).items() if members else ():
+        kind = type(members[pattern])
+        if names and kind not in ELEMENTWISE:
+            listing = ", ".join(each.__name__ for each in ELEMENTWISE)
+            raise ConfigError(
+                f"a cut parameter needs an elementwise optimizer ({kind.__name__} steps {names[0]}, of which this rank has a part)",
+                hint=f"use one of {listing}; or replicate what {kind.__name__} steps",
+            )

@@ -7,7 +7,6 @@ the same plan takes it over as it is.
 from __future__ import annotations
 
 import collections
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +16,18 @@ import torch
 from torch import nn
 
 from whale.errors import ConfigError, warn
-from whale.runtime.state.optimizer_state import plain_settings
+from whale.runtime.state.joint import members_of, reads_metric
+from whale.runtime.state.optimizer_state import OptimizerState, plain_settings, read_optimizer, write_optimizer
+from whale.runtime.state.scaling import LossScale, by_type
+
+_AVERAGE = "whale_average"
+"""The entry of a parameter's average beside what the optimizer keeps for it."""
+
+
+def without_averages(kept: OptimizerState) -> OptimizerState:
+    """What `EngineState.read_kept` gave, as far as the optimizer kept it."""
+    state = {name: {key: value for key, value in entries.items() if key != _AVERAGE} for name, entries in kept.state.items()}
+    return OptimizerState({name: entries for name, entries in state.items() if entries}, kept.options)
 
 
 class _Replaced(list[dict[str, Any]]):
@@ -41,17 +51,23 @@ class EngineState:
     """The state of a training.
 
     Attributes:
-        tensors: parameters and buffers that this rank owns, or its parts of them, by canonical name.
-        optimizer: the user's, over the parameters; None if this rank owns none, or none was given.
+        tensors: parameters and buffers that this rank owns, or its parts of them, by canonical name, as ops read them.
+        kept: of the parameters, what the optimizer steps: the same tensors where nothing says otherwise (`ParameterState`); what other
+            owners keep is not there.
+        optimizer: the user's, over what is kept; None if this rank keeps nothing, or none was given.
         scheduler: the user's learning-rate scheduler; None likewise.
         step_number: steps done; with a seed it decides the random numbers of the next.
         position: where the data goes on, plain data of a loader, read from a checkpoint and not gone on from yet; else None.
         num_advanced: steps done since it was made, or loaded.
         noted_settings: of the optimizer, as the last step, or who made or loaded it, has left them.
+        loss_scale: of a training in float16; None for others.
+        decay: of the averages of weights; None where there are none.
+        averages: moving averages of what is kept, by name; empty before the first step.
         has_moved_statistics: whether steps have moved buffers (running statistics) on their owners, each by its own rows.
     """
 
     tensors: dict[str, torch.Tensor]
+    kept: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None
     step_number: int = 0
@@ -59,8 +75,11 @@ class EngineState:
     num_advanced: int = 0
     noted_settings: list[dict[str, object]] = field(default_factory=list)
     has_moved_statistics: bool = False
+    loss_scale: LossScale | None = None
+    decay: float | None = None
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
     _is_advancing: bool = False
-    _scheduled: int | None = None
+    _scheduled: object = None
     _has_told_of_schedule: bool = False
 
     @cached_property
@@ -70,29 +89,49 @@ class EngineState:
 
     @cached_property
     def _scheduler_reads_loss(self) -> bool:
-        """Whether the scheduler's step needs a metric."""
-        given = inspect.signature(self.scheduler.step).parameters.values()
-        return any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in given)
+        return reads_metric(self.scheduler)
+
+    @property
+    def lasting(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of them: parameters as the optimizer steps them, and buffers."""
+        found = {name: self.kept.get(name) if name in self.parameters else value for name, value in self.tensors.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients that parameters have now, by name."""
-        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        """The gradients that the optimizer has now, by name."""
+        return {name: p.grad for name, p in self.kept.items() if p.grad is not None}
+
+    def give_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Gives parameters these gradients, by name, and no others."""
+        self.forget_gradients()
+        for name, gradient in gradients.items():
+            self.kept[name].grad = gradient
+
+    def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Adds these gradients, by name, to those that the optimizer has, in place."""
+        for name, gradient in gradients.items():
+            parameter = self.kept[name]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
 
     def forget_gradients(self) -> None:
         """Leaves no parameter a gradient."""
-        for parameter in self.parameters.values():
+        for parameter in (*self.parameters.values(), *self.kept.values()):
             parameter.grad = None
 
     def release(self, name: str) -> torch.Tensor | None:
-        """Lets go of a tensor, which is somebody else's then; None where this rank owns nothing of it."""
+        """Lets go of a tensor; gives what lasts of it, which is somebody else's then. None where this rank keeps nothing of it."""
         self.parameters.pop(name, None)
-        return self.tensors.pop(name, None)
+        held = self.tensors.pop(name, None)
+        return self.kept.pop(name, None if isinstance(held, nn.Parameter) else held)
 
     def release_optimizer(self) -> None:
         """Lets go of the optimizer's state and parameters; who still has the optimizer at hand is told when he looks into it."""
-        if self.optimizer is not None:
-            self.optimizer.state = collections.defaultdict(dict)
-            self.optimizer.param_groups = _Replaced()
+        for optimizer in members_of(self.optimizer).values():
+            optimizer.state = collections.defaultdict(dict)
+            optimizer.param_groups = _Replaced()
         self.optimizer = self.scheduler = None
 
     def keep_to_itself(self) -> None:
@@ -102,12 +141,13 @@ class EngineState:
             if not self._is_advancing:
                 raise ConfigError(
                     "engine.step applies the gradients itself (the engine's optimizer was stepped once more)",
-                    hint="leave out optimizer.step() and GradScaler.step(optimizer): engine.step(batch) is the whole step",
+                    hint="leave out optimizer.step() and GradScaler.step(optimizer): engine.step(batch) is the whole step; after "
+                    "engine.forward_backward(batch) it is engine.update() that applies the gradients",
                 )
 
-        if getattr(self.optimizer, "_optimizer_step_pre_hooks", None) is not None:  # some, around another, are no whole Optimizer
-            assert self.optimizer is not None
-            self.optimizer.register_step_pre_hook(check)
+        for optimizer in members_of(self.optimizer).values():
+            if getattr(optimizer, "_optimizer_step_pre_hooks", None) is not None:  # some, around another, are no whole Optimizer
+                optimizer.register_step_pre_hook(check)
 
     def advance(self, loss: torch.Tensor, *, applies: bool = True) -> None:
         """One step: applies the gradients that the parameters have, or leaves them out.
@@ -122,13 +162,48 @@ class EngineState:
                 self.optimizer.step()
             finally:
                 self._is_advancing = False
+            self._average()
         if self.scheduler is not None and applies:
             self.scheduler.step(*([loss] if self._scheduler_reads_loss else []))
             self.note_schedule()
         self.noted_settings = self.settings
         self.step_number += 1
         self.num_advanced += 1
-        self.has_moved_statistics = True
+
+    def _average(self) -> None:
+        """Moves the averages towards the weights, as `torch.optim.swa_utils.get_ema_multi_avg_fn` does: the first are the weights."""
+        if self.decay is None:
+            return
+        if not self.averages:
+            self.averages = {name: own.detach().clone() for name, own in self.kept.items()}
+            return
+        for averages, weights in by_type((average, self.kept[name].detach()) for name, average in self.averages.items()):
+            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+
+    def swap_averages(self) -> None:
+        """Gives the weights the values of their averages, and the reverse."""
+        with torch.no_grad():
+            for name, average in self.averages.items():
+                weight = self.kept[name].detach()
+                before = weight.clone()
+                weight.copy_(average)
+                average.copy_(before)
+
+    def read_kept(self) -> OptimizerState:
+        """What the optimizer keeps for each parameter, and its average."""
+        read = read_optimizer(self.optimizer, self.kept)
+        entries = {name: {**read.state.get(name, {}), _AVERAGE: average} for name, average in self.averages.items()}
+        return OptimizerState({**read.state, **entries}, read.options)
+
+    def take_kept(self, saved: OptimizerState) -> None:
+        """Goes on from what `read_kept` gave under any plan, of at least the parameters here; its tensors become the state's own.
+
+        Raises:
+            CheckpointError: as `write_optimizer`.
+        """
+        write_optimizer(self.optimizer, self.kept, without_averages(saved))
+        own = {name: saved.state[name][_AVERAGE] for name in self.kept if _AVERAGE in saved.state.get(name, {})}
+        self.averages = {name: average.to(self.kept[name].device) for name, average in own.items()}
 
     @property
     def settings(self) -> list[dict[str, object]]:

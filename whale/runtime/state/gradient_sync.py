@@ -1,10 +1,11 @@
 """Gradient synchronisation: buckets of what equal ranks own, each reduced while the backward pass still runs.
 
 Every parameter lies on the ranks that own it; its gradient is the sum over them. What shares a flat bucket says
-`whale.sharding.buckets`; a bucket is sent once each of its gradients is final.
+`whale.sharding.buckets`; a bucket is sent once each of its gradients is final: to all owners, or each run of it to the owner that keeps it.
 
 Gradients are accumulated in the buckets themselves: `p.grad` is a view of its place from the start of the step. Only a part
-of a parameter, or a gradient that another rank answers for, is kept apart and copied when its bucket starts.
+of a parameter, a gradient that another rank answers for, or one that only its keeper is left with, is made by itself and copied when
+its bucket starts. What the optimizer steps gets its gradient in the end, in its own type and memory.
 
 All buckets of a rank start in one order, the same on every rank, whatever order the gradients come in. Buckets of one
 stage start during its last backward, up to its SYNC, on all replicas at the same place of the same schedule. Those of
@@ -15,7 +16,7 @@ done, so that no rank that waits in one is missed elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -30,34 +31,55 @@ from whale.sharding.buckets import Bucket
 
 @dataclass(frozen=True)
 class _Slot:
-    """A piece's place in a flat buffer.
+    """A slot on this rank.
 
     Attributes:
         parameter: this rank's part of the parameter.
-        index: where the piece lies in it; None for all of it.
-        view: its place.
+        index: where its elements lie in it; None for all of it.
+        shape: of its elements.
+        start, stop: in the flat buffer.
         adds: whether this rank's gradient is added; else it is a copy of another's.
+        accumulates: whether the parameter's gradient is accumulated in place.
     """
 
     parameter: torch.nn.Parameter
     index: tuple[Index, ...] | None
-    view: torch.Tensor
+    shape: torch.Size
+    start: int
+    stop: int
     adds: bool
+    accumulates: bool
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether the parameter's gradient is accumulated in place."""
-        return self.adds and self.index is None
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its place in the buffer."""
+        return flat[self.start : self.stop].view(self.shape)
 
-    def fill(self) -> None:
+    def fill(self, flat: torch.Tensor) -> None:
         """Of a gradient that is not accumulated in place: copies what this rank adds, and shows where the sum will be."""
         gradient = self.parameter.grad
+        if gradient is not None and self.adds:
+            self.view(flat).copy_(gradient if self.index is None else part(gradient, self.index))
         if self.index is None:
-            self.parameter.grad = self.view
+            self.parameter.grad = self.view(flat)
         elif gradient is None:
-            self.parameter.grad = torch.zeros_like(self.parameter)
-        elif self.adds:
-            self.view.copy_(part(gradient, self.index))
+            self.parameter.grad = torch.zeros(self.parameter.shape, dtype=flat.dtype, device=flat.device)
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """A parameter whose gradient goes to another tensor, or is dropped, before the optimizer's step.
+
+    Attributes:
+        parameter: that ops read.
+        kept: that the optimizer steps; None where others do.
+        index: where its elements lie in the parameter; None for all of it.
+        stays: whether the gradient's memory belongs to a bucket, and is not to be handed on.
+    """
+
+    parameter: torch.nn.Parameter
+    kept: torch.nn.Parameter | None
+    index: tuple[Index, ...] | None
+    stays: bool
 
 
 @dataclass
@@ -66,15 +88,21 @@ class _Bucket:
 
     plan: Bucket
     ranks: tuple[int, ...]
+    runs: tuple[tuple[int, int, int], ...]
     slots: list[_Slot]
     stages: frozenset[int]
-    flat: torch.Tensor
+    device: torch.device
     number: int
+    flat: torch.Tensor | None = None
     num_final: int = 0
     is_armed: bool = False
     is_ready: bool = False
     is_started: bool = False
-    work: Launched | None = None
+    works: list[Launched | None] = field(default_factory=list)
+
+    def room(self) -> torch.Tensor:
+        """The flat buffer, of zeros."""
+        return torch.zeros(self.plan.num_elements, dtype=getattr(torch, self.plan.form.dtype), device=self.device)
 
     @cached_property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
@@ -102,6 +130,7 @@ class GradientSync:
         stages: (replica, stage) pairs that it runs.
         world_ranks: per rank of the plan, the rank in the world.
         parameters: what this rank owns.
+        kept: what the optimizer steps of these.
         groups: one per owner set.
         waits: how communication is waited for.
         watch: told when each bucket begins and ends.
@@ -115,12 +144,18 @@ class GradientSync:
         stages: Collection[tuple[int, int]],
         world_ranks: Sequence[int],
         parameters: Mapping[str, torch.nn.Parameter],
+        kept: Mapping[str, torch.nn.Parameter],
         groups: Groups,
         waits: Waits,
         watch: Watch = NOBODY,
     ) -> None:
-        self._groups = groups
-        self._waits, self._watch = waits, watch
+        self._groups, self._waits, self._watch = groups, waits, watch
+        self._collected: list[_Collected] = []
+        for name, parameter in parameters.items():
+            own, stays = kept.get(name), holdings.gradient_stays(name)
+            if own is not parameter or not stays:
+                index = None if own is None else holdings.kept_index(name, rank)
+                self._collected.append(_Collected(parameter, own, index, stays))
         self._buckets: list[_Bucket] = []
         self._buckets_of: dict[torch.Tensor, list[_Bucket]] = {}  # tensors are keys by identity
         self._armed: set[int] = set()
@@ -128,8 +163,7 @@ class GradientSync:
         for plan in buckets:
             if rank not in plan.owners:
                 continue
-            ranks = tuple(sorted(world_ranks[owner] for owner in plan.owners))
-            bucket = _make_bucket(plan, holdings, rank, stages, ranks, parameters, len(self._buckets))
+            bucket = _make_bucket(plan, holdings, rank, stages, world_ranks, parameters, len(self._buckets))
             self._buckets.append(bucket)
             for parameter in bucket.parameters if plan.is_at_one_place else ():
                 self._buckets_of.setdefault(parameter, []).append(bucket)
@@ -145,11 +179,13 @@ class GradientSync:
         """Forgets the last step, and makes zeros in the buckets the gradients of their parameters."""
         self._armed.clear()
         for bucket in self._buckets:
-            bucket.num_final, bucket.work = 0, None
+            bucket.num_final = 0
             bucket.is_armed = bucket.is_ready = bucket.is_started = False
-            bucket.flat.zero_()
+            if bucket.flat is not None:
+                bucket.flat.zero_()
             for slot in bucket.in_place:
-                slot.parameter.grad = slot.view
+                assert bucket.flat is not None, "gradients are accumulated where they stay"
+                slot.parameter.grad = slot.view(bucket.flat)
 
     def arm(self, stage: int) -> None:
         """States that the backward about to run is this stage's last of the step: what it accumulates is final."""
@@ -182,21 +218,38 @@ class GradientSync:
                 self._start(bucket)
 
     def wait(self) -> None:
-        """Waits until the gradients are sums over their owners."""
+        """Waits until the gradients are sums over their owners, or their keepers have these."""
         for bucket in self._buckets:
-            assert bucket.is_started, f"gradients of {bucket.plan.pieces} were never final"
-            self._waits.wait(bucket.work, "gradient synchronisation", bucket.ranks)
+            assert bucket.is_started and bucket.flat is not None, f"gradients of {bucket.plan.names} were never final"
+            self._wait(bucket)
             self._watch.summed(bucket.number)
             for slot in bucket.apart:
                 if slot.index is not None:
                     assert slot.parameter.grad is not None
-                    write_part(slot.parameter.grad, slot.index, slot.view)
+                    write_part(slot.parameter.grad, slot.index, slot.view(bucket.flat))
+        self._collect()
+        for bucket in self._buckets:
+            if bucket.plan.form.sharding == "owners":
+                bucket.flat = None
+
+    def _collect(self) -> None:
+        """Gives gradients to the tensors that the optimizer steps, where ops read others."""
+        for each in self._collected:
+            gradient, each.parameter.grad = each.parameter.grad, None
+            if each.kept is not None and gradient is not None:
+                own = gradient if each.index is None else part(gradient, each.index)
+                each.kept.grad = own.to(each.kept, copy=not each.stays)
 
     def abandon(self) -> None:
         """Lets what was started end, after a step that was given up: its buffers are about to be used again."""
         for bucket in self._buckets:
             if bucket.is_started:
-                self._waits.wait(bucket.work, "gradient synchronisation", bucket.ranks)
+                self._wait(bucket)
+
+    def _wait(self, bucket: _Bucket) -> None:
+        for work in bucket.works:
+            self._waits.wait(work, "gradient synchronisation", bucket.ranks)
+        bucket.works.clear()  # they hold the buffer
 
     def close(self) -> None:
         """Lets go of the parameters; another may take them over."""
@@ -231,11 +284,17 @@ class GradientSync:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.is_started = True
+        if bucket.flat is None:
+            bucket.flat = bucket.room()
+        flat = bucket.flat
         for slot in bucket.apart:
-            slot.fill()
-        bucket.work = self._groups.all_reduce(bucket.flat, bucket.ranks)
-        if bucket.work is not None:
-            self._watch.summing(bucket.number, bucket.stages, bucket.ranks, bucket.flat, bucket.work)
+            slot.fill(flat)
+        if bucket.runs:
+            bucket.works += [self._groups.reduce(flat[start:stop], bucket.ranks, keeper) for keeper, start, stop in bucket.runs]
+        else:
+            bucket.works.append(self._groups.all_reduce(flat, bucket.ranks))
+        if bucket.works[-1] is not None:
+            self._watch.summing(bucket.number, bucket.stages, bucket.ranks, flat, bucket.works[-1])
 
 
 def _make_bucket(
@@ -243,22 +302,22 @@ def _make_bucket(
     holdings: Holdings,
     rank: int,
     stages: Collection[tuple[int, int]],
-    ranks: tuple[int, ...],
+    world_ranks: Sequence[int],
     parameters: Mapping[str, torch.nn.Parameter],
     number: int,
 ) -> _Bucket:
-    places = []
-    for name, piece in plan.pieces:
-        parameter = parameters[name]
-        index = holdings.index(name, piece.region, holdings.held(name, rank))
+    stays, slots = plan.form.sharding == "stage", []
+    for slot in plan.slots:
+        parameter = parameters[slot.name]
+        index = holdings.index(slot.name, slot.piece.region, holdings.held(slot.name, rank))
+        shape = parameter.shape if index is None else part(torch.empty(parameter.shape, device="meta"), index).shape
         if index is not None:
             index = on_device(index, parameter.device)
-        places.append((parameter, index, parameter.shape if index is None else part(parameter, index).shape, rank in piece.contributors))
-    first = parameters[plan.pieces[0][0]]
-    flat = torch.zeros(sum(shape.numel() for _, _, shape, _ in places), dtype=first.dtype, device=first.device)
-    slots, offset = [], 0
-    for parameter, index, shape, adds in places:
-        slots.append(_Slot(parameter, index, flat[offset : offset + shape.numel()].view(shape), adds))
-        offset += shape.numel()
+        adds = rank in slot.piece.contributors
+        slots.append(_Slot(parameter, index, shape, slot.start, slot.stop, adds, accumulates=stays and adds and index is None))
     mine = frozenset(stage for replica, stage in plan.stages if (replica, stage) in stages)
-    return _Bucket(plan, ranks, slots, mine, flat, number)
+    runs = tuple((world_ranks[keeper], start, stop) for keeper, start, stop in plan.runs)
+    ranks, device = tuple(sorted(world_ranks[owner] for owner in plan.owners)), slots[0].parameter.device
+    made = _Bucket(plan, ranks, runs, slots, mine, device, number)
+    made.flat = made.room() if stays else None
+    return made

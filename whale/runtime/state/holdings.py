@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whale.axes import Axes, discover
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan, Stage
+from whale.ir.plan import Form, Plan, Stage
 from whale.runtime.program.shard.pieces import Index, as_index, part
 from whale.runtime.state.perform import Whole
 from whale.sharding import Piece, Region
@@ -37,6 +37,21 @@ class Holdings:
         """What a rank of the plan, which has it, holds of a parameter."""
         return self.shardings.gradient(name).held[rank]
 
+    def kept(self, name: str, rank: int | None) -> Region | None:
+        """What the optimizer of a rank of the plan steps of a parameter; None where it has none of it."""
+        return None if rank is None else self.shardings.kept(name).held.get(rank)
+
+    def kept_index(self, name: str, rank: int) -> tuple[Index, ...] | None:
+        """Where that lies in what the rank holds; None for all of it."""
+        region = self.kept(name, rank)
+        assert region is not None, "who keeps nothing of it does not ask"
+        return self.index(name, region, self.held(name, rank))
+
+    def gradient_stays(self, name: str) -> bool:
+        """Whether every owner's gradient stays until the next step."""
+        form = self.plan.state_of(name).gradient
+        return form is None or form.sharding == "stage"
+
     def pieces(self, name: str) -> tuple[Piece, ...]:
         """The pieces of a parameter, in order."""
         return self.shardings.gradient(name).pieces
@@ -60,13 +75,13 @@ class Holdings:
         return {name: tuple(sorted(ranks)) for name, ranks in sorted(found.items())}
 
     def holders_of_parts(self, name: str) -> list[int]:
-        """The ranks of the plan that hold a part of a parameter, and not all of it."""
-        return [rank for rank, region in self.shardings.gradient(name).held.items() if self.index(name, region) is not None]
+        """The ranks of the plan that keep a part of a parameter, and not all of it."""
+        return [rank for rank, region in self.shardings.kept(name).held.items() if self.index(name, region) is not None]
 
-    def whole(self, model: ModelGraph, name: str) -> Whole:
-        """A parameter or buffer of the model, as what its parts are moved by."""
-        spec = model.parameter_by_name[name].spec
-        return Whole(name, spec.shape, getattr(torch, spec.dtype), self.shardings.space(name))
+    def whole(self, model: ModelGraph, name: str, form: Form | None = None) -> Whole:
+        """A parameter or buffer of the model in a form, by default that which ops read, as what its parts are moved by."""
+        dtype = getattr(torch, (form or self.plan.state_of(name).compute).dtype)
+        return Whole(name, model.parameter_by_name[name].spec.shape, dtype, self.shardings.space(name))
 
     def index(self, name: str, region: Region, within: Region | None = None) -> tuple[Index, ...] | None:
         """Where a region lies in a tensor that holds another one (by default the whole parameter); None for all of it."""
@@ -81,8 +96,10 @@ class Holdings:
         return whole if index is None else part(whole, index)
 
     def answered_for(self, name: str, rank: int) -> list[tuple[Index, ...] | None]:
-        """Where in what a rank holds of a parameter those pieces lie that it is the lowest owner of; None for all of it."""
-        return [self.index(name, piece.region, self.held(name, rank)) for piece in self.pieces(name) if piece.owners[0] == rank]
+        """Where in what a rank keeps of a parameter those pieces lie that it is the lowest keeper of; None for all of it."""
+        kept = self.kept(name, rank)
+        pieces = self.shardings.kept(name).pieces if kept is not None else ()
+        return [self.index(name, piece.region, kept) for piece in pieces if piece.owners[0] == rank]
 
 
 def discover_if_sharded(plan: Plan, model: ModelGraph) -> Axes | None:

@@ -1,6 +1,6 @@
-"""What running statistics were before a step: put back where the step does not count.
+"""What the buffers that a training writes were before a step: put back where the step does not count.
 
-Other buffers are written once a step counts (`whale.runtime.state.updates`); these move with each micro-batch.
+Running statistics move with each micro-batch, others once per batch (`whale.runtime.state.updates`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ class KeptBuffers:
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
         self._buffers = [buffer.detach() for buffer in buffers]
         self._before = [torch.empty_like(buffer) for buffer in self._buffers]
+
+    def another(self) -> KeptBuffers:
+        """Room for one more copy of the same buffers."""
+        return KeptBuffers(self._buffers)
 
     def keep(self) -> None:
         """Takes down what the buffers hold."""

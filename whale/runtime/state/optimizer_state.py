@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale.errors import CheckpointError, raise_faults
+from whale.errors import CheckpointError, first_few, raise_faults
 
 _NO_SETTINGS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Entries of a group that say whom it steps, or by which kernels; these may depend on the device."""
@@ -35,11 +35,20 @@ def read_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[
     Args:
         optimizer: over some or all of the parameters, in any groups; None keeps nothing.
         parameters: this rank's parameters by name, the very objects that the optimizer was built with.
+
+    Raises:
+        CheckpointError: its ``state_dict()`` is of a form of its own.
     """
     if optimizer is None:
         return OptimizerState()
     # Through state_dict, not optimizer.state: optimizers may store differently from what they keep, and hooks may change it.
     packed = optimizer.state_dict()
+    if not {"state", "param_groups"} <= packed.keys():
+        raise CheckpointError(
+            f"an optimizer is saved and moved by the state and param_groups of its state_dict() ({type(optimizer).__name__}'s has "
+            f"{first_few(sorted(map(str, packed)))})",
+            hint="several optimizers are given by name pattern: optimizer={'blocks.*.weight': make_one, '*': make_another}",
+        )
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for group, members in zip(packed["param_groups"], group_members(optimizer, parameters), strict=True):

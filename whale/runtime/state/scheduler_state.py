@@ -17,13 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whale.runtime.state.joint import JointScheduler, members_of
 from whale.runtime.state.optimizer_state import group_members
 
-GROUPS, STATE = "groups", "state"
+GROUPS, STATE, MEMBERS = "groups", "state", "members"
 
 
 def read_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A scheduler's ``state_dict`` beside the names of the parameters in each group, as plain data."""
+    """A scheduler's ``state_dict`` beside the names of the parameters in each group, as plain data; of several, by pattern."""
+    if isinstance(scheduler, JointScheduler):
+        members = members_of(optimizer)
+        return {MEMBERS: {pattern: read_scheduler(own, members[pattern], parameters) for pattern, own in scheduler.members.items()}}
     return {GROUPS: group_members(optimizer, parameters), STATE: scheduler.state_dict()}
 
 
@@ -38,6 +42,12 @@ def fitted_state(
         parameters: this rank's parameters by name.
         saved: one or more of what `read_scheduler` gave.
     """
+    if isinstance(scheduler, JointScheduler):
+        members, by_pattern = members_of(optimizer), {}
+        for pattern, own in scheduler.members.items():
+            if sources := [each[MEMBERS][pattern] for each in saved if pattern in each[MEMBERS]]:
+                by_pattern[pattern] = fitted_state(own, members[pattern], parameters, sources)
+        return by_pattern
     places = {name: (each, number) for each in saved for number, names in enumerate(each[GROUPS]) for name in names}
     sources = [places[names[0]] if names else (saved[0], None) for names in group_members(optimizer, parameters)]
     return _state(scheduler, [_Source(each[STATE], number, len(each[GROUPS])) for each, number in sources])

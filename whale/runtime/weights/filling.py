@@ -10,6 +10,8 @@ from whale.comm import World, together
 from whale.errors import CheckpointError, WhaleError, raise_faults
 from whale.ir.graph import ModelGraph
 from whale.runtime.execute.batch.digest import combined, digests
+from whale.runtime.program.shard.pieces import part
+from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
 from whale.units import listed
 
@@ -18,7 +20,7 @@ def fill_tensors(
     model: ModelGraph,
     holdings: Holdings,
     rank: int | None,
-    tensors: Mapping[str, torch.Tensor],
+    state: EngineState,
     given: Mapping[str, torch.Tensor],
     keys: Mapping[str, str],
     world: World,
@@ -29,7 +31,7 @@ def fill_tensors(
         model: names and shapes.
         holdings: who holds which part.
         rank: this rank of the plan; None if idle.
-        tensors: what this rank holds, by canonical name.
+        state: of this rank.
         given: the state dict, equal on every rank.
         keys: that it must have, with the canonical name of each.
         world: this process among its peers.
@@ -46,9 +48,13 @@ def fill_tensors(
         )
     with torch.no_grad():
         for key, name in keys.items():
-            if name in tensors:
-                assert rank is not None, "an idle rank owns nothing"
-                tensors[name].copy_(holdings.cut_out(name, rank, given[key]))
+            if rank is not None and name in state.tensors:
+                own = holdings.cut_out(name, rank, given[key])
+                if state.tensors[name].untyped_storage().nbytes():  # else it is gathered before ops read it
+                    state.tensors[name].copy_(own)
+                if name in state.kept and state.kept[name] is not state.tensors[name]:
+                    index = holdings.kept_index(name, rank)
+                    state.kept[name].copy_(own if index is None else part(own, index))
 
 
 def _check(model: ModelGraph, given: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from whale.ir.plan import BATCH, Plan
 from whale.ir.writes import Reads
 from whale.runtime.program.shard.pieces import as_index, write_part
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.perform import flat_bytes, perform
+from whale.runtime.state.perform import Whole, flat_bytes, perform
 from whale.sharding import Region, Sharding, reshard
 from whale.sharding.borders import row_space
 from whale.sharding.index_sets import count
@@ -24,7 +24,6 @@ from whale.sharding.index_sets import count
 def gather_tensors(
     model: ModelGraph,
     holdings: Holdings,
-    rank: int | None,
     tensors: Mapping[str, torch.Tensor],
     world_ranks: Sequence[int],
     world: World,
@@ -36,8 +35,7 @@ def gather_tensors(
     Args:
         model: shapes and types.
         holdings: who holds which part.
-        rank: this rank of the plan; None if idle.
-        tensors: what this rank holds.
+        tensors: what this rank keeps.
         world_ranks: per rank of the plan, the rank in the world.
         world: this process among its peers.
         only: the world rank that gets them; None for every rank.
@@ -48,27 +46,19 @@ def gather_tensors(
     found: dict[str, torch.Tensor] = {}
     takers = tuple(range(world.size)) if only is None else (only,)
     for name in holdings.shardings.parameters:
-        value = _whole(model, holdings, name, rank, tensors, world_ranks, world, takers, torch.device("cpu"))
+        whole, source = holdings.whole(model, name, holdings.plan.state_of(name).kept), holdings.shardings.kept(name)
+        value = _brought(whole, source.renumbered(world_ranks), tensors.get(name), world, takers, torch.device("cpu"))
         if value is not None:
             found[name] = value
     return found if world.rank in takers else None
 
 
-def _whole(
-    model: ModelGraph,
-    holdings: Holdings,
-    name: str,
-    rank: int | None,
-    tensors: Mapping[str, torch.Tensor],
-    world_ranks: Sequence[int],
-    world: World,
-    takers: Sequence[int],
-    device: torch.device,
+def _brought(
+    whole: Whole, source: Sharding, tensor: torch.Tensor | None, world: World, takers: Sequence[int], device: torch.device
 ) -> torch.Tensor | None:
     """A copy of one of them, whole, on a device of each rank of the world that takes it; None on the others."""
-    source, target = holdings.shardings.gradient(name).final.renumbered(world_ranks), Sharding.whole(takers)
-    held = None if rank is None or name not in tensors else tensors[name].detach()
-    value = perform(reshard(source, target), holdings.whole(model, name), held, source.held.get(world.rank), world, device)
+    held = None if tensor is None else tensor.detach()
+    value = perform(reshard(source, Sharding.whole(takers)), whole, held, source.held.get(world.rank), world, device)
     if world.rank not in takers:
         return None
     assert value is not None, "everybody who takes the whole holds it afterwards"
@@ -78,7 +68,6 @@ def _whole(
 def lend_tensors(
     model: ModelGraph,
     holdings: Holdings,
-    rank: int | None,
     tensors: Mapping[str, torch.Tensor],
     world_ranks: Sequence[int],
     world: World,
@@ -88,13 +77,15 @@ def lend_tensors(
     """Brings parameters and buffers, whole, to ranks that compute with them and do not hold them; all ranks of the world call it.
 
     Args:
-        model, holdings, rank, tensors, world_ranks, world: as of `gather_tensors`.
+        model, holdings, world_ranks, world: as of `gather_tensors`.
+        tensors: what this rank keeps.
         borrowers: per name, the ranks of the plan that are lent it.
         lent: where they come to on this rank.
     """
     for name, ranks in borrowers.items():
         takers = [world_ranks[each] for each in ranks]
-        value = _whole(model, holdings, name, rank, tensors, world_ranks, world, takers, world.device)
+        whole, source = holdings.whole(model, name, holdings.plan.state_of(name).kept), holdings.shardings.kept(name)
+        value = _brought(whole, source.renumbered(world_ranks), tensors.get(name), world, takers, world.device)
         if value is not None:
             lent[name].copy_(value)
 

@@ -19,10 +19,9 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica
 from whale.search.advice.changes import faster_between, faster_inside, one_more, with_plenty
-from whale.search.arrangement import Arrangement
-from whale.search.found import Candidate, Found
+from whale.search.freedom import pin_of
+from whale.search.result import Candidate, SearchResult
 from whale.search.searching import search
-from whale.search.space.freedom import pin_of
 from whale.units import format_bytes, format_seconds
 
 EFFORT = 30.0
@@ -66,7 +65,7 @@ class Advised:
         advice: what there is to say.
     """
 
-    found: Found | None
+    found: SearchResult | None
     fault: str
     advice: tuple[Advice, ...]
 
@@ -113,7 +112,9 @@ class _Adviser:
     rows: int | None
     tell: Callable[[str], None] | None
 
-    def searched(self, what: str, cluster: Cluster, start: Sequence[Candidate | Found] = (), using: Device | None = None) -> Found:
+    def searched(
+        self, what: str, cluster: Cluster, start: Sequence[Candidate | SearchResult] = (), using: Device | None = None
+    ) -> SearchResult:
         """The outcome of a search on a cluster, told before it begins; what is known to be good there is where it starts.
 
         Args:
@@ -122,17 +123,17 @@ class _Adviser:
         if self.tell is not None:
             self.tell(what)
         effort = None if "planning.effort" in self.config.explicit else EFFORT
-        known = [each.arrangement for each in start if isinstance(each.arrangement, Arrangement)]
+        known = [each.strategy for each in start]
         return search(self.graph, cluster, self.config, rows=self.rows, effort=effort, start=known, using=using)
 
-    def groups(self, found: Found) -> Iterator[Advice]:
+    def groups(self, found: SearchResult) -> Iterator[Advice]:
         """Whether each kind of device is worth using."""
         for kind, count in self.counts.items():
             if len(self.counts) > 1 or count > 1:
                 used = sum(self.cluster.by_name[name].kind == kind for name in found.plan.devices)
                 yield self._used(found, kind, used) if used else self._unused(found, kind)
 
-    def _used(self, found: Found, kind: Device, used: int) -> Advice:
+    def _used(self, found: SearchResult, kind: Device, used: int) -> Advice:
         name, count = self.names[kind], self.counts[kind]
         subject = f"the {count} {name}" if used == count else f"{used} of the {count} {name}"
         others = [device.name for device in self.cluster.devices if device.kind != kind]
@@ -152,7 +153,7 @@ class _Adviser:
             return self._as_good(name, numbers, without, found.value)
         return Advice("devices", name, f"use {subject}: {ratio:.2f}x ({numbers})", found.value, without)
 
-    def _fewer(self, found: Found, name: str, subject: str) -> Advice:
+    def _fewer(self, found: SearchResult, name: str, subject: str) -> Advice:
         """Of devices that are all alike: beside one of them."""
         text = found.objective.text
         try:
@@ -162,7 +163,7 @@ class _Adviser:
         ratio = alone / found.value
         return Advice("devices", name, f"use {subject}: {ratio:.2f}x one ({text(found.value)}, {text(alone)} on one)", found.value, alone)
 
-    def _unused(self, found: Found, kind: Device) -> Advice:
+    def _unused(self, found: SearchResult, kind: Device) -> Advice:
         name, text = self.names[kind], found.objective.text
         beside = next(self._with(found.others, kind), None) or self._best_with(kind)
         if beside is None:
@@ -193,14 +194,14 @@ class _Adviser:
         return ((each.value, each.draft.step) for each in candidates if self._uses(each.draft.plan, kind))
 
     @staticmethod
-    def _numbers(found: Found, value: float, without: float) -> str:
+    def _numbers(found: SearchResult, value: float, without: float) -> str:
         return f"{found.objective.text(value)} with them, {found.objective.text(without)} without"
 
     @staticmethod
     def _as_good(name: str, numbers: str, without: float, value: float) -> Advice:
         return Advice("devices", name, f"the {name} may be left out: the others alone are as good ({numbers})", without, value)
 
-    def front(self, found: Found) -> Iterator[Advice]:
+    def front(self, found: SearchResult) -> Iterator[Advice]:
         """Which kind computes the first stage, and what it would be with another there."""
         replica = self._mixed(found.plan)
         if replica is None:
@@ -231,13 +232,13 @@ class _Adviser:
                 return replica
         return None
 
-    def more(self, found: Found | None) -> Iterator[Advice]:
+    def more(self, found: SearchResult | None) -> Iterator[Advice]:
         """What one more device of each kind would bring; the cluster's plan is still there to take."""
         for kind, name in self.names.items():
             cluster, where = one_more(self.cluster, kind)
             yield self._changed(found, "more", name, f"one more {name} {where}", cluster)
 
-    def links(self, found: Found) -> Iterator[Advice]:
+    def links(self, found: SearchResult) -> Iterator[Advice]:
         """What links twice as fast would bring, also where the plan uses none because they are slow."""
         hosts = self.cluster.hosts
         if len(hosts) > 1:
@@ -247,13 +248,13 @@ class _Adviser:
             faster = faster_inside(self.cluster, FACTOR)
             yield self._changed(found, "link", "inside hosts", "links inside hosts twice as fast", faster, self._as_it_is(found, faster))
 
-    def _as_it_is(self, found: Found, cluster: Cluster) -> float:
+    def _as_it_is(self, found: SearchResult, cluster: Cluster) -> float:
         """What the plan comes to on a cluster of the same devices: a search there need not come by it again."""
         prices = Prices(self.graph, cluster, Costs.for_model(self.config, self.graph, cluster))
         return found.objective.of(found.plan, estimate_with(prices, found.plan))
 
     def _changed(
-        self, found: Found | None, about: About, subject: str, what: str, cluster: Cluster, as_it_is: float | None = None
+        self, found: SearchResult | None, about: About, subject: str, what: str, cluster: Cluster, as_it_is: float | None = None
     ) -> Advice:
         """What a search on a changed cluster brings; `as_it_is`: what the plan that there is comes to there, where it is known."""
         try:
@@ -274,7 +275,7 @@ class _Adviser:
             return Advice(about, subject, says, value, found.value)
         return Advice(about, subject, f"{what}: {found.value / value:.2f}x ({text(value)}, {text(found.value)} now)", value, found.value)
 
-    def memory(self, found: Found | None) -> Advice:
+    def memory(self, found: SearchResult | None) -> Advice:
         """With how little memory on each device the model would train."""
         if self.tell is not None:
             self.tell("the least memory")
@@ -282,7 +283,7 @@ class _Adviser:
         small = search(self.graph, with_plenty(self.cluster), config, rows=self.rows)
         costs = Costs.of(self.config)
         need = small.value / costs.memory_fraction
-        says = f"the model would train on devices of {format_bytes(need)}: {small.arrangement}"
+        says = f"the model would train on devices of {format_bytes(need)}: {small.strategy}"
         if found is None:
             there = max(device.memory for device in self.cluster.devices)
             return Advice("memory", "the fullest device", f"{says} (the largest has {format_bytes(there)})", need, float(there))

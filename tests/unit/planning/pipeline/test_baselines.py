@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whale.planning import MemoryLimit, MemoryShortage, balance
-from whale.planning.pipeline.partition import _least_maximum
-from whale.planning.pipeline.stage_tables import Band
+from whale.planning.cutting.partition import _least_maximum
+from whale.planning.cutting.stage_tables import Band
 
 speeds = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 

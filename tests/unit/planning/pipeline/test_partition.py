@@ -17,11 +17,13 @@ from whale.estimate.prices.prices import Prices
 from whale.hardware import load_cluster
 from whale.ir.cluster import Link
 from whale.planning import make_plan
+from whale.planning.cutting.partition import _chosen, _least_maximum, _least_squares, cut_into_stages
+from whale.planning.cutting.pieces import Pieces
+from whale.planning.cutting.stage_tables import Band, StageTables
 from whale.planning.pipeline.cut_points import find_cut_points
-from whale.planning.pipeline.partition import _chosen, _least_maximum, _least_squares, cut_into_stages
+from whale.planning.pipeline.placement import likeness_of
 from whale.planning.pipeline.recompute import KEEP_ALL, kept_under
 from whale.planning.pipeline.scheduling import Split, shape_pipeline
-from whale.planning.pipeline.stage_tables import Band, StageTables
 from whale.planning.structure.structure import analyse
 from whale.workloads import GPT
 
@@ -59,7 +61,8 @@ def test_pieces_that_are_not_too_long_are_enough_where_that_is_said(num_stages: 
     prices = Prices(graph, cluster(speeds, memory=2**20), Costs())
     pipeline = shape_pipeline(Config({"pipeline.num_stages": num_stages, "pipeline.num_micro_batch": 4}), None, num_stages)
     points = find_cut_points(graph, analyse(graph), prices, kept_under(prices, KEEP_ALL))
-    tables, placed = StageTables(points, prices, pipeline, KEEP_ALL), tuple((f"h0/{index}",) for index in range(num_stages))
+    pieces = Pieces(prices, analyse(graph), points, 64)
+    tables, placed = StageTables(points, pieces, prices, pipeline, KEEP_ALL), tuple((f"h0/{index}",) for index in range(num_stages))
     found = [_chosen(tables, placed, 64, margin, Band(points.num_units, longest)) for longest in range(1, points.num_units + 1)]
     assert found[-1] is not None
     assert {tuple(bounds) for bounds in found if bounds is not None} == {tuple(found[-1])}
@@ -73,7 +76,8 @@ def test_between_split_groups_parts_cross_and_do_not_push_the_cut_aside() -> Non
     points = find_cut_points(graph, analyse(graph), prices, kept_under(prices, KEEP_ALL))
     pipeline = shape_pipeline(Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4}), None, 2)
     split = replace(pipeline, devices=(4, 4), splits=(Split(4), Split(4)))
-    cut = cut_into_stages(StageTables(points, prices, split, KEEP_ALL), placed, 64, 1.0)
+    pieces = Pieces(prices, analyse(graph), points, 64)
+    cut = cut_into_stages(StageTables(points, pieces, prices, split, KEEP_ALL), placed, 64, 1.0, likeness_of(placed, hosts))
     assert cut.bounds == (0, 4, 9)  # in the middle of the layers
 
 

@@ -28,6 +28,7 @@ from whale.planning.pipeline.scheduling import shape_pipeline
 from whale.planning.pipeline.segments import find_blocks, find_cores, find_ground
 from whale.planning.plan import plan_and_estimate
 from whale.planning.verify import verify
+from whale.planning.verify.refused import FULL
 from whale.schedules import count_recomputed, edge_pairs, peak_in_flight, training_schedule
 
 TWO_STAGES = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}
@@ -175,6 +176,7 @@ def fullest(step: StepEstimate) -> float:
 @example(memory=[706_420, 706_420], schedule="1f1b", num_micro_batch=1, rows=64, blocks=6)  # all of it fits by the estimate alone
 @example(memory=[935_148, 331_061], schedule="eager_1f1b", num_micro_batch=6, rows=16, blocks=9)  # of blocks, only all of them
 @example(memory=[419_738, 376_289], schedule="zb_h1", num_micro_batch=5, rows=64, blocks=6)
+@example(memory=[200_000, 580_839], schedule="zb_h1", num_micro_batch=8, rows=61, blocks=6)  # some again, and faster
 @given(
     memory=st.lists(st.integers(200_000, 3_000_000), min_size=2, max_size=2),
     schedule=st.sampled_from(("1f1b", "eager_1f1b", "zb_h1", "zb_h2")),
@@ -182,22 +184,27 @@ def fullest(step: StepEstimate) -> float:
     rows=st.sampled_from((16, 61, 64)),
     blocks=st.sampled_from((6, 9)),
 )
-def test_auto_fits_where_recomputing_everything_does_and_recomputes_nothing_where_keeping_everything_fits(
+def test_auto_fits_where_recomputing_everything_does_and_keeps_everything_where_that_fits_and_is_as_fast(
     memory: list[int], schedule: str, num_micro_batch: int, rows: int, blocks: int
 ) -> None:
     there, graph = tight(tuple(memory)), thick(blocks)
     config = Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": num_micro_batch, "pipeline.schedule": schedule})
 
+    fullness: dict[str, float] = {}
+
     def plan(policy: object) -> Plan | None:
         with suppress(MemoryShortage):
             found, step = plan_and_estimate(graph, there, config.with_values({"recompute.policy": policy}), rows=rows)
+            fullness[str(policy)] = fullest(step)
             assert fullest(step) <= 1
             return found
         return None
 
     keeping, everything, auto = plan("none"), plan({0: 1, 1: 1}), plan("auto")
     if keeping is not None:
-        assert auto is not None and replace(auto, choices=()) == replace(keeping, choices=())
+        assert auto is not None
+        if replace(auto, choices=()) != replace(keeping, choices=()):  # what nearly fills a device may have been cut for its memory
+            assert fullness["none"] > FULL and auto.step_seconds < keeping.step_seconds
     elif everything is not None:
         assert auto is not None
     if auto is not None:

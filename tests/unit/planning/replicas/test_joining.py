@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.training import make_cluster
 from tests.mixing import LOSSES, Layers, make_batch
-from whale.api.session import resolve_config
+from whale.api.parallelizing import resolve_config
 from whale.capture import capture
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph

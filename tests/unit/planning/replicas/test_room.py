@@ -55,7 +55,7 @@ def test_where_the_estimate_finds_more_than_the_closed_form_the_plan_computes_mo
 
 def test_the_bound_is_what_weights_and_optimizer_state_leave() -> None:
     prices, pipeline = Prices(chain(6), tight([20_000]), Costs()), shape_pipeline(Config({"pipeline.num_micro_batch": 4}), None, 1)
-    states = [state_bytes(parameter, prices.states) for parameter in prices.graph.parameters]
+    states = [state_bytes(parameter, prices.state_of[parameter.name]) for parameter in prices.graph.parameters]
     held = sum(state.compute + state.optimizer for state in states)
     per_row = sum(prices.outputs[name].per_row for name in {name for names in prices.kept.values() for name in names})
     assert most_rows(prices, pipeline, (("h/0",),)) == 4 * int(1.01 * (prices.capacity("h/0") - held) / per_row)

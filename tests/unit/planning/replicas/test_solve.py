@@ -10,6 +10,7 @@ from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
+from whale.planning.cutting.pieces import Pieces
 from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.placement import Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, kept_under
@@ -26,7 +27,9 @@ def two_stages(num_rows: int) -> Solver:
     pipeline = shape_pipeline(Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4}), None, 2)
     structure = analyse(graph)
     points = find_cut_points(graph, structure, prices, kept_under(prices, KEEP_ALL))
-    return Solver(graph, structure, StagePricing.of(prices), pipeline, num_rows, points=points)
+    return Solver(
+        graph, structure, StagePricing.of(prices), pipeline, num_rows, points=points, pieces=Pieces(prices, structure, points, num_rows)
+    )
 
 
 def seats(*, fast_first: bool) -> Placement:

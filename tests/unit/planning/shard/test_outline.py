@@ -37,7 +37,8 @@ def split_chain(speeds: list[int]) -> tuple[Prices, PipelineShape, Assignment]:
 
 def test_stages_in_the_middle_have_one_outline_and_those_at_the_ends_their_own() -> None:
     prices, pipeline, assignment = split_chain([1] * 8)
-    first, second, third, last = (outline_of(make_scene(prices, assignment, stage, pipeline), prices) for stage in range(NUM_STAGES))
+    scenes = (make_scene(prices, assignment, stage, pipeline) for stage in range(NUM_STAGES))
+    first, second, third, last = (outline_of(scene, prices).signature for scene in scenes)
     assert second == third
     assert len({first, second, last}) == 3
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.planning.graphs import ROWS, Graph, cluster, scope
+from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, scope, with_unread
 from whale.config import Config
 from whale.errors import AnnotationError, PlanError
 from whale.ir.graph import LossTerm, ModelGraph, TensorSpec
 from whale.ir.plan import Plan
+from whale.ir.scope import ScopePath
 from whale.planning import make_plan
 from whale.planning.structure.structure import analyse
 
@@ -39,6 +40,12 @@ def test_masks_and_sizes_are_repeated_not_sent() -> None:
     assert edges(plan) == [(0, 1, ("first",))]
     assert plan.replicas[0].stages[0].ops == ("mask", "layer0", "first")
     assert plan.replicas[0].stages[1].ops == ("double", "mask", "layer1", "second", "shaped", "loss")
+
+
+@pytest.mark.parametrize(("path", "stage"), [((A,), 0), ((B,), 1), ((scope(2, 1, "of outputs alone"),), 1), ((), 1)])
+def test_what_only_outputs_read_is_kept_where_the_ops_of_its_scope_run(path: ScopePath, stage: int) -> None:
+    plan = plan_of(with_unread(chain(2, [(A,), (B,)]), path, side=(8, 8)))
+    assert [number for number, each in enumerate(plan.replicas[0].stages) if "side" in each.parameters] == [stage]
 
 
 def test_random_ops_are_sent_not_repeated() -> None:

@@ -31,8 +31,7 @@ def with_pipeline(**fields: object) -> Plan:
 
 
 def with_state(**fields: object) -> Plan:
-    trained, fixed = PLAN.parameter_states
-    return replace(PLAN, parameter_states=(replace(trained, **fields), fixed))  # type: ignore[arg-type]
+    return replace(PLAN, parameter_states=(replace(PLAN.parameter_states[0], **fields),))  # type: ignore[arg-type]
 
 
 def with_edges(*edges: Edge) -> Plan:
@@ -75,15 +74,16 @@ def with_edges(*edges: Edge) -> Plan:
         (lambda: with_stage(1, parameters=("no_weight",)), r"names parameters and buffers of its model \(replica 0, stage 1: no_weight"),
         (lambda: with_edges(Edge(0, 1, ("no_value",), 1)), r"names tensors of its model \(replica 0, edge 0 -> 1: no_value"),
         (lambda: replace(PLAN, replicas=()), "a plan has a replica"),
-        (
-            lambda: with_state(optimizer=Form(home="host")),
-            "trained, optimizer: .*home host; there is: sharding stage, dtype own",
-        ),
-        (lambda: with_state(gradient=Form(dtype="bfloat16")), r"(?s)gradient: .*dtype bfloat16.*hint: state that is sharded"),
-        (lambda: with_state(compute=Form(sharding="replicas")), "compute: sharding replicas"),
-        (lambda: with_state(gradient=None), r"trained parameters have a gradient \(forms: compute, optimizer\)"),
-        (lambda: with_state(num_optimizer_tensors=0), r"trained: 0 tensors, forms: compute, gradient, optimizer"),
-        (lambda: replace(PLAN, parameter_states=PLAN.parameter_states[:1]), r"for trained and for fixed parameters \(states: trained\)"),
+        (lambda: with_state(gradient=Form("float32", home="host")), "gradients are made on the device .*home host"),
+        (lambda: with_state(gradient=Form("int64")), r"type like the parameter's \(float64, float32, .*gradient: int64"),
+        (lambda: with_state(optimizer=Form("float32", "nowhere")), "optimizer: float32, sharding nowhere"),  # type: ignore[arg-type]
+        (lambda: with_state(gradient=Form("float32", "owners")), "gradients are shared out among owners with what the optimizer steps"),
+        (lambda: with_state(compute=Form("bfloat16")), r"compute: bfloat16, .*the graph's: float32"),
+        (lambda: with_state(compute=Form("float32", "owners")), "what ops read is shared out among owners with what the optimizer steps"),
+        (lambda: replace(PLAN, keeper_shares=(1, 0)), r"every rank has a weight .*2 ranks, weights: \[1, 0\]"),
+        (lambda: with_state(gradient=None), r"what is trained has a gradient.*layer1.weight.*: compute, optimizer; 2 tensors"),
+        (lambda: with_state(num_optimizer_tensors=-1), r"compute, gradient, optimizer; -1 tensors"),
+        (lambda: with_state(parameters=()), r"one state for each parameter .*\(layer0.weight has 0, .* and 1 more\)"),
         (
             lambda: replace(PLAN, replicas=(replace(PLAN.replicas[0], index=1, share=0),)),
             "(?s)numbered in order .1.*has a share of the rows",

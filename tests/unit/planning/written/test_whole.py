@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.examples import at_most, slow
 from tests.unit.planning.decoders import decoder
-from tests.unit.planning.graphs import chain, cluster, scope
+from tests.unit.planning.graphs import chain, cluster, scope, with_unread
 from whale.config import SCHEDULES, Config, read_plan
 from whale.errors import ConfigError, PlanError, WhaleError
 from whale.ir.cluster import Cluster
@@ -68,7 +68,7 @@ WIDE = chain(6, [(scope(index // 3, 1 + index // 3, f"part{index // 3}"),) for i
 
 @at_most(15)
 @given(
-    st.sampled_from([SCOPED, WIDE, chain(7, width=16)]),
+    st.sampled_from([SCOPED, WIDE, chain(7, width=16), with_unread(WIDE, (scope(0, 1, "part0"),), side=(9, 32))]),
     st.sampled_from(["gpipe", "1f1b", "zb_h1", "zb_v"]),
     st.integers(1, 3),
     st.integers(18, 60),

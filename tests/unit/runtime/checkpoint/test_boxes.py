@@ -23,8 +23,9 @@ from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
 from whale.ir.serialization import from_json
 from whale.runtime.checkpoint.boxes import Box, Share, boxes
-from whale.runtime.checkpoint.checkpoint import Extras, load, save
+from whale.runtime.checkpoint.checkpoint import Extras, load
 from whale.runtime.checkpoint.contents import Index, StoredTensor
+from whale.runtime.checkpoint.saving import save
 from whale.runtime.state.optimizer_state import OptimizerState
 from whale.sharding.index_sets import Runs, merged
 
@@ -89,7 +90,7 @@ def write(path: Path, whole: Tensor, division: Division | None) -> None:
         writers={NAME: 0},
         world=ALONE,
         shares={} if share is None else {NAME: share},
-    )
+    ).finish()
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:

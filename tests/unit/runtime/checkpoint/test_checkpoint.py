@@ -7,8 +7,11 @@ import os
 import shutil
 import time
 from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -20,7 +23,10 @@ from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
 from whale.runtime.checkpoint import contents
 from whale.runtime.checkpoint import files as checkpoint_files
-from whale.runtime.checkpoint.checkpoint import Extras, load, save
+from whale.runtime.checkpoint.checkpoint import Extras, load
+from whale.runtime.checkpoint.contents import Index
+from whale.runtime.checkpoint.files import writing_aside
+from whale.runtime.checkpoint.saving import Saving, save
 from whale.runtime.state.optimizer_state import OptimizerState
 
 torch.set_num_threads(1)
@@ -48,10 +54,14 @@ OPTIMIZER = OptimizerState(
 EXTRAS = Extras({"step": 3, "scheduler": {"milestones": Counter([4])}, "position": None}, {"random": torch.random.get_rng_state()})
 
 
-def write(path: Path, fill: float = 1.0, **changes: Any) -> None:
+def begin(path: Path, fill: float = 1.0, **changes: Any) -> Saving:
     own = changes.pop("tensors", tensors(fill))
     arguments = {"optimizer": OPTIMIZER, "extras": EXTRAS, "writers": dict.fromkeys(own, 0), "world": ALONE, "plan": '{"plan": 1}'}
-    save(path, tensors=own, **{**arguments, **changes})
+    return save(path, tensors=own, **{**arguments, **changes})
+
+
+def write(path: Path, fill: float = 1.0, **changes: Any) -> None:
+    begin(path, fill, **changes).finish()
 
 
 def read(path: Path, own: dict[str, Tensor] | None = None) -> tuple[dict[str, Tensor], OptimizerState, Extras]:
@@ -78,6 +88,61 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert [folder.name for folder in path.parent.iterdir()] == ["step_1"]
 
 
+def test_what_changes_while_it_is_written_is_saved_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, has_changed, bytes_of = tensors(1.0), Event(), contents._bytes_of
+
+    def bytes_later(value: Tensor) -> memoryview:
+        assert has_changed.wait(60)
+        return bytes_of(value)
+
+    monkeypatch.setattr(contents, "_bytes_of", bytes_later)
+    saving = begin(tmp_path / "c", tensors=own, copies=True)
+    with torch.no_grad():
+        for value in own.values():
+            value.fill_(9)
+    assert not (tmp_path / "c").exists()
+    has_changed.set()
+    saving.finish()
+    assert holds(tmp_path / "c", 1.0)
+
+
+def test_parts_of_others_are_waited_for_until_the_limit(tmp_path: Path) -> None:
+    path, world = tmp_path / "c", replace(ALONE, size=3, timeout=timedelta(seconds=0.2))
+    with writing_aside(path):
+        saving = Saving(path, world, ExitStack())
+        saving.start(lambda: saving.write([], Index("", (), {})), lambda: saving.complete(None, None, None))
+        with pytest.raises(CheckpointError, match=r"within communication\.timeout_seconds .*after 0\.2 s nothing of ranks 1, 2"):
+            saving._done[-1].result()
+
+
+def names(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "list.txt").write_text("mine")
+    write(tmp_path / "torn")
+    (tmp_path / "torn" / "rank_0.safetensors").unlink()
+    others = {"notes", "list.txt", "torn", "latest"}
+    for number, score in enumerate((3.0, 0.5, float("nan"), None, 2.0, 0.5)):
+        write(tmp_path / f"step_{number}", score=score)
+        (tmp_path / "latest").unlink(missing_ok=True)
+        (tmp_path / "latest").symlink_to(f"step_{number}")
+    assert len(names(tmp_path)) == 6 + len(others)
+    write(tmp_path / "step_6", keep=3)
+    assert names(tmp_path) == {"step_6", "step_5", "step_4"} | others
+    write(tmp_path / "step_7", keep=1, score=0.75)
+    assert names(tmp_path) == {"step_7", "step_5"} | others
+    future = time.time() + 1000
+    os.utime(tmp_path / "step_5" / "complete.json", (future, future))
+    write(tmp_path / "step_8", keep=1, score=float("-inf"))
+    assert names(tmp_path) == {"step_8", "step_5"} | others
+    with pytest.raises(CheckpointError, match=r"keep= .* from 1 \(got 0\)"):
+        write(tmp_path / "step_9", keep=0)
+    assert names(tmp_path) == {"step_8", "step_5"} | others
+
+
 def test_a_newer_one_replaces_the_older_at_the_same_path(tmp_path: Path) -> None:
     path = tmp_path / "c"
     write(path, 1.0)
@@ -97,7 +162,7 @@ def test_a_save_that_fails_keeps_the_previous_one(tmp_path: Path, monkeypatch: p
     if moment == "data":
         monkeypatch.setattr(contents, "_bytes_of", full)
     else:
-        monkeypatch.setattr(checkpoint_files, "_write", full)
+        monkeypatch.setattr(checkpoint_files, "write_text", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         write(path, 2.0)
     monkeypatch.undo()
@@ -115,7 +180,7 @@ def test_a_save_that_fails_keeps_the_previous_one(tmp_path: Path, monkeypatch: p
         (lambda path: (path / "index.json").unlink(), r"index\.json is missing"),
         (lambda path: (path / "rank_0.safetensors").unlink(), r"rank_0\.safetensors is missing"),
         (lambda path: (path / "rank_0.safetensors").write_bytes(b"x"), r"rank_0\.safetensors has 1 bytes instead of \d+"),
-        (lambda path: (path / "complete.json").write_text(json.dumps({"format": 9, "files": {}})), "its format is 9"),
+        (lambda path: (path / "complete.json").write_text(json.dumps({"format": 1, "files": {}})), "it is of form 1"),
         (lambda path: shutil.rmtree(path), "no such folder"),
     ],
 )
@@ -128,6 +193,13 @@ def test_a_half_written_one_is_never_loaded(tmp_path: Path, harm: Any, complaint
         read(tmp_path / "new", own)
     assert caught.value.hint == f"a complete checkpoint lies at {tmp_path / 'old'}"
     assert all(torch.equal(value, tensors(0.0)[name]) for name, value in own.items())
+
+
+def test_one_of_a_newer_form_says_so(tmp_path: Path) -> None:
+    write(tmp_path / "c")
+    (tmp_path / "c" / "complete.json").write_text(json.dumps({"format": 9, "files": {}}))
+    with pytest.raises(CheckpointError, match=r"up to form 3 \(.*c: newer, of form 9\)\n  hint: read it by the version that wrote it"):
+        read(tmp_path / "c")
 
 
 def test_damage_of_the_right_size_is_an_error_too(tmp_path: Path) -> None:
@@ -150,7 +222,7 @@ def test_the_newest_of_several_is_the_hint(tmp_path: Path) -> None:
         read(tmp_path / "elsewhere" / "three")
 
 
-def test_all_differences_to_another_model_are_listed(tmp_path: Path) -> None:
+def test_the_first_differences_to_another_model_are_listed(tmp_path: Path) -> None:
     write(tmp_path / "c")
     other = tensors(0.0)
     del other["empty"]
@@ -167,6 +239,8 @@ def test_all_differences_to_another_model_are_listed(tmp_path: Path) -> None:
         "a.weight is float32[3, 2] in the checkpoint, float32[2, 3] in the model",
         "a.b.weight is bfloat16[4] in the checkpoint, float32[4] in the model",
     ]
+    with pytest.raises(CheckpointError, match=r"c: 16 differences\):\n  new\.weight (?s:.*)\n  more\.8 is not .*\n  and 6 more\n"):
+        read(tmp_path / "c", other | {f"more.{number}": torch.zeros(1) for number in range(12)})
 
 
 def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:

@@ -77,21 +77,25 @@ def killed_at(moment: int, folder: Path, action: Callable[[], None]) -> None:
 
 def test_a_save_may_be_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)  # the system stays
-    path, beside = tmp_path / "c", tmp_path / "beside"
+    path, beside, older = tmp_path / "c", tmp_path / "beside", tmp_path / "older"
     for moment in count():
+        write(older)
         write(path, 1.0)
-        code = in_child(partial(killed_at, moment, tmp_path, partial(write, path, 2.0)))
+        code = in_child(partial(killed_at, moment, tmp_path, partial(write, path, 2.0, copies=True, keep=1)))
         assert holds(path, 1.0) or holds(path, 2.0)
+        kept = {"older"} if older.exists() else set()
+        assert holds(older, 1.0) if kept else holds(path, 2.0)
         write(beside)
-        left = {entry.name for entry in tmp_path.iterdir()}
+        left = {entry.name for entry in tmp_path.iterdir()} - kept
         assert left == {"beside", "c"} if path.exists() else left == {"beside", previous(path).name}
-        write(path, 3.0)
+        write(path, 3.0, keep=2)
         assert {entry.name for entry in tmp_path.iterdir()} == {"beside", "c"}
         assert holds(path, 3.0) and not list(tmp_path.glob("*/writing"))
         if code == 0:
+            assert not kept
             break
         assert code == 9
-    assert moment > 15
+    assert moment > 20
 
 
 def test_what_another_save_is_writing_is_left_alone(tmp_path: Path) -> None:
@@ -101,6 +105,8 @@ def test_what_another_save_is_writing_is_left_alone(tmp_path: Path) -> None:
         write(tmp_path / "beside")
 
     with writing_aside(path):
+        assert in_child(save_beside) == 0
+        save_beside()  # as another engine of the same process does
         assert in_child(save_beside) == 0
         assert aside(path).exists()
     assert {entry.name for entry in tmp_path.iterdir()} == {"beside"}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tests.parts import cut_out
 from tests.wire import Device, on_devices
 from whale.axes import Axes, discover
-from whale.axes.halving import halve
-from whale.capture import Program, capture
+from whale.axes.batch import halve
+from whale.capture import CapturedProgram, capture
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Shard
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
@@ -52,7 +52,7 @@ CUTS = tuple(Shard(f"blocks.{index}.up.weight:0", (3, 7)) for index in range(3))
 
 
 @cache
-def captured() -> tuple[ModelGraph, Program, Axes]:
+def captured() -> tuple[ModelGraph, CapturedProgram, Axes]:
     torch.manual_seed(0)
     model = Model().double()
     rows = torch.randn(4, 3, 6).double(), torch.randn(4, 3, 6).double()

@@ -16,7 +16,7 @@ from tests.parts import cut_out
 from tests.wire import Device, on_devices
 from whale.axes import Axes, discover
 from whale.axes.values import axes_of
-from whale.capture import Program, capture
+from whale.capture import CapturedProgram, capture
 from whale.deferred import WeightQueue
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Shard
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 @cache
-def captured() -> tuple[ModelGraph, Program, Axes]:
+def captured() -> tuple[ModelGraph, CapturedProgram, Axes]:
     torch.manual_seed(0)
     rows = torch.randn(4, 3, 6).double(), torch.randn(4, 3, 6).double()
     graph, program = capture(Model().double(), rows, lambda output, _: output)

@@ -51,7 +51,7 @@ class Launches:
 
 
 def buckets_of(plan: Plan, holdings: Holdings, bucket_bytes: int) -> tuple[Bucket, ...]:
-    return plan_buckets(holdings.shardings, GRAPH, alike_schedules(plan), bucket_bytes)
+    return plan_buckets(plan, holdings.shardings, GRAPH, alike_schedules(plan), bucket_bytes).summed
 
 
 def launches_of(plan: Plan, rank: int, holdings: Holdings, buckets: Sequence[Bucket], seed: int) -> list[Hashable]:
@@ -66,7 +66,7 @@ def launches_of(plan: Plan, rank: int, holdings: Holdings, buckets: Sequence[Buc
     launches = Launches()
     own = {(replica.index, stage) for stage in stages}
     world = range(len(plan.devices))
-    sync = GradientSync(buckets, holdings, rank, own, world, parameters, launches, timedelta(seconds=1))  # type: ignore[arg-type]
+    sync = GradientSync(buckets, holdings, rank, own, world, parameters, parameters, launches, timedelta(seconds=1))  # type: ignore[arg-type]
     sync.begin()
     actions = schedules_of(plan)[replica.index].ranks[seat.pipeline_rank]
     last = {action.stage: index for index, action in enumerate(actions) if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from whale.comm import Waits
+from whale.ir.plan import Form
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.sharding import Piece, Region
-from whale.sharding.buckets import Bucket
+from whale.sharding.buckets import Bucket, Slot
 
+FLOAT = Form("float32")
 PIECE = Piece(Region(), (0, 1), frozenset((0, 1)))
 
 
@@ -33,20 +35,23 @@ class Whole:
     def held(self, name: str, rank: int) -> Region:
         return Region()
 
+    def gradient_stays(self, name: str) -> bool:
+        return True
+
     def index(self, name: str, region: Region, held: Region) -> None:
         return None
 
 
 def make(names: Sequence[str], stages: Sequence[int], contributors: tuple[int, ...] = (0, 1)) -> tuple[Any, Any, dict[str, Any]]:
-    """One bucket for each parameter of three elements; its stages on two replicas."""
+    """One bucket for each parameter of four elements; its stages on two replicas."""
     owners = Owners()
-    parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in names}
+    parameters = {name: torch.nn.Parameter(torch.ones(4)) for name in names}
     buckets = [
-        Bucket(((name, Piece(Region(), (0, 1), frozenset(contributors))),), 4, (0, 1), ((0, stage), (1, stage)), True)
+        Bucket((Slot(name, Piece(Region(), (0, 1), frozenset(contributors)), (), 0, 4),), FLOAT, (0, 1), ((0, stage), (1, stage)))
         for name, stage in zip(names, stages, strict=True)
     ]
     held = {(0, stage) for stage in stages}
-    sync = GradientSync(buckets, Whole(), 0, held, (0, 1), parameters, owners, Waits(timedelta(seconds=1)))  # type: ignore[arg-type]
+    sync = GradientSync(buckets, Whole(), 0, held, (0, 1), parameters, parameters, owners, Waits(timedelta(seconds=1)))  # type: ignore[arg-type]
     sync.begin()
     return sync, owners, parameters
 
@@ -58,9 +63,9 @@ def test_gradients_are_accumulated_in_their_bucket() -> None:
     (parameters["a"] * 2).sum().backward()
     sync.arm(0)
     (parameters["a"] * 3).sum().backward()
-    assert parameters["a"].grad is place and owners.started[0].tolist() == [5.0] * 3
+    assert parameters["a"].grad is place and owners.started[0].tolist() == [5.0] * 4
     sync.begin()
-    assert parameters["a"].grad.tolist() == [0.0] * 3
+    assert parameters["a"].grad.tolist() == [0.0] * 4
 
 
 def test_a_bucket_waits_for_those_before_it_and_starts_once() -> None:
@@ -87,12 +92,12 @@ def test_weight_parts_start_their_buckets_when_their_last_use_is_added() -> None
 
 def test_parameters_of_several_stages_start_last() -> None:
     owners = Owners()
-    parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("tied", "own")}
+    parameters = {name: torch.nn.Parameter(torch.ones(4)) for name in ("tied", "own")}
     buckets = [
-        Bucket((("tied", PIECE),), 4, (0, 1), ((0, 0), (0, 1)), False),
-        Bucket((("own", PIECE),), 4, (0, 1), ((0, 0), (1, 0)), True),
+        Bucket((Slot("tied", PIECE, (), 0, 4),), FLOAT, (0, 1), ((0, 0), (0, 1)), False),
+        Bucket((Slot("own", PIECE, (), 0, 4),), FLOAT, (0, 1), ((0, 0), (1, 0))),
     ]
-    sync = GradientSync(buckets, Whole(), 0, {(0, 0)}, (0, 1), parameters, owners, Waits(timedelta(seconds=1)))  # type: ignore[arg-type]
+    sync = GradientSync(buckets, Whole(), 0, {(0, 0)}, (0, 1), parameters, parameters, owners, Waits(timedelta(seconds=1)))  # type: ignore[arg-type]
     sync.begin()
     sync.arm(0)
     (parameters["tied"] * 7 + parameters["own"]).sum().backward()

@@ -1,0 +1,113 @@
+"""Shared-out state and half precision beside torch's own, on two CPU ranks in one run, pair by pair.
+
+    python examples/benchmarks/state.py --json state.json
+
+zero_1    `memory.zero: 1` against DistributedDataParallel with ZeroRedundancyOptimizer
+zero_2    `memory.zero: 2` against the same
+bf16      `precision.dtype: bf16` against DistributedDataParallel under torch.autocast
+fp16      `precision.dtype: fp16` against the same with a GradScaler
+
+Ratio = the peer's time / Whale's, as overhead.py has it. Peak bytes are those of the fuller rank, of each side in processes of its own:
+what the process held at most, less what it held before the model was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpt import loss_fn
+from overhead import OPTIMIZER, Step, check_equal, loop_step, make_model, own_rows, whale_step
+from ranks import Result, compared, line, on_ranks
+
+from whale.units import format_bytes
+
+STEADY = {"runtime.retrace": "off"}  # tracing again after 1, 2, 4, 8 ... steps is for the first minute of a run
+SIZES = {"small": {"layers": 4, "width": 128}, "large": {"layers": 6, "width": 512}}
+
+
+def shared_out(options: argparse.Namespace) -> Step:
+    """Data parallelism by torch, each rank with a part of the optimizer's state."""
+    model = nn.parallel.DistributedDataParallel(make_model(options), gradient_as_bucket_view=True)
+    return loop_step(model, own_rows(options), partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=1e-3))
+
+
+def autocast(options: argparse.Namespace, dtype: torch.dtype) -> Step:
+    """Data parallelism by torch in half precision."""
+    model, batch = nn.parallel.DistributedDataParallel(make_model(options), gradient_as_bucket_view=True), own_rows(options)
+    optimizer, scaler = OPTIMIZER(model.parameters()), torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype):
+            loss = loss_fn(model(batch["ids"]), batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return step
+
+
+Make = Callable[[argparse.Namespace], Step]
+CASES: dict[str, tuple[Make, Make]] = {
+    "zero_1": (partial(whale_step, stages=0, config={"memory.zero": "1", **STEADY}), shared_out),
+    "zero_2": (partial(whale_step, stages=0, config={"memory.zero": "2", **STEADY}), shared_out),
+    "bf16": (partial(whale_step, stages=0, config={"precision.dtype": "bf16", **STEADY}), partial(autocast, dtype=torch.bfloat16)),
+    "fp16": (partial(whale_step, stages=0, config={"precision.dtype": "fp16", **STEADY}), partial(autocast, dtype=torch.float16)),
+}
+
+
+def run_case(case: str, options: argparse.Namespace) -> Result:
+    """The times of both sides, which have trained alike."""
+    ours, peer = (make(options) for make in CASES[case])
+    for _ in range(options.warmup):
+        first, second = ours(), peer()
+    check_equal(first, second, 1e-3 if case.startswith("zero") else 2e-2)
+    return compared(ours, peer, options.steps, options.pairs)
+
+
+def peak_bytes(case: str, side: int, options: argparse.Namespace) -> int:
+    """What the fuller rank has held at most since before the model was made."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step = CASES[case][side](options)
+    for _ in range(options.warmup + 2):
+        step()
+    held = torch.tensor(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    return int(held)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    for name, default in {"pairs": 9, "steps": 4, "warmup": 3, "context": 64, "rows": 16}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--only", choices=sorted(CASES), help="one comparison")
+    parser.add_argument("--size", choices=sorted(SIZES), help="one size")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    options = parser.parse_args()
+    found: dict[str, dict[str, float]] = {}
+    for size in [options.size] if options.size else SIZES:
+        sized = argparse.Namespace(**vars(options), **SIZES[size])
+        for case in [options.only] if options.only else CASES:
+            result = on_ranks(2, run_case, case, sized)
+            ours, peers = (on_ranks(2, peak_bytes, case, side, sized) for side in (0, 1))
+            found[f"{case} {size}"] = {**result, "whale_peak_bytes": ours, "peer_peak_bytes": peers}
+            print(f"{case} {size:6} {line(result)}; peak {format_bytes(ours)} and {format_bytes(peers)}", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Several optimizers by name pattern: Muon for matrices and AdamW for the rest, wherever the plan puts them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+import whale
+from tests.distributed.training import make_cluster
+from tests.distributed.world import World
+from whale.errors import CheckpointError, ConfigError
+
+OPTIMIZER = {"*.weight": partial(torch.optim.Muon, lr=0.05, weight_decay=0.0), "*": partial(torch.optim.AdamW, lr=0.01)}
+SCHEDULER = {"*.weight": partial(StepLR, step_size=2)}
+BATCH = (torch.linspace(-1, 1, 48).reshape(8, 6),)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def loss(output: Tensor, batch: tuple[Tensor]) -> Tensor:
+    return (output - batch[0][:, :4]).square().mean()
+
+
+def parallelize(num_ranks: int, config: dict[str, Any], **changes: Any) -> whale.Engine:
+    arguments = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER, **changes}
+    batch = (BATCH[0].double(),)
+    return whale.parallelize(
+        build(), loss=loss, batch=batch, config={"planning.search": "off", **config}, cluster=make_cluster((1.0,) * num_ranks), **arguments
+    )
+
+
+def train(rank: int, num_ranks: int, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Two stages, then two replicas that share out what the optimizers keep, then a checkpoint and a split."""
+    batch = (BATCH[0].double(),)
+    engine = parallelize(num_ranks, {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2})
+    losses = [float(engine.step(batch)) for _ in range(3)]
+    optimizer = engine.optimizer
+    with pytest.raises(ConfigError, match="stepped once more"):
+        next(iter(optimizer.members.values())).step()  # type: ignore[union-attr]
+    engine.replan(config={"pipeline.num_stages": 1, "memory.zero": "1"})
+    losses += [float(engine.step(batch)) for _ in range(3)]
+    engine.save(Path(folder) / "c")
+    engine.close()
+    engine = parallelize(num_ranks, {"pipeline.num_stages": 1})
+    engine.load(Path(folder) / "c")
+    losses += [float(engine.step(batch)) for _ in range(2)]
+    state = engine.state_dict()
+    engine.close()
+    with pytest.raises(CheckpointError, match=r"kind of optimizer of 0.weight that was saved .in the checkpoint: Muon, here: AdamW"):
+        parallelize(num_ranks, {}, optimizer=OPTIMIZER["*"], scheduler=None).load(Path(folder) / "c")
+    renamed = {"?.weight": OPTIMIZER["*.weight"], "*.bias": OPTIMIZER["*"]}
+    parallelize(num_ranks, {}, optimizer=renamed, scheduler=None).load(Path(folder) / "c")
+    with pytest.raises(CheckpointError, match=r"kind of scheduler of \*\.bias that was saved .in the checkpoint: none, here: StepLR"):
+        parallelize(num_ranks, {}, optimizer=renamed, scheduler={"*.bias": SCHEDULER["*.weight"]}).load(Path(folder) / "c")
+    assert state is not None
+    return losses, {name: own.clone() for name, own in state.items()}
+
+
+def test_law(world: World, tmp_path: Path) -> None:
+    model, batch, losses = build(), (BATCH[0].double(),), []
+    muon = OPTIMIZER["*.weight"]([(name, p) for name, p in model.named_parameters() if name.endswith("weight")])
+    adam = OPTIMIZER["*"]([(name, p) for name, p in model.named_parameters() if name.endswith("bias")])
+    schedule = SCHEDULER["*.weight"](muon)
+    for _ in range(8):
+        model.zero_grad()
+        value = loss(model(batch[0]), batch)
+        value.backward()
+        losses.append(float(value.detach()))
+        muon.step()
+        adam.step()
+        schedule.step()
+    for found, state in world.run(train, str(tmp_path), num_ranks=2):
+        torch.testing.assert_close(found, losses, rtol=1e-9, atol=0)
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-6, atol=1e-8)
+
+
+def test_bad_patterns() -> None:
+    for changes, said in (
+        ({"optimizer": {"*.weight": OPTIMIZER["*"]}}, r"no pattern of optimizer= matches 0\.bias"),
+        ({"optimizer": {"*": OPTIMIZER["*"], "*.weight": OPTIMIZER["*"]}}, r"each pattern of optimizer= has parameters .'\*.weight'"),
+        ({"optimizer": OPTIMIZER["*"]}, r"scheduler= has the patterns of optimizer= .'\*\.weight': no optimizer has it"),
+        ({"optimizer": {"*": 3}, "scheduler": None}, r"optimizer\['\*'\]= is a function"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parallelize(1, {}, **changes)
+
+
+def test_an_optimizer_whose_state_has_no_groups(tmp_path: Path) -> None:
+    class Wrapper(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"inner": super().state_dict()}
+
+    engine = parallelize(1, {}, optimizer=partial(Wrapper, lr=0.1), scheduler=None)
+    for call in (lambda: engine.save(tmp_path / "c"), engine.replan):
+        with pytest.raises(CheckpointError, match=r"by the state and param_groups of its state_dict.. .Wrapper's has inner"):
+            call()
+    engine.step((BATCH[0].double(),))

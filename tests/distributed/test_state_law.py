@@ -1,0 +1,279 @@
+"""The law over parameter states: whatever owners keep, in whichever type and memory, the numbers are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, event, given, note
+from hypothesis import strategies as st
+from torch import nn
+
+import whale
+from tests import reference
+from tests.captures import captured_once
+from tests.distributed.split_training import cut_anew, plan_case, whole_gradients
+from tests.distributed.test_unlike_replicas import CLIPPED, ONE, SPLIT, TWO, Blocks, unlike, with_order
+from tests.distributed.training import (
+    Case,
+    finished,
+    largest_of,
+    make_cluster,
+    make_engine,
+    norms_of,
+    run_case,
+    train_on,
+    train_reference,
+    trained,
+)
+from tests.distributed.world import RankFailure, World
+from tests.examples import at_most
+from tests.models import descriptions
+from whale.errors import RuntimeFault
+from whale.estimate import estimate
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Form, Plan, states_of
+from whale.ir.serialization import from_json, to_json
+from whale.planning import make_plan
+from whale.runtime.state.publishing import Publishing
+
+TOLERANCE = 1e-10
+
+ASKED: tuple[tuple[tuple[str, str], ...], ...] = (
+    (),
+    (),
+    (("memory.zero", "1"),),
+    (("memory.zero", "2"), ("memory.offload", "optimizer")),
+    (("memory.zero", "3"), ("communication.bucket_bytes", "200")),
+)
+"""Settings that say the state; where there are none, it is drawn."""
+
+
+def with_state(plan: Plan, graph: ModelGraph, zero: int, home: str = "device", shares: tuple[int, ...] = ()) -> Plan:
+    """The plan with the optimizer's form (1) shared out, or the gradients' too (2), or what ops read (3), on the device or the host; all in
+    float64.
+    """
+    kept, summed = ("owners" if zero >= level else "stage" for level in (1, 2))
+    forms = {"gradient": Form("float64", summed), "optimizer": Form("float64", kept, home)}  # type: ignore[arg-type]
+    own = {parameter.name for parameter in graph.parameters if parameter.spec.dtype == "float64"}
+    others = states_of(each for each in graph.parameters if each.name not in own)
+    trained = (each for each in graph.parameters if each.name in own)
+    states = states_of(trained, gradient=forms["gradient"], optimizer=forms["optimizer"], zero=zero if zero == 3 else 0)
+    plan = replace(plan, parameter_states=(*states, *others), keeper_shares=shares)
+    return from_json(Plan, to_json(plan))
+
+
+def train(rank: int, size: int, case: Case, plans: tuple[Plan, Plan], folder: str, expected: Mapping[str, torch.Tensor]) -> reference.Run:
+    """Trains a case half under one plan, then under another: after a checkpoint where there is a folder, else by replanning."""
+    engine, batches = make_engine(case, plans[0]), case.batches
+    losses: list[float] = []
+    norms: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+    for number, batch in enumerate(batches):
+        if number == len(batches) // 2 and folder:
+            engine.save(Path(folder) / "checkpoint")
+            engine.close()
+            engine = make_engine(case, plans[1])
+            engine.load(Path(folder) / "checkpoint")
+        elif number == len(batches) // 2:
+            engine.replan(plans[1])
+        losses.append(train_on(engine, case, number, batch))
+        norms += norms_of(engine, case, number)
+        if number == 0:
+            gradients = whole_gradients(engine, expected)
+    run = finished(engine, case, reference.Run(losses, gradients, norms=tuple(norms)))
+    engine.close()
+    return run
+
+
+def check(world: World, case: Case, plans: tuple[Plan, Plan], *, saves: bool) -> None:
+    expected = train_reference(case)
+    assume(max(map(abs, expected.losses)) < 1e3)  # what diverges in so many steps says nothing
+    with TemporaryDirectory() as folder:
+        runs = run_case(world, train, case, plans, folder if saves else "", expected.gradients)
+    error, where = largest_of(runs, expected)
+    assert error < TOLERANCE, where
+
+
+@st.composite
+def states(draw: st.DrawFn, plan: Plan, graph: ModelGraph) -> Plan:
+    """The plan with a state: uneven keepers, on the device or the host."""
+    shares = draw(st.lists(st.integers(1, 9), min_size=len(plan.devices), max_size=len(plan.devices)))
+    home, zero = draw(st.sampled_from(("device", "device", "host"))), draw(st.integers(0, 3))
+    event(f"zero {zero}, home {home}")
+    return with_state(plan, graph, zero, home, tuple(shares) if draw(st.booleans()) else ())
+
+
+@st.composite
+def blocks(draw: st.DrawFn, num_ranks: int) -> Blocks:
+    """Replicas that take so many ranks."""
+    found, left = [], num_ranks
+    while left:
+        kind = draw(st.sampled_from([own for own in ((1, 1), (1, 1), (1, 2), (2, 1), (3, 1), (2, 2)) if own[0] * own[1] <= left]))
+        found.append({"num_stages": kind[0], "split": kind[1], "num_micro_batch": draw(st.integers(1, 3))})
+        left -= kind[0] * kind[1]
+    return tuple(found)
+
+
+@at_most(25, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_law(world: World, data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, 4))
+    description = replace(data.draw(descriptions()), placement="none", copies=None)
+    options: dict[str, Any] = {
+        "optimizer": data.draw(st.sampled_from(("sgd", "adam"))),
+        "seed": data.draw(st.integers(0, 99)),
+        "num_accumulated": data.draw(st.integers(1, 2)),
+        "decay": data.draw(st.sampled_from((None, 0.5))),
+    }
+    rows, config = tuple(data.draw(st.lists(st.integers(14, 18), min_size=4, max_size=4))), CLIPPED if data.draw(st.booleans()) else ()
+    plans = []
+    for _ in range(2):
+        asked = data.draw(st.sampled_from(ASKED))
+        own: dict[str, Any] = {"config": (*config, *asked), "evaluates": data.draw(st.booleans())}
+        case = unlike(*data.draw(blocks(num_ranks)), rows=rows, **own, **options)
+        case = replace(case, description=description)
+        try:
+            plan, graph = world.prepare(plan_case, case)
+        except whale.PlanError as error:  # too few places to cut at, or nothing to split
+            note(str(error))
+            assume(False)
+            raise
+        plan = cut_anew(with_order(plan, data.draw), graph, case)
+        plans.append(plan if asked else data.draw(states(plan, graph)))
+        note(f"{plans[-1]}\n{plans[-1].parameter_states}\n{plans[-1].keeper_shares}")
+    note(f"{case!r}")
+    check(world, case, (plans[0], plans[1]), saves=data.draw(st.booleans()))
+
+
+def held_bytes(engine: whale.Engine) -> tuple[str, float, float, float]:
+    """The device of a rank, and after a step the bytes of what ops read, of the gradients' buffers, and of what the optimizer keeps."""
+    state, sync = engine.state, engine.runtime._sync
+    assert state.optimizer is not None and sync is not None
+    parts = {} if engine.runtime._weights is None else engine.runtime._weights.parts
+    tensors = [own for own in (*state.tensors.values(), *parts.values()) if own.untyped_storage().nbytes()]  # the rest is gathered
+    read = {own.untyped_storage()._cdata: own.nbytes for own in tensors}
+    others = [own for own in state.kept.values() if own.untyped_storage()._cdata not in read]
+    others += [each for own in state.optimizer.state.values() for each in own.values() if each.dim() > 0]
+    flats = [bucket.flat for bucket in sync._buckets if bucket.flat is not None]
+    bucketed = {id(parameter) for bucket in sync._buckets for parameter in bucket.parameters}
+    own = [state.kept[name].grad for name, held in state.parameters.items() if id(held) not in bucketed and name in state.kept]
+    summed, kept = (sum(each.nbytes for each in found if each is not None) for found in ([*flats, *own], others))
+    assert engine.rank is not None
+    return engine.plan.devices[engine.rank], sum(read.values()), summed, kept
+
+
+def trained_bytes(rank: int, size: int, case: Case, plan: Plan) -> tuple[str, float, float, float]:
+    """`held_bytes` after two steps."""
+    engine = make_engine(case, plan)
+    for batch in case.batches[:2]:
+        engine.step(batch)
+    found = held_bytes(engine)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("replicas", [(ONE, ONE), (TWO, SPLIT), (ONE, ONE, ONE | {"num_micro_batch": 2})])
+def test_memory_is_the_plans_to_the_byte(world: World, zero: int, replicas: Blocks) -> None:
+    case = unlike(*replicas, optimizer="adam")
+    plan, graph = world.prepare(plan_case, case)
+    plan = with_state(plan, graph, zero, shares=tuple(range(1, 1 + len(plan.devices))))
+    expected = estimate(plan, graph, make_cluster(case.speeds))
+    for device, read, summed, kept in run_case(world, trained_bytes, case, plan):
+        use = expected.of(device).peak
+        assert (read, kept) == (use.weights, use.optimizer), device
+        assert summed == use.gradients or zero == 3, "gradients that are shared out are let go when they are summed"
+
+
+def publish_nothing(rank: int, size: int, case: Case, plan: Plan) -> reference.Run:
+    """A training whose keepers keep what they make to themselves."""
+    with mock.patch.object(Publishing, "_take", lambda self, parcel, flat, works: None):
+        return trained(make_engine(case, plan), case)
+
+
+def test_the_law_would_notice_weights_that_are_not_published(world: World) -> None:
+    case = unlike(ONE, ONE)
+    plan, graph = world.prepare(plan_case, case)
+    with pytest.raises(RankFailure, match="the weights of a parameter are equal"):
+        run_case(world, publish_nothing, case, with_state(plan, graph, 1))
+
+
+def single() -> tuple[nn.Module, torch.Tensor, Any]:
+    """A model in float32, its batch and its loss."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)), torch.randn(12, 6), first_three
+
+
+def first_three(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, batch[:, :3])
+
+
+def prepare_single() -> None:
+    captured_once(single)
+
+
+RATE, NUM_STEPS = 1e-9, 6
+
+
+def train_single(rank: int, size: int, gradient: Form, optimizer: Form, folder: str) -> dict[str, torch.Tensor]:
+    """Steps that float32 is too coarse for, half of them after a checkpoint; the weights as the optimizer has them."""
+    made, cluster = captured_once(single), make_cluster((1.0,) * size)
+    graph, _ = made.capture()
+    plan = make_plan(graph, cluster, whale.Config({"planning.search": "off"}))
+    states = states_of(graph.parameters, gradient=gradient, optimizer=optimizer)
+    plan = replace(plan, parameter_states=states, keeper_shares=tuple(range(1, 1 + size)))
+    rate = partial(torch.optim.SGD, lr=RATE, momentum=0.9)
+    engine = whale.parallelize(made.model, loss=made.loss, batch=made.batch, cluster=cluster, optimizer=rate, plan=plan)
+    for number in range(NUM_STEPS):
+        if number == NUM_STEPS // 2:
+            engine.save(Path(folder) / "checkpoint")
+            engine.load(Path(folder) / "checkpoint")
+        engine.step(made.batch)
+    found = engine.state_dict()
+    assert found is not None
+    assert {own.dtype for own in engine.state.tensors.values()} == {torch.float32}
+    for own in engine.parameters.values():
+        with torch.no_grad():
+            own.mul_(2)
+    if engine.state.kept and optimizer.sharding == "owners":
+        with pytest.raises(RuntimeFault, match=r"by engine.load_state_dict alone .*written since the last step"):
+            engine.step(made.batch)
+    elif engine.state.kept:
+        engine.step(made.batch)
+        assert all((engine.state.tensors[name] / own - 2).abs().max() < 1e-3 for name, own in found.items())
+    engine.close()
+    return reference.copy_of(found)
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("sharding", ["stage", "owners"])
+@pytest.mark.parametrize("summed", ["float32", "float64"])
+def test_a_master_weight_takes_steps_that_what_ops_read_is_too_coarse_for(
+    world: World, tmp_path: Path, home: Any, sharding: Any, summed: str
+) -> None:
+    model, batch, loss = single()
+    before = reference.copy_of({name: own.double() for name, own in model.named_parameters()})
+    masters = {name: nn.Parameter(own.clone()) for name, own in before.items()}
+    optimizer = torch.optim.SGD(masters.values(), lr=RATE, momentum=0.9)
+    for _ in range(NUM_STEPS):
+        model.zero_grad()
+        loss(model(batch), batch).backward()
+        for name, own in model.named_parameters():
+            assert own.grad is not None
+            masters[name].grad = own.grad.double()
+        optimizer.step()
+    world.prepare(prepare_single)
+    for found in world.run(train_single, Form(summed), Form("float64", sharding, home), str(tmp_path), num_ranks=2):
+        for name, own in masters.items():
+            moved, expected = found[name] - before[name], own.detach() - before[name]
+            assert found[name].dtype == torch.float64 and expected.abs().max() > 0
+            torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))

@@ -1,0 +1,37 @@
+"""Which type ops compute in, by the setting and what the devices have."""
+
+from __future__ import annotations
+
+import pytest
+
+from whale.config import Config
+from whale.errors import ConfigError
+from whale.hardware import compute_type, parse_cluster
+
+
+def found(dtype: str, devices: str) -> str | None:
+    hosts = "".join(f"  - {{name: h{number}, devices: 1 x {model}}}\n" for number, model in enumerate(devices.split(", ")))
+    return compute_type(Config({"precision.dtype": dtype}), parse_cluster(f"name: c\nnetwork: infiniband-hdr\nhosts:\n{hosts}"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "devices", "expected"),
+    [
+        ("float32", "A100-80GB", None),
+        ("tf32", "A100-80GB", None),
+        ("bf16", "A100-80GB", "bfloat16"),
+        ("fp16", "V100-32GB, T4", "float16"),
+        ("auto", "A100-80GB, A100-80GB", "bfloat16"),
+        ("auto", "A100-80GB, T4", "float16"),
+        ("auto", "cpu", None),
+        ("bf16", "cpu", "bfloat16"),
+    ],
+)
+def test_the_type_that_ops_compute_in(dtype: str, devices: str, expected: str | None) -> None:
+    assert found(dtype, devices) == expected
+
+
+def test_a_device_that_lacks_a_type_is_named_with_what_all_have() -> None:
+    with pytest.raises(ConfigError, match=r"precision.dtype bf16: no bfloat16 on h1/0 \(T4\)") as caught:
+        found("bf16", "A100-80GB, T4")
+    assert caught.value.hint is not None and "precision.dtype: fp16" in caught.value.hint

@@ -1,0 +1,69 @@
+"""The closed forms by which strategies are ranked come near the simulation, over links that the devices have."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.search.exhaustive import seater_of, space_of
+from tests.unit.search.test_search import GIB, layers, made
+from whale.config import Config
+from whale.estimate import all_reduce_seconds
+from whale.hardware import parse_cluster
+from whale.planning.cutting.filling import _least
+from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
+from whale.search.form import Forms
+from whale.search.places import Places
+from whale.workloads import GPT
+
+
+@pytest.mark.parametrize(("model", "num_rows", "width"), [("V100-32GB", 32, 4), ("V100-32GB", 32, 8), ("T4", 16, 8)])
+def test_a_split_group_takes_what_its_plan_takes(model: str, num_rows: int, width: int) -> None:
+    """It gathers weights, which the op that reads them pays."""
+    graph = GPT(layers=3, hidden=1024, heads=16, sequence=512, vocabulary=30_000).graph()
+    cluster = parse_cluster(f"hosts: [{{name: a, devices: {width} x {model}}}]\nnetwork: ethernet-25g")
+    forms = Forms(seater_of(graph, cluster, Config(), num_rows))
+    replica = ReplicaSpec((RankSpec(cluster.devices[0].kind, width),), schedule="1f1b", num_chunks=1, num_micro_batch=1)
+    strategy = Strategy((replica,), near=True)
+    planned = forms.planner.realize(forms.places.named(strategy)).plan.step_seconds
+    assert forms.of(strategy).seconds == pytest.approx(planned, rel=0.01)
+
+
+def test_each_rank_sums_over_the_links_between_its_own_devices() -> None:
+    cluster = made([[(1e9, GIB)] * 2, [(1e9, GIB)], [(1e9, GIB)], [(1e9, GIB)] * 2], network=1e6)
+    places = Places(seater_of(layers([64]), cluster, Config(), 8).prices)
+    rank, names = RankSpec(cluster.devices[0].kind), [device.name for device in cluster.devices]
+    pipelines, copies, bucket = ReplicaSpec((rank,) * 2, 2), ReplicaSpec((rank,), 2), float(places.prices.costs.bucket_bytes)
+    for replicas, near, owners in (
+        ((pipelines,), False, [(0, 1), (2, 3)]),
+        ((pipelines,), True, [(0, 2), (1, 3)]),
+        ((copies, pipelines), False, [(0, 1, 2, 3), (0, 1, 4, 5)]),
+    ):
+        rates = places.sums(places.firsts(Strategy(replicas, near=near)))[-1]
+        expected = [all_reduce_seconds(cluster, [names[number] for number in own], bucket) for own in owners]
+        assert [rate.at(bucket) for rate in rates] == pytest.approx(expected)
+
+
+def test_split_groups_are_as_many_as_hosts_have_room_for() -> None:
+    cluster = made([[(1e9, GIB)] * 5, [(1e9, GIB)] * 5], network=1e6)
+    free = space_of(layers([64] * 8), cluster, 64)
+    found = list(free.space.lineups(free.alone))
+    for width, most in ((1, 10), (2, 4), (4, 2)):
+        widths = [(own, {rank.width for rank in own.ranks or ()}) for strategy in found for own in strategy.replicas]
+        assert max(own.count * own.num_ranks for own, each in widths if each == {width}) == most
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 4))
+def test_a_cut_that_is_found_soon_is_near_the_best(units: list[int], num_stages: int) -> None:
+    sums = np.concatenate(([0.0], np.cumsum(units))).tolist()
+    if len(units) < num_stages:
+        return
+    bounds = _least([sums] * num_stages, len(units), None)
+    every = combinations(range(1, len(units)), num_stages - 1)
+    best = min(max(sums[b] - sums[a] for a, b in pairwise((0, *inner, len(units)))) for inner in every)
+    assert bounds is not None and bounds[0] == 0 and bounds[-1] == len(units)
+    assert max(sums[b] - sums[a] for a, b in pairwise(bounds)) <= best * 1.01

@@ -1,0 +1,153 @@
+"""State is shared out among devices, and kept on hosts, where memory demands it and as the settings say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.planning.graphs import Graph, cluster, device
+from whale.config import Config
+from whale.errors import PlanError
+from whale.estimate import StepEstimate, estimate
+from whale.ir.cluster import Cluster, Host, Link
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
+from whale.planning import MemoryShortage
+from whale.search import decide
+from whale.search.deciding import with_states
+
+WIDTH, NUM_LAYERS = 64, 4
+WEIGHTS = NUM_LAYERS * WIDTH * WIDTH * 4
+"""Bytes of the model; training takes four times as much, beside activations."""
+REPLICAS: dict[str, Any] = {"pipeline.num_stages": 1, "pipeline.num_micro_batch": 1, "memory.fraction": 1.0, "planning.search": "off"}
+
+
+def layers() -> ModelGraph:
+    graph = Graph()
+    value = graph.input("x", WIDTH)
+    for index in range(NUM_LAYERS):
+        weight = graph.parameter(f"layer{index}.weight", WIDTH, WIDTH)
+        value = graph.call(f"layer{index}", "aten.linear.default", value, weight, width=WIDTH, flops=8 * WIDTH * WIDTH)
+    graph.sum_loss(value)
+    return graph.build()
+
+
+def of_memories(*memories: float, host: float | None = None) -> Cluster:
+    """A host of equally fast devices whose memories are so many times the bytes of the weights."""
+    devices = tuple(device(f"h/{index}", "h", 1e9, round(times * WEIGHTS)) for index, times in enumerate(memories))
+    return Cluster("test", (Host("h", devices, Link(1e10, 1e-9), memory=None if host is None else round(host * WEIGHTS)),), None)
+
+
+def planned(on: Cluster, **settings: object) -> tuple[Plan, StepEstimate]:
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    return decide(None, layers(), on, Config(REPLICAS | named), rows=8)
+
+
+def forms(plan: Plan) -> tuple[str, str, str]:
+    """Sharding of gradients and of what the optimizer steps, and the home of the latter."""
+    state = plan.state_of("layer0.weight")
+    assert state.gradient is not None
+    return state.gradient.sharding, state.kept.sharding, state.kept.home
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"zero": 0}, ("stage", "stage", "device")),
+        ({"zero": "1"}, ("stage", "owners", "device")),
+        ({"zero": 2, "offload": "optimizer"}, ("owners", "owners", "host")),
+        ({"zero": 3}, ("owners", "owners", "device")),
+        ({}, ("stage", "stage", "device")),
+        ({"offload": "auto"}, ("stage", "stage", "device")),
+    ],
+)
+def test_what_is_set_is_what_the_plan_says(settings: dict[str, object], expected: tuple[str, str, str]) -> None:
+    plan, _ = planned(of_memories(9, 9), memory=settings)
+    assert forms(plan) == expected
+    assert ("form: float32, sharding" in str(plan)) == (expected != ("stage", "stage", "device"))
+
+
+def test_state_is_shared_out_where_nothing_fits_otherwise() -> None:
+    on = of_memories(3.6, 3.6)
+    with pytest.raises(MemoryShortage):
+        planned(on, memory={"zero": 0})
+    plan, step = planned(on)
+    assert forms(plan) == ("owners", "owners", "device") and len(plan.replicas) == 2
+    assert plan.choices[0].bound == "nothing fits otherwise" and not plan.keeper_shares
+    assert all(each.peak.total <= each.capacity for each in step.devices)
+
+
+def test_what_each_keeps_follows_its_free_memory() -> None:
+    plan, step = planned(of_memories(2.9, 4.6), memory={"zero": 2})
+    assert len(plan.devices) == 2 and plan.keeper_shares[1] > 2 * plan.keeper_shares[0]
+    assert all(each.peak.total <= each.capacity for each in step.devices)
+    even = estimate(replace(plan, keeper_shares=()), layers(), of_memories(2.9, 4.6))
+    assert any(each.peak.total > round(2.9 * WEIGHTS) for each in even.devices), "equal parts would not fit"
+
+
+def test_what_fits_no_other_way_is_kept_on_hosts() -> None:
+    on = of_memories(2.4, 2.4)
+    with pytest.raises(MemoryShortage):
+        planned(on)
+    plan, step = planned(on, memory={"offload": "auto"})
+    assert forms(plan) == ("stage", "stage", "host") and {each.on_host for each in step.devices} == {3 * WEIGHTS}
+    shared, small = planned(on, memory={"offload": "auto", "zero": 1})
+    assert forms(shared) == ("stage", "owners", "host") and sum(each.on_host * len(each.devices) for each in small.devices) == 3 * WEIGHTS
+
+
+def test_a_host_without_the_memory_is_an_error() -> None:
+    planned(of_memories(9, 9, host=6), memory={"zero": 0, "offload": "optimizer"})
+    with pytest.raises(PlanError, match=r"out of memory on host h: the optimizer keeps 384.00 KiB there, 377.60 KiB usable"):
+        planned(of_memories(9, 9, host=5.9), memory={"zero": 0, "offload": "optimizer"})
+
+
+@pytest.mark.parametrize(("policy", "faster", "expected"), [("auto", True, "2"), ("auto", False, "0"), ("full", True, "0")])
+def test_a_faster_plan_that_shares_out_is_taken_where_memory_makes_something_be_computed_again(
+    policy: str, faster: bool, expected: str
+) -> None:
+    plan, step = planned(of_memories(9, 9))
+
+    def with_zero(config: Config) -> tuple[Plan, StepEstimate]:
+        is_first = config.memory.zero == "0"
+        pipeline = replace(plan.replicas[0].pipeline, recomputed_stages=(0,) if is_first else ())
+        own = replace(plan, cluster=config.memory.zero, replicas=(replace(plan.replicas[0], pipeline=pipeline), *plan.replicas[1:]))
+        return own, replace(step, step_seconds=1.0 if is_first else 0.5 if faster else 2.0)
+
+    found, _ = with_states(Config({"recompute.policy": policy}), 2, with_zero, may_compare=True)
+    assert found.cluster == expected
+    assert with_states(Config({"recompute.policy": policy}), 2, with_zero, may_compare=False)[0].cluster == "0"
+
+
+def test_the_cpu_of_a_host_steps_for_all_its_devices_whatever_the_costs_say() -> None:
+    hosts = []
+    for name, count in (("a", 2), ("b", 1)):
+        devices = tuple(replace(device(f"{name}/{index}", name), host_link=1e12) for index in range(count))
+        hosts.append(Host(name, devices, Link(1e10, 1e-9)))
+    on, settings = Cluster("test", tuple(hosts), Link(1e10, 1e-9)), {"memory.zero": 0, "memory.offload": "optimizer"}
+    plan, _ = decide(None, layers(), on, Config(REPLICAS | settings), rows=9)
+    last = {name: each.compute[-1] for each in estimate(plan, layers(), on).devices for name in each.devices}
+    assert len(plan.replicas) == 3
+    assert last["a/0"].end - last["a/0"].start > 1.2 * (last["b/0"].end - last["b/0"].start)
+
+
+def test_one_device_shares_with_nobody() -> None:
+    on = cluster((1e9,), memory=round(3.6 * WEIGHTS))
+    with pytest.raises(MemoryShortage):
+        decide(None, layers(), on, Config(REPLICAS), rows=8)
+
+
+def test_weights_are_shared_out_where_nothing_fits_otherwise() -> None:
+    on = of_memories(9, 9)
+
+    def with_zero(config: Config) -> tuple[Plan, StepEstimate]:
+        if config.memory.zero != "3":
+            raise PlanError("nothing fits")
+        return planned(on, memory={"zero": 3})
+
+    plan, step = with_states(Config({}), 2, with_zero, may_compare=True)
+    assert plan.choices[0].decision == "memory.zero: 3, memory.offload: none" and plan.state_of("layer0.weight").is_gathered
+    whole, slow = planned(on, memory={"zero": 2})
+    assert not whole.state_of("layer0.weight").is_gathered and slow.step_seconds < step.step_seconds
+    assert {each.peak.weights for each in step.devices} == {each.peak.weights / 2 for each in slow.devices}

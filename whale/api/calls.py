@@ -1,0 +1,98 @@
+"""Around what users call: errors show their own frames, inference mode is left, and all ranks work on one call of an engine at a time."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from whale.errors import RuntimeFault, WhaleError, is_debugging
+from whale.runtime.runtime import Runtime
+
+P = ParamSpec("P")
+T = TypeVar("T")
+E = TypeVar("E", bound="HasRuntime")
+
+
+def user_call(function: Callable[P, T]) -> Callable[P, T]:
+    """For a function that users call.
+
+    An error that the user can mend, and Ctrl-C, show the user's own frames; ``WHALE_DEBUG=1`` shows all, and the causes.
+    `torch.inference_mode` is left for as long as the function runs: what it makes is trained on, or kept, and in that mode optimizers would
+    write to weights that autograd knows nothing of.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            if not torch.is_inference_mode_enabled():
+                return function(*args, **kwargs)
+            with torch.inference_mode(False):
+                return function(*args, **kwargs)
+        except (WhaleError, KeyboardInterrupt) as error:
+            if is_debugging():
+                raise
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+class Turn:
+    """Whose thread an engine works for.
+
+    Attributes:
+        holder: the method under way, and its thread.
+    """
+
+    def __init__(self) -> None:
+        self.holder = ""
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def taken(self, method: str) -> Iterator[None]:
+        """Around a method.
+
+        Raises:
+            RuntimeFault: another thread is inside one.
+        """
+        own = f"{method} in thread {threading.current_thread().name}"
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeFault(
+                f"an engine does one thing at a time (called: {own}; under way: {self.holder})",
+                hint="call the engine from one thread; others may make batches (a DataLoader's workers, a queue)",
+            )
+        outer, self.holder = self.holder, own
+        try:
+            yield
+        finally:
+            self.holder = outer
+            self._lock.release()
+
+
+class HasRuntime(Protocol):
+    """What a plan is at work for."""
+
+    runtime: Runtime
+    turn: Turn
+
+
+def all_ranks(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
+    """For a method that all ranks call together: where it ends in an error that the others know nothing of, they hear of it at once.
+
+    Arguments that the method does not take are the caller's error before anything has begun: the engine goes on.
+    """
+    signature = inspect.signature(method)
+
+    @user_call
+    @functools.wraps(method)
+    def call(self: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        signature.bind(self, *args, **kwargs)
+        with self.turn.taken(method.__name__), self.runtime.roster.world.all_ranks():
+            return method(self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,280 @@
+"""The state that a training starts from: weights that all ranks agree on, and the user's optimizer over them.
+
+A model with real tensors keeps them, a meta model is filled from the seed. A plan that cuts a model into stages or layers gives each rank
+some of its parameters. An optimizer that steps each of them by itself does there what it does over a whole model; one that reads them all
+(a clipped norm, a trust ratio of the model) cannot.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from whale.api.modes import Modes
+from whale.comm import Groups, World, together
+from whale.errors import ConfigError, WhaleError, first_few, warn
+from whale.ir.graph import ModelGraph
+from whale.runtime.execute.roster import Roster
+from whale.runtime.state.elementwise import check_elementwise
+from whale.runtime.state.engine_state import EngineState
+from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.joint import JointOptimizer, JointScheduler, Pattern, divided, members_of
+from whale.runtime.state.publishing import in_forms
+from whale.runtime.weights.checksums import checksums
+from whale.runtime.weights.initialize import initial_tensors
+
+MakeOne = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+MakeOptimizer = MakeOne | Mapping[Pattern, MakeOne]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any] | Mapping[Pattern, Callable[[torch.optim.Optimizer], Any]]
+
+
+def initial_state(
+    modes: Modes,
+    roster: Roster,
+    holdings: Holdings,
+    seed: int,
+    initialize: Callable[[nn.Module], None] | None,
+    optimizer: MakeOptimizer | None,
+    scheduler: MakeScheduler | None,
+) -> EngineState:
+    """Makes the state of this rank; all ranks of the world call it.
+
+    Args:
+        modes: the captured model.
+        roster: who owns what.
+        holdings: who holds which part of it.
+        seed: of the weights of a model on the meta device.
+        initialize: the user's own filling of one of its modules.
+        optimizer: called with what this rank owns, if it owns anything.
+        scheduler: called with the optimizer, if there is one.
+
+    Raises:
+        ConfigError: as `make_optimizer` and `make_scheduler`.
+    """
+    world, model, users = roster.world, modes.model, modes.train.program.tensors
+
+    def shard(name: str, whole: torch.Tensor) -> torch.Tensor:
+        assert roster.rank is not None, "an idle rank owns nothing"
+        return holdings.cut_out(name, roster.rank, whole)
+
+    owned, device = roster.owned, world.device
+    tensors = together(world, lambda: initial_tensors(model, owned, seed=seed, initialize=initialize, device=device, shard=shard))
+    if not world.is_alone:
+        real = {name: users[name].detach() for name, tensor in users.items() if not tensor.is_meta and name in roster.holders}
+        _take_from_rank_0(tensors, real, roster, shard)
+    state = EngineState(*in_forms(holdings, roster.rank, tensors))
+    with_optimizer(state, modes.train.graph, holdings, optimizer, scheduler, world)
+    return state
+
+
+def with_optimizer(
+    state: EngineState,
+    graph: ModelGraph,
+    holdings: Holdings,
+    optimizer: MakeOptimizer | None,
+    scheduler: MakeScheduler | None,
+    world: World,
+) -> None:
+    """Gives a state the user's optimizer over its parameters, and the scheduler; all ranks of the world call it.
+
+    Raises:
+        ConfigError: as `make_optimizer` and `make_scheduler`.
+    """
+    in_parts = [name for name, own in state.kept.items() if own.shape != graph.parameter_by_name[name].spec.shape]
+    state.optimizer = make_optimizer(optimizer, state.kept, in_parts, graph.trained, world)
+    state.keep_to_itself()
+    state.scheduler = make_scheduler(scheduler, state.optimizer, world)
+    state.noted_settings = state.settings
+
+
+def _take_from_rank_0(
+    tensors: Mapping[str, torch.Tensor],
+    real: Mapping[str, torch.Tensor],
+    roster: Roster,
+    shard: Callable[[str, torch.Tensor], torch.Tensor],
+) -> None:
+    """Where ranks built the model with other weights than rank 0, rank 0's are sent, whole and one at a time, with one warning."""
+    world = roster.world
+    sums = world.gather_objects(checksums(real if world.rank == 0 else {name: real[name] for name in tensors if name in real}))
+    by_rank = [each for each in sums if isinstance(each, Mapping)]
+    differing: dict[str, tuple[int, ...]] = {}
+    for name in sorted(real):
+        if odd := [rank for rank in roster.holders[name] if rank != 0 and by_rank[rank][name] != by_rank[0][name]]:
+            differing[name] = tuple(sorted({0, *odd}))
+    if not differing:
+        return
+    if world.rank == 0:
+        warn(f"ranks built the model with different weights ({first_few(list(differing))}); rank 0's are taken")
+    groups = Groups(world, differing.values())
+    for name, ranks in differing.items():
+        if world.rank in ranks:
+            own = real[name]
+            value = own.to(world.device).contiguous() if world.rank == 0 else torch.empty(own.shape, dtype=own.dtype, device=world.device)
+            with world.speaking(f"taking {name} from rank 0"):
+                dist.broadcast(value, src=0, group=groups[ranks])
+            if world.rank != 0:
+                tensors[name].detach().copy_(shard(name, value))
+    groups.close()
+
+
+def make_optimizer(
+    make: MakeOptimizer | None, owned: Mapping[str, nn.Parameter], sharded: Collection[str], trained: Collection[str], world: World
+) -> torch.optim.Optimizer | None:
+    """Makes the optimizer of this rank; all ranks of the world call it.
+
+    Args:
+        make: the user's function.
+        owned: the parameters of this rank, by name.
+        sharded: those of which it has a part.
+        trained: the names of all parameters that are trained, on whatever rank.
+        world: this process among its peers.
+
+    Returns:
+        None where there is no function, or this rank owns nothing.
+
+    Warns:
+        UserWarning: the optimizer may look at all of its parameters at once, and some rank has not all of them.
+
+    Raises:
+        ConfigError: the function returned no optimizer, one of other parameters, one that needs a closure, or one that would step a part
+            of a parameter otherwise than the whole; or it fails on the parameters of one rank.
+    """
+    lacks_some = bool(sharded) or not set(trained) <= owned.keys()
+
+    def made() -> torch.optim.Optimizer | None:
+        found = _made_by_pattern(make, owned, trained, lacks_some) if isinstance(make, Mapping) else _made(make, owned, lacks_some)
+        for member in members_of(found).values():
+            _check_no_closure(member)
+        check_elementwise(found, list(sharded))
+        return found
+
+    optimizer = together(world, made)
+    reasons_here = filter(None, map(_reason_to_look_at_all, members_of(optimizer).values() if lacks_some else ()))
+    reason = next(reasons_here, "")
+    reasons = {str(rank): each for rank, each in enumerate(world.gather_objects(reason)) if each}
+    if reasons and world.rank == 0:
+        ranks = first_few(list(reasons))
+        warn(
+            f"the optimizer of a rank has the parameters of that rank alone ({next(iter(reasons.values()))}; not all of them are on "
+            f"rank {ranks}): what it works out over several parameters, such as a norm that it clips by, is that of its own; "
+            "gradient.clip_norm clips by the norm of all gradients"
+        )
+    return optimizer
+
+
+def make_scheduler(make: MakeScheduler | None, optimizer: torch.optim.Optimizer | None, world: World) -> Any:
+    """Makes the scheduler of this rank's optimizer, if there are both; all ranks of the world call it.
+
+    Raises:
+        ConfigError: the function returned no scheduler.
+    """
+
+    def made() -> Any:
+        if make is None or optimizer is None:
+            return None
+        if not isinstance(make, Mapping):
+            return _scheduled(make, optimizer)
+        members = members_of(optimizer)
+        return JointScheduler({pattern: _scheduled(own, members[pattern]) for pattern, own in make.items() if pattern in members})
+
+    return together(world, made)
+
+
+def _scheduled(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer) -> Any:
+    found = make(optimizer)
+    _check_returned("scheduler", found)
+    return found
+
+
+def _made_by_pattern(
+    make: Mapping[Pattern, MakeOne], owned: Mapping[str, nn.Parameter], trained: Collection[str], lacks_some: bool
+) -> torch.optim.Optimizer | None:
+    """An optimizer for each pattern that has parameters on this rank.
+
+    Raises:
+        ConfigError: no pattern matches some parameter of the model, or a pattern none.
+    """
+    of_model = divided(trained, make)
+    idle = [pattern for pattern, names in of_model.items() if not names]
+    if idle:
+        raise ConfigError(
+            f"each pattern of optimizer= has parameters ({', '.join(map(repr, idle))}: none that no earlier pattern matches)",
+            hint=f"the names are {first_few(sorted(trained))}; the first pattern that matches has a parameter",
+        )
+    members = {
+        pattern: _made(make[pattern], {name: owned[name] for name in names}, lacks_some) for pattern, names in divided(owned, make).items()
+    }
+    found = {pattern: member for pattern, member in members.items() if member is not None}
+    return JointOptimizer(found) if found else None
+
+
+def _made(make: MakeOne | None, owned: Mapping[str, nn.Parameter], lacks_some: bool) -> torch.optim.Optimizer | None:
+    if make is None or not owned:
+        return None
+    try:
+        found = make(list(owned.items()))
+    except WhaleError:
+        raise
+    except Exception as error:
+        if not lacks_some:
+            raise
+        raise ConfigError(
+            f"optimizer= makes an optimizer of the parameters that a rank has, which are not all ({first_few(list(owned))}: "
+            f"{type(error).__name__}: {error})",
+            hint="leave out parameter groups that are empty there: [group for group in groups if group['params']]",
+        ) from error
+    _check_returned("optimizer", found)
+    _check_own(found, owned)
+    return found
+
+
+def _check_own(optimizer: torch.optim.Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
+    """An optimizer made beside the engine, or over the parameters of the user's model, would train nothing."""
+    own = {id(parameter) for parameter in owned.values()}
+    others = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) not in own]
+    if others:
+        shapes = first_few([str(list(parameter.shape)) for parameter in others])
+        raise ConfigError(
+            f"optimizer= makes an optimizer of the parameters that it is given ({len(others)} of {type(optimizer).__name__}'s are others, "
+            f"of shapes {shapes})",
+            hint="the engine trains parameters of its own: functools.partial(torch.optim.AdamW, lr=3e-4) gets them with their names",
+        )
+
+
+def _check_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"an optimizer steps once for each batch, by the gradients at hand ({type(optimizer).__name__}.step needs a closure "
+            "that computes the loss several times)",
+            hint="use an optimizer without a closure, such as torch.optim.AdamW",
+        )
+
+
+def _reason_to_look_at_all(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer may do more than step each parameter by itself, as torch's own do; "" where nothing says so."""
+    name = type(optimizer).__name__
+    if type(optimizer).__module__.partition(".")[0] != "torch":
+        return f"{name} is none of torch's"
+    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
+    return f"{name} has hooks on its step" if any(hooks) else ""
+
+
+_RETURNED = {"optimizer": ("an optimizer", ("step", "param_groups", "state_dict")), "scheduler": ("a scheduler", ("step",))}
+
+
+def _check_returned(name: str, value: object) -> None:
+    """Checks what the function that was given as ``optimizer=`` or ``scheduler=`` has returned.
+
+    Raises:
+        ConfigError: nothing that can be stepped.
+    """
+    kind, wanted = _RETURNED[name]
+    if not all(hasattr(value, each) for each in wanted):
+        returned = "None" if value is None else type(value).__name__
+        raise ConfigError(f"{name}= must return {kind} (it returned {returned})", hint="a function that makes one has to return it")

@@ -1,0 +1,298 @@
+"""Batches of a dataset, of which every rank reads its own rows only.
+
+order of the epoch (on all ranks)    7 2 9 0 | 4 1 8 3 | 6 5
+the plan gives rank 0 rows 0:3       of the second batch rank 0 reads samples 4 1 8, rank 1 reads sample 3
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
+from whale.errors import BatchError, CheckpointError
+from whale.ir.plan import Plan
+from whale.runtime.execute.batch.rank_batch import RankBatch
+from whale.runtime.execute.randomness import seed_of
+from whale.runtime.state.engine_state import EngineState
+
+_OWN_OPTIONS = frozenset({"batch_size", "batch_sampler", "sampler", "generator", "collate_fn"})
+
+
+def make_loader(
+    dataset: Any,
+    *,
+    global_batch_size: int,
+    plan: Plan,
+    rank: int | None,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate: Collate | None = None,
+    num_workers: int = 0,
+    progress: bool = False,
+    whole_batches: bool = False,
+    **options: Any,
+) -> Loader:
+    """Makes a loader of a rank's rows.
+
+    Args:
+        dataset: with ``__getitem__`` and ``__len__``; or a `torch.utils.data.IterableDataset` that gives every rank the same samples,
+            of which each rank reads all and keeps its own, with at most one worker.
+        global_batch_size: rows of a batch over all ranks.
+        plan: says which rows a rank needs.
+        rank: this rank's number in the plan; None for a rank outside it, which gets batches without data.
+        shuffle: another order in every epoch, equal on all ranks; not for an iterable dataset.
+        seed: of the order, and of the workers' random numbers.
+        drop_last: leaves out a last batch of fewer rows, which otherwise is divided again in proportion.
+        collate: makes a batch of a list of samples, dimension 0 of its tensors being the samples; torch's default otherwise.
+        num_workers: processes that read ahead.
+        progress: shows a bar per epoch on standard error, on the plan's rank 0.
+        whole_batches: lets every rank read all rows of each batch: for a collate function that must see them all, as one that pads to
+            the longest row.
+        **options: of `torch.utils.data.DataLoader`: ``pin_memory``, ``prefetch_factor``, ``worker_init_fn``, ``timeout`` ...
+
+    Raises:
+        BatchError: full batches, or the short last one, are too small for the plan; or the options do not go together.
+    """
+    for name in sorted(_OWN_OPTIONS & options.keys()):
+        raise BatchError(f"a loader decides {name} itself (got {options[name]!r})", hint="see global_batch_size, shuffle, seed and collate")
+    if global_batch_size < 1:
+        raise BatchError(f"global_batch_size must be at least 1 (got {global_batch_size})")
+    division = Division(global_batch_size, plan, rank, drop_last, collate or default_collate, whole_batches)
+    source: RowSource
+    if isinstance(dataset, IterableDataset):
+        if shuffle or num_workers > 1:
+            raise BatchError(
+                f"an iterable dataset is read in its own order by at most one worker (shuffle={shuffle}, num_workers={num_workers})"
+            )
+        source = IterableSource(dataset, division)
+    else:
+        source = IndexedSource(dataset, division, shuffle, seed)
+    source.check()
+    return Loader(source, seed, {"num_workers": num_workers, **options}, shows_progress=progress and rank == 0)
+
+
+class Loader:
+    """Iterates over the batches of one epoch; iterate again for the next.
+
+    An iteration starts with the epoch's first batch, or where a `position` that was set says. An epoch left early starts again.
+
+    Attributes:
+        placed: where `set_epoch` has said to go on, since a batch was last stepped on or a checkpoint read; else None.
+    """
+
+    def __init__(self, source: RowSource, seed: int, options: Mapping[str, Any], *, shows_progress: bool = False) -> None:
+        self._source, self._seed, self._options = source, seed, dict(options)
+        self._shows_progress = shows_progress
+        self._epoch, self._row, self._resumes = 0, 0, False
+        self.placed: Mapping[str, int] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Lets the next iteration start with the first batch of an epoch."""
+        self._epoch, self._row, self._resumes = epoch, 0, False
+        self.placed = self.position
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Where to go on after the batches handed out so far, as plain data for a checkpoint.
+
+        Setting it raises a `CheckpointError` where it comes from a loader of other samples or another order.
+        """
+        return self._at(self._epoch, self._row)
+
+    @position.setter
+    def position(self, position: Mapping[str, int]) -> None:
+        self.check(position)
+        self._epoch, self._row, self._resumes = position["epoch"], position["row"], True
+
+    def _at(self, epoch: int, row: int) -> dict[str, int]:
+        return {"epoch": epoch, "row": row, **self._source.identity}
+
+    def mismatch(self, position: Mapping[str, int]) -> str | None:
+        """What makes a position one of other samples, or of another order, with both values; None where nothing does."""
+        for key, value in self._source.identity.items():
+            if position.get(key) != value:
+                return f"{key} there: {position.get(key)}, here: {value}"
+        return None
+
+    def check(self, position: Mapping[str, int]) -> None:
+        """Fails where a position is not one of this loader's.
+
+        Raises:
+            CheckpointError: it comes from a loader of other samples or another order.
+        """
+        if (values := self.mismatch(position)) is not None:
+            raise CheckpointError(
+                f"a data position must come from a loader of the same samples in the same order ({values})",
+                hint="make the loader with the same dataset, shuffle and seed, or start an epoch with set_epoch",
+            )
+
+    def divided(self, plan: Plan, rank: int | None) -> RowSource:
+        """What it would read from under another plan.
+
+        Raises:
+            BatchError: full batches, or the short last one, are too small for it.
+        """
+        source = replace(self._source, division=replace(self._source.division, plan=plan, rank=rank))
+        source.check()
+        return source
+
+    def read_from(self, source: RowSource) -> None:
+        """Reads the rows of another rank or plan from the next batch on, in an iteration under way too."""
+        self._source = source
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch.
+
+        Raises:
+            TypeError: the dataset is iterable and does not say.
+        """
+        return self._source.num_batches()
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        batches = self._batches()
+        return self._with_bar(batches) if self._shows_progress else batches
+
+    def _with_bar(self, batches: Iterator[RankBatch]) -> Iterator[RankBatch]:
+        try:
+            total: int | None = len(self)
+        except TypeError:  # a stream
+            total = None
+        return iter(track(batches, f"epoch {self._epoch + 1}", total, console=Console(stderr=True)))
+
+    def _batches(self) -> Iterator[RankBatch]:
+        self._row = self._row if self._resumes else 0
+        self._resumes = False
+        epoch, row, source = self._epoch, self._row, self._source
+        shares = iter(self._fetch(epoch, row))
+        share = next(shares, None)
+        while share is not None:
+            if self._source is not source:  # under another plan since: what was read ahead is of other rows
+                source, shares = self._source, iter(self._fetch(epoch, row))
+                share = next(shares)
+            (num_rows, data), start = share, self._at(epoch, row)
+            # The next one is read before this one is handed out, so that after the last one the position is the next epoch's start.
+            share = next(shares, None)
+            row += num_rows
+            stop = self._at(epoch, row) if share is not None else self._at(epoch + 1, 0)
+            if not self._resumes:  # else another iteration begins elsewhere, where a position says
+                self._epoch, self._row = stop["epoch"], stop["row"]
+            yield RankBatch(data, source.division.rows(num_rows), num_rows, self, start, stop)
+
+    def _fetch(self, epoch: int, row: int) -> DataLoader[Share]:
+        generator = torch.Generator().manual_seed(seed_of("workers", self._seed, epoch))
+        return DataLoader(batch_size=None, collate_fn=_as_it_is, generator=generator, **self._source.read(epoch, row), **self._options)
+
+
+def _as_it_is(share: Any) -> Any:
+    return share
+
+
+class DataPosition:
+    """The loaders of one engine.
+
+    Attributes:
+        state: its `position` is one that was read, until a step has been fed from there.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self.state = state
+        self._made: list[weakref.ref[Loader]] = []  # a script may make one for every epoch
+        self._feeding: Loader | None = None
+        self._fed: Mapping[str, int] | None = None
+        self._resumed: Loader | None = None
+
+    @property
+    def now(self) -> Mapping[str, int] | None:
+        """Where the data goes on after the steps done, whatever the loader has handed out beside; None for the start."""
+        if self.state.position is not None or self._feeding is None:
+            return self.state.position
+        return self._feeding.placed or self._fed
+
+    def add(self, loader: Loader) -> None:
+        """Takes in a loader that was just made."""
+        self._made = [weakref.ref(each) for each in (*self._loaders(), loader)]
+        self._hand_out()
+
+    def feed(self, batch: RankBatch) -> None:
+        """States what the next step is given.
+
+        Raises:
+            CheckpointError: a position has been read, and the batch is of a loader that does not go on from there.
+        """
+        if not isinstance(batch.source, Loader):
+            return
+        source, read = batch.source, self.state.position
+        if read is not None and source.placed is None:
+            self._check_goes_on(source, batch, read)
+        self._feeding, self._fed, self.state.position = source, batch.stop, None
+        source.placed = None
+
+    def _check_goes_on(self, source: Loader, batch: RankBatch, read: Mapping[str, int]) -> None:
+        """Finds that a batch of a loader is not the one that follows a position which has been read."""
+        if source is not self._resumed:
+            source.check(read)
+            raise CheckpointError(
+                "training goes on with the loader that has taken up the checkpoint's data position, the first that was made of the "
+                f"same samples (the batch comes from another, at epoch {source.epoch})",
+                hint="make the loader of the training before others, or start an epoch with set_epoch",
+            )
+        if batch.start != read:
+            raise CheckpointError(
+                f"training goes on where the checkpoint's data does (there: {_place_text(read)}; the batch: {_place_text(batch.start)})",
+                hint="after engine.load begin another iteration over the loader, and leave out no batch; or start an epoch with set_epoch",
+            )
+
+    def check(self, position: Mapping[str, int]) -> None:
+        """Finds that a position is not one of the training's loader before anything is done with it.
+
+        Raises:
+            CheckpointError: it is of other samples, or of another order.
+        """
+        if self._feeding is not None:
+            self._feeding.check(position)
+
+    def resume(self) -> None:
+        """Takes up the position that has been read, if one has."""
+        self._resumed = None
+        for loader in self._loaders():
+            loader.placed = None
+        self._hand_out()
+
+    def divided(self, plan: Plan, rank: int | None) -> list[tuple[Loader, RowSource]]:
+        """The loaders that the script still has, with what they would read from under another plan.
+
+        Raises:
+            BatchError: a loader's batches are too small for it.
+        """
+        return [(loader, loader.divided(plan, rank)) for loader in self._loaders()]
+
+    def _loaders(self) -> list[Loader]:
+        """Those that the script still has, as they were made."""
+        return [loader for each in self._made if (loader := each()) is not None]
+
+    def _hand_out(self) -> None:
+        read = self.state.position
+        if read is None or self._resumed is not None:
+            return
+        candidates = self._loaders() if self._feeding is None else [self._feeding]
+        self._resumed = next((loader for loader in candidates if loader.mismatch(read) is None), None)
+        if self._resumed is not None:
+            self._resumed.position = read
+
+
+def _place_text(position: Mapping[str, int]) -> str:
+    return f"epoch {position['epoch']}, row {position['row']}"

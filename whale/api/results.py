@@ -1,0 +1,109 @@
+"""What an engine hands to the script: the loss of a step, its parameters, its weights under the keys of the user's state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from whale.errors import CheckpointError, ConfigError
+from whale.ir.graph import ModelGraph
+
+
+class OwnedParameters(dict[str, nn.Parameter]):
+    """Parameters by name; ``engine.parameters()`` iterates over them, as for a norm or a count.
+
+    Args:
+        parameters: by name.
+        asked: called where somebody goes through their values.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], asked: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self._asked = asked
+
+    def __call__(self) -> Iterator[nn.Parameter]:
+        return iter(self.values())
+
+    def values(self) -> ValuesView[nn.Parameter]:  # type: ignore[override]
+        self._asked()
+        return super().values()
+
+    def items(self) -> ItemsView[str, nn.Parameter]:  # type: ignore[override]
+        self._asked()
+        return super().items()
+
+
+_EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
+def state_keys(model: nn.Module, graph: ModelGraph) -> dict[str, str | None]:
+    """Per key of ``model.state_dict()``, in its order, the canonical name of the tensor; None of what is no tensor of the engine's.
+
+    Raises:
+        CheckpointError: a hook has put a tensor there that is none of the model's own: it would be that of the untrained model.
+    """
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    own = {id(tensor): name for name, tensor in named}
+    found: dict[str, str | None] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        name = own.get(id(value))
+        if name is None and isinstance(value, torch.Tensor) and not key.endswith(_EXTRA):
+            raise CheckpointError(
+                f"a state dict holds parameters and buffers of the model ({key} is a tensor that a hook has made)",
+                hint="a hook of state_dict may rename keys; what it works out is best worked out from engine.state_dict()",
+            )
+        found[key] = None if name is None else graph.parameter_by_name[name].name
+    return found
+
+
+def whole_state(model: nn.Module, names: Mapping[str, str | None], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The state dict of trained tensors, by canonical name; what else belongs to it is as the model has it now."""
+    others = model.state_dict(keep_vars=True) if None in names.values() else {}
+    return {key: others[key] if name is None else tensors[name] for key, name in names.items()}
+
+
+def give_extra_state(model: nn.Module, names: Mapping[str, str | None], state: Mapping[str, Any]) -> None:
+    """Gives modules the values of their own that a state dict has."""
+    for key, name in names.items():
+        if name is None and key in state and key.endswith(_EXTRA):
+            model.get_submodule(key.removesuffix(_EXTRA).removesuffix(".")).set_extra_state(state[key])
+
+
+_DIFFERENTIATING = frozenset({torch.Tensor.backward, torch.autograd.grad})
+_SCALING = frozenset({torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.Tensor.div, torch.Tensor.__truediv__})
+
+
+class StepLoss(torch.Tensor):
+    """A 0-dim tensor without a graph behind it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _DIFFERENTIATING:
+            raise ConfigError(
+                "engine.step runs backward and the optimizer itself (backward was asked of the loss that it, or engine.evaluate, returned)",
+                hint="leave out loss.backward(), optimizer.step() and a GradScaler; engine.gradients() has the gradients of the step",
+            )
+        plain_args, plain_kwargs = pytree.tree_map_only(StepLoss, _as_plain, (args, dict(kwargs or {})))
+        result = func(*plain_args, **plain_kwargs)
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            raise ConfigError(
+                "the loss of a step has no graph to train through (it was put together with a tensor that requires a gradient)",
+                hint="add what is to be trained to the loss= of parallelize, or take loss.detach() where the number is meant",
+            )
+        return step_loss(result) if func in _SCALING else result
+
+
+def _as_plain(loss: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return loss.as_subclass(torch.Tensor)
+
+
+def step_loss(loss: torch.Tensor) -> torch.Tensor:
+    """A loss as it is handed to the user; a tensor that is of a class of its own already stays of it."""
+    return loss.as_subclass(StepLoss) if type(loss) is torch.Tensor else loss

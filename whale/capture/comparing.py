@@ -1,0 +1,214 @@
+"""Two captures of one model compared: whether its code computes what it did, and which constants are the number of rows in disguise.
+
+captured for 8 rows      mul(%x, 8), view(%x, [8, 3])
+captured for 16 rows     mul(%x, 16), view(%x, [16, 3])
+written as               mul(%x, %num_rows), view(%x, [%num_rows, 3])
+
+What differs in no known way (a root, a largest of two) is written as a number of its own, ``pos(2.83)``, so that it is no constant.
+What is near the model is watched by value (`whale.capture.exporting.near_values`). A class of another module, a global, os.environ, a
+context variable, an iterator, a number that was read of a tensor: only what the code makes of them tells, when it is traced again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, TypeGuard
+
+from torch import Tensor, fx
+
+from whale.capture.exporting.functions import FunctionCall
+from whale.capture.flat.flatten import Flat
+from whale.capture.flat.sizes import READS_ROWS, are_alike
+from whale.capture.program import CapturedProgram
+from whale.ir.graph import Argument, LossTerm, ModelGraph, Op
+from whale.ir.source import SourceLine
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two captures part.
+
+    Attributes:
+        what: the op, and both of its constants.
+        where: the user's line.
+    """
+
+    what: str
+    where: SourceLine | None
+
+
+def difference(then: tuple[ModelGraph, CapturedProgram], now: tuple[ModelGraph, CapturedProgram]) -> Difference | None:
+    """The first place where two captures of one model differ; None where they compute the same."""
+    for found in (_of_ops(then, now), _of_terms(then[0], now[0]), _of_outputs(then[1], now[1])):
+        for each in found:
+            return each
+    return None
+
+
+def _of_ops(then: tuple[ModelGraph, CapturedProgram], now: tuple[ModelGraph, CapturedProgram]) -> Iterator[Difference]:
+    (graph, program), (other_graph, other_program) = then, now
+    functions, other_functions = _functions(program), _functions(other_program)
+    for op, other in zip_longest(graph.ops, other_graph.ops):
+        if op is None or other is None:
+            yield Difference(f"{other or 'nothing'}, captured: {op or 'nothing'}", (other or op).where)
+        elif _form(op) != _form(other):
+            yield Difference(_told(op, other), other.where)
+        elif op.kind == "constant" and not are_same(program.tensors[op.name], other_program.tensors[other.name]):
+            yield Difference(f"%{op.name} is another tensor", other.where or _reader(other_graph, op.name))
+        elif functions.get(op.name) != other_functions.get(other.name):
+            what = f"{other_functions.get(other.name)}, captured: {functions.get(op.name)}"
+            yield Difference(f"%{op.name}: {what}", other.where)
+
+
+def _functions(program: CapturedProgram) -> dict[str, str]:
+    """What tells custom functions apart: their names and plain arguments; code may make the rest anew for each call."""
+    return {node.name: node.target.shown for node in program.graph.nodes if isinstance(node.target, FunctionCall)}
+
+
+def _form(op: Op) -> str:
+    return repr((op.name, op.kind, op.target, op.args, op.kwargs, op.outputs, op.requires_grad))  # in which a NaN equals itself
+
+
+def _told(op: Op, other: Op) -> str:
+    if (op.name, op.target, len(op.args)) == (other.name, other.target, len(other.args)):
+        pairs = zip(_constants((op.args, _values(op))), _constants((other.args, _values(other))), strict=False)
+        for mine, theirs in pairs:
+            if repr(mine) != repr(theirs):
+                return f"%{op.name}, {op.target}: {theirs!r}, captured: {mine!r}"
+    return f"{other}, captured: {op}"
+
+
+def _values(op: Op) -> Argument:
+    return tuple(value for _, value in op.kwargs)
+
+
+def _constants(argument: Argument) -> Iterator[Argument]:
+    if isinstance(argument, tuple):
+        for item in argument:
+            yield from _constants(item)
+    else:
+        yield argument
+
+
+def _reader(graph: ModelGraph, name: str) -> SourceLine | None:
+    return next((op.where for op in graph.ops if name in op.inputs), None)
+
+
+def _of_terms(graph: ModelGraph, other: ModelGraph) -> Iterator[Difference]:
+    for term, now in zip_longest(graph.loss, other.loss):
+        if term is None or now is None or repr(_plain(term)) != repr(_plain(now)):
+            yield Difference(f"a term of the loss: {_shown(now)}, captured: {_shown(term)}", (now or term).where)
+
+
+def _plain(term: LossTerm) -> LossTerm:
+    return replace(term, where=None, reason="")
+
+
+def _shown(term: LossTerm | None) -> str:
+    return "none" if term is None else f"{term.coefficient!r} x %{term.sum}" + (f" + {term.offset!r}" if term.offset else "")
+
+
+def _of_outputs(program: CapturedProgram, other: CapturedProgram) -> Iterator[Difference]:
+    ours, theirs = ([] if each.outputs is None else list(each.outputs.parts) for each in (program, other))
+    for (position, value), (other_position, now) in zip(ours, theirs, strict=False):
+        is_plain = isinstance(value, (bool, int, float, str, type(None)))
+        if position != other_position or (is_plain and repr(value) != repr(now)):
+            yield Difference(f"a constant of the output: {now!r}, captured: {value!r}", None)
+
+
+_Number = int | float
+
+
+def write_rows(flat: Flat, double: Flat) -> bool:
+    """Writes constants that grow with the rows as what `num_rows` makes of them, in both graphs.
+
+    Returns:
+        Whether the graphs are alike op by op; where they are not, nothing can be compared and nothing is changed.
+    """
+    if not are_alike(flat.graph, double.graph):
+        return False
+    mine, theirs = RowNumbers(flat), RowNumbers(double)
+    for node, other in zip(list(flat.graph.nodes), list(double.graph.nodes), strict=True):
+        if not are_same(flat.constants.get(node.name), double.constants.get(other.name)):
+            node.meta[READS_ROWS] = other.meta[READS_ROWS] = True
+        if node.op == "call_function":
+            args = _paired(node.args, other.args, mine, theirs)
+            kwargs = _paired(node.kwargs, other.kwargs, mine, theirs)
+            (node.args, other.args), (node.kwargs, other.kwargs) = args, kwargs
+    flat.results, double.results = _paired(flat.results, double.results, mine, theirs)
+    return True
+
+
+def are_same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    """Whether two captures have the same tensor for a constant, NaN where the other has it; or both none."""
+    if ours is theirs or ours is None or theirs is None:
+        return ours is theirs
+    return ours.shape == theirs.shape and bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
+
+
+class RowNumbers:
+    """Numbers that are made from `num_rows` in one graph, each once, in front of all ops."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.rows = int(flat.rows.meta["val"])
+        self._flat = flat
+        self._made: dict[tuple[_Number, _Number], fx.Node] = {}
+        self._last = flat.rows
+        while self._last.next.op == "placeholder":
+            self._last = self._last.next
+
+    def linear(self, factor: int, constant: int) -> fx.Node:
+        """``factor x rows + constant``."""
+        if (factor, constant) not in self._made:
+            made = self._flat.rows if factor == 1 else self._call(operator.mul, self._flat.rows, factor)
+            self._made[factor, constant] = made if constant == 0 else self._call(operator.add, made, constant)
+        return self._made[factor, constant]
+
+    def fraction(self, numerator: _Number) -> fx.Node:
+        """``numerator / rows``."""
+        if (0, numerator) not in self._made:
+            self._made[0, numerator] = self._call(operator.truediv, numerator, self._flat.rows)
+        return self._made[0, numerator]
+
+    def alone(self, number: _Number) -> fx.Node:
+        """A number that depends on the rows in a way that is not known: of this number of rows alone."""
+        return self._call(operator.pos, number)
+
+    def _call(self, function: Callable[..., _Number], *operands: Any) -> fx.Node:
+        values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in operands]
+        with self._flat.graph.inserting_after(self._last):
+            node = self._flat.graph.call_function(function, operands)
+        node.meta |= {"val": function(*values), READS_ROWS: True}
+        self._last = node
+        return node
+
+
+def _paired(value: Any, other: Any, mine: RowNumbers, theirs: RowNumbers) -> tuple[Any, Any]:
+    """Two arguments, the numbers in them that grow with the rows written so."""
+    if isinstance(value, (tuple, list)) and isinstance(other, (tuple, list)) and len(value) == len(other):
+        pairs = [_paired(a, b, mine, theirs) for a, b in zip(value, other, strict=True)]
+        return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+    if isinstance(value, dict):
+        found = {key: _paired(value[key], other[key], mine, theirs) for key in value}
+        return {key: pair[0] for key, pair in found.items()}, {key: pair[1] for key, pair in found.items()}
+    if not _is_number(value) or not _is_number(other) or value == other or (value != value and other != other):
+        return value, other
+    write = _growth(value, other, mine.rows)
+    return (mine.alone(value), theirs.alone(other)) if write is None else (write(mine), write(theirs))
+
+
+def _is_number(value: object) -> TypeGuard[_Number]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _growth(value: _Number, other: _Number, rows: int) -> Callable[[RowNumbers], fx.Node] | None:
+    """How a number follows from the rows; None where that is in no known way."""
+    if value == 2 * other:
+        return lambda numbers: numbers.fraction(value * rows)
+    factor, rest = divmod(other - value, rows)
+    if rest or factor != int(factor) or value != int(value):
+        return None
+    return lambda numbers: numbers.linear(int(factor), int(value - factor * rows))

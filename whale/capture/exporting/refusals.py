@@ -1,0 +1,315 @@
+"""What a captured graph would lose is refused, and whatever goes wrong in a capture becomes a `CaptureError` with the user's line.
+
+Export follows the forward pass alone. What the user does to gradients beside it (custom backward functions, hooks) would
+vanish from the graph without a word, and so would the model's own recompute. `watched` makes each of them an error. `DataAccess` sees
+what reaches behind a tensor: `.data` is the detached tensor that it is; what is written to it would vanish, numpy would be given memory
+without values, gradients that the code computes itself would be made of tensors that the graph has not, and what `torch.vmap` wraps would
+lie in it for one sample. A type that the code asks for under autocast is written down: the model may be traced on another kind of device
+than it runs on, which casts otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import fx, nn
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.parameter import UninitializedParameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from whale.capture.batch import form_of
+from whale.capture.exporting.functions import call, recomputed
+from whale.capture.exporting.wrapper import in_rows
+from whale.capture.source import is_users, line_of_traceback, user_line
+from whale.errors import CaptureError, WhaleError, raise_faults
+from whale.ir.source import SourceLine
+
+READ = "here a number that is read from one does"
+CHECK_HINT = "; a check that raises may compare x.item()"
+INNER_HINT = "write torch.cond, while_loop and the like with ordinary tensor operations"
+
+
+def as_capture_error(error: Exception, last_number: SourceLine | None = None) -> WhaleError:
+    """The error that the user sees for an exception that ended a capture.
+
+    Args:
+        error: the exception.
+        last_number: where the model's code last read a number of a tensor.
+    """
+    from torch._dynamo.exc import TorchDynamoException, UserError  # seconds to load, and only a capture needs it
+
+    if isinstance(error, WhaleError):
+        return error
+    where = line_of_traceback(error.__traceback__)
+    asked = _asked(error)
+    if asked is not None:
+        return CaptureError(
+            f"a captured model's control flow and sizes do not depend on values in tensors ({asked})",
+            where=where,
+            hint="use torch.where or masks in place of Python's if, for, int() and bool() on tensors"
+            + (CHECK_HINT if asked == READ else ""),
+        )
+    if isinstance(error, TorchDynamoException) and not isinstance(error, UserError):  # such an export compiles those alone
+        return CaptureError(f"a captured model is one graph without inner programs ({_first_line(error)})", where=where, hint=INNER_HINT)
+    read = "" if last_number is None else f"; a number that is not known was read of one at {last_number}"
+    return CaptureError(
+        f"the model cannot be captured: its code fails ({type(error).__name__}: {in_rows(_first_line(error))}{read})",
+        where=where,
+        hint="where a plain step on this batch does not fail, code that reads values or asks whether it is traced goes another way here",
+    )
+
+
+def _asked(error: Exception) -> str | None:
+    """What was asked of values, in words: torch calls a condition ``Eq(u0, 1)``; None where an error is another."""
+    if isinstance(error, DynamicOutputShapeException):
+        return f"the result of {error.func} has sizes that only values tell"
+    if isinstance(error, DataDependentOutputException):
+        return f"{error.func} reads them"
+    if isinstance(error, GuardOnDataDependentSymNode) and re.search(r"expression Eq\(u\d+, 1\) ", str(error)) is not None:
+        return "here a condition decides what is computed"
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return READ
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def check_model(model: nn.Module) -> None:
+    """Finds what a capture would lose, or could not follow, and that can be seen on the model itself.
+
+    Raises:
+        CaptureError: lazy parameters, or hooks on them; tensors that are not dense; or a model that torch divides already.
+    """
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise CaptureError(
+            f"a model is divided by Whale or by torch, not by both (it is a {type(model).__name__})",
+            hint="pass model.module, the model inside",
+        )
+    faults: list[WhaleError] = [
+        CaptureError(f"parameters and buffers are dense tensors ({name}: {form})", hint="keep what makes it, as dense tensors")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if (form := form_of(tensor)) != "dense"
+    ]
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            faults.append(CaptureError(f"parameters have shapes before capture ({name} is lazy)", hint="run the model on one batch first"))
+        elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            faults.append(CaptureError(f"a captured parameter has no gradient hooks ({name} has)", hint="remove the hook"))
+    raise_faults(faults)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Raises `CaptureError` where the code that runs inside does what no captured graph keeps."""
+    apply = vars(torch.autograd.Function)["apply"]  # the descriptor: which kind of method it is depends on torch
+    with contextlib.ExitStack() as stack:
+
+        def patch(owner: object, name: str, value: object) -> None:
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, value))
+
+        patch(torch.autograd.Function, "apply", classmethod(_guarded(apply)))
+        patch(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _checkpointing)
+        patch(nn.Module, "_apply", _converted)
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            patch(torch.Tensor, name, _refuse_hook)
+        yield
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """Keeps torch from printing the graph so far, and its own advice, when an export fails: the error says it all."""
+    import torch.export._trace  # seconds to load, and only a capture needs it
+    from torch.fx.experimental import symbolic_shapes
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    with (
+        mock.patch.object(torch.export._trace, "print", nothing, create=True),
+        mock.patch.object(torch.export._trace.log, "error", nothing),
+        mock.patch.object(symbolic_shapes.log, "warning", nothing),
+        mock.patch.object(fake_tensor.log, "error", nothing),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def refused_parameters(mode: FakeTensorMode) -> Iterator[None]:
+    """Raises `CaptureError` where a tensor that requires a gradient is read and is none of the model's (they are fake by then)."""
+    converter = mode.fake_tensor_converter
+    convert = converter.from_real_tensor
+
+    def guarded(fake_mode: FakeTensorMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.requires_grad and not isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                "what requires a gradient is a parameter of the model "
+                f"(a tensor of shape [{', '.join(map(str, tensor.shape))}] from elsewhere requires one)",
+                where=user_line(),
+                hint="make it part of the model, or detach it",
+            )
+        return convert(fake_mode, tensor, *args, **kwargs)
+
+    with mock.patch.object(converter, "from_real_tensor", guarded):
+        yield
+
+
+def _guarded(apply: Any) -> Callable[..., Any]:
+    def guarded(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or cls.__module__.startswith("torch._library"):
+            return apply.__get__(None, cls)(*args, **kwargs)  # of a registered operator: the graph keeps the operator, with its backward
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            return _checkpointed(*args)
+        if cls.__module__ == "torch.nn.modules._functions" and cls.__name__ == "BackwardHookFunction":
+            _refuse_hook()
+        assert not kwargs, "torch's apply takes none"
+        return call(cls, args)
+
+    return guarded
+
+
+def _checkpointed(function: Callable[..., Any], preserves_random_state: bool, *args: Any) -> Any:
+    """What the reentrant form of `torch.utils.checkpoint` does: the function's ops become a region that is computed again."""
+    with recomputed():
+        return function(*args)
+
+
+def _checkpointing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """What stands around the function in the other form: it runs where this yields."""
+    with recomputed():
+        yield
+
+
+def _converted(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """What `module.to(...)` and the like do in `forward`: nothing, where the module is like that already.
+
+    Raises:
+        CaptureError: it changes a parameter or a buffer.
+    """
+    for owner in module.modules() if recurse else [module]:
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is None:
+                continue
+            with _disable_current_modes():  # asked of a stand-in: the trace would take its own parameter for what comes out
+                made = change(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
+            if (made.dtype, made.device) != (tensor.dtype, tensor.device):
+                raise CaptureError(
+                    "a captured model keeps its parameters and buffers in forward "
+                    f"(.to() puts {made.dtype} on {made.device} in the place of {name} of {type(owner).__name__}, {tensor.dtype})",
+                    where=user_line(),
+                    hint="convert the model before parallelize, or the input in forward",
+                )
+    return module
+
+
+def _refuse_hook(*args: Any, **kwargs: Any) -> NoReturn:
+    raise CaptureError(
+        "a captured model has no gradient hooks: they would be lost", where=user_line(), hint="remove the hook, or change the forward pass"
+    )
+
+
+_LEAVING = (torch.Tensor.numpy, torch.Tensor.__array__)
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+_TYPES = (torch.Tensor.dtype.__get__, torch.Tensor.type)  # type: ignore[attr-defined]
+
+
+class DataAccess(TorchFunctionMode):
+    """Reads `tensor.data` as ``tensor.detach()``, and refuses to set it; refuses what takes values out of torch, and what export loses."""
+
+    _has_cast = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._has_cast = self._has_cast or _casts()
+        if self._has_cast and _is_asked_by_user():
+            _note_type(func, args)
+        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise CaptureError(
+                "a captured model puts no other tensor in the place of one (.data = ... does)",
+                where=user_line(),
+                hint="use the new tensor in its place; what a buffer holds is written by buffer.copy_(value)",
+            )
+        if func in _GRADIENTS:
+            raise CaptureError(
+                "a captured model computes no gradients itself (torch.autograd.grad, backward)",
+                where=user_line(),
+                hint="write the gradient out as tensor operations, or as an autograd.Function",
+            )
+        if func is torch._C._set_grad_enabled and not args[0] and torch.is_grad_enabled() and _casts() and _is_in_region():
+            raise CaptureError(  # torch.export forgets it
+                "a captured model has no no_grad() inside of torch.autocast",
+                where=user_line(),
+                hint="write the autocast inside of the no_grad(), or detach() what is read there",
+            )
+        if any(map(_is_transformed, args)):
+            raise CaptureError(
+                "a captured model calls no transforms of torch.func (vmap, grad, jvp)",
+                where=user_line(),
+                hint="write the operations for all samples at once: matmul, bmm and einsum take dimensions of the batch",
+            )
+        if func in _LEAVING and isinstance(args[0], FakeTensor):
+            raise CaptureError(
+                "a captured model computes with torch alone (here numpy is given a tensor's values)",
+                where=user_line(),
+                hint="compute it with torch, or before the step, in the data set",
+            )
+        if func == torch._pack_padded_sequence:
+            raise CaptureError(
+                "a captured model's control flow and sizes do not depend on values in tensors (those of packed sequences do)",
+                where=user_line(),
+                hint="run the layer on the padded batch and read each row's last place: output[torch.arange(len(lengths)), lengths - 1]",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_asked_by_user() -> bool:
+    """Whether the code that has called what modes of torch take note of is not torch's own."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return is_users(frame.f_code.co_filename)
+
+
+def _note_type(func: Any, args: Any) -> None:
+    """Writes down the type that a tensor has here, where the code asks for it: `read_type` finds it."""
+    asked = args[0] if func in _TYPES and len(args) == 1 else args[1] if func == torch.Tensor.to and len(args) > 1 else None
+    if isinstance(asked, torch.Tensor) and asked.is_floating_point():
+        torch.ops.aten._assert_tensor_metadata.default(asked, None, None, asked.dtype)
+
+
+def read_type(node: fx.Node) -> torch.dtype | None:
+    """The type that a tensor had in the trace, where this node stands for a read of it; None where it stands for none."""
+    is_read = node.target is torch.ops.aten._assert_tensor_metadata.default and "device" not in node.kwargs  # torch's own have it
+    return node.args[3] if is_read else None  # type: ignore[return-value]
+
+
+def _is_in_region() -> bool:
+    """Whether the code has entered an autocast, beside one that is in force around all of it."""
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting())
+
+
+def _casts() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def _is_transformed(value: object) -> bool:
+    """Whether a tensor is one of those that `torch.func` puts in the place of another inside a transform."""
+    return isinstance(value, torch.Tensor) and (is_batchedtensor(value) or is_gradtrackingtensor(value))

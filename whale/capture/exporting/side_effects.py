@@ -1,0 +1,265 @@
+"""What a plain step does each time and a captured one only while it is captured: draws beside torch's, and what is kept for later calls.
+
+    lam = np.random.beta(1, 1)                  drawn once; every step mixes by the same
+    self.calls += 1                             of a loss that is an object: counted once
+    self.state = f(self.state, x)               of a module: each step starts from what was there first
+
+For the time of a capture each attribute near the model has a descriptor on the object's class, which passes on what is there. So what
+the code never reads may change from step to step (``trainer.num_steps``) and nothing is captured anew. What is read before it is written,
+and left as something else, is state. A note for somebody else (``self.last_attention = ...``), or what is kept for the same call alone
+(``self.mask = ...; ... self.mask``), is written first.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from whale.capture.exporting.near_values import MISSING, OF_EVERY_MODULE, NearValues, Noted, Snapshot, of_globals
+from whale.capture.source import user_line
+from whale.errors import first_few
+from whale.ir.source import SourceLine
+
+
+class Once:
+    """What the calls of a capture leave behind, put back after each, so that the next finds what it found.
+
+    Args:
+        near: the model and its loss.
+        seed: of the generators of Python and NumPy that all share: traces of one seed draw alike, whatever the script has drawn.
+
+    Attributes:
+        drawn: the generators that were drawn from.
+        written: what was written to closures, classes, globals and objects of the loss.
+    """
+
+    def __init__(self, near: NearValues, seed: int = 0) -> None:
+        self._near, self._seed = near, seed
+        self.drawn: tuple[str, ...] = ()
+        self.written: tuple[str, ...] = ()
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Around one call of the model and its loss."""
+        numpy = sys.modules.get("numpy.random")
+        shared = {"random": random, **({} if numpy is None else {"numpy.random": numpy})}
+        generators = {**shared, **self._near.generators}
+        states = {name: _state(generator) for name, generator in generators.items()}
+        for generator in shared.values():
+            generator.seed(self._seed)
+        began = {name: pickle.dumps(_state(generator)) for name, generator in generators.items()}
+        kept = Snapshot([*self._near.places.values(), *of_globals(self._near.functions)])
+        try:
+            yield
+        finally:
+            self.written = tuple(kept.put_back())
+            self.drawn = tuple(name for name, generator in generators.items() if pickle.dumps(_state(generator)) != began[name])
+            for name, generator in generators.items():
+                _set_state(generator, states[name])
+
+    def warnings(self, lines: tuple[str, ...]) -> tuple[str, ...]:
+        """What is said of them.
+
+        Args:
+            lines: where other draws make another graph.
+        """
+        return (*([_text_of_draws(self.drawn, lines)] if self.drawn else []), *([_text_of_writes(self.written)] if self.written else []))
+
+
+def _text_of_draws(drawn: tuple[str, ...], lines: tuple[str, ...]) -> str:
+    return (
+        "random numbers of Python and NumPy are drawn while the model is captured and never again "
+        f"({first_few([*lines, *drawn])}): each step has the same; draw them with torch, as tensors (torch.rand(())), or in the data set, "
+        "as a tensor of the batch"
+    )
+
+
+def _text_of_writes(written: tuple[str, ...]) -> str:
+    return (
+        "what a loss keeps in plain values, or a model in globals and closures, is written while it is captured and never again: each step "
+        f"starts from what was there before ({first_few(written)}); write it in the script, between steps, or keep it in a buffer of "
+        "the model"
+    )
+
+
+def _state(generator: Any) -> Any:
+    """The state of a generator of Python's, or of NumPy's older or newer ones."""
+    for name in ("getstate", "get_state"):
+        if hasattr(generator, name):
+            return getattr(generator, name)()
+    return generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    for name in ("setstate", "set_state"):
+        if hasattr(generator, name):
+            getattr(generator, name)(state)
+            return
+    generator.bit_generator.state = state
+
+
+_Key = tuple[int, str]
+_PLAIN = (bool, int, float, str, Tensor, type(None))
+_HOOKS = tuple(name for name in sorted(OF_EVERY_MODULE) if name.endswith("_hooks"))
+
+
+class AttributeAccess:
+    """Reads and writes of the attributes near a model.
+
+    Args:
+        near: whose objects.
+    """
+
+    def __init__(self, near: NearValues) -> None:
+        self._near = near
+        self._read: set[_Key] = set()
+        self._first: dict[_Key, object] = {}
+        self._written: dict[_Key, tuple[dict[str, Any], SourceLine | None]] = {}
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around what reads: notes it."""
+        placed = [(kind, name, vars(kind).get(name, MISSING)) for kind, names in self._near.noted.items() for name in names]
+        placed = [(kind, name, own) for kind, name, own in placed if self._place(kind, name)]
+        try:
+            yield
+        finally:
+            for kind, name, own in placed:
+                if own is not MISSING:
+                    setattr(kind, name, own)
+                elif isinstance(vars(kind).get(name), Noted):
+                    delattr(kind, name)
+
+    def _place(self, kind: type, name: str) -> bool:
+        default = inspect.getattr_static(kind, name, MISSING)
+        if hasattr(type(default), "__set__"):
+            return False
+        try:
+            setattr(kind, name, _Noted(self, name, default))
+        except (TypeError, AttributeError):  # a class that takes no attributes: all of its objects' count
+            for place in [place for place in self._near.places.values() if place.owner is not None and place.name == name]:
+                self._read.add((place.owner or 0, name))
+            return False
+        return True
+
+    def begin(self) -> None:
+        """A call of the model begins."""
+        self._first, self._written = {}, {}
+
+    @property
+    def read(self) -> frozenset[str]:
+        """The paths of the places that count: those that were read, and those of which it is not known."""
+        places = self._near.places.values()
+        return frozenset(place.path for place in places if place.owner is None or (place.owner, place.name) in self._read)
+
+    def handed_on(self, is_known: Callable[[Tensor], bool], *, has_new_hooks: bool) -> tuple[str, ...]:
+        """What the call has read, changed and left for the next, as ``Encoder.state at model.py:12``.
+
+        Args:
+            is_known: whether a tensor is made from plain numbers alone; a table of these is made once.
+            has_new_hooks: whether the call registered hooks, of which a flag may say that they are there.
+        """
+        found = []
+        for (owner, name), (held, line) in self._written.items():
+            label, is_of_model = self._near.owners.get(owner, ("", False))
+            before, now = self._first.get((owner, name), MISSING), held.get(name, MISSING)
+            if not is_of_model or before is MISSING or not isinstance(now, _PLAIN):
+                continue
+            is_same = now is before or (type(now) is type(before) and not isinstance(now, Tensor) and now == before)
+            is_made_once = (before is None and (not isinstance(now, Tensor) or is_known(now))) or (has_new_hooks and isinstance(now, bool))
+            if not is_same and not is_made_once:
+                found.append(f"{label}.{name} at {line}" if line is not None else f"{label}.{name}")
+        return tuple(dict.fromkeys(found))
+
+    def reads(self, held: dict[str, Any], name: str, value: object) -> None:
+        key = id(held), name
+        self._read.add(key)
+        if key not in self._written:
+            self._first.setdefault(key, value)
+
+    def writes(self, held: dict[str, Any], name: str) -> None:
+        self._written[id(held), name] = held, user_line()
+
+
+class _Noted(Noted):
+    """An attribute of a class's objects, noted; a class's own value stands behind it."""
+
+    def __init__(self, access: AttributeAccess, name: str, default: Any) -> None:
+        self._access, self._name, self.default = access, name, default
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        held = {} if instance is None else _namespace(instance)
+        value = held.get(self._name, MISSING)
+        if value is MISSING and self.default is not MISSING:
+            is_bound = hasattr(type(self.default), "__get__")
+            value = self.default.__get__(instance, owner) if is_bound else self.default
+        if value is MISSING:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}", name=self._name, obj=instance)
+        if instance is not None:
+            self._access.reads(held, self._name, value)
+        return value
+
+    def __set__(self, instance: Any, value: object) -> None:
+        held = _namespace(instance)
+        self._access.writes(held, self._name)
+        held[self._name] = value
+
+    def __delete__(self, instance: Any) -> None:
+        del _namespace(instance)[self._name]
+
+
+def _namespace(instance: object) -> dict[str, Any]:
+    found: dict[str, Any] = object.__getattribute__(instance, "__dict__")  # a class's own __getattribute__ may read attributes, too
+    return found
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """The attributes and hooks that a module has at one moment."""
+
+    live: dict[str, Any]
+    names: frozenset[str]
+    hooks: frozenset[tuple[str, int]]
+
+    @property
+    def new_hooks(self) -> frozenset[tuple[str, int]]:
+        """Those that were registered since, each as the attribute that holds it and its number."""
+        return _hooks(self.live) - self.hooks
+
+
+def fresh(model: nn.Module) -> tuple[Fresh, ...]:
+    """What modules have before a call."""
+    found = {id(vars(module)): vars(module) for module in model.modules()}  # torch puts several proxies before a shared module
+    return tuple(Fresh(live, frozenset(live), _hooks(live)) for live in found.values())
+
+
+def forget_new(before: Iterable[Fresh]) -> None:
+    """Takes from modules what a traced call has left in attributes that they had not, tensors without values, and its hooks.
+
+    A call that registers hooks once keeps a note of it in an attribute. Without the note the next trace registers them again.
+    """
+    for each in before:
+        for kind, number in each.new_hooks:
+            del each.live[kind][number]
+        for name in each.live.keys() - each.names:
+            del each.live[name]
+
+
+def _hooks(attributes: dict[str, Any]) -> frozenset[tuple[str, int]]:
+    return frozenset((kind, number) for kind in _HOOKS for number in attributes[kind] or ())
+
+
+def warning_of(names: tuple[str, ...]) -> str:
+    """What is said of attributes that are handed on."""
+    return (
+        "what forward hands on to its next call in plain attributes is kept while the model is captured and never again: each step "
+        f"starts from what was there before ({first_few(names)}); register_buffer what is to go on from step to step"
+    )

@@ -1,0 +1,61 @@
+"""``whale advise``: what each group of devices adds to a training, and what more or faster ones would bring."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from whale.cli.inputs import add_planning_arguments, read_graph, read_settings
+from whale.cli.tables import paragraph
+from whale.search.advice.advice import EFFORT, Advised, advise
+from whale.units import counted
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Adds the verb's words."""
+    parser = verbs.add_parser(
+        "advise",
+        help="say what each group of devices adds, and what more would bring",
+        description="Searches for the best plan on the cluster, without each kind of device, with one more of each, with links twice "
+        "as fast, and for the least memory; and says what the differences mean. Each search makes "
+        f"{EFFORT:.0f} plans, or as many as planning.effort says where that is set.",
+    )
+    add_planning_arguments(parser, plans=False)
+    parser.add_argument("--json", action="store_true", help="print the advice with its numbers as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Searches, and prints what the differences mean."""
+    config, cluster = read_settings(arguments)
+    graph = read_graph(arguments.source, arguments.arg, arguments.blocks, settings=(config, cluster))
+    found = advise(graph, cluster, config, rows=arguments.rows, tell=_tell)
+    if arguments.json:
+        print(json.dumps(_as_data(found), indent=1))
+    else:
+        print_advice(found)
+    return 0
+
+
+def print_advice(found: Advised) -> None:
+    """Prints the plan in short and one sentence per piece of advice, each with its numbers."""
+    if found.found is None:
+        print("\n".join(paragraph("nothing fits: ", found.fault)))
+    else:
+        own = found.found
+        said = f"on {own.plan.where}, {counted(own.plan.planned_rows, 'row')}: {own}"
+        print("\n".join(paragraph("", said)))
+    for each in found.advice:
+        print("\n".join(paragraph("- ", each.says)))
+
+
+def _tell(what: str) -> None:
+    print(f"whale advise: {what}", file=sys.stderr, flush=True)
+
+
+def _as_data(found: Advised) -> dict[str, object]:
+    plan = None if found.found is None else {"arrangement": str(found.found.strategy), "value": found.found.value}
+    return {"plan": plan, "fault": found.fault, "advice": [asdict(each) for each in found.advice]}

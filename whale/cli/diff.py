@@ -1,0 +1,174 @@
+"""``whale diff``: two plans of a model side by side, or its plans on two clusters or by two recipes: what differs, and what that costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import zip_longest
+from math import gcd
+from pathlib import Path
+from typing import Any, Literal
+
+from whale.cli.inputs import add_planning_arguments
+from whale.cli.planned import Planned, planned
+from whale.cli.tables import print_table
+from whale.config import ReplicaBlock, StageBlock, read_yaml
+from whale.config.settings import is_of_block, is_section
+from whale.config.stages import OpRange, show_range
+from whale.errors import ConfigError
+from whale.ir.plan import Replica, describe_shards
+from whale.planning.written.write import written_replicas
+from whale.search.objective import format_cost
+from whale.units import format_bytes, format_seconds
+
+NONE = "-"
+
+Row = tuple[str, str, str]
+"""What differs, and how it is in both plans."""
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Adds the verb's words."""
+    parser = verbs.add_parser(
+        "diff",
+        help="compare two plans, or the plans for two clusters or recipes",
+        description="Plans a model twice, with A and with B, and prints what differs: stages, rows, schedule, predicted time and memory.",
+    )
+    add_planning_arguments(parser, plans=False)
+    parser.add_argument("--cluster-b", metavar="C.yaml", help="the devices of B, where they are others than those of A")
+    parser.add_argument("a", metavar="A", help="a written plan, a plan.json, a cluster file, or a recipe")
+    parser.add_argument("b", metavar="B", help="the same, or another of these")
+    parser.add_argument("--json", action="store_true", help="print the figures and differences as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans twice, and prints what differs."""
+    _check_used(arguments)
+    one, other = _words(arguments)
+    a = planned(one)
+    b = planned(other, like=a)
+    figures, found, is_same = dict(_figures(a, b)), list(differences(a, b)), _written(a) == _written(b)
+    if arguments.json:
+        told = {name: {"a": one, "b": other} for name, (one, other) in figures.items()}
+        named = [dict(zip(("replica", "what", "a", "b"), row, strict=True)) for row in found]
+        print(json.dumps({"figures": told, "differences": named, "same": is_same}, indent=1))
+        return 0
+    rows = [(name, _shown(name, one), _shown(name, other), f"{other / one:.3f} x" if one else "") for name, (one, other) in figures.items()]
+    print_table(f"A: {arguments.a}; B: {arguments.b}", ("figure", "A", "B", "B by A"), rows, ("A", "B", "B by A"))
+    if found:
+        print_table("what differs", ("replica", "what", "A", "B"), found)
+    elif is_same:
+        print("the plans are the same")
+    else:
+        print("the plans differ in what their cuts leave whole or hand on in parts: whale plan ... --output plan.yaml writes all of it")
+    return 0
+
+
+def differences(a: Planned, b: Planned) -> Iterator[tuple[str, str, str, str]]:
+    """The replica, what differs there, and how it is in both plans; replicas that differ alike, but for their devices, once."""
+    found: dict[tuple[Row, ...], list[tuple[int, list[Row]]]] = {}
+    facts = ([dict(_facts(own, *each)) for each in zip(own.plan.replicas, _written(own), strict=True)] for own in (a, b))
+    for index, (one, other) in enumerate(zip_longest(*facts, fillvalue=dict[str, str]())):
+        unlike = [(what, one.get(what, NONE), other.get(what, NONE)) for what in one | other if one.get(what) != other.get(what)]
+        found.setdefault(tuple(row for row in unlike if not row[0].endswith("devices")), []).append((index, unlike))
+    for alike in found.values():
+        first, rows = alike[0]
+        name = str(first) + (f" +{len(alike) - 1}" if len(alike) > 1 else "")
+        yield from ((name, *row) for row in rows)
+
+
+def _facts(found: Planned, replica: Replica, block: ReplicaBlock) -> Iterator[tuple[str, str]]:
+    """What there is to say of a replica, by name.
+
+    Args:
+        block: what a written plan says of it.
+    """
+    sizes = [stop - start for start, stop in found.plan.micro_batch_rows(replica.index, found.plan.planned_rows)]
+    yield "schedule", replica.pipeline.order
+    if replica.pipeline.num_chunks > 1:
+        size = replica.pipeline.group_size
+        yield "chunks", f"{replica.pipeline.num_chunks} per device" + ("" if size is None else f", group size {size}")
+    yield "rows", str(sum(sizes))
+    yield "weight in rows", str(block.rows)
+    for stage, own in zip(replica.stages, block.stages, strict=True):
+        name = f"stage {stage.index}"
+        yield f"{name} devices", " ".join(own.devices)
+        yield f"{name} ops", f"{_runs(own.ops)} ({len(stage.ops)})"
+        yield f"{name} rows", " ".join(map(str, stage.rows(sizes[0])))
+        yield f"{name} weights in rows", ":".join(map(str, own.rows))
+        if stage.shards:
+            yield f"{name} cuts", f"groups of {stage.split}: {describe_shards(stage.shards)}"
+        if own.recompute:
+            yield f"{name} computes again", f"{_runs(own.recompute)} ({sum(map(len, stage.recomputed))})"
+        if own.halves:
+            yield f"{name} computes rows", "in two halves that take turns"
+    for edge in replica.edges:
+        yield f"stage {edge.source} -> stage {edge.target}", ", ".join(edge.tensors)
+
+
+def _runs(runs: Iterable[OpRange]) -> str:
+    return ", ".join(map(show_range, runs))
+
+
+def _written(found: Planned) -> tuple[ReplicaBlock, ...]:
+    """What a written plan says of each replica, with weights in their smallest numbers."""
+    common = gcd(*(replica.share for replica in found.plan.replicas))
+    blocks = zip(found.plan.replicas, written_replicas(found.plan, found.graph), strict=True)
+    return tuple(replace(own, rows=replica.share // common, stages=tuple(map(_reduced, own.stages))) for replica, own in blocks)
+
+
+def _reduced(stage: StageBlock) -> StageBlock:
+    return replace(stage, rows=tuple(weight // gcd(*stage.rows) for weight in stage.rows))
+
+
+def _figures(a: Planned, b: Planned) -> Iterator[tuple[str, tuple[float, float]]]:
+    yield "step_seconds", (a.step.step_seconds, b.step.step_seconds)
+    yield "peak_bytes", (a.fullest_bytes, b.fullest_bytes)
+    costs = a.cost_per_sample, b.cost_per_sample
+    if costs[0] is not None and costs[1] is not None:
+        yield "cost_per_sample", (costs[0], costs[1])
+    yield "devices", (len(a.plan.devices), len(b.plan.devices))
+    yield "replicas", (len(a.plan.replicas), len(b.plan.replicas))
+
+
+def _shown(name: str, value: float) -> str:
+    forms = {"step_seconds": format_seconds, "peak_bytes": lambda size: format_bytes(round(size)), "cost_per_sample": format_cost}
+    return forms[name](value) if name in forms else str(value)
+
+
+def _check_used(arguments: argparse.Namespace) -> None:
+    """Finds a cluster or a recipe that no plan would be made with.
+
+    Raises:
+        ConfigError: the plans that it is for take A or B in its place.
+    """
+    kinds = {path: kind_of(path) for path in (arguments.a, arguments.b)}
+    is_alone = arguments.cluster_b is None
+    serves = {"--cluster": ("cluster", list(kinds) if is_alone else [arguments.a]), "--cluster-b": ("cluster", [arguments.b])}
+    for flag, (kind, paths) in {**serves, "--recipe": ("recipe", list(kinds))}.items():
+        given = vars(arguments)[flag[2:].replace("-", "_")]
+        if given is not None and all(kinds[path] == kind for path in paths):
+            raise ConfigError(f"{flag} {given} serves no plan: {' and '.join(paths)} stand in its place", hint="leave it out")
+
+
+def _words(arguments: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """The words of a verb that plans: with what A says, and with what B says, on its own devices."""
+    given: dict[str, object] = {"plan": None, "report": None, **vars(arguments)}
+    clusters = arguments.cluster, arguments.cluster if arguments.cluster_b is None else arguments.cluster_b
+    for path, cluster in zip((arguments.a, arguments.b), clusters, strict=True):
+        yield argparse.Namespace(**given | {"cluster": cluster} | {kind_of(path): path})
+
+
+def kind_of(path: str) -> Literal["plan", "cluster", "recipe"]:
+    """What a file is: a cluster has hosts, a written plan the keys of its blocks, a recipe sections (or what may be slips for them)."""
+    if Path(path).suffix == ".json":
+        return "plan"
+    data = read_yaml(path).data
+    keys = list(data) if isinstance(data, dict) else []
+    if "hosts" in keys:
+        return "cluster"
+    own, shared = {key for key in keys if is_section(key)}, {key for key in keys if is_of_block(key)}  # recompute is of both
+    return "plan" if shared - own and not own - shared else "recipe"

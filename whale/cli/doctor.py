@@ -1,0 +1,273 @@
+"""``whale doctor``: whether a model will be captured, under what its numbers stay exact, and which lines are the reason.
+
+Nothing is analysed here. The captured model is planned in a few ways on devices that are made up; what capture, planner and
+axes say of it is put together, with the user's lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import linecache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from whale.axes import Axes, Mixing, discover
+from whale.cli.inputs import add_source_arguments, build_model, is_function, read_graph
+from whale.cli.tables import paragraph
+from whale.config import Config
+from whale.errors import WhaleError
+from whale.hardware import CPU, DeviceProfile, make_cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan, describe_shards
+from whale.ir.scope import Scope
+from whale.planning import make_plan
+from whale.planning.explain.mixing import mixed_apart, place_of
+from whale.units import counted
+
+if TYPE_CHECKING:
+    from whale.capture.batch import BatchStructure, Leaf
+
+
+NOT_EXACT = 3
+"""The command's end where the model is captured and something is not exact."""
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Adds the verb's words."""
+    parser = verbs.add_parser(
+        "doctor",
+        help="say whether a model is captured and stays exact",
+        description="Says whether a model is captured, under what its numbers stay those of one device, and which lines are the reason. "
+        f"Ends with 0 where all is well, 1 where the capture is refused, {NOT_EXACT} where something else is refused or not exact.",
+    )
+    add_source_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Captures the model, tries a few plans, and prints what is found."""
+    findings = _examine(arguments.source, arguments.arg)
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        print("\n".join(_finding_lines(findings)))
+    return end_of(findings)
+
+
+def end_of(findings: Sequence[Finding]) -> int:
+    """The exit code of findings."""
+    if findings[0].answer == "refused":
+        return 1
+    return 0 if all(finding.answer in ("yes", "exact", "fixed") for finding in findings) else NOT_EXACT
+
+
+def _examine(source: str, pairs: Sequence[str]) -> tuple[Finding, ...]:
+    if not is_function(source):
+        return diagnose(read_graph(source, pairs))
+    model, batch, loss, batch_dims = build_model(source, pairs)
+    from whale.api.mode import CapturedMode
+
+    try:
+        captured = CapturedMode(model, batch, loss, "train", batch_dims)
+    except WhaleError as error:
+        return (refused("capture", error),)
+    shapes = [_beside_rows(part) for part in captured.structure.inputs]
+    tried = sizes(shapes, lambda size: CapturedMode(model, _halved(captured.structure, size), loss, "train"))
+    return diagnose(captured.graph, captured.graph_for, tried)
+
+
+def _beside_rows(part: Leaf) -> tuple[int, ...]:
+    return part.shape[1 if part.has_rows else 0 :]
+
+
+def _halved(structure: BatchStructure, size: int) -> BatchStructure:
+    """The structure with half of a size wherever there is one, but for the rows."""
+    parts = (
+        replace(part, shape=part.shape[: 1 if part.has_rows else 0] + tuple(s // 2 if s == size else s for s in _beside_rows(part)))
+        for part in structure.parts
+    )
+    return replace(structure, parts=tuple(parts))
+
+
+def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """One paragraph per finding; lines that several have are printed with the first."""
+    first: dict[tuple[ReasonLine, ...], str] = {}
+    for finding in findings:
+        start = f"{finding.question:<15}{finding.answer:<13}"
+        yield from paragraph(start, finding.detail)
+        known = first.setdefault(finding.places, finding.question)
+        if finding.places and known != finding.question:
+            yield f"  the lines under {known}"
+        else:
+            for place in finding.places:
+                yield from _reason_lines(place)
+        if finding.hint:
+            yield from paragraph("  hint: ", finding.hint)
+
+
+def _reason_lines(place: ReasonLine) -> Iterator[str]:
+    yield f"  {place.where}" + (f": {place.text}" if place.text else "")
+    yield from paragraph("    ", place.reason)
+
+
+Answer = Literal["yes", "exact", "fixed", "not exact", "cannot tell", "refused"]
+PLENTY_BYTES = 1 << 50
+"""Memory of a made-up device: what fits is no question here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasonLine:
+    """A line of the user's that is the reason for an answer.
+
+    Attributes:
+        where: ``file:line``; a module or an op where the line is not the user's.
+        text: what is written there; "" where that is not known.
+        reason: what it does; "" where the answer says it.
+    """
+
+    where: str
+    text: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The answer to one question.
+
+    Attributes:
+        question: ``capture``, ``rows``, ``sizes``, ``replicas``, ``micro-batches``, ``stages`` or ``split``.
+        answer: ``fixed`` where only the example's sizes are taken, ``refused`` where there is an error in place of
+            numbers, ``cannot tell`` where an operator has no rule.
+        detail: in words.
+        hint: what to do; "" where that is not known.
+        places: the lines that are the reason.
+    """
+
+    question: str
+    answer: Answer
+    detail: str
+    hint: str = ""
+    places: tuple[ReasonLine, ...] = ()
+
+
+def diagnose(graph: ModelGraph, capture_at: Callable[[int], object] | None = None, tried: Finding | None = None) -> tuple[Finding, ...]:
+    """Answers all questions about a captured model.
+
+    Args:
+        graph: the captured training.
+        capture_at: captures the model at another number of rows, or raises a `WhaleError`; None where the model is not there.
+        tried: what `sizes` found; None where the model is not there.
+    """
+    found = (Finding("capture", "yes", f"one graph of {counted(len(graph.ops), 'op')}"), _rows(graph, capture_at), tried, *exactness(graph))
+    return tuple(finding for finding in found if finding is not None)
+
+
+def sizes(shapes: Iterable[Sequence[int]], capture_with: Callable[[int], object]) -> Finding:
+    """Which sizes of a batch, beside its rows, may change: each is tried, at half of the example's.
+
+    Args:
+        shapes: of the inputs, without their rows.
+        capture_with: captures the model with half of a size, wherever the example has it, or raises a `WhaleError`.
+    """
+    found = sorted({size for shape in shapes for size in shape if size > 1})
+    free = [size for size in found if _is_taken(capture_with, size)]
+    fixed = [size for size in found if size not in free]
+    said = [f"{_listing(free)} may change, with a capture for each (half was tried)"] if free else []
+    said += [f"{_listing(fixed)} may not"] if fixed else []
+    return Finding("sizes", "yes" if free or not found else "fixed", "; ".join(said) or "there are none beside the rows")
+
+
+def _is_taken(capture_with: Callable[[int], object], size: int) -> bool:
+    try:
+        capture_with(size)
+    except WhaleError:
+        return False
+    return True
+
+
+def _listing(found: Sequence[int]) -> str:
+    return ", ".join(map(str, found))
+
+
+def refused(question: str, error: WhaleError) -> Finding:
+    """The answer that is an error."""
+    places = () if error.where is None else (ReasonLine(str(error.where), _text_at(str(error.where))),)
+    return Finding(question, "refused", error.message, error.hint or "", places)
+
+
+def exactness(graph: ModelGraph) -> tuple[Finding, ...]:
+    """Whether the numbers are those of one device where the model is copied, given its rows in turns, cut in stages, or split.
+
+    The scopes are left out: whether they can be honoured depends on the devices, and `whale plan` says it.
+
+    Args:
+        graph: the captured training.
+    """
+    bare = _under(graph, ())
+    axes = discover(bare)
+    return (
+        _apart("replicas", bare, axes, 2, {}, "2 copies of the model, half of the rows each"),
+        _apart("micro-batches", bare, axes, 1, {"pipeline.num_micro_batch": 2}, "the rows in 2 turns"),
+        _apart("stages", bare, axes, 2, {"pipeline.num_stages": 2}, "cut in 2, one after the other"),
+        _split(graph),
+    )
+
+
+def _apart(question: str, graph: ModelGraph, axes: Axes, num_devices: int, settings: Mapping[str, object], detail: str) -> Finding:
+    try:
+        plan = _plan(graph, num_devices, settings)
+    except WhaleError as error:
+        return refused(question, error)
+    found = mixed_apart(plan, graph, axes)
+    if not found:
+        return Finding(question, "exact", detail)
+    answer: Answer = "not exact" if any(mixing.kind == "mixes" for mixing in found) else "cannot tell"
+    return Finding(question, answer, f"{detail}: rows that belong together are apart", places=tuple(_places(found, graph)))
+
+
+def _split(graph: ModelGraph) -> Finding:
+    whole = Scope("split", 2, None, None, None, 0)
+    try:
+        plan = _plan(_under(graph, (whole,)), 2, {})
+    except WhaleError as error:
+        return refused("split", error)
+    return Finding("split", "exact", f"all of it over 2 devices would cut {describe_shards(plan.replicas[0].stages[0].shards)}")
+
+
+def _plan(graph: ModelGraph, num_devices: int, settings: Mapping[str, object]) -> Plan:
+    cluster, _ = make_cluster([DeviceProfile("host", CPU, PLENTY_BYTES, 1.0)] * num_devices)
+    return make_plan(graph, cluster, Config().with_values(settings))
+
+
+def _under(graph: ModelGraph, scope: tuple[Scope, ...]) -> ModelGraph:
+    return replace(graph, ops=tuple(replace(op, scope=scope) for op in graph.ops))
+
+
+def _rows(graph: ModelGraph, capture_at: Callable[[int], object] | None) -> Finding:
+    """Whether batches may have other numbers of rows: tried, where one capture does not serve all."""
+    if graph.dynamic:
+        return Finding("rows", "yes", "any number of them, with one capture")
+    if capture_at is None:
+        return Finding("rows", "cannot tell", "the code reads their number, and it is not here to be captured for another one")
+    try:
+        capture_at(graph.num_rows // 2)
+    except WhaleError as error:
+        return refused("rows", error)
+    return Finding("rows", "yes", "any number of them, with a capture for each: the code reads it as a number")
+
+
+def _places(found: Iterable[Mixing], graph: ModelGraph) -> Iterable[ReasonLine]:
+    """The lines, each once, with the first reason."""
+    reasons: dict[str, str] = {}
+    for mixing in found:
+        reasons.setdefault(place_of(mixing, graph), mixing.reason)
+    return (ReasonLine(where, _text_at(where), reason) for where, reason in reasons.items())
+
+
+def _text_at(where: str) -> str:
+    """What is written at ``file:line``; "" where there is no such file or line."""
+    file, _, line = where.rpartition(":")
+    return linecache.getline(file, int(line)).strip() if line.isdecimal() else ""

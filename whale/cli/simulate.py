@@ -1,0 +1,181 @@
+"""``whale simulate``: what a step of a plan costs before anything is rented: time, memory, bubbles, communication, and the straggler.
+
+With ``--dry-run`` the memory of a step from the runtime's own program on tensors without contents stands beside what is predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from whale.cli.inputs import PUBLISHED, build_model, is_function, keywords_for, read_settings, types_of
+from whale.cli.planned import Planned, add_planning_verb, planned
+from whale.cli.tables import paragraph, print_table
+from whale.config import Config
+from whale.errors import ConfigError
+from whale.estimate import DeviceEstimate, StepEstimate
+from whale.ir.cluster import Cluster
+from whale.ir.plan import Plan, describe_order, describe_shape
+from whale.planning import EvenShares, Simulation, even_shares
+from whale.search.objective import format_cost
+from whale.units import counted, format_bytes, format_seconds, format_share
+
+if TYPE_CHECKING:
+    from whale.api.mode import CapturedMode
+    from whale.dry_run import DryRun
+
+
+_BOUNDS = {
+    "evenly": "all that is computed, divided evenly",
+    "slowest": "the longest work of a device",
+    "schedule": "the schedule without messages",
+    "links": "the busiest link",
+}
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Adds the verb's words."""
+    parser = add_planning_verb(
+        verbs, "simulate", run, says="predict the time and memory of a step", json="print the figures as JSON, device by device"
+    )
+    parser.add_argument("--even", action="store_true", help="say too what equal shares of rows, layers and cuts would cost")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run each distinct rank on tensors without contents too, and count its memory"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans or reads a plan, and prints what a step of it is predicted to be."""
+    mode = read_mode(arguments.source, arguments.arg, arguments.blocks, *read_settings(arguments)) if arguments.dry_run else None
+    made = planned(arguments, graph=None if mode is None else mode.graph)
+    even = even_shares(made.plan, made.graph, made.cluster, made.config) if arguments.even else None
+    found = Simulation(made.plan, made.step, even)
+    dry = None if mode is None else run_dry(made.plan, mode, made.config)
+    if arguments.json:
+        data = found.as_data() | {"cost_per_sample": made.cost_per_sample}
+        print(json.dumps(data if dry is None else dry_run_data(data, dry), indent=1))
+    else:
+        print_simulation(found, made)
+        if dry is not None:
+            print_dry_run(dry, made.plan, made.step)
+    return 0
+
+
+def print_simulation(found: Simulation, made: Planned) -> None:
+    """Prints the figures; devices that do the same are told together."""
+    plan, step = found.plan, found.step
+    print(f"step of {describe_shape(plan.replicas)} on {plan.where}: {describe_order(plan.replicas)}, {counted(plan.planned_rows, 'row')}")
+    slow = step.straggler
+    print(f"step_seconds           {format_seconds(step.step_seconds)}")
+    print(f"samples_per_second     {found.samples_per_second:.4g}")
+    if (cost := made.cost_per_sample) is not None:
+        print(f"cost                   {format_cost(cost)}")
+    print(f"bubble_rate            {step.bubble_rate:.3f}")
+    print(f"exposed_communication  {format_seconds(slow.exposed)}")
+    print(f"straggler              {slow.name}: computes longest, waits {format_seconds(slow.idle(step.step_seconds))} for others")
+    columns = ("devices", "stage", "busy", "compute", "messages", "waits", "memory", "filled with")
+    rows = [_row(each, step.step_seconds) for each in sorted(step.devices, key=lambda each: plan.rank_of[each.devices[0]])]
+    print_table("", columns, rows, ("busy", "compute", "messages", "waits", "memory"))
+    for name, seconds in found.bounds.items():
+        print(f"bound  {format_seconds(seconds):>8}  {_BOUNDS[name]}")
+    if found.even is not None:
+        print("\n".join(paragraph("even   ", _even(found, found.even))))
+
+
+def _even(found: Simulation, even: EvenShares) -> str:
+    """What equal shares would cost, and whether they would run."""
+    if even.step_seconds is None:
+        return f"equal shares would not run: {even.reason}"
+    text = f"{format_seconds(even.step_seconds):>8}  with equal shares: balance is {found.speedup:.2f} x as fast"
+    return f"{text}; they would not run: {even.reason}" if even.reason else text
+
+
+def _row(each: DeviceEstimate, step_seconds: float) -> tuple[str, ...]:
+    return (
+        each.name,
+        ", ".join(map(str, each.stages)),
+        format_share(each.busy / step_seconds),
+        format_seconds(each.busy),
+        format_seconds(each.communicating),
+        format_seconds(each.exposed),
+        f"{format_bytes(round(each.peak.total))} ({format_share(each.peak.total / each.capacity)})",
+        ", ".join(_filling(each)),
+    )
+
+
+def _filling(each: DeviceEstimate) -> Iterator[str]:
+    """What most of its memory is filled with."""
+    for name, num_bytes in sorted(each.peak.parts, key=lambda part: -part[1])[:2]:
+        yield f"{name} {format_share(num_bytes / each.peak.total)}"
+
+
+def read_mode(source: str, pairs: Sequence[str], blocks: int | None, config: Config, cluster: Cluster) -> CapturedMode:
+    """The captured training of a model that a command line names, with the program that ranks run.
+
+    Args:
+        source: ``FILE.py:FUNCTION`` or ``gpt:KEY=VALUE,...``.
+        pairs: its arguments, each ``KEY=VALUE``.
+        blocks: to which number its blocks were to be repeated.
+        config, cluster: for whose types it is captured.
+
+    Raises:
+        ConfigError: there is a graph only.
+        CaptureError: the model cannot be built or captured.
+    """
+    name, _, sizes = source.partition(":")
+    if not (is_function(source) or name == PUBLISHED) or blocks is not None:
+        raise ConfigError(
+            "--dry-run runs the program of the model (a model.json, and blocks that --blocks repeats, are a graph only)",
+            hint="name FILE.py:FUNCTION with --arg for its sizes, or gpt:layers=...",
+        )
+    from whale.api.mode import CapturedMode
+
+    if name == PUBLISHED:
+        from whale.workloads import GPT
+
+        model, batch, loss = GPT(**keywords_for(GPT, name, sizes, pairs)).built()
+        return CapturedMode(model, batch, loss, "train")
+    model, batch, loss, batch_dims = build_model(source, pairs)
+    device, precision = types_of(config, cluster)
+    return CapturedMode(model, batch, loss, "train", batch_dims, device=device, precision=precision)
+
+
+def run_dry(plan: Plan, mode: CapturedMode, config: Config) -> DryRun:
+    """Runs the distinct ranks of a plan.
+
+    Raises:
+        WhaleError: as `whale.dry_run.dry_run`.
+    """
+    from whale.dry_run import dry_run
+
+    return dry_run(plan, mode, config)
+
+
+def dry_run_data(data: dict[str, Any], found: DryRun) -> dict[str, Any]:
+    """The figures of a simulation with those of its dry run in them."""
+    devices = [
+        each | {"dry_run_peak_bytes": peak.num_bytes, "dry_run_peak_at": {"action": peak.action, "op": peak.op}}
+        for each in data["devices"]
+        for peak in [found.of[each["name"]]]
+    ]
+    return data | {"devices": devices, "dry_run": {"num_ranks_run": found.num_run}}
+
+
+def print_dry_run(found: DryRun, plan: Plan, step: StepEstimate) -> None:
+    """Prints, for each rank that was run, its peak beside the predicted one."""
+    others = ", the others are like them" if found.num_run < len(plan.devices) else ""
+    title = f"dry run: {found.num_run} of {counted(len(plan.devices), 'rank')}{others}"
+    rows = []
+    for devices, peak in found.peaks:
+        predicted = step.of(devices[0]).peak.total
+        others = f" and {len(devices) - 1} like it" if len(devices) > 1 else ""
+        rows.append((
+            f"{devices[0]}{others}",
+            format_bytes(round(predicted)),
+            format_bytes(peak.num_bytes),
+            f"{predicted / peak.num_bytes - 1:+.1%}",
+            f"{peak.action}, after {peak.op}",
+        ))  # fmt: skip
+    print_table(title, ("devices", "predicted", "dry run", "error", "fullest in"), rows, ("predicted", "dry run", "error"))

@@ -1,0 +1,156 @@
+"""Clusters made of what each rank says of its own device, and of some devices of others, by words such as ``V100:2,host1/*``."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from whale.config import did_you_mean
+from whale.errors import ClusterError, WhaleError, raise_faults
+from whale.hardware.catalogue import catalogue
+from whale.ir.cluster import Cluster, Device, Host, Link
+
+NAME = "devices at hand"
+_HINT = "describe the devices in a cluster file, as `whale probe` measures them"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """One rank's device, as found on its host.
+
+    Attributes:
+        host: the host's name.
+        model: catalogue name, or the device's own name where the catalogue has none.
+        memory: bytes that this rank may count on.
+        num_cores: of a CPU rank its share of the host's cores, of a shared GPU this rank's part; may be less than one.
+        flops: peak FLOP/s per dtype, sorted pairs; empty for the catalogue's.
+        bandwidth: bytes per second of the device's memory; 0 for the catalogue's.
+        efficiency: share of the peak that large matrix products reach; 0 for the catalogue's.
+        link: the link to the host's other devices; None for the catalogue's.
+    """
+
+    host: str
+    model: str
+    memory: int
+    num_cores: float = 1.0
+    flops: tuple[tuple[str, float], ...] = ()
+    bandwidth: float = 0.0
+    efficiency: float = 0.0
+    link: Link | None = None
+
+    def device(self, name: str) -> Device:
+        """The device under a name.
+
+        Raises:
+            ClusterError: the catalogue does not know the model and the profile does not describe it.
+        """
+        known = catalogue().devices.get(self.model)
+        if known is not None:
+            return known.device(name, self.host, memory=self.memory, num_cores=self.num_cores)
+        if "float32" not in dict(self.flops) or self.bandwidth <= 0 or self.efficiency <= 0:
+            raise ClusterError(
+                f"nothing is known of device model {self.model!r} on {self.host}",
+                hint=_HINT,
+            )
+        return Device(name, self.host, self.model, self.flops, self.memory, self.bandwidth, self.efficiency)
+
+    @property
+    def inner_link(self) -> Link:
+        """The link to the host's other devices, as far as this one goes.
+
+        Raises:
+            ClusterError: neither the profile nor the catalogue has one.
+        """
+        found = self.link or catalogue().usual_link({self.model})
+        if found is None:
+            raise ClusterError(
+                f"no link is known for device model {self.model!r} on {self.host}",
+                hint=_HINT,
+            )
+        return found
+
+
+def make_cluster(profiles: Sequence[DeviceProfile], network: Link | None = None) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster of the ranks' devices, and each rank's device name.
+
+    Hosts stand in order of their first rank and devices of a host in order of rank (``HOST/0``, ``HOST/1`` ...); the ranks
+    of one host need not be neighbours. A host with unlike devices has the slowest of their links.
+
+    Args:
+        profiles: by rank.
+        network: the link between hosts; the catalogue's if not given.
+
+    Raises:
+        ClusterError: there are no profiles, or one describes its device too little.
+    """
+    if not profiles:
+        raise ClusterError("a cluster needs at least one device (no rank has one)")
+    names: list[str] = []
+    members: dict[str, list[Device]] = {}
+    links: dict[str, Link] = {}
+    for profile in profiles:
+        devices = members.setdefault(profile.host, [])
+        names.append(f"{profile.host}/{len(devices)}")
+        devices.append(profile.device(names[-1]))
+        link, slowest = profile.inner_link, links.get(profile.host, profile.inner_link)
+        links[profile.host] = Link.slowest((link, slowest))
+    hosts = tuple(Host(host, tuple(devices), links[host]) for host, devices in members.items())
+    between = network or catalogue().links[catalogue().network]
+    return Cluster(NAME, hosts, between if len(hosts) > 1 else None), tuple(names)
+
+
+_COUNTED = re.compile(r"(.*):(\d+)")
+
+
+def select(cluster: Cluster, text: str) -> Cluster:
+    """A cluster of some devices of another, in its order, under their names.
+
+    Args:
+        cluster: to select from.
+        text: names with commas between. A name is that of a device, a host or a device model, in full or up to a ``-`` of it, or a
+            pattern of such with ``*`` and ``?``; ``NAME:N`` takes the first N of them that no name before it has taken.
+
+    Raises:
+        ClusterError: names of nothing, and numbers of more than there are; all at once.
+    """
+    faults: list[WhaleError] = []
+    taken: dict[str, str] = {}  # by which word
+    for word in (part.strip() for part in text.split(",")):
+        counted = _COUNTED.fullmatch(word)
+        name = counted[1] if counted else word
+        found = [device.name for device in cluster.devices if _is_called(device, name)]
+        if not found:
+            faults.append(ClusterError(f"there is no device {name!r} in cluster {cluster.name}", hint=did_you_mean(name, _names(cluster))))
+            continue
+        free = [each for each in found if each not in taken]
+        number = int(counted[2]) if counted else len(free)
+        if counted and not 1 <= number <= len(free):
+            takers = dict.fromkeys(taken[each] for each in found if each in taken)
+            faults.append(_not_left(cluster, word, number, f"{len(free)} of {len(found)} left", list(takers), name if free else ""))
+        taken |= dict.fromkeys(free[:number], word)
+    raise_faults(faults)
+    return cluster.only(taken)
+
+
+def _not_left(cluster: Cluster, word: str, number: int, left: str, takers: Sequence[str], name: str) -> ClusterError:
+    """The fault of a word that asks for none, or for more devices than the words before it have left."""
+    others = f"; {' and '.join(takers)} took the others" if takers else ""
+    fewer = f"{name} takes all that are left" if name and number else f"leave {word} out"
+    return ClusterError(
+        f"{word} asks for {number} devices, from 1 to as many as are left (cluster {cluster.name}: {left}{others})", hint=fewer
+    )
+
+
+def _is_called(device: Device, pattern: str) -> bool:
+    parts = device.model.split("-")
+    models = ("-".join(parts[: stop + 1]) for stop in range(len(parts)))
+    return any(fnmatchcase(name, pattern) for name in (device.name, device.host, *models))
+
+
+def _names(cluster: Cluster) -> Iterator[str]:
+    """What a device may be called by, those of many devices first."""
+    yield from Counter(device.model for device in cluster.devices)
+    yield from (host.name for host in cluster.hosts)

@@ -1,0 +1,37 @@
+"""The type that ops compute in on the devices of a cluster, as ``precision.dtype`` asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from whale.config import Config
+from whale.errors import ConfigError, first_few
+from whale.hardware.catalogue import CPU
+from whale.ir.cluster import Cluster
+
+HALVES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
+"""The settings that cast, and their types."""
+
+
+def compute_type(config: Config, cluster: Cluster) -> str | None:
+    """The name of the type that ops compute in where autocast casts; None for the types of the model.
+
+    Raises:
+        ConfigError: a device of the cluster lacks the type that is asked for.
+    """
+    asked = config.precision.dtype
+    accelerators = [device for device in cluster.devices if device.model != CPU]
+    lacking = {setting: [device for device in accelerators if dtype not in dict(device.flops)] for setting, dtype in HALVES.items()}
+    if asked == "auto":
+        found = [dtype for setting, dtype in HALVES.items() if not lacking[setting] and len(accelerators) == len(cluster.devices)]
+        return found[0] if found else None
+    if asked not in HALVES:
+        return None
+    if lacking[asked]:
+        devices = first_few([f"{device.name} ({device.model})" for device in lacking[asked]])
+        other = next((setting for setting in HALVES if setting != asked and not lacking[setting]), "float32")
+        raise ConfigError(
+            f"precision.dtype {asked}: no {HALVES[asked]} on {devices}",
+            hint=f"precision.dtype: {other}, which all devices have; or leave these devices out (cluster.devices)",
+        )
+    return HALVES[asked]

@@ -1,0 +1,175 @@
+"""Cuts a model without scopes into stages: the contiguous pieces whose slowest is fastest, within each device's memory.
+
+    best[s][j] = min over i < j of max(best[s-1][i], cost_s(i, j))
+
+over the units of `whale.planning.pipeline.cut_points`, where cost_s is what the piece from i to j takes on the device of stage s
+for one micro-batch, with what it receives: values at i, and gradients at j. Among the cuts with that slowest piece, the least sum of
+squares keeps the other stages level. Only pieces of some length are looked at: where all of that length take longer than the slowest
+piece of the best cut, longer ones are in no better cut; else longer ones are looked at too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale.errors import ConfigError, PlanError
+from whale.estimate.costs.op_table import Floats
+from whale.planning.cutting.stage_tables import Band, StageTables
+from whale.planning.pipeline.cut_points import CutPoints
+from whale.planning.strategy import Placed
+from whale.planning.structure.stages import Wish
+
+LENGTHS = 2
+"""Pieces of so many times as many units as all stages have on average are looked at first."""
+
+EQUAL = 1e-12
+"""Times that differ by this share are equal."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A cut.
+
+    Attributes:
+        bounds: index into the spine where each stage starts, and the spine's length at the end.
+        units: the same in units of the cut points.
+    """
+
+    bounds: tuple[int, ...]
+    units: tuple[int, ...]
+    _slowest: Callable[[Iterable[int]], float] = field(compare=False, repr=False)
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of the slowest stage for one micro-batch."""
+        return self._slowest(self.units)
+
+    @property
+    def even(self) -> float:
+        """The same where each stage had equally many ops."""
+        return self._slowest(np.linspace(0, self.units[-1], len(self.units)).round().astype(int))
+
+
+def cut_into_stages(tables: StageTables, placed: Placed, num_rows: int, margin: float, look: Hashable) -> Partition:
+    """Finds the stages of one replica.
+
+    Args:
+        tables: what the pieces of the model cost as stages of a pipeline.
+        placed: the devices of each rank.
+        num_rows: rows of a micro-batch.
+        margin: share of the devices' memory that may be planned for here, where bytes are approximate.
+        look: what is equal for replicas on equal devices with equal links.
+
+    Raises:
+        PlanError: there are fewer places to cut than stages need.
+        ConfigError: likewise, with several chunks per rank.
+    """
+    check_places(tables)
+    points = tables.points
+    known, key = tables.pieces.cuts, (look, num_rows, tables.look)
+    if key not in known:
+        known[key] = tuple(_best_of(tables, placed, num_rows, None))
+    chosen: Sequence[int] = known[key]
+    if np.any(tables.loads(placed, num_rows, chosen) > margin * tables.rooms(placed)):
+        chosen = _best_of(tables, placed, num_rows, margin)
+
+    def slowest(bounds: Iterable[int]) -> float:
+        pieces = enumerate(pairwise(bounds))
+        return max(
+            float(tables.seconds(stage, placed, num_rows, np.array(i), np.array(j)) + tables.answered(stage, placed, num_rows)[j])
+            for stage, (i, j) in pieces
+        )
+
+    return Partition(tuple(int(points.bounds[index]) for index in chosen), tuple(chosen), slowest)
+
+
+def check_places(tables: StageTables) -> None:
+    """Checks that the model has a place to cut for every stage.
+
+    Raises:
+        PlanError: it has not.
+        ConfigError: likewise, with several chunks per rank.
+    """
+    points, pipeline = tables.points, tables.pipeline
+    if points.num_units < pipeline.num_stages:
+        if pipeline.num_chunks > 1:
+            raise ConfigError(
+                f"schedule {pipeline.schedule} with {pipeline.num_chunks} chunks on {pipeline.num_ranks} ranks needs "
+                f"{pipeline.num_stages} TaskGraphs (the model can be cut into {points.num_units})",
+                hint="fewer chunks (pipeline.num_chunks) or stages (pipeline.num_stages)",
+            )
+        raise PlanError(
+            f"the model can be cut at {points.num_units - 1} places and {pipeline.num_stages} stages need {pipeline.num_stages - 1}",
+            hint="fewer stages (pipeline.num_stages)",
+        )
+
+
+def _best_of(tables: StageTables, placed: Placed, num_rows: int, margin: float | None) -> list[int]:
+    """The bounds of the best cut, in units; without a margin as if memory were boundless."""
+    num_units, num_stages = tables.points.num_units, tables.pipeline.num_stages
+    longest = min(num_units, LENGTHS * -(-num_units // num_stages))
+    while (chosen := _chosen(tables, placed, num_rows, margin, Band(num_units, longest))) is None:
+        longest = min(num_units, 2 * longest)
+    return chosen
+
+
+def _chosen(tables: StageTables, placed: Placed, num_rows: int, margin: float | None, band: Band) -> list[int] | None:
+    """The bounds of the best cut, in units; None where longer pieces may be in a better one."""
+    stages = range(tables.pipeline.num_stages)
+    growing = [tables.times(stage, placed, num_rows, band) for stage in stages]
+    if margin is not None:
+        lowest = tables.lowest(placed, num_rows, margin)
+        growing = [np.where(band.starts < low[:, None], np.inf, own) for own, low in zip(growing, lowest, strict=True)]
+    seconds = [own + tables.answered(stage, placed, num_rows)[:, None] for stage, own in enumerate(growing)]
+    slowest = _least_maximum(seconds, band)
+    if not _is_enough(growing, slowest, band):  # gradients may take less time at a later place
+        return None
+    if np.isinf(slowest):  # nothing fits: come as near as can be, the check of the whole plan says what is missing
+        assert margin is not None, "every model can be cut somewhere"
+        seconds = [tables.excess(stage, placed, num_rows, margin, band) for stage in stages]
+        slowest = _least_maximum(seconds, band)
+        if not _is_enough(seconds, slowest, band):
+            return None
+    return _least_squares(seconds, slowest, band)
+
+
+def _is_enough(tables: Sequence[Floats], slowest: float, band: Band) -> bool:
+    """Whether no piece that is longer than those of a band is in a cut whose slowest piece is as fast as this."""
+    limits = (table[band.longest : -1, 0] for table in tables)  # as long as may be, and could be longer
+    return all(np.all(np.isinf(own) | (own > slowest * (1 + EQUAL))) for own in limits)
+
+
+def wishes_of(points: CutPoints, partition: Partition) -> dict[str, Wish]:
+    """Where the ops of each piece want to run; what floats has no wish."""
+    stages = np.searchsorted(partition.bounds, np.arange(len(points.spine)), side="right") - 1
+    wishes = [Wish((stage,)) for stage in range(len(partition.bounds) - 1)]
+    return {name: wishes[stage] for name, stage in zip(points.spine, stages, strict=True) if name not in points.floating}
+
+
+def _least_maximum(tables: Sequence[Floats], band: Band) -> float:
+    best, found = band.before(), np.empty_like(tables[0])
+    for table in tables:
+        np.maximum(band.windows(best), table, out=found)
+        best = band.padded(found.min(axis=1))
+    return float(best[-1])
+
+
+def _least_squares(tables: Sequence[Floats], slowest: float, band: Band) -> list[int]:
+    """The bounds with the least sum of squares among those with no piece above `slowest`."""
+    best, choices, rows = band.before(), list[NDArray[np.int64]](), np.arange(band.num_units + 1)
+    for table in tables:
+        total = np.where(table <= slowest * (1 + EQUAL), table, np.inf)
+        total *= total
+        total += band.windows(best)
+        columns = total.argmin(axis=1)  # of equal ones the longest piece
+        choices.append(band.starts[rows, columns])
+        best = band.padded(total[rows, columns])
+    bounds = [band.num_units]
+    for choice in reversed(choices):
+        bounds.append(int(choice[bounds[-1]]))
+    return bounds[::-1]

@@ -1,0 +1,382 @@
+"""What pieces of a model take on a kind of device, as running sums over the places to cut: a piece is the difference of two.
+
+The cut of a pipeline and the closed form of a step read them. Of a split stage each device has the part that the sharding
+pass gives it of the whole model, or of one of its repeated blocks with what is around them, with what its group exchanges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale.errors import WhaleError
+from whale.estimate import OpTable, op_seconds, size_line
+from whale.estimate.costs.op_table import Floats
+from whale.estimate.prices.again import Again
+from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.tolls import Site, Tolls
+from whale.ir.blocks import find_repeated_blocks
+from whale.ir.cluster import Device, Host
+from whale.planning.pipeline.cut_points import CutPoints
+from whale.planning.pipeline.placement import Likeness
+from whale.planning.shard.memory import Load
+from whale.planning.shard.sharding import Sharder
+from whale.planning.shard.space import Scene
+from whale.planning.strategy import Placed
+from whale.planning.structure.structure import Structure
+from whale.sharding.bridges import Bridge
+
+SPARE = 1.25
+"""Where memory is short, a device of a split group has so many times its part at most."""
+
+NUM_BLOCKS = 3
+"""A model with more repeated blocks than this is split as one of them is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Per place to cut, seconds of all ops before it, for a micro-batch: ``fixed + per_row x rows`` about some number of rows.
+
+    Attributes:
+        forward, backward: on the device, with what its split group exchanges: ``[2, places]``.
+        started_forward, started_backward: of the host that starts the kernels: ``[places]``.
+        waiting: ops whose weight gradients may wait, likewise.
+        weights: the part of `backward` that these are, likewise as lines.
+    """
+
+    forward: Floats
+    backward: Floats
+    weights: Floats
+    started_forward: Floats
+    started_backward: Floats
+    waiting: Floats
+
+
+@dataclass(eq=False)
+class _Columns:
+    """The bound ops of a graph with equal ones together: tens of numbers however deep the model is.
+
+    Attributes:
+        prices: of the whole graph, or of one device's part of it.
+        table: the figures of one of each.
+        firsts: their places in the graph.
+        before: per place to cut, how many ops of each column are before it: ``[places, columns]``.
+        tolls: per place, seconds of what the ops before it exchange in a split group, forward and backward: ``[2, 2, places]``.
+        started: likewise of the host: ``[2, places]``.
+        trained: per place, bytes of trainable parameters on a device, each where it is read first.
+        shares: of a device of a split group, per place what of the parameters before it is on it, and of what is kept, as a line by rows:
+            ``[3, places]``.
+    """
+
+    prices: Prices
+    table: OpTable
+    firsts: NDArray[np.int64]
+    before: Floats
+    tolls: Floats
+    started: Floats
+    trained: Floats
+    shares: Floats
+
+    def sums(self, kind: Device, rows: float) -> Sums:
+        found, prices = op_seconds(self.table, kind, rows, self.prices.costs), self.prices
+        training, share = float(prices.training), prices.weight_shares[self.firsts]
+        backward = (found.backward_fixed + prices.adding(kind)[self.firsts]) * training, found.backward_per_row * training
+        own = np.stack(
+            [
+                found.forward_fixed,
+                found.forward_per_row,
+                *backward,
+                backward[0] * share,
+                backward[1] * share,
+                found.forward_host,
+                found.backward_host * training,
+                (share > 0) * training,
+            ],
+            axis=1,
+        )
+        sums = (self.before @ own).T
+        forward, back = sums[:2] + self.tolls[0], sums[2:4] + self.tolls[1]
+        return Sums(forward, back, sums[4:6], sums[6] + self.started[0], sums[7] + self.started[1], sums[8])
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """How split groups of some width have the model.
+
+    Attributes:
+        bridges: what they exchange.
+        columns: of one device, without that.
+    """
+
+    bridges: tuple[Bridge, ...]
+    columns: _Columns
+
+
+@dataclass(eq=False)
+class Pieces:
+    """The running sums of one model.
+
+    Args:
+        prices: of the graph on the cluster.
+        structure: of the graph.
+        points: where it can be cut.
+        num_rows: of the global batch.
+
+    Attributes:
+        cuts: the best cuts as if memory were boundless, in units, by what they depend on; `looks` of replicas, by their devices; `times` of
+            all pieces as some stage.
+    """
+
+    prices: Prices
+    structure: Structure
+    points: CutPoints
+    num_rows: int
+    cuts: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, init=False)
+    times: dict[Hashable, Floats] = field(default_factory=dict, init=False)
+    lists: dict[Hashable, list[float]] = field(default_factory=dict, init=False)
+    looks: dict[Placed, Likeness] = field(default_factory=dict, init=False)
+    _columns: dict[tuple[Device, int, Hashable], _Columns | None] = field(default_factory=dict, init=False)
+    _sums: dict[tuple[Device, int, Hashable, float], Sums] = field(default_factory=dict, init=False)
+    _hosts: dict[tuple[Device, int], Host | None] = field(default_factory=dict, init=False)
+    _splits: dict[tuple[int, bool], _Split | None] = field(default_factory=dict, init=False)
+
+    def sums(self, kind: Device, width: int, rows: float, host: str | None = None) -> Sums:
+        """The sums of a device of a split group, about a number of rows that the group takes of a micro-batch.
+
+        Args:
+            host: where the group is; None for the one with the slowest links that has room for it.
+        """
+        key = kind, width, self._look(kind, width, host), rows
+        if key not in self._sums:
+            columns = self._of(kind, width, host)
+            assert columns is not None, "asked for a split that there is none of"
+            self._sums[key] = columns.sums(kind, rows)
+        return self._sums[key]
+
+    def trained(self, kind: Device, width: int) -> Floats:
+        """Per place, bytes of trainable parameters before it on a device; each counts where it is read first."""
+        columns = self._of(kind, width, None)
+        assert columns is not None, "asked for a split that there is none of"
+        return columns.trained
+
+    def held(self, kind: Device, width: int) -> Floats:
+        """Per place, bytes of parameters with what training adds, and of what is kept for backward, as a line: ``[3, places]``.
+
+        Of one device of a split group; parameters that several pieces read count in each.
+        """
+        columns = self._of(kind, width, None)
+        assert columns is not None, "asked for a split that there is none of"
+        return columns.shares
+
+    def can_split(self, kind: Device, width: int) -> bool:
+        """Whether something of the model can be cut over so many devices of a kind on one host."""
+        return self._of(kind, width, None) is not None
+
+    def _look(self, kind: Device, width: int, host: str | None) -> Hashable:
+        """What is equal for hosts on which a split group exchanges as fast."""
+        if width == 1:
+            return None
+        own = self._host(kind, width) if host is None else self.prices.cluster.host_by_name[host]
+        return None if own is None else (own.link, own.link.shared and len(own.devices))
+
+    def _host(self, kind: Device, width: int) -> Host | None:
+        """Of the hosts that have room for a split group that with the slowest link; None where there is none."""
+        key = kind, width
+        if key not in self._hosts:
+            having = [host for host in self.prices.cluster.hosts if sum(own.kind == kind for own in host.devices) >= width]
+            self._hosts[key] = min(
+                having, key=lambda host: host.link.bandwidth / (len(host.devices) if host.link.shared else 1), default=None
+            )
+        return self._hosts[key]
+
+    def _of(self, kind: Device, width: int, host: str | None) -> _Columns | None:
+        if width == 1:
+            kind = self.prices.cluster.devices[0].kind
+        key = kind, width, self._look(kind, width, host)
+        if key not in self._columns:
+            self._columns[key] = self._split(kind, width, host) if width > 1 else self._made(self.prices)
+        return self._columns[key]
+
+    def _made(
+        self,
+        prices: Prices,
+        alike: NDArray[np.int64] | None = None,
+        copies: Floats | None = None,
+    ) -> _Columns:
+        """Columns of a graph, without what is exchanged.
+
+        Args:
+            alike: per op of the graph the one whose figures stand for it; None for itself.
+            copies: per op of the graph bytes of what it brings together and keeps, as lines by rows: ``[2, ops]``.
+        """
+        points, table = self.points, prices.table
+        own = prices.positions(points.spine)
+        stands = own if alike is None else alike[own]
+        bound = np.array([name not in points.floating for name in points.spine])
+        arrays = {
+            each.name: getattr(table, each.name) for each in dataclasses.fields(table) if isinstance(getattr(table, each.name), np.ndarray)
+        }
+        told = [values[stands].astype(np.float64) for name, values in arrays.items() if name != "op" or prices.costs.measured is not None]
+        first = prices.cluster.devices[0]
+        looks = np.stack([*told, prices.adding(first)[stands], prices.weight_shares[stands]], axis=1)
+        _, unlike, column = np.unique(looks, axis=0, return_index=True, return_inverse=True)
+        ops = np.zeros((len(own) + 1, len(unlike)))
+        places = np.flatnonzero(bound)
+        ops[places + 1, column.reshape(-1)[places]] = 1.0
+        kept = stands[unlike]
+
+        nothing = np.zeros((2, 2, len(points.bounds)))
+        return _Columns(
+            prices,
+            dataclasses.replace(table, **{name: values[kept] for name, values in arrays.items()}),
+            kept,
+            np.cumsum(ops, axis=0)[points.bounds],
+            nothing,
+            nothing[0],
+            np.concatenate(([0.0], np.cumsum(self._trained(prices, stands) * bound)))[points.bounds],
+            self._held(prices, stands)
+            + np.concatenate((np.zeros((1, len(points.bounds))), nothing[0] if copies is None else self._before(copies, alike))),
+        )
+
+    def _before(self, per_op: Floats, alike: NDArray[np.int64] | None) -> Floats:
+        """Per place to cut, sums over the ops before it of what stands for each; what floats is in none."""
+        points, own = self.points, self.prices.positions(self.points.spine)
+        bound = np.array([name not in points.floating for name in points.spine])
+        values = per_op[..., own if alike is None else alike[own]] * bound
+        found: Floats = np.concatenate((np.zeros((*per_op.shape[:-1], 1)), np.cumsum(values, axis=-1)), axis=-1)
+        return found[..., points.bounds]
+
+    def _held(self, prices: Prices, stands: NDArray[np.int64]) -> Floats:
+        """Of `_Columns`: by the local shapes of the ops that stand for those of the spine."""
+        points, found = self.points, np.zeros((3, len(self.points.spine) + 1))
+        kept = {name for names in self.prices.kept.values() for name in names}
+        for index, name in enumerate(points.spine):
+            there = prices.graph.ops[int(stands[index])]
+            for parameter in prices.graph.parameters_among(there.inputs):
+                found[0, index + 1] += prices.parameter_bytes(parameter.name)
+            if name in kept:
+                line = prices.outputs[there.name]
+                found[1:, index + 1] = line.fixed, line.per_row
+        result: Floats = np.cumsum(found, axis=1)[:, points.bounds]
+        return result
+
+    def _trained(self, prices: Prices, stands: NDArray[np.int64]) -> Floats:
+        """Per op of the spine, bytes of the trainable parameters that it is the first to read."""
+        seen, graph = set[str](), self.prices.graph
+        found = np.zeros(len(self.points.spine))
+        local = {position: prices.graph.ops[position] for position in set(stands.tolist())}
+        for index, name in enumerate(self.points.spine):
+            new = [each for each in graph.parameters_among(graph.by_name[name].inputs) if each.name not in seen]
+            if not new:
+                continue
+            seen.update(each.name for each in new)
+            there = prices.graph.parameters_among(local[int(stands[index])].inputs)
+            share = sum(each.spec.num_bytes for each in there) / max(
+                1, sum(p.spec.num_bytes for p in graph.parameters_among(graph.by_name[prices.graph.ops[int(stands[index])].name].inputs))
+            )
+            found[index] = share * sum(each.spec.num_bytes for each in new if each.kind == "parameter" and each.trainable)
+        return found
+
+    @cached_property
+    def _sample(self) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+        """The calls that are split in the place of all, and per op of the graph that of them which stands for it."""
+        graph = self.prices.graph
+        alike, run = np.arange(len(graph.ops)), find_repeated_blocks(graph)
+        calls = [op for op in graph.ops if op.kind == "call"]
+        if run is None or run.count <= NUM_BLOCKS:
+            return tuple(op.name for op in calls), alike
+        own = run.calls[run.start + run.length : run.start + 2 * run.length]
+        for block in range(run.count):
+            start = run.start + block * run.length
+            for op, first in zip(run.calls[start : start + run.length], own, strict=True):
+                alike[graph.position[op.name]] = graph.position[first.name]
+        outside = {op.name for op in (*run.calls[: run.start], *own, *run.calls[run.stop :])}
+        return tuple(op.name for op in calls if op.name in outside), alike
+
+    def _split(self, kind: Device, width: int, host: str | None) -> _Columns | None:
+        """Columns of one device of a split group; None where nothing can be cut.
+
+        Where the whole model does not fit on such a group in the fastest way, it is the fastest with which each device has little more than
+        its part: what is brought together for that, and kept, may not be much.
+        """
+        own = self._host(kind, width) if host is None else self.prices.cluster.host_by_name[host]
+        group = tuple(device.name for device in own.devices if device.kind == kind)[:width] if own else ()
+        if len(group) < width:
+            return None
+        rows = max(1.0, self.num_rows * width * self._speed(kind) / self._all_speeds)  # if all take a part of one micro-batch
+        found, room = None, self.prices.costs.capacity(kind)
+        for is_short in (False, True) if self._held_by_all(rows) <= width * room else (True,):
+            cut = self._shared(group, rows, is_short=is_short)
+            if cut is None:
+                return found
+            found = self._paid(cut, Site((group,), rows, 1, 1))
+            if float(found.shares[:2, -1].sum() + rows * found.shares[2, -1]) <= room:
+                return found
+        return found
+
+    def _speed(self, kind: Device) -> float:
+        """How often a device does all rows in a second."""
+        rows = float(self.num_rows)
+        sums = self.sums(kind, 1, rows)
+        device, host = sums.forward[:, -1] + sums.backward[:, -1], sums.started_forward[-1] + sums.started_backward[-1]
+        return 1 / max(float(device[0] + rows * device[1]), float(host), 1e-30)
+
+    @cached_property
+    def _all_speeds(self) -> float:
+        return sum(number * self._speed(kind) for kind, number in Counter(device.kind for device in self.prices.cluster.devices).items())
+
+    def _held_by_all(self, rows: float, ops: Sequence[str] | None = None) -> float:
+        """Bytes of parameters with what training adds, and of what is kept for backward, of some ops or of all."""
+        prices, own = self.prices, self.points.spine if ops is None else ops
+        kept = {name for op in own for name in prices.kept.get(op, ())}
+        held = sum(prices.parameter_bytes(name) for name in prices.graph.parameters_read(own))
+        return float(held + int(size_line(prices.outputs, kept).at(rows)))
+
+    def _shared(self, group: tuple[str, ...], rows: float, *, is_short: bool) -> _Split | None:
+        """How groups of this width are split, whatever their kind: as the first is that asks; None where nothing can be cut."""
+        key = len(group), is_short
+        if key not in self._splits:
+            self._splits[key] = self._solved(Site((group,), rows, 1, 1), is_short=is_short)
+        return self._splits[key]
+
+    def _solved(self, site: Site, *, is_short: bool) -> _Split | None:
+        prices, graph, (ops, alike) = self.prices, self.prices.graph, self._sample
+        inside, load = set(ops), Load(0.0, 1)
+        if is_short:
+            held, room = self._held_by_all(site.num_rows, ops), prices.costs.capacity(prices.kinds[site.groups[0][0]])
+            load = Load(held, 1, share=SPARE * held / site.width / room)
+        read = {name for own in ops for name in graph.by_name[own].inputs if graph.by_name[name].kind == "call"}
+        handed_on = {name for name in ops if any(user not in inside for user in graph.users[name])}
+        scene = Scene(graph, prices.axes, ops, frozenset(read - inside), frozenset(handed_on))
+        try:
+            shards = self._sharder.choose(scene, site, load).shards
+        except WhaleError:
+            return None
+        bridges, copies = prices.bridges(ops, shards, scene.returned), np.zeros((2, len(graph.ops)))
+        again = Again(prices, prices.labels(ops, shards), bridges, ())
+        for one, two in zip(again.forms(0, 1.0), again.forms(0, 2.0), strict=True):
+            if one.is_kept:  # beside what ops keep of their own parts
+                copies[:, graph.position[one.users[0]]] += 2 * one.num_bytes - two.num_bytes, two.num_bytes - one.num_bytes
+        return _Split(bridges, self._made(prices.local(ops, shards, 0), alike, copies))
+
+    def _paid(self, cut: _Split, site: Site) -> _Columns:
+        """Columns of a device of a group, with what it exchanges."""
+        prices, graph, tolls = self.prices, self.prices.graph, Tolls(self.prices, site)
+        paid, started = np.zeros((2, 2, len(graph.ops))), np.zeros((2, len(graph.ops)))
+        for bridge in cut.bridges:  # a parameter's is paid by the op that reads it
+            place = graph.position[bridge.tensor if graph.by_name[bridge.tensor].kind == "call" else bridge.users[0]]
+            for way, each in enumerate(tolls.started((bridge,), prices.kinds[site.groups[0][0]])):
+                paid[way, :, place] += each.device.fixed, each.device.per_row
+                started[way, place] += each.host
+        _, alike = self._sample
+        return dataclasses.replace(cut.columns, tolls=self._before(paid, alike), started=self._before(started, alike))
+
+    @cached_property
+    def _sharder(self) -> Sharder:
+        return Sharder(self.prices)

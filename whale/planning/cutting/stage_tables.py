@@ -1,0 +1,329 @@
+"""What every piece of a model would cost as each stage of a pipeline: the tables among which the cut is sought.
+
+Seconds depend on the kind of the device and on the way on which the piece receives, bytes on the stage's micro-batches in flight
+and the memory of the device: replicas with the same rows share both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale.estimate import Line, all_gather_line
+from whale.estimate.costs.op_table import Floats
+from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import Device, Link
+from whale.planning.cutting.pieces import Pieces
+from whale.planning.pipeline.cut_points import CutPoints
+from whale.planning.pipeline.recompute import Policy, expected_bytes
+from whale.planning.pipeline.scheduling import PipelineShape
+from whale.planning.strategy import Placed
+
+_Timed = tuple[Device, float, int, str | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Band:
+    """The pieces of a model that are not too long, as they lie in a table.
+
+          start    j-3  j-2  j-1
+    end 1           -    -    0        what begins before the model is no piece
+    end 2           -    0    1
+    end 3           0    1    2
+
+    Attributes:
+        num_units: that the model can be cut into.
+        longest: units of a piece at most.
+    """
+
+    num_units: int
+    longest: int
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Per row, the place where its pieces end: ``[ends, 1]``."""
+        return np.arange(self.num_units + 1, dtype=np.int64)[:, None]
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Where each piece starts, the longest first: ``[ends, pieces]``; 0 for what is none."""
+        return np.maximum(self._starts, 0)
+
+    @cached_property
+    def is_piece(self) -> NDArray[np.bool_]:
+        """Which entries are pieces."""
+        return self._starts >= 0
+
+    def before(self) -> Floats:
+        """What there is before the first stage: nothing, at the first place; `padded`."""
+        found = np.full(self.longest + self.num_units + 1, np.inf)
+        found[self.longest] = 0.0
+        return found
+
+    def padded(self, values: Floats) -> Floats:
+        """Values of all places, behind what is before the model."""
+        return np.concatenate((np.full(self.longest, np.inf), values))
+
+    def windows(self, padded: Floats) -> Floats:
+        """What padded values are where each piece starts, in the form of a table."""
+        found: Floats = np.lib.stride_tricks.sliding_window_view(padded, self.longest)[: self.num_units + 1]
+        return found
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = self.ends - np.arange(self.longest, 0, -1, dtype=np.int64)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How what crosses a cut gets to a device.
+
+    Between split groups every device sends a part of it, which is gathered on arrival, where that is faster: the scattering pass decides
+    it of each tensor, once there are stages.
+
+    Attributes:
+        link: between the devices.
+        num_parts: that may cross by themselves.
+        gathering: seconds of a message, by its bytes, inside the groups.
+    """
+
+    link: Link
+    num_parts: int = 1
+    gathering: Line = field(default_factory=Line)
+
+    def seconds(self, messages: Floats, num_bytes: Floats) -> Floats:
+        """Seconds of so many messages of so many bytes together."""
+        whole = messages * self.link.latency + num_bytes / self.link.bandwidth
+        if self.num_parts == 1:
+            return whole
+        latency, per_byte = self.link.latency + self.gathering.fixed, 1 / self.link.bandwidth / self.num_parts + self.gathering.per_row
+        return np.minimum(whole, messages * latency + num_bytes * per_byte)
+
+
+@dataclass(eq=False)
+class StageTables:
+    """Makes the tables; those of one number of rows are kept until another is asked for.
+
+    Args:
+        points: where the model may be cut.
+        pieces: what its pieces take on each kind of device.
+        prices: of its graph on the cluster.
+        pipeline: whose stages the pieces would be.
+        policy: what recomputes inside stages.
+    """
+
+    points: CutPoints
+    pieces: Pieces
+    prices: Prices
+    pipeline: PipelineShape
+    policy: Policy
+    _asked: int = field(default=0, init=False)
+    _enters: float | None = field(default=None, init=False)
+    _sums: dict[_Timed, tuple[Floats, Floats]] = field(default_factory=dict, init=False)
+    _bytes: dict[Hashable, Floats] = field(default_factory=dict, init=False)
+    _gatherings: dict[tuple[str, ...], Line] = field(default_factory=dict, init=False)
+
+    @property
+    def look(self) -> Hashable:
+        """What is equal for pipelines of which equal devices take as long for equal pieces."""
+        stages = range(self.pipeline.num_stages)
+        times = tuple(2.0 if self.pipeline.recomputed[stage] else 1 + self.policy.share(stage) for stage in stages)
+        return self.pipeline.stage_rank, self.pipeline.devices, times
+
+    def times(self, stage: int, placed: Placed, num_rows: int, band: Band) -> Floats:
+        """Seconds of every piece of a band as this stage, infinite for what is none; they do not fall where a piece ends later.
+
+        Args:
+            stage: of the pipeline.
+            placed: the devices of each rank.
+            num_rows: of a micro-batch.
+        """
+        self._ask(num_rows)
+        kind, way = self._where(stage, placed, num_rows)
+        timed, known = (*self._timed(stage, kind, placed), way, band.longest, num_rows), self.pieces.times
+        if timed not in known:
+            known[timed] = np.where(band.is_piece, self.seconds(stage, placed, num_rows, band.starts, band.ends), np.inf)
+        return known[timed]
+
+    def lowest(self, placed: Placed, num_rows: int, margin: float) -> NDArray[np.int64]:
+        """Per stage and place where a piece may end, the first place where one may start that fits: ``[stages, places]``."""
+        stages, num_units = self.pipeline.num_stages, self.points.num_units
+        ends, rooms = np.arange(num_units + 1), margin * self.rooms(placed)
+        low, high = np.zeros((stages, num_units + 1), dtype=np.int64), np.broadcast_to(ends, (stages, num_units + 1)).copy()
+        for (kind, width), own in self._alike(placed).items():
+            first, last = low[own], high[own]
+            while np.any(first < last):
+                middle = (first + last) // 2
+                fits = self.held(own[:, None], kind, width, num_rows, middle, ends) <= rooms[own, None]
+                first, last = np.where(fits, first, middle + 1), np.where(fits, middle, last)
+                first = np.minimum(first, last)
+            low[own] = last
+        return low
+
+    def excess(self, stage: int, placed: Placed, num_rows: int, margin: float, band: Band) -> Floats:
+        """Likewise the bytes by which pieces overflow their share of the device's memory.
+
+        Args:
+            margin: share of the device's memory that may be planned for.
+        """
+        self._ask(num_rows)
+        name = placed[self.pipeline.stage_rank[stage]][0]
+        kind = self.prices.kinds[name] if self.pipeline.width(stage) > 1 else None
+        look = *self._look(stage), kind, band.longest
+        if look not in self._bytes:
+            held = self.held(stage, kind, self.pipeline.width(stage), num_rows, band.starts, band.ends)
+            self._bytes[look] = np.where(band.is_piece, held, np.inf)
+        room = margin * self.prices.capacity(name) / self.pipeline.num_chunks
+        return np.maximum(self._bytes[look] - room, 0.0)
+
+    def seconds(self, stage: int, placed: Placed, num_rows: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
+        """Seconds of pieces as this stage, on one of the devices of a split group, which have equal parts of the work until it is cut.
+
+        With what it receives from the stage before; `answered` is what it receives from the next.
+        """
+        self._ask(num_rows)
+        kind, way = self._where(stage, placed, num_rows)
+        timed = self._timed(stage, kind, placed)
+        if timed not in self._sums:
+            self._sums[timed] = self._sums_of(*timed, num_rows)
+        computing, starting = (sums[ends] - sums[starts] for sums in self._sums[timed])
+        found: Floats = np.maximum(computing, starting)
+        if way is not None:
+            found = found + self._received(way, num_rows)[starts]
+        return found
+
+    def running(self, stage: int, kind: Device, placed: Placed, num_rows: int, places: NDArray[np.int64]) -> list[float]:
+        """Seconds of all that is before each of some places, as this stage: of a device, or of its host where that takes longer."""
+        timed = self._timed(stage, kind, placed)
+        key = *timed, num_rows, len(places)
+        if key not in self.pieces.lists:
+            self._ask(num_rows)
+            computing, starting = self._sums_of(*timed, num_rows)
+            self.pieces.lists[key] = np.maximum(computing, starting)[places].tolist()
+        return self.pieces.lists[key]
+
+    def answered(self, stage: int, placed: Placed, num_rows: int) -> Floats:
+        """Per place where a piece may end as this stage, the seconds in which it receives gradients from the next."""
+        way = self._where(stage + 1, placed, num_rows)[1] if self.prices.training and stage + 1 < self.pipeline.num_stages else None
+        return np.zeros(self.points.num_units + 1) if way is None else self._received(way, num_rows)
+
+    def loads(self, placed: Placed, num_rows: int, bounds: Sequence[int]) -> Floats:
+        """Bytes that a device holds for each stage, where the stages are cut so."""
+        places, found = np.array(bounds), np.zeros(self.pipeline.num_stages)
+        for (kind, width), own in self._alike(placed).items():
+            found[own] = self.held(own, kind, width, num_rows, places[own], places[own + 1])
+        return found
+
+    def _alike(self, placed: Placed) -> dict[tuple[Device | None, int], NDArray[np.int64]]:
+        """The stages on split groups of each kind and width; those that are not split are alike on all devices."""
+        groups: dict[tuple[Device | None, int], list[int]] = {}
+        for stage, rank in enumerate(self.pipeline.stage_rank):
+            width = self.pipeline.width(stage)
+            groups.setdefault((self.prices.kinds[placed[rank][0]] if width > 1 else None, width), []).append(stage)
+        return {key: np.array(stages) for key, stages in groups.items()}
+
+    def rooms(self, placed: Placed) -> Floats:
+        """Bytes that each stage may hold on its devices."""
+        capacity = np.array([self.prices.capacity(names[0]) for names in placed], dtype=np.float64)
+        found: Floats = capacity[list(self.pipeline.stage_rank)] / self.pipeline.num_chunks
+        return found
+
+    def _received(self, way: Way, num_rows: int) -> Floats:
+        """Per place, the seconds of what crosses there one way: of training, half of it."""
+        share = 0.5 if self.prices.training else 1.0
+        return way.seconds(share * self.points.messages, share * self._crossing(num_rows))
+
+    def _ask(self, num_rows: int) -> None:
+        """What is known of other numbers of rows is let go."""
+        if self._asked != num_rows:
+            self._asked, self._enters = num_rows, None
+            for known in (self._sums, self._bytes, self._gatherings):
+                known.clear()
+
+    def _where(self, stage: int, placed: Placed, num_rows: int) -> tuple[Device, Way | None]:
+        """The kind of the device of a stage, and the way on which it receives."""
+        ranks, before = self.pipeline.stage_rank, max(stage - 1, 0)
+        name, source = placed[ranks[stage]][0], placed[ranks[before]][0]
+        kind = self.prices.cluster.by_name[name].kind
+        if source == name:
+            return kind, None
+        link, num_parts = self.prices.link(source, name), min(self.pipeline.width(before), self.pipeline.width(stage))
+        if num_parts == 1:
+            return kind, Way(link)
+        here, there = (self._gathering(placed[ranks[own]][: self.pipeline.width(own)], num_rows) for own in (stage, before))
+        return kind, Way(link, num_parts, (here + there) * 0.5)  # values are gathered here, their gradients there
+
+    def _gathering(self, group: tuple[str, ...], num_rows: int) -> Line:
+        """Seconds of gathering a message in a split group, by its bytes."""
+        if group not in self._gatherings:
+            about = float(np.median(self._crossing(num_rows)))
+            self._gatherings[group] = all_gather_line(self.prices.cluster, group, Line(0.0, 1.0), 1, about)
+        return self._gatherings[group]
+
+    def _timed(self, stage: int, kind: Device, placed: Placed) -> _Timed:
+        """What the time of ops as this stage depends on: how often they run forward, and on how many devices of which host."""
+        width, times = self.pipeline.width(stage), 2.0 if self.pipeline.recomputed[stage] else 1 + self.policy.share(stage)
+        host = self.prices.cluster.by_name[placed[self.pipeline.stage_rank[stage]][0]].host if width > 1 else None
+        return kind, times, width, host
+
+    def _look(self, stage: int) -> tuple[Hashable, ...]:
+        """What the bytes of a piece depend on."""
+        pipeline = self.pipeline
+        return pipeline.in_flight[stage], pipeline.recomputed[stage], self.policy.share(stage), pipeline.width(stage), stage > 0
+
+    def _sums_of(self, device: Device, times: float, width: int, host: str | None, num_rows: int) -> tuple[Floats, Floats]:
+        """Per place to cut, seconds of all ops before it: of a device, and of the host that starts them."""
+        parts = width if self.pieces.can_split(device, width) else 1
+        sums, share = self.pieces.sums(device, parts, float(num_rows), host), parts / width
+        computing = times * (sums.forward[0] + num_rows * sums.forward[1]) + sums.backward[0] + num_rows * sums.backward[1]
+        return computing * share, times * sums.started_forward + sums.started_backward
+
+    def held(
+        self,
+        stage: int | NDArray[np.int64],
+        kind: Device | None,
+        width: int,
+        num_rows: int,
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+    ) -> Floats:
+        """Bytes that pieces need on a device as a stage, or each as its own.
+
+        Args:
+            kind: of the devices of a split group of so many; of a device by itself it is no matter.
+        """
+        self._ask(num_rows)
+        points, crossing = self.points, self._crossing(num_rows)
+        received = np.where(np.asarray(stage) > 0, crossing[starts] / 2, 0.0)
+        if kind is not None and width > 1 and self.pieces.can_split(kind, width):
+            parameters, fixed, per_row = self.pieces.held(kind, width)
+            held, kept = parameters[ends] - parameters[starts], fixed + per_row * num_rows
+        else:
+            held, kept = points.parameters[starts, ends], points.kept_fixed + points.kept_per_row * num_rows
+        in_flight, recomputed, waiting, share = self._shapes[:, stage]
+        found: Floats = held + expected_bytes(in_flight, recomputed, waiting, share, received, kept[ends] - kept[starts], self._entering)
+        return found
+
+    @cached_property
+    def _shapes(self) -> Floats:
+        """Per stage its micro-batches in flight, recomputed and waiting, and the share that recomputes: ``[4, stages]``."""
+        own = self.pipeline
+        shares = [self.policy.share(stage) for stage in range(own.num_stages)]
+        return np.array([own.in_flight, own.recomputed, own.waiting, shares], dtype=np.float64)
+
+    @property
+    def _entering(self) -> float:
+        """Bytes that enter a block of this number of rows, about."""
+        if self._enters is None:
+            self._enters = float(np.quantile(self._crossing(self._asked), 0.25)) / 2
+        return self._enters
+
+    def _crossing(self, num_rows: int) -> Floats:
+        """Per bound, the bytes that travel there both ways."""
+        crossing: Floats = self.points.crossing_fixed + self.points.crossing_per_row * num_rows
+        return crossing

@@ -1,0 +1,297 @@
+"""What every label of every class of ops costs on the devices of a split group, and every bridge between them.
+
+For n units of an axis on a device, of a micro-batch:
+
+    op, whole          all of its time, on every device
+    op along an axis   arithmetic falls to n / size, traffic by what has the axis; what it contracts is summed, at once or
+                       (scattered) half now and half backward
+    tensor             each form in which it is used and does not lie is one bridge, shared by the users of that form
+    parameter          where only work on parts uses a whole one, its gradient is summed once per step; the optimizer steps
+                       what a device holds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from whale.estimate import Line, optimizer_seconds
+from whale.estimate.costs.op_table import Floats, is_free
+from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.tolls import Site, Tolls
+from whale.estimate.prices.traffic import CutTraffic, cut_traffic
+from whale.ir.cluster import Device
+from whale.ir.graph import Op
+from whale.ir.plan import BATCH, Shard
+from whale.planning.shard.classes import WHOLE, Classes, Label, Tensors, Use
+from whale.planning.shard.memory import HeldBytes, Load
+from whale.planning.shard.problem import BridgeCost, ChosenLabels, LabelCost, LabelMemory, LabelProblem, TensorCost
+from whale.planning.shard.solver import solve_labels
+from whale.sharding.bridges import Bridge
+
+GRID = 33
+"""Times by units are computed at this many points and lie on lines between them."""
+
+Sizes = tuple[tuple[int, ...], ...]
+"""Per kind, the units of each position."""
+
+
+@dataclass(frozen=True)
+class PlacedDevice:
+    """A device as it is met at one position of the groups."""
+
+    position: int
+    device: Device
+
+
+class SplitCosts:
+    """Costs of one stage at one site.
+
+    Args:
+        classes: of the stage.
+        prices: of the graph on the cluster.
+        site: the devices, and the rows they take.
+    """
+
+    def __init__(self, classes: Classes, prices: Prices, site: Site) -> None:
+        self.classes, self.prices, self.site = classes, prices, site
+        self._tolls = Tolls(prices, site)
+        self._workers = tuple(_workers(prices, site))
+        self._capacity = tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
+        self._held: dict[Load, HeldBytes] = {}
+        self._problems: dict[tuple[Sizes, tuple[int, ...]], LabelProblem] = {}
+        self._fitting: dict[tuple[Sizes, tuple[int, ...], frozenset[int] | None], list[tuple[LabelProblem, ChosenLabels | None]]] = {}
+        self._by_share: dict[tuple[int, Device], Floats] = {}
+        self._curves: dict[tuple[int, frozenset[int] | None], tuple[Floats, ...]] = {}
+
+    @property
+    def kinds(self) -> range:
+        """The kinds of axes that may be cut."""
+        return range(len(self.classes.space.kinds))
+
+    def size(self, kind: int) -> int:
+        """Units of the axes of a kind."""
+        return self.prices.axes.by_name[self.classes.space.kinds[kind][0]].size
+
+    @cached_property
+    def whole(self) -> float:
+        """Seconds of the stage if nothing is cut, on the slowest device."""
+        stepping = sum(self._optimizer_seconds(number, Label(), None) for number in range(len(self.classes.nodes)))
+        return float(np.max(np.sum(self._whole_seconds, axis=0))) + stepping
+
+    def best(
+        self, sizes: Sizes, insisted: tuple[int, ...], load: Load | None = None, other_than: frozenset[int] | None = None
+    ) -> ChosenLabels | None:
+        """The best labels at some sizes: the fastest of all where these fit, else the fastest that fit.
+
+        Args:
+            insisted: kinds along which every op works that may.
+            load: what the devices hold; None where memory is no matter.
+            other_than: a set of kinds that is not to be found again.
+        """
+        key, problem = (sizes, insisted, other_than), self.problem(sizes, insisted, load)
+        if key not in self._fitting:
+            roomiest = replace(problem, memory=None)
+            self._fitting[key] = [(roomiest, solve_labels(roomiest, other_than))]
+        for roomier, best in self._fitting[key]:  # what is best of more is best of fewer, if it is among them
+            if best is None:
+                return None
+            if roomier.memory is None or (problem.memory and roomier.memory.fits_where(problem.memory)):
+                placed = problem.evaluate(best.labels)
+                if placed is not None and placed.excess <= 0:
+                    return replace(placed, gap=best.gap)
+        found = solve_labels(problem, other_than)
+        if found is not None and found.excess <= 0:
+            self._fitting[key].append((problem, found))
+        return found
+
+    def problem(self, sizes: Sizes, insisted: tuple[int, ...], load: Load | None = None) -> LabelProblem:
+        """The problem with the sizes of every kind fixed; takes what `best` does."""
+        shares, key = self._shares(sizes), (sizes, insisted)
+        if key not in self._problems:
+            nodes = tuple(tuple(self._label_costs(number, along, shares)) for number, along in enumerate(self._times(shares)))
+            tensors = tuple(cost for _, cost in self._crossed)
+            self._problems[key] = LabelProblem(nodes, tensors, len(self.kinds), tuple(self._insisted(insisted)))
+        return self._problems[key] if load is None else replace(self._problems[key], memory=self._memory(shares, load))
+
+    def _memory(self, shares: Floats, load: Load) -> LabelMemory:
+        if load not in self._held:
+            self._held[load] = HeldBytes(self.classes, self.prices, self.site.num_rows, load, self._crossed)
+        return self._held[load].memory(self._capacity, shares)
+
+    def lacking_by_units(self, labels: Sequence[int], load: Load) -> tuple[Floats, Floats]:
+        """Per position, bytes that a device lacks at some labels with no unit of any axis, and with all of them; below 0 what is free."""
+        shape = len(self.kinds), self.site.width
+        none, every = (self._memory(shares, load).lacking(labels) for shares in (np.zeros(shape), np.ones(shape)))
+        return none, every
+
+    def handled(self, shards: tuple[Shard, ...]) -> Floats:
+        """Seconds that messages take of the device itself at each position, of one micro-batch; sizes of the cuts do not matter."""
+        scene, found = self.classes.scene, np.zeros(self.site.width)
+        for worker in self._workers:
+            if worker.device.handling:
+                bridges = self.prices.bridges(scene.ops, shards, scene.returned)
+                seconds = Line.sum(self._tolls.handled(bridges, worker.device)).at(self.site.num_rows)
+                found[worker.position] = max(found[worker.position], seconds)
+        return found
+
+    def curves(self, kind: int, nodes: frozenset[int] | None = None) -> tuple[Floats, ...]:
+        """Per position, seconds of the ops along a kind by units held, 0 to its size.
+
+        Args:
+            nodes: those that work along it; None for all that may.
+        """
+        if (kind, nodes) not in self._curves:
+            self._curves[kind, nodes] = self._curves_of(kind, nodes)
+        return self._curves[kind, nodes]
+
+    def _curves_of(self, kind: int, nodes: frozenset[int] | None) -> tuple[Floats, ...]:
+        size = self.size(kind)
+        shares = np.linspace(0.0, 1.0, min(GRID, size + 1))
+        found: list[Floats] = [np.zeros(size + 1)] * self.site.width
+        for worker in self._workers:
+            if kind not in self._traffic:
+                return tuple(np.linspace(0.0, 1.0, size + 1) for _ in found)
+            members, _ = self._traffic[kind]
+            counts = [len(self.classes.nodes[node].ops) if nodes is None or node in nodes else 0 for node in members]
+            times = self._seconds_by_share(kind, worker.device, shares) @ np.array(counts, dtype=np.float64)
+            curve = np.maximum.accumulate(np.interp(np.arange(size + 1) / size, shares, times))
+            found[worker.position] = np.maximum(found[worker.position], curve)
+        return tuple(found)
+
+    def _seconds_by_share(self, kind: int, device: Device, shares: Floats) -> Floats:
+        """Per share of the axes, seconds of each op along a kind."""
+        key = kind, device.kind
+        if key not in self._by_share:
+            members, traffic = self._traffic[kind]
+            tiled = np.tile(shares[:, None], len(members))
+            self._by_share[key] = traffic.seconds(device, self.site.num_rows, tiled, self.prices.costs, training=self.prices.training)
+        return self._by_share[key]
+
+    def _shares(self, sizes: Sizes) -> Floats:
+        """Per kind, per position, what devices have of the axes."""
+        return np.array([np.array(own) / self.size(kind) for kind, own in enumerate(sizes)]).reshape(len(sizes), self.site.width)
+
+    def _insisted(self, kinds: Sequence[int]) -> Iterator[tuple[int, int]]:
+        for number, node in enumerate(self.classes.nodes):
+            for kind in kinds:
+                if node.first.kind == "call" and any(label.work == kind for label in node.labels):
+                    yield number, kind
+
+    @cached_property
+    def _whole_seconds(self) -> Floats:
+        """Per node, per worker, seconds of its members run whole."""
+        members, position = self.classes.members, self.prices.table.position
+        index = [[position[name] for op in node.ops for name in members[op.name]] for node in self.classes.nodes]
+        found = np.zeros((len(index), len(self._workers)))
+        for number, worker in enumerate(self._workers):
+            seconds = self.prices.seconds(worker.device, self.site.num_rows)
+            forward = seconds.forward_fixed + self.site.num_rows * seconds.forward_per_row
+            both = forward + seconds.backward_fixed + self.site.num_rows * seconds.backward_per_row
+            found[:, number] = [both[own].sum() for own in index]
+        return found
+
+    @cached_property
+    def _traffic(self) -> dict[int, tuple[tuple[int, ...], CutTraffic]]:
+        """Per kind, the nodes that may work along it, and their first ops as a table."""
+        found: dict[int, list[int]] = {}
+        for number, node in enumerate(self.classes.nodes):
+            if not is_free(node.first):
+                for kind in dict.fromkeys(label.work for label in node.labels if label.work != WHOLE):
+                    found.setdefault(kind, []).append(number)
+        return {kind: (tuple(nodes), self._traffic_of(kind, nodes)) for kind, nodes in found.items()}
+
+    def _traffic_of(self, kind: int, nodes: Sequence[int]) -> CutTraffic:
+        ops = [self.classes.nodes[number].first for number in nodes]
+        work = [(op, self.classes.work(op.name, Label(kind))) for op in ops]
+        return cut_traffic(self.prices.graph, self.prices.axes, self.prices.table, work)
+
+    def _times(self, shares: Floats) -> list[dict[int, Floats]]:
+        """Per node, by the kind along which its members work, seconds of them per worker."""
+        found: list[dict[int, Floats]] = [{WHOLE: own} for own in self._whole_seconds]
+        costs = self.prices.costs
+        for kind, (members, traffic) in self._traffic.items():
+            counts = np.array([len(self.classes.nodes[node].ops) for node in members], dtype=np.float64)
+            rows = np.array(
+                [
+                    traffic.seconds(
+                        worker.device,
+                        self.site.num_rows,
+                        np.full(len(members), shares[kind, worker.position]),
+                        costs,
+                        training=self.prices.training,
+                    )
+                    for worker in self._workers
+                ]
+            )
+            for node, seconds in zip(members, (rows * counts).T, strict=True):
+                found[node][kind] = seconds
+        return found
+
+    def _label_costs(self, number: int, along: Mapping[int, Floats], shares: Floats) -> Iterator[LabelCost]:
+        node, nothing = self.classes.nodes[number], np.zeros(len(self._workers))
+        for label in node.labels:
+            kinds = frozenset({label.work, label.scattered}) - {WHOLE}
+            if node.first.kind != "call":
+                stepping = self._optimizer_seconds(number, label, shares)
+                yield LabelCost(tuple(along[WHOLE]), fixed=stepping, kinds=kinds)
+                continue
+            sums = len(node.ops) * self._sum_seconds(node.first, label)
+            divides = label.work != WHOLE and self._counts(node.first, label)
+            yield LabelCost(tuple(along.get(label.work, nothing)), label.work, sums, kinds, divides)
+
+    def _optimizer_seconds(self, number: int, label: Label, shares: Floats | None) -> float:
+        """Seconds of stepping the parameters of a node, per micro-batch of the step, on the slowest device."""
+        node = self.classes.nodes[number]
+        if node.first.kind != "parameter" or not node.first.requires_grad or not self.prices.training:
+            return 0.0
+        held = sum(op.num_bytes for op in node.ops)
+        times = []
+        for worker in self._workers:
+            own = held * (shares[label.work, worker.position] if shares is not None and label.work != WHOLE else 1.0)
+            times.append(optimizer_seconds(worker.device, own, own, own * self.prices.costs.optimizer_states))
+        return max(times) / self.site.num_micro_batch
+
+    def _counts(self, op: Op, label: Label) -> bool:
+        """Whether work on parts divides something worth it: arithmetic, or a parameter."""
+        axis = self.classes.work(op.name, label)
+        if axis == BATCH:
+            return False
+        graph = self.prices.graph
+        reads = any(graph.by_name[name].kind == "parameter" and axis in self.classes.scene.axes_in(name) for name in op.inputs)
+        return reads or (op.requires_grad and op.backward_flops > 0)
+
+    def _sum_seconds(self, op: Op, label: Label) -> float:
+        axis = self.classes.work(op.name, label)
+        if axis is None or (role := self.classes.scene.role(op.name, axis)).kind != "contracted":
+            return 0.0
+        target = "scattered" if label.scattered != WHOLE else None
+        bridge = Bridge(op.name, None, target, is_sum=True, has_gradient=op.requires_grad, combine=role.combine)
+        forward, backward = self._tolls.both_ways(bridge)
+        return (forward + backward).at(self.site.num_rows)
+
+    @cached_property
+    def _crossed(self) -> tuple[tuple[Tensors, TensorCost], ...]:
+        """The tensors that bridges can stand at, with what these cost."""
+        both = zip(self.classes.tensors, self.classes.bridges, strict=True)
+        return tuple((tensors, self._tensor_cost(tensors, bridges)) for tensors, bridges in both if bridges)
+
+    def _tensor_cost(self, tensors: Tensors, bridges: Mapping[tuple[int, Use], Bridge]) -> TensorCost:
+        once, rows = 0.0, self.site.num_rows
+        if tensors.first.kind == "parameter" and tensors.first.requires_grad and self.prices.training:
+            once = tensors.count * self._tolls.synchronized(tensors.first).at(rows)
+        found = {}
+        for place, bridge in bridges.items():
+            forward, backward = (line.at(rows) * tensors.count for line in self._tolls.both_ways(bridge))
+            found[place] = BridgeCost(forward, backward, bool(bridge.forward))
+        return TensorCost(tensors.node, tensors.forms, tensors.users, found, once)
+
+
+def _workers(prices: Prices, site: Site) -> Iterator[PlacedDevice]:
+    """Per position, its devices in the groups, equal ones once."""
+    for position in range(site.width):
+        devices = (prices.cluster.by_name[group[position]] for group in site.groups)
+        yield from (PlacedDevice(position, device) for device in {device.kind: device for device in devices}.values())

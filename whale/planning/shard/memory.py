@@ -1,0 +1,196 @@
+"""What the labels of a split stage hold, where some runs of its ops are computed again, too.
+
+outside of runs    what ops keep lies there for every micro-batch in flight
+in the largest     what its ops keep is there once, of the micro-batch that is computed again
+in other runs      nothing: only what a run reads from outside is kept
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from whale.estimate.costs.op_table import Floats
+from whale.estimate.memory.kept import keeps_parameter, kept_for_weights
+from whale.estimate.memory.memory import kept_names, size_line
+from whale.estimate.prices.part import Recompute
+from whale.estimate.prices.prices import Prices
+from whale.planning.shard.classes import WHOLE, Classes, Node, Tensors
+from whale.planning.shard.problem import Copies, LabelMemory, TensorCost
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """What a stage computes again, whatever its ops are called.
+
+    Attributes:
+        runs: of its ops, by their places among them (start, stop).
+        num_alive: where R actions recompute the whole stage, how many recomputed micro-batches are alive at once; else 0.
+        waiting: micro-batches whose weight gradients wait, where these hold more than others in flight; else 0.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
+    num_alive: int = 0
+    waiting: int = 0
+
+
+def repeated_of(ops: Sequence[str], again: Recompute, waiting: int) -> Repeated:
+    """What a stage computes again, by the places of its ops."""
+    position = {name: place for place, name in enumerate(ops)}
+    return Repeated(tuple((position[segment[0]], position[segment[-1]] + 1) for segment in again.segments), again.num_alive, waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a device of a stage holds.
+
+    Attributes:
+        num_bytes: if nothing is cut, but for what ops work on.
+        in_flight: micro-batches whose activations are held.
+        taken: bytes of the device's memory that are for its other stages.
+        share: of the rest, how much is for this stage: other split stages of the device have theirs.
+        repeated: what is computed again.
+    """
+
+    num_bytes: float
+    in_flight: int
+    taken: float = 0.0
+    share: float = 1.0
+    repeated: Repeated = Repeated()
+
+    def free(self, memory: Sequence[int]) -> Floats:
+        """Bytes that are left of each device's memory if nothing is cut; below nothing where it overflows."""
+        return (np.array(memory, dtype=np.float64) - self.taken) * self.share - self.num_bytes
+
+
+class HeldBytes:
+    """Bytes of the classes of a stage.
+
+    Args:
+        classes: of the stage.
+        prices: of the graph.
+        num_rows: of a micro-batch.
+        load: what a device holds.
+        crossed: the tensors that bridges can stand at.
+    """
+
+    def __init__(
+        self, classes: Classes, prices: Prices, num_rows: float, load: Load, crossed: Sequence[tuple[Tensors, TensorCost]]
+    ) -> None:
+        self._classes, self._prices, self._num_rows, self._load, self._crossed = classes, prices, num_rows, load, crossed
+        ops, repeated = classes.scene.ops, load.repeated
+        self._runs = (ops,) if repeated.num_alive else tuple(ops[start:stop] for start, stop in repeated.runs)
+        self._inside = frozenset(name for run in self._runs for name in run)
+        self._firsts = frozenset(run[0] for run in self._runs)
+
+    def memory(self, capacity: Sequence[int], shares: Floats) -> LabelMemory:
+        """What labels hold, and what is free.
+
+        Args:
+            capacity: of the device at each position.
+            shares: per kind of axes, per position, what devices have of them.
+        """
+        every = np.vstack([shares, np.ones((1, shares.shape[1]))])  # WHOLE is the last row
+        held = tuple(-own @ (1 - every) for own in self._in_parts)
+        working = tuple(self._load.share * self._working(number, every) for number in range(len(held)))
+        return LabelMemory(
+            self._load.free(capacity), held, working, tuple(self._copies(number, every) for number in range(len(self._crossed)))
+        )
+
+    def _num_bytes(self, name: str) -> float:
+        """Of what an op makes, for one micro-batch."""
+        return self._prices.outputs[name].at(self._num_rows)
+
+    @cached_property
+    def _times(self) -> Mapping[str, float]:
+        """How often the results of each op lie there; those that are kept for weight gradients instead of others count the difference."""
+        graph, load, ops, found = self._prices.graph, self._load, self._classes.scene.ops, defaultdict[str, float](float)
+        kept, inside = kept_names(graph, ops, self._prices.kept, self._runs)
+        alive, waiting = load.repeated.num_alive, load.repeated.waiting
+        for name in () if alive else kept:
+            found[name] += load.in_flight - waiting
+        if waiting:  # W needs more than what is computed again
+            for name in kept_for_weights(graph, ops):
+                found[name] += waiting
+        else:
+            again = [inside[0] | kept.keys()] if alive else inside
+            for name in max(again, key=lambda names: size_line(self._prices.outputs, names).at(self._num_rows), default=()):
+                found[name] += load.share * max(1, alive)
+        return found
+
+    @cached_property
+    def _in_parts(self) -> tuple[Floats, ...]:
+        """Per node, by label and kind, the bytes that lie in parts; what lies WHOLE is the last."""
+        return tuple(self._parts_of(node, forms) for node, forms in zip(self._classes.nodes, self._classes.forms, strict=True))
+
+    def _parts_of(self, node: Node, forms: Sequence[tuple[int, ...]]) -> Floats:
+        found = np.zeros((len(node.labels), len(self._classes.space.kinds) + 1))
+        labels, members = range(len(node.labels)), self._classes.members
+        if node.first.kind in ("parameter", "buffer"):
+            known = self._prices.graph.parameter_by_name
+            num_bytes = sum(self._prices.parameter_bytes(known[op.target].name) for op in node.ops)
+            found[labels, [label.work for label in node.labels]] = num_bytes
+        else:
+            for place, (name, own) in enumerate(zip(members[node.first.name], forms, strict=True)):
+                count = sum(self._times.get(members[op.name][place], 0.0) for op in node.ops)
+                np.add.at(found, (labels, own), count * self._num_bytes(name))
+        return found
+
+    def _working(self, number: int, shares: Floats) -> Floats:
+        """What one member of a node works on at each label: its result and the gradient of that (`working_line`)."""
+        node = self._classes.nodes[number]
+        found = np.zeros((len(node.labels), shares.shape[1]))
+        if node.first.kind == "call":
+            for name, forms in zip(self._classes.members[node.first.name], self._classes.forms[number], strict=True):
+                found = np.maximum(found, 2 * self._num_bytes(name) * shares[list(forms)])
+        return found
+
+    def _copies(self, number: int, shares: Floats) -> Copies:
+        tensor, (keeps, gathered, others) = self._crossed[number][1], self._kept_copies[number]
+        num_bytes = {
+            (form, use): (gathered if use[0] == WHOLE != form else others) * shares[use[0]]
+            for (form, use), bridge in tensor.bridges.items()
+            if bridge.moves
+        }
+        return Copies(tensor, keeps, num_bytes)
+
+    @cached_property
+    def _kept_copies(self) -> tuple[tuple[tuple[bool, ...], float, float], ...]:
+        """Of each tensor which users keep the form that they need, the bytes of a gathered form, and of others.
+
+        What is gathered is not kept where segments are computed again: its part is, and is gathered again (`prices.again`).
+        """
+        found = []
+        for tensors, _ in self._crossed:
+            entered = any(self._enters(op.name) for op in tensors.ops)
+            gathered, others = (
+                self._times_copied(tensors, is_gathered) * self._num_bytes(tensors.first.name) for is_gathered in (True, False)
+            )
+            found.append((tuple(user.keeps or entered for user in tensors.users), gathered, others))
+        return tuple(found)
+
+    def _times_copied(self, tensors: Tensors, is_gathered: bool) -> float:
+        """How often a form that a bridge makes of some identical tensors lies there, all of them together."""
+        alive, in_flight = self._load.repeated.num_alive, self._load.in_flight
+        if not self._runs or alive:
+            return tensors.count * (alive or in_flight)
+        left = is_gathered and tensors.first.kind == "call"
+        return in_flight * sum(self._enters(op.name) or (not left and self._is_kept(op.name)) for op in tensors.ops)
+
+    def _enters(self, tensor: str) -> bool:
+        """Whether a form of a tensor is made outside of a run that reads it."""
+        readers = self._classes.readers.get(tensor, ())
+        is_inside = bool(readers) and readers[0] in self._inside and readers[0] not in self._firsts
+        return not is_inside and not self._inside.isdisjoint(readers)
+
+    def _is_kept(self, tensor: str) -> bool:
+        """Whether an op outside of runs keeps it."""
+        graph = self._prices.graph
+        outside = [name for name in self._classes.readers.get(tensor, ()) if name not in self._inside]
+        if graph.by_name[tensor].kind == "call":
+            return any(graph.storage[tensor] in self._prices.kept.get(name, ()) for name in outside)
+        return any(keeps_parameter(graph, graph.by_name[name], tensor) for name in outside)

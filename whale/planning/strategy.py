@@ -1,0 +1,187 @@
+"""What may be chosen of a plan: replicas, the devices of their stages, schedule, micro-batches, recomputation; what is None is open.
+
+2 x (V100-32GB -> T4), zb_h2, 4 micro-batches        two replicas of two ranks
+1 x (A100-80GB, each split over 4), 1 micro-batch    one replica of one rank, whose stages are split over four devices
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+
+from whale.config.keys import Shares
+from whale.ir.cluster import Device
+from whale.units import counted
+
+Placed = tuple[tuple[str, ...], ...]
+"""The device names of every rank of one replica."""
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """The devices of a rank: one, or several that its stages are split over.
+
+    Attributes:
+        kind: of all of them.
+        width: how many.
+    """
+
+    kind: Device
+    width: int = 1
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.width))
+
+    def __hash__(self) -> int:  # ranks and replicas are keys of what was worked out about them, and long
+        return self._hash
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """A replica, or several that are identical.
+
+    Attributes:
+        ranks: the devices of each rank, in the order of the pipeline.
+        count: how many replicas.
+        names: of the devices of each rank, of one replica.
+        schedule: name of the schedule kind.
+        num_chunks: stages per rank.
+        num_micro_batch: of a step.
+        recompute: what its stages compute again, as ``recompute.policy``.
+    """
+
+    ranks: tuple[RankSpec, ...] | None = None
+    count: int = 1
+    names: Placed | None = None
+    schedule: str | None = None
+    num_chunks: int | None = None
+    num_micro_batch: int | None = None
+    recompute: str | Shares | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.ranks, self.count, self.names, self.schedule, self.num_chunks, self.num_micro_batch, self.recompute))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """Ranks, where they are said or named; else 1."""
+        return len(self.ranks or self.names or (None,))
+
+    @cached_property
+    def num_devices(self) -> int:
+        """Of all its replicas."""
+        return self.count * sum(number * rank.width for rank, number in self.numbers.items())
+
+    @cached_property
+    def numbers(self) -> Mapping[RankSpec, int]:
+        """Ranks of each kind and width."""
+        return Counter(self.ranks or ())
+
+    @cached_property
+    def taken(self) -> Mapping[Device, int]:
+        """Devices of each kind that all its replicas take."""
+        taken: Counter[Device] = Counter()
+        for rank, number in self.numbers.items():
+            taken[rank.kind] += number * rank.width * self.count
+        return taken
+
+    @cached_property
+    def is_split(self) -> bool:
+        return any(rank.width > 1 for rank in self.numbers)
+
+    @property
+    def one(self) -> ReplicaSpec:
+        """What one replica is, whatever its order: of equal ones the ranks are one object."""
+        return ReplicaSpec(self.ranks)
+
+    def __str__(self) -> str:
+        runs = [(rank, len(list(run))) for rank, run in groupby(self.ranks or ())]
+        widths = {rank.width for rank, _ in runs}
+        if len(widths) == 1:
+            split = f", each split over {max(widths)}" if self.is_split else ""
+            return f"{self.count} x ({' -> '.join(_said(rank.kind, number) for rank, number in runs)}{split})"
+        said = (_said(rank.kind, number) + (f" split over {rank.width}" if rank.width > 1 else "") for rank, number in runs)
+        return f"{self.count} x ({' -> '.join(said)})"
+
+
+def _said(kind: Device, number: int) -> str:
+    return f"{number} x {kind.model}" if number > 1 else kind.model
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A plan up to its cuts, its rows and what else follows.
+
+    Attributes:
+        replicas: all of them; where the ranks of one are open, scopes and what is written down say what they are.
+        devices: that open replicas may take; None for all.
+        near: by which rule devices that have no names get them: replica after replica, each on as few hosts as can be (True), or rank
+            after rank, so that those who hold the same stage are neighbours (False).
+    """
+
+    replicas: tuple[ReplicaSpec, ...]
+    devices: tuple[Device, ...] | None = None
+    near: bool | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.replicas, self.devices, self.near))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def is_open(self) -> bool:
+        """Whether scopes, or what is written down, say what the replicas are."""
+        return any(replica.ranks is None for replica in self.replicas)
+
+    @property
+    def num_replicas(self) -> int:
+        return sum(replica.count for replica in self.replicas)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(replica.num_devices for replica in self.replicas) or len(self.devices or ())
+
+    @property
+    def is_split(self) -> bool:
+        return any(replica.is_split for replica in self.replicas)
+
+    @property
+    def deepest(self) -> ReplicaSpec:
+        """The replica with most ranks."""
+        return max(self.replicas, key=lambda replica: replica.num_ranks)
+
+    @property
+    def num_micro_batch(self) -> int:
+        """Of each replica, where all have as many."""
+        return self.replicas[0].num_micro_batch or 1
+
+    @cached_property
+    def unnamed(self) -> Strategy:
+        """What it is, whichever devices of a kind it has: replicas that are identical are one."""
+        if self.is_open:
+            return Strategy(tuple(dict.fromkeys(replace(replica, names=None) for replica in self.replicas)), self.devices)
+        found: Counter[ReplicaSpec] = Counter()
+        for replica in self.replicas:
+            found[replace(replica, names=None, count=1)] += replica.count
+        return Strategy(tuple(replace(replica, count=count) for replica, count in found.items()))
+
+    def __str__(self) -> str:
+        own = self.deepest
+        if self.is_open:
+            kinds = Counter(device.model for device in self.devices or ())
+            who = "as it is divided, on " + " + ".join(f"{count} x {model}" for model, count in kinds.items())
+        else:
+            who = " + ".join(map(str, self.unnamed.replicas))
+        order = own.schedule if own.num_ranks > 1 or (self.is_open and own.schedule) else None
+        chunks = f" of {own.num_chunks} chunks" if order and (own.num_chunks or 1) > 1 else ""
+        again = f", recompute {own.recompute}" if own.recompute in ("none", "blocks", "full") else ""
+        return f"{who}{f', {order}{chunks}' if order else ''}, {counted(self.num_micro_batch, 'micro-batch')}{again}"

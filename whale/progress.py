@@ -1,0 +1,63 @@
+"""A line on standard error while work takes long (a capture, a plan, the first step, a checkpoint), so that nobody takes it for a hang."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+FIRST_SECONDS = 1.0
+"""How long work goes on before it is told; then again each time twice as long."""
+
+
+@contextmanager
+def progress(what: str, *, on_first: bool = True) -> Iterator[Callable[[str], None]]:
+    """Tells what goes on inside, if it goes on for long, and the last of what was said of it.
+
+    Args:
+        what: is done (``capturing the model``).
+        on_first: whether this is rank 0, which alone tells.
+
+    Yields:
+        A function that takes what there is to say of the work so far.
+    """
+    teller = _Teller(what)
+    if not on_first:
+        yield teller.note
+        return
+    thread = threading.Thread(target=teller.tell, name="whale progress", daemon=True)
+    thread.start()
+    try:
+        yield teller.note
+    finally:
+        teller.done.set()
+        thread.join()
+
+
+@dataclass(eq=False)
+class _Teller:
+    """Work that goes on.
+
+    Attributes:
+        what: is done.
+        seen: what was said of it last; "" for nothing.
+        done: is set at its end.
+    """
+
+    what: str
+    seen: str = ""
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def note(self, seen: str) -> None:
+        self.seen = seen
+
+    def tell(self) -> None:
+        """Prints a line each time, until the work is done."""
+        start, pause = time.monotonic(), FIRST_SECONDS
+        while not self.done.wait(pause):
+            seen = f": {self.seen}" if self.seen else ""
+            print(f"whale: still {self.what}, for {time.monotonic() - start:.0f} s{seen}", file=sys.stderr, flush=True)
+            pause *= 2

@@ -1,0 +1,125 @@
+"""Weights that are there while ops read them alone: a program brings them before, and lets them go after.
+
+forward    bring(w)  y = linear(x, w)  let go(w)
+backward   before the backward pass of the last reader: bring; when the gradient of what the first one reads is whole: let go
+
+A segment that is computed again brings what it reads as any op does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from whale.ir.graph import ModelGraph
+from whale.runtime.program.marks import OP, op_of
+
+Numbers = tuple[int, ...]
+"""Of buckets of weights."""
+
+_number_of_next_node = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_OF_LEAVES = 2**64 - 1
+"""The number of the nodes that add to gradients of leaves."""
+
+
+class Bringing(Protocol):
+    """Brings buckets of weights, and lets them go."""
+
+    def need(self, numbers: Iterable[int]) -> None:
+        """Brings them, unless they are there."""
+
+    def let_go(self, numbers: Iterable[int], *, backward: bool) -> None:
+        """Frees them, in a pass of this direction."""
+
+
+def bring(weights: Bringing, numbers: Numbers) -> int:
+    """Before an op reads them; where autograd is by then, which numbers its nodes in turn."""
+    weights.need(numbers)
+    number: int = _number_of_next_node()
+    return number
+
+
+def bring_again(weights: Bringing, numbers: Numbers, start: int, results: Any) -> None:
+    """Behind an op that reads them: before each node of its backward pass they are brought, as later writes may replace some."""
+    pending, seen = list(_nodes(results)), set[Any]()
+    while pending:
+        node = pending.pop()
+        if node not in seen and start <= node._sequence_nr() < _OF_LEAVES:
+            seen.add(node)
+            node.register_prehook(lambda _: weights.need(numbers))
+            pending += [source for source, _ in node.next_functions if source is not None]
+
+
+def let_go(weights: Bringing, numbers: Numbers) -> None:
+    """Behind the last op that reads them."""
+    weights.let_go(numbers, backward=False)
+
+
+def let_go_again(weights: Bringing, numbers: Numbers, operands: Any) -> None:
+    """Before the first op that reads them: once the gradients of its operands are whole, all who read them are done."""
+    for node in _nodes(operands):
+        node.register_prehook(lambda _: weights.let_go(numbers, backward=True))
+
+
+def _nodes(values: Any) -> set[Any]:
+    return {value.grad_fn for value in tree_leaves(values) if isinstance(value, torch.Tensor) and value.grad_fn is not None}
+
+
+def bring_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numbers], weights: fx.Node) -> None:
+    """Writes into a stage's graph where weights are brought and let go, in place.
+
+    Args:
+        graph: of the stage, its nodes marked with their op's name.
+        model: that it is of.
+        numbers: per parameter that is brought, the buckets that bring it.
+        weights: the placeholder of who brings them.
+    """
+    sources = {node: own for node in graph.find_nodes(op="placeholder") if (own := _numbers_of(node, model, numbers))}
+    views, readers, computing = dict(sources), dict[int, list[fx.Node]](), dict[int, fx.Node]()
+    for node in list(graph.nodes):
+        own = tuple(sorted({number for source in node.all_input_nodes for number in views.get(source, ())}))
+        if node.op != "call_function" or not own:
+            continue
+        is_view = _may_be_view(node, model)
+        if is_view:
+            views[node] = own
+        for number in own:
+            readers.setdefault(number, []).append(node)
+            if not is_view:
+                computing.setdefault(number, node)
+        with graph.inserting_before(node):
+            start = graph.call_function(bring, (weights, own))
+        with graph.inserting_after(node):
+            again = graph.call_function(bring_again, (weights, own, start, node))
+        _marked(start, node)
+        _marked(again, node)
+    for number, own_readers in readers.items():
+        with graph.inserting_after(own_readers[-1].next):  # behind what is to be done before its backward pass
+            graph.call_function(let_go, (weights, (number,)))
+        if (first := computing.get(number)) is not None:
+            operands = tuple(source for source in first.all_input_nodes if source not in views)
+            with graph.inserting_before(first):
+                _marked(graph.call_function(let_go_again, (weights, (number,), operands)), first)
+
+
+def _numbers_of(node: fx.Node, model: ModelGraph, numbers: Mapping[str, Numbers]) -> Numbers:
+    op = model.by_name.get(str(node.target))
+    if op is None or op.kind != "parameter":
+        return ()
+    return numbers.get(model.parameter_by_name[op.target].name, ())
+
+
+def _may_be_view(node: fx.Node, model: ModelGraph) -> bool:
+    """Whether what a node makes may lie in the memory of what it reads, or is not there yet: what lowering put in may do both."""
+    name = op_of(node)
+    return name is None or model.storage[name] != name or not isinstance(node.target, torch._ops.OpOverload)
+
+
+def _marked(made: fx.Node, node: fx.Node) -> None:
+    """What stands beside an op goes with it into a segment."""
+    if (name := op_of(node)) is not None:
+        made.meta[OP] = name

@@ -1,0 +1,168 @@
+"""Weights that owners share out, each with its part: gathered bucket by bucket before ops read them, and let go after.
+
+A visit is one pass through a stage: F or R forward, B backward. All owners run equal schedules, so they make the same visits in the same
+order, and in each of them every bucket of the stage is gathered once, in one order: of first use forward, of last use backward. Who needs a
+bucket starts all that come before it, and the next; whatever was not needed starts at the end.
+
+    F   gather 0, 1 | ops of 0 | let 0 go, gather 2 | ops of 1 | ...
+    B   gather 2, 1 | ops of 2 | let 2 go, gather 0 | ...           a segment that is computed again needs all of its buckets at once
+
+Buckets whose owners make unlike visits are gathered before a run and let go after it; so are those of stages whose weight gradients wait.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from whale.comm import Groups, Launched, Waits
+from whale.runtime.program.shard.pieces import on_device
+from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.publishing import NUM_AT_ONCE, Parcel, Place, parcel_of
+from whale.sharding.buckets import Bucket
+from whale.sharding.visits import Visits
+
+
+class GatheredWeights:
+    """The weights of a rank that are shared out.
+
+    Args:
+        buckets: of the whole plan.
+        holdings: who holds which part, and in which forms.
+        rank: this rank of the plan.
+        world_ranks: per rank of the plan, the rank in the world.
+        tensors: what ops read.
+        kept: what the optimizer steps.
+        groups: one per owner set.
+        waits: how communication is waited for.
+
+    Attributes:
+        buckets: as given.
+        parts: what this rank keeps, as ops read it.
+        numbers: per parameter, the buckets that bring it.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        holdings: Holdings,
+        rank: int,
+        world_ranks: Sequence[int],
+        tensors: Mapping[str, Tensor],
+        kept: Mapping[str, Tensor],
+        groups: Groups,
+        waits: Waits,
+    ) -> None:
+        self.buckets, self._groups, self._waits = buckets, groups, waits
+        self.parts: dict[str, Tensor] = {}
+        for name, own in kept.items():
+            state = holdings.plan.state_of(name)
+            if state.is_gathered and holdings.kept_index(name, rank) is None:
+                self.parts[name] = tensors[name].data
+            elif state.is_gathered:
+                dtype = getattr(torch, state.compute.dtype)
+                self.parts[name] = own.data.to(tensors[name].device, dtype) if state.is_copied else own.data
+        self.numbers: dict[str, tuple[int, ...]] = {}
+        self._parcels: dict[int, Parcel] = {}
+        for number, bucket in enumerate(buckets):
+            if rank in bucket.owners:
+                self._parcels[number] = self._parcel(bucket, holdings, rank, world_ranks, tensors)
+                self.numbers |= {name: (*self.numbers.get(name, ()), number) for name in bucket.names}
+        self._users: Counter[int] = Counter()  # per memory of a weight, the buckets of it that are here
+        self._order: tuple[int, ...] = ()
+        self._num_started = 0
+        self._is_backward = False
+        self._under_way: dict[int, tuple[Tensor, list[Launched | None]]] = {}
+        self._here: set[int] = set()
+        self._throughout: frozenset[int] = frozenset()
+
+    def _parcel(self, bucket: Bucket, holdings: Holdings, rank: int, world_ranks: Sequence[int], tensors: Mapping[str, Tensor]) -> Parcel:
+        found = parcel_of(bucket, holdings, rank, world_ranks, tensors)
+        given = []
+        for slot in bucket.slots:
+            start = slot.start
+            for keeper, num_elements in slot.keepers:
+                if keeper == rank:
+                    own, region = self.parts[slot.name], holdings.kept(slot.name, rank)
+                    assert region is not None, "a keeper keeps some of it"
+                    index = holdings.index(slot.name, slot.piece.region.intersect(region), region)
+                    given.append(Place(own, None if index is None else on_device(index, own.device), start, start + num_elements))
+                start += num_elements
+        taken = tuple(place for place in found.taken if place.held.untyped_storage().nbytes() == 0 or place.held.numel() == 0)
+        return Parcel(found.plan, found.ranks, found.runs, tuple(given), taken)
+
+    @contextmanager
+    def run(self, visits: Visits) -> Iterator[None]:
+        """Inside of it what no visit gathers is there."""
+        for number in visits.throughout:
+            self._start(number)
+            if len(self._under_way) == NUM_AT_ONCE:
+                self._arrive(next(iter(self._under_way)))
+        for number in [*self._under_way]:
+            self._arrive(number)
+        self._throughout = frozenset(visits.throughout)
+        yield
+        self._throughout = frozenset()
+        self._drop(visits.throughout)
+
+    @contextmanager
+    def visit(self, order: Sequence[int], *, backward: bool) -> Iterator[None]:
+        """One pass through a stage that gathers these buckets, in this order."""
+        self._order, self._num_started, self._is_backward = tuple(order), 0, backward
+        yield
+        while self._num_started < len(self._order):
+            self._start_next()
+        for number in [*self._under_way]:
+            self._arrive(number)
+        self._drop(self._order)
+        self._order = ()
+
+    def need(self, numbers: Iterable[int]) -> None:
+        """Brings buckets, which an op is about to read."""
+        for number in numbers:
+            if number in self._here:
+                continue
+            place = self._order.index(number)
+            assert number in self._under_way or place >= self._num_started, f"bucket {number} is read after it was let go"
+            while self._num_started < min(place + 2, len(self._order)):
+                self._start_next()
+            self._arrive(number)
+
+    def let_go(self, numbers: Iterable[int], *, backward: bool) -> None:
+        """Frees buckets, which no op reads any more in a pass of this direction."""
+        if backward == self._is_backward:
+            self._drop(number for number in numbers if number not in self._throughout)
+
+    def _start_next(self) -> None:
+        self._start(self._order[self._num_started])
+        self._num_started += 1
+
+    def _start(self, number: int) -> None:
+        self._under_way[number] = self._parcels[number].start(self._groups)
+
+    def _arrive(self, number: int) -> None:
+        parcel, (flat, works) = self._parcels[number], self._under_way.pop(number)
+        for work in works:
+            self._waits.wait(work, "gathering weights", parcel.ranks)
+        self._here.add(number)
+        for place in parcel.taken:
+            memory = place.held.untyped_storage()
+            if not self._users[memory._cdata]:
+                memory.resize_(place.held.numel() * place.held.element_size())
+            self._users[memory._cdata] += 1
+            with torch.no_grad():
+                place.write(flat)
+
+    def _drop(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number in self._here:
+                self._here.remove(number)
+                for place in self._parcels[number].taken:
+                    memory = place.held.untyped_storage()
+                    self._users[memory._cdata] -= 1
+                    if not self._users[memory._cdata]:
+                        memory.resize_(0)

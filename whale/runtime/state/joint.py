@@ -1,0 +1,159 @@
+"""Several optimizers, and their schedulers, as one: each steps the parameters whose names match its pattern.
+
+    {"blocks.*.weight": muon, "*": adamw}      the first pattern that matches a name has the parameter
+
+A rank makes those optimizers of whose parameters it keeps some.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import Any
+
+import torch
+
+from whale.errors import ConfigError, first_few
+
+Pattern = str
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Optimizers by the pattern of the names that each steps.
+
+    Args:
+        members: over parameters of their own each.
+
+    Attributes:
+        members: as given.
+    """
+
+    def __init__(self, members: Mapping[Pattern, torch.optim.Optimizer]) -> None:
+        self.members = dict(members)
+        self._is_made = False
+        super().__init__([{"params": group["params"]} for group in self.param_groups], {})
+        self._is_made = True
+
+    # What members have is never kept twice: they replace it whenever they load.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all members, one after another."""
+        return [group for member in self.members.values() for group in member.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, _: object) -> None: ...
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """What all members keep, by parameter."""
+        return defaultdict(dict, chain.from_iterable(member.state.items() for member in self.members.values()))
+
+    @state.setter
+    def state(self, _: object) -> None: ...
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Members are made with all of their groups.
+
+        Raises:
+            ConfigError: always.
+        """
+        if self._is_made:
+            raise ConfigError("a parameter group is added by the function that makes the optimizer of its pattern")
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Steps all members."""
+        assert closure is None, "the engine has computed the gradients"
+        for member in self.members.values():
+            member.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of one optimizer over the groups of all members."""
+        state, groups = dict[int, Any](), list[dict[str, Any]]()
+        for member in self.members.values():
+            packed, offset = member.state_dict(), sum(len(group["params"]) for group in groups)
+            state |= {offset + index: entries for index, entries in packed["state"].items()}
+            groups += [{**group, "params": [offset + index for index in group["params"]]} for group in packed["param_groups"]]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Gives each member its part of what `state_dict` gave."""
+        left, offset = list(state_dict["param_groups"]), 0
+        for member in self.members.values():
+            groups, left = left[: len(member.param_groups)], left[len(member.param_groups) :]
+            indices = [index for group in groups for index in group["params"]]
+            member.load_state_dict(
+                {
+                    "state": {index - offset: state_dict["state"][index] for index in indices if index in state_dict["state"]},
+                    "param_groups": [{**group, "params": [index - offset for index in group["params"]]} for group in groups],
+                }
+            )
+            offset += len(indices)
+
+
+class JointScheduler:
+    """Schedulers by the pattern of the optimizer that each goes with.
+
+    Args:
+        members: over the members of a `JointOptimizer`; some may have none.
+
+    Attributes:
+        members: as given.
+    """
+
+    def __init__(self, members: Mapping[Pattern, Any]) -> None:
+        self.members = dict(members)
+
+    @property
+    def last_epoch(self) -> tuple[Any, ...]:
+        """Where each stands."""
+        return tuple(getattr(member, "last_epoch", None) for member in self.members.values())
+
+    def step(self, metric: torch.Tensor) -> None:
+        """Steps all members; the metric is for those that go by one."""
+        for member in self.members.values():
+            member.step(*([metric] if reads_metric(member) else []))
+
+    def state_dict(self) -> dict[Pattern, Any]:
+        """Of each member."""
+        return {pattern: member.state_dict() for pattern, member in self.members.items()}
+
+    def load_state_dict(self, state_dict: Mapping[Pattern, Any]) -> None:
+        """Gives each member its own, if there is one."""
+        for pattern, member in self.members.items():
+            if pattern in state_dict:
+                member.load_state_dict(state_dict[pattern])
+
+
+def reads_metric(scheduler: Any) -> bool:
+    """Whether a scheduler's step needs a metric, as that of `torch.optim.lr_scheduler.ReduceLROnPlateau` does."""
+    given = inspect.signature(scheduler.step).parameters.values()
+    return any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in given)
+
+
+def members_of(optimizer: torch.optim.Optimizer | None) -> Mapping[Pattern, torch.optim.Optimizer]:
+    """The optimizers that are stepped, by pattern; ``*`` for one that steps all."""
+    if optimizer is None:
+        return {}
+    return optimizer.members if isinstance(optimizer, JointOptimizer) else {"*": optimizer}
+
+
+def divided(names: Iterable[str], patterns: Iterable[Pattern]) -> dict[Pattern, list[str]]:
+    """Per pattern, the names of which it is the first to match.
+
+    Raises:
+        ConfigError: none matches some name.
+    """
+    found: dict[Pattern, list[str]] = {pattern: [] for pattern in patterns}
+    without: list[str] = []
+    for name in names:
+        first = next((pattern for pattern in found if fnmatchcase(name, pattern)), None)
+        (without if first is None else found[first]).append(name)
+    if without:
+        raise ConfigError(
+            f"no pattern of optimizer= matches {first_few(without)} ({', '.join(map(repr, found))})",
+            hint='the first pattern that matches has a parameter; end with "*": a function for all others',
+        )
+    return found

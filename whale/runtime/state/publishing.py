@@ -1,0 +1,218 @@
+"""From the form that ops read to the one that the optimizer steps, when a state is made; and back, after each step.
+
+in_forms   one tensor where both are equal; a view of it where they differ only in who has it; else a copy. What is gathered before ops
+           read it has no memory, but for the part that its keeper has
+publish    optimizer form --> compute form    cast, copied to the device, given to the other owners bucket by bucket
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from whale.comm import Groups, Launched, Waits
+from whale.errors import RuntimeFault, first_few
+from whale.ir.plan import Form
+from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
+from whale.runtime.state.holdings import Holdings
+from whale.sharding.buckets import Bucket
+
+NUM_AT_ONCE = 2
+"""Buckets that are on their way: each is a copy of what is in it."""
+
+
+def in_forms(
+    holdings: Holdings, rank: int | None, tensors: Mapping[str, Tensor], made: Mapping[str, Tensor] = MappingProxyType({})
+) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
+    """What ops of a rank read, and what its optimizer steps, by name.
+
+    Args:
+        holdings: who holds which part, and in which forms.
+        rank: of the plan; None if idle.
+        tensors: that the rank holds, as ops read them or in the model's own types; gradients of parameters are accumulated in their
+            gradient form from now on.
+        made: of what the optimizer steps in memory of its own, what is there already.
+    """
+    read, found = dict(tensors), dict[str, nn.Parameter]()
+    for name, held in tensors.items():
+        if rank is None or not isinstance(held, nn.Parameter):
+            continue
+        if holdings.kept(name, rank) is not None:
+            known = made.get(name)
+            found[name] = _kept(holdings, rank, name, held) if known is None else nn.Parameter(known, requires_grad=held.requires_grad)
+        state = holdings.plan.state_of(name)
+        dtype = getattr(torch, state.compute.dtype)
+        own = held if held.dtype is dtype else nn.Parameter(held.detach().to(dtype), requires_grad=held.requires_grad)
+        if state.is_gathered and not (name in found and holdings.kept_index(name, rank) is None):
+            own = nn.Parameter(torch.empty_like(held, dtype=dtype, memory_format=torch.contiguous_format), requires_grad=held.requires_grad)
+            own.untyped_storage().resize_(0)
+        if state.gradient is not None:
+            own.grad_dtype = getattr(torch, state.gradient.dtype)
+        read[name] = own
+    return read, found
+
+
+def _kept(holdings: Holdings, rank: int, name: str, held: nn.Parameter) -> nn.Parameter:
+    """Made of what the rank holds."""
+    state, index = holdings.plan.state_of(name), holdings.kept_index(name, rank)
+    if index is None and not state.is_copied:
+        return held
+    own = held.detach() if index is None else part(held.detach(), index)
+    if state.is_copied or state.is_gathered:
+        copies = index is not None or held.dtype is getattr(torch, state.compute.dtype)  # else ops read another tensor anyway
+        own = own.to(home(state.kept, held.device), getattr(torch, state.kept.dtype), copy=copies).contiguous()
+    return nn.Parameter(own, requires_grad=held.requires_grad)
+
+
+def home(form: Form, device: torch.device) -> torch.device:
+    """Where a form lives, of a rank that computes on a device."""
+    return torch.device("cpu") if form.home == "host" else device
+
+
+@dataclass(frozen=True)
+class Place:
+    """A slot of a bucket: this rank's part of a parameter, and where the slot's elements lie in it."""
+
+    held: Tensor
+    index: tuple[Index, ...] | None
+    start: int
+    stop: int
+
+    def read(self, flat: Tensor) -> None:
+        """Fills the slot."""
+        own = self.held if self.index is None else part(self.held, self.index)
+        flat[self.start : self.stop].view(own.shape).copy_(own)
+
+    def write(self, flat: Tensor) -> None:
+        """Takes what came."""
+        if self.index is None:
+            self.held.copy_(flat[self.start : self.stop].view(self.held.shape))
+        else:
+            shape = part(self.held, self.index).shape
+            write_part(self.held, self.index, flat[self.start : self.stop].view(shape))
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A bucket on this rank."""
+
+    plan: Bucket
+    ranks: tuple[int, ...]
+    runs: tuple[tuple[int, int, int], ...]
+    given: tuple[Place, ...]
+    taken: tuple[Place, ...]
+
+    def room(self) -> Tensor:
+        """The flat buffer."""
+        own = (*self.given, *self.taken)[0].held
+        return torch.empty(self.plan.num_elements, dtype=own.dtype, device=own.device)
+
+    def start(self, groups: Groups) -> tuple[Tensor, list[Launched | None]]:
+        """Starts that each keeper gives its slots to the other owners; the buffer that they come to, and what is to be waited for."""
+        flat = self.room()
+        with torch.no_grad():
+            for place in self.given:
+                place.read(flat)
+        return flat, [groups.broadcast(flat[start:stop], self.ranks, keeper) for keeper, start, stop in self.runs]
+
+
+class Publishing:
+    """What a rank gives to the other owners of its parameters, and takes from them.
+
+    Args:
+        buckets: of the whole plan, in the order in which they start.
+        holdings: who holds which part, and in which forms.
+        rank: this rank of the plan.
+        world_ranks: per rank of the plan, the rank in the world.
+        tensors: what ops read.
+        kept: what the optimizer steps.
+        parts: of what is gathered before ops read it, what this rank keeps, as ops read it.
+        groups: one per owner set.
+        waits: how communication is waited for.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        holdings: Holdings,
+        rank: int,
+        world_ranks: Sequence[int],
+        tensors: Mapping[str, Tensor],
+        kept: Mapping[str, Tensor],
+        parts: Mapping[str, Tensor],
+        groups: Groups,
+        waits: Waits,
+    ) -> None:
+        self._groups, self._waits = groups, waits
+        self._copied: list[tuple[Tensor, Tensor]] = []
+        for name, own in kept.items():
+            if holdings.plan.state_of(name).is_copied:
+                held, index = tensors[name].detach(), holdings.kept_index(name, rank)
+                self._copied.append((parts[name] if name in parts else held if index is None else part(held, index), own.detach()))
+        self._parcels = [parcel_of(bucket, holdings, rank, world_ranks, tensors) for bucket in buckets if rank in bucket.owners]
+        shared = {name for each in self._parcels for name in each.plan.names}.union(parts)
+        copied = {name for name in kept if holdings.plan.state_of(name).is_copied}
+        self._watched = [(name, own) for name in sorted(copied | shared) for own in (tensors[name], kept.get(name)) if own is not None]
+        self._whole = [(tensors[name], kept[name]) for name in sorted(copied - shared)]
+        self._versions = self._read_versions()
+
+    def check(self) -> None:
+        """Takes what the script has written to weights that the optimizer steps; raises where other owners read copies of them.
+
+        Raises:
+            RuntimeFault: names them.
+        """
+        for held, own in self._whole:
+            if own._version != self._versions[own] and held._version == self._versions[held]:
+                held.detach().copy_(own.detach())
+                self._versions |= {each: each._version for each in (held, own)}
+        now = self._read_versions()
+        if written := dict.fromkeys(name for name, own in self._watched if self._versions[own] != now[own]):
+            raise RuntimeFault(
+                "where owners read copies of the weights that one of them steps, scripts write them by engine.load_state_dict alone "
+                f"({first_few(list(written))}: written since the last step)"
+            )
+
+    def _read_versions(self) -> dict[Tensor, int]:
+        return {own: own._version for _, own in self._watched}
+
+    def publish(self) -> None:
+        """Makes what ops read equal to what the optimizer has made, on all owners."""
+        for held, own in self._copied:
+            held.copy_(own)
+        under_way: list[tuple[Parcel, Tensor, list[Launched | None]]] = []
+        for parcel in self._parcels:
+            if len(under_way) == NUM_AT_ONCE:
+                self._take(*under_way.pop(0))
+            under_way.append((parcel, *parcel.start(self._groups)))
+        for each in under_way:
+            self._take(*each)
+        self._versions = self._read_versions()
+
+    def _take(self, parcel: Parcel, flat: Tensor, works: Sequence[Launched | None]) -> None:
+        for work in works:
+            self._waits.wait(work, "publishing weights", parcel.ranks)
+        for place in parcel.taken:
+            place.write(flat)
+
+
+def parcel_of(bucket: Bucket, holdings: Holdings, rank: int, world_ranks: Sequence[int], tensors: Mapping[str, Tensor]) -> Parcel:
+    """A bucket on a rank.
+
+    Args:
+        tensors: what ops read.
+    """
+    given, taken = [], []
+    for slot in bucket.slots:
+        held = tensors[slot.name].data
+        index = holdings.index(slot.name, slot.piece.region, holdings.held(slot.name, rank))
+        place = Place(held, None if index is None else on_device(index, held.device), slot.start, slot.stop)
+        keepers = {keeper for keeper, _ in slot.keepers}
+        given += [place] if rank in keepers else []
+        taken += [place] if keepers != {rank} else []
+    runs = tuple((world_ranks[keeper], start, stop) for keeper, start, stop in bucket.runs)
+    return Parcel(bucket, tuple(sorted(world_ranks[owner] for owner in bucket.owners)), runs, tuple(given), tuple(taken))

@@ -1,0 +1,184 @@
+"""Orders of computations whose backward passes are whole: GPipe, 1F1B, eager and interleaved 1F1B, all-in-all-out; and forward alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from whale.errors import ConfigError
+from whale.ir.schedule import Action, Kind, Schedule
+from whale.schedules.builder import Builder, ScheduleShape
+
+# GPipe: all forwards, then all backwards; B as long as F
+#
+# rank 0  F0 F1 F2 F3             B0 B1 B2 B3
+# rank 1     F0 F1 F2 F3       B0 B1 B2 B3
+# rank 2        F0 F1 F2 F3 B0 B1 B2 B3
+
+
+def _gpipe(shape: ScheduleShape, rank: int) -> Iterator[Action]:
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for micro_batch in range(shape.num_micro_batch):
+            yield Action(kind, rank, micro_batch)
+
+
+GPIPE = Builder("gpipe", _gpipe, lambda shape, rank: shape.num_micro_batch)
+
+# 1F1B: a few forwards, then forward and backward in turn; B as long as F; stage s keeps p - s activations
+#
+# rank 0  F0 F1 F2       B0 F3 B1    B2    B3
+# rank 1     F0 F1    B0 F2 B1 F3 B2    B3
+# rank 2        F0 B0 F1 B1 F2 B2 F3 B3
+#
+# Eager 1F1B: two forwards ahead for each stage that follows, one on it and one on its way, so that no rank waits for the way of a
+# message; stage s keeps 2 (p - s) - 1 activations
+#
+# rank 0  F0 F1 F2 F3 F4 B0 F5 B1    B2    B3    B4    B5
+# rank 1     F0 F1 F2 B0 F3 B1 F4 B2 F5 B3    B4    B5
+# rank 2        F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+
+
+def num_warm_up(shape: ScheduleShape, rank: int, ahead: int = 1) -> int:
+    """Forwards of 1F1B ahead of the first pair: so many for each stage that follows."""
+    return min(ahead * (shape.num_ranks - 1 - rank), shape.num_micro_batch)
+
+
+def in_turn(shape: ScheduleShape, rank: int, ahead: int = 1) -> Iterator[Action]:
+    """Computations of one rank, whose only stage has the rank's number: some forwards, then forward and backward in turn."""
+    num_ahead = num_warm_up(shape, rank, ahead)
+    for micro_batch in range(num_ahead):
+        yield Action(Kind.FORWARD, rank, micro_batch)
+    for micro_batch in range(shape.num_micro_batch):
+        if micro_batch + num_ahead < shape.num_micro_batch:
+            yield Action(Kind.FORWARD, rank, micro_batch + num_ahead)
+        yield Action(Kind.BACKWARD, rank, micro_batch)
+
+
+def peak_in_turn(shape: ScheduleShape, rank: int, ahead: int = 1) -> int:
+    """What is ahead, and the one that comes next."""
+    return min(num_warm_up(shape, rank, ahead) + 1, shape.num_micro_batch)
+
+
+ONE_F_ONE_B = Builder("1f1b", in_turn, peak_in_turn)
+EAGER_ONE_F_ONE_B = Builder("eager_1f1b", partial(in_turn, ahead=2), partial(peak_in_turn, ahead=2))
+
+# Interleaved 1F1B: several chunks per rank take turns, group by group, so that the pipeline fills in smaller steps; 2 chunks, groups of 2,
+# B as long as F
+#
+# rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
+# rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+
+def _num_warm_up_interleaved(shape: ScheduleShape, rank: int) -> int:
+    """Forwards ahead of the first pair: the way to the end and back, and a group for each chunk but the last."""
+    ahead = 2 * (shape.num_ranks - rank - 1) + (shape.num_chunks - 1) * shape.group_size
+    return min(ahead, shape.num_micro_batch * shape.num_chunks)
+
+
+def _interleaved(shape: ScheduleShape, rank: int) -> Iterator[Action]:
+    """Computations of one rank; the backwards take the same turns with the chunks in reverse.
+
+    A last group that is too small to run (see `num_vacant`) takes the turns of a larger one, with vacant places.
+    """
+    full = replace(shape, num_micro_batch=shape.num_micro_batch + num_vacant(shape))
+    return (action for action in group_by_group(full, rank) if (action.micro_batch or 0) < shape.num_micro_batch)
+
+
+def num_vacant(shape: ScheduleShape) -> int:
+    """Micro-batches that the last group is short of, to come round without a deadlock.
+
+    With r left over for the last group, its first chunk is done on the last rank only after a backward that waits
+    for the first rank, which waits for that chunk, wherever g + r < 2 p - 2 (and r > 1 if there are but two chunks).
+    """
+    left_over = shape.num_micro_batch % shape.group_size
+    least = 1 if shape.num_chunks > 2 else 2
+    if shape.num_chunks == 1 or shape.num_micro_batch < shape.group_size or left_over < least:
+        return 0
+    return max(0, 2 * shape.num_ranks - 2 - shape.group_size - left_over)
+
+
+def group_by_group(shape: ScheduleShape, rank: int) -> Iterator[Action]:
+    """A group passes chunk after chunk, then the next group does."""
+    starts = range(0, shape.num_micro_batch, shape.group_size)
+    groups = [range(start, min(start + shape.group_size, shape.num_micro_batch)) for start in starts]
+    table = [(chunk, micro_batch) for group in groups for chunk in range(shape.num_chunks) for micro_batch in group]
+    stages = [chunk * shape.num_ranks + rank for chunk in range(shape.num_chunks)]
+    forwards = [Action(Kind.FORWARD, stages[chunk], micro_batch) for chunk, micro_batch in table]
+    num_ahead = _num_warm_up_interleaved(shape, rank)
+    yield from forwards[:num_ahead]
+    for number, (chunk, micro_batch) in enumerate(table):
+        yield from forwards[number + num_ahead : number + num_ahead + 1]
+        yield Action(Kind.BACKWARD, stages[-1 - chunk], micro_batch)
+
+
+def _peak_interleaved(shape: ScheduleShape, rank: int) -> int:
+    """The forwards of the warm-up and the one of the first pair."""
+    return min(_num_warm_up_interleaved(shape, rank) + 1, shape.num_micro_batch * shape.num_chunks)
+
+
+def _check_interleaved(shape: ScheduleShape) -> list[ConfigError]:
+    """A smaller group would come round to the first rank before its first micro-batch does: a deadlock."""
+    least = min(shape.num_ranks, shape.num_micro_batch)
+    if shape.group_size >= least:
+        return []
+    rule = f"interleaving needs groups of at least {least} micro-batches, the smaller of ranks and micro-batches"
+    return [
+        ConfigError(
+            f"{rule} (group size: {shape.group_size}, ranks: {shape.num_ranks}, micro-batches: {shape.num_micro_batch})",
+            hint=f"a group size of {shape.num_ranks} is the usual one, {2 * shape.num_ranks} hides the latency of the links",
+        )
+    ]
+
+
+INTERLEAVED = Builder("interleaved", _interleaved, _peak_interleaved, chunks=None, takes_group=True, check=_check_interleaved)
+
+# All in, all out: every micro-batch passes a chunk before the next chunk has its turn, oldest first. 2 chunks, B as long as F: the later
+# stage of a rank is done with its gradients, and may sync them, while the earlier one still runs backward.
+#
+# rank 0  0F0 0F1 0F2 2F0 2F1 2F2         2B0 2B1 2B2 0B0 0B1 0B2
+# rank 1      1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2
+#
+# The same with early loss, where on the last stage of all each backward follows its forward at once: stage 3 keeps one micro-batch's
+# logits only
+#
+# rank 0  0F0 0F1 0F2 2F0 2F1 2F2 2B0     2B1     2B2 0B0 0B1 0B2
+# rank 1      1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2
+
+
+def _aiao(shape: ScheduleShape, rank: int, *, early_loss: bool) -> Iterator[Action]:
+    stages = [chunk * shape.num_ranks + rank for chunk in range(shape.num_chunks)]
+    micro_batches = range(shape.num_micro_batch)
+    early = stages.pop() if early_loss and rank == shape.num_ranks - 1 else None
+    for stage in stages:
+        yield from (Action(Kind.FORWARD, stage, micro_batch) for micro_batch in micro_batches)
+    if early is not None:
+        for micro_batch in micro_batches:
+            yield Action(Kind.FORWARD, early, micro_batch)
+            yield Action(Kind.BACKWARD, early, micro_batch)
+    for stage in reversed(stages):
+        yield from (Action(Kind.BACKWARD, stage, micro_batch) for micro_batch in micro_batches)
+
+
+def _peak_aiao(shape: ScheduleShape, rank: int, *, early_loss: bool) -> int:
+    """Everything is in flight at the turn; with the early loss the last stage holds one micro-batch only."""
+    if early_loss and rank == shape.num_ranks - 1:
+        return shape.num_micro_batch * (shape.num_chunks - 1) + 1
+    return shape.num_micro_batch * shape.num_chunks
+
+
+AIAO = Builder("aiao", partial(_aiao, early_loss=False), partial(_peak_aiao, early_loss=False), chunks=None)
+AIAO_EARLY_LOSS = Builder("aiao_early_loss", partial(_aiao, early_loss=True), partial(_peak_aiao, early_loss=True), chunks=None)
+
+
+def forward_only(num_ranks: int, num_micro_batch: int, stage_rank: Sequence[int]) -> Schedule:
+    """Forwards alone, micro-batch after micro-batch through all stages, without SYNC or STEP: for evaluation and prediction.
+
+    Args:
+        num_ranks: pipeline ranks.
+        num_micro_batch: micro-batches.
+        stage_rank: per stage, its rank; any placement will do.
+    """
+    order = [(micro_batch, stage, rank) for micro_batch in range(num_micro_batch) for stage, rank in enumerate(stage_rank)]
+    ranks = tuple(tuple(Action(Kind.FORWARD, stage, i) for i, stage, owner in order if owner == rank) for rank in range(num_ranks))
+    return Schedule("forward_only", num_micro_batch, tuple(stage_rank), ranks)

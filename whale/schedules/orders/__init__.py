@@ -1,1 +1,0 @@
-"""The orders of computations, one pure function per file."""

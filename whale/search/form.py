@@ -1,0 +1,391 @@
+"""What a step of a strategy takes, in closed form: the stages cut, the rows divided, messages and sums over the links that there are.
+
+    lanes   each replica by itself (`whale.search.lane`)
+    end     of each rank: what its last backward pass does not hide of the sums of its gradients, and its optimizer
+
+The plan and its simulation have the last word; what is planned first follows from this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from whale.config.keys import Shares
+from whale.errors import WhaleError
+from whale.estimate import Line, idle_seconds, optimizer_seconds
+from whale.estimate.costs.op_table import Floats
+from whale.ir.cluster import Device
+from whale.planning.cutting.filling import fill
+from whale.planning.replicas.solve import Solver
+from whale.planning.seating import Seater
+from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
+from whale.search.freedom import Order
+from whale.search.lane import WEIGHTS_LAST, Lane
+from whale.search.places import Hops, Numbers, Places
+
+UNSURE = 0.15
+"""What overflows a device by less than this may fit, as plans count it."""
+
+SMALL = 4096
+"""A pipeline of so many stages, times places to cut, gets the cut of its plan; a larger one a cut that is found sooner."""
+
+IN_TURN = 1.5
+"""Where replicas are split over several numbers of devices, those of the narrower ones sum with one after another, and others wait."""
+
+BACKWARD = 2 / 3
+"""About this share of the time for a micro-batch is its backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A step.
+
+    Attributes:
+        seconds: of it.
+        lack: bytes that the device lacks which lacks most; 0 where all seems to fit.
+        held: bytes on the fullest device.
+    """
+
+    seconds: float
+    lack: float = 0.0
+    held: float = 0.0
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        return self.lack, self.seconds
+
+
+@dataclass(eq=False)
+class Forms:
+    """The closed forms of strategies for one graph on one cluster.
+
+    Args:
+        planner: makes their plans.
+    """
+
+    planner: Seater
+    _totals: dict[tuple[Device, int], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
+    _speeds: dict[object, float] = field(default_factory=dict, init=False)
+    _known_turns: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def places(self) -> Places:
+        return Places(self.planner.prices)
+
+    @property
+    def num_rows(self) -> int:
+        return self.planner.num_rows
+
+    def of(self, strategy: Strategy) -> Form:
+        """A strategy with its micro-batches and its order.
+
+        Where memory decides what is computed again, it takes as much of the time for all as it must free of what that would; of what is a
+        little too much it is not known whether it fits.
+        """
+        firsts, own = self.places.firsts(strategy), strategy.replicas[0].recompute
+        try:
+            if own not in (None, "auto"):
+                return self._with(strategy, firsts, own)[0]
+            kept, lanes = self._with(strategy, firsts, "none")
+            if all(np.all(lane.held <= lane.rooms) for lane in lanes):
+                return kept
+            again, others = self._with(strategy, firsts, "auto")
+        except WhaleError:  # it cannot be cut so
+            return Form(math.inf, math.inf, math.inf)
+        share = 0.0
+        for lane, other in zip(lanes, others, strict=True):
+            over, freed = lane.held - lane.rooms, np.maximum(lane.held - other.held, 1.0)
+            share = max(share, float(np.max(np.minimum(over / freed, over / lane.rooms / self.unsure(strategy)))))
+        seconds = kept.seconds + min(1.0, share) * max(0.0, again.seconds - kept.seconds)
+        return Form(seconds, min(kept.lack, again.lack), again.held)
+
+    def unsure(self, strategy: Strategy) -> float:
+        """On few devices a strategy is planned though it holds more than there is room for, by the closed form, by up to this share."""
+        return 1e-9 if strategy.near is None else UNSURE
+
+    def _with(self, strategy: Strategy, firsts: Sequence[Numbers], policy: str | Shares) -> tuple[Form, list[Lane]]:
+        replicas = strategy.replicas
+        m, shares = strategy.num_micro_batch, self.shares(replicas)
+        lanes = [self._lane(replica, own, share, policy) for replica, own, share in zip(replicas, firsts, shares, strict=True)]
+        rows = self._rows(lanes, m)
+        sums, alike = self.places.sums(firsts), len({replica.num_ranks for replica in replicas}) == 1
+        sums = [[rate * self._in_turn(strategy) for rate in rates] for rates in sums]
+        seconds = max(self._with_end(lane, firsts, count, rates, alike=alike) for lane, count, rates in zip(lanes, rows, sums, strict=True))
+        lack = max(float(np.max(lane.held - (1 + self.unsure(strategy)) * lane.rooms)) for lane in lanes)
+        return Form(seconds, max(0.0, lack), max(float(lane.held.max()) for lane in lanes)), lanes
+
+    def least(self, strategy: Strategy) -> tuple[float, float]:
+        """At least so many seconds of a step, if nothing but computing took time, and bytes on its fullest device."""
+        speed = sum(replica.count * self.speed(replica) for replica in strategy.replicas)
+        fewest = min(replica.num_devices // replica.count for replica in strategy.replicas)
+        return 1 / speed, float(self.planner.points.parameters[0, -1]) / fewest
+
+    def relaxed(self, strategy: Strategy, orders: Sequence[Order], counts: Sequence[int]) -> tuple[Floats, Floats]:
+        """At least so many seconds of a step, and about so many bytes on its fullest device, if the model could be cut anywhere.
+
+        Returns:
+            ``[orders, counts]`` and ``[counts]``, of numbers of micro-batches.
+        """
+        m = np.array(counts, dtype=np.float64)
+        points, training = self.planner.points, self.planner.prices.training
+        firsts, replicas = self.places.firsts(strategy), strategy.replicas
+        alike = len({replica.num_ranks for replica in replicas}) == 1
+        sums = self.places.sums(firsts) if training and strategy.num_replicas > 1 else [None] * len(replicas)
+        speeds, end, held = np.zeros((len(orders), len(m))), np.zeros((len(orders), len(m))), np.zeros(len(m))
+        for replica, own, rates, share in zip(replicas, firsts, sums, self.shares(replicas), strict=True):
+            p, taken = replica.num_ranks, np.maximum(share, m)
+            rows = taken / m
+            rank = 1 / sum(number / self.totals(each.kind, each.width, rows) for each, number in replica.numbers.items())
+            idle, alive = self._turns(tuple(orders), tuple(counts), p)
+            kept, again = points.kept_fixed[-1] + points.kept_per_row[-1] * rows, np.ones_like(speeds)
+            overflows = points.parameters[0, -1] + alive * kept > self.room(replica)
+            again[overflows | np.array([[order.recomputes] for order in orders])] += self._shares[0]
+            uneven = 1 + p * np.array([[order.num_chunks] for order in orders]) / (2 * points.num_units)
+            passes = (m + idle) * rank * again * uneven
+            narrowest = min(each.width for each in replica.numbers)
+            if p > 1:
+                hops = self.places.hops(own)
+                crossing = (self._least_crossing[0] + self._least_crossing[1] * rows) / 2 / narrowest
+                passes = passes + 2 * (float(hops.latency[:-1].sum()) + crossing * float(hops.per_byte[:-1].sum()))
+                passes = np.maximum(passes, m * crossing * float(hops.crowded[:-1].max()))
+            speeds += replica.count * taken / passes
+            held = np.maximum(held, (points.parameters[0, -1] + np.minimum(m, p) * kept) / (p * narrowest))
+            if training:
+                late = np.array([[order.schedule in WEIGHTS_LAST] for order in orders])
+                hidden = (BACKWARD + late * idle) * rank * alike
+                end = np.maximum(end, self._least_end(strategy, replica, hidden, rates))
+        return self.num_rows / speeds + end, held
+
+    def _least_end(self, strategy: Strategy, replica: ReplicaSpec, hidden: Floats, rates: Sequence[Line] | None) -> Floats:
+        """What sums of gradients and the optimizer add to a step, if the ranks of a replica have as much of the model as they are fast.
+
+        Args:
+            hidden: seconds of the last backward passes.
+            rates: per rank, seconds of a bucket of gradients by bytes; None where nobody else has any.
+        """
+        ranks, pieces, states = replica.ranks or (), self.planner.pieces, self.planner.prices.costs.optimizer_states
+        whole = {
+            rank: float(pieces.trained(rank.kind, rank.width)[-1]) * self.speed_of(rank) / self.speed(replica) for rank in replica.numbers
+        }
+        update = min(optimizer_seconds(rank.kind, 1.0, 1.0, states) * num_bytes for rank, num_bytes in whole.items())
+        if rates is None:
+            return np.zeros_like(hidden) + update
+        reduced = max(rate.per_row * whole[rank] for rate, rank in zip(rates, ranks, strict=True)) * self._in_turn(strategy)
+        return update + np.maximum(reduced - hidden, 0.0)
+
+    def _turns(self, orders: tuple[Order, ...], counts: tuple[int, ...], num_ranks: int) -> tuple[Floats, Floats]:
+        """In a pipeline of equal ranks, how long one waits, in micro-batches, and micro-batches alive in the mean of the ranks."""
+        key = orders, counts, num_ranks
+        if key not in self._known_turns:
+            m, (forward, weights) = np.array(counts), self._shares
+            x = np.array([[num_ranks - 1.0], [1.0]])
+            times = x * forward, x * (1 - forward), x * weights
+            idle = [np.zeros(len(m)) + idle_seconds(each.schedule, *times, m, each.num_chunks, num_ranks=num_ranks)[-1] for each in orders]
+            alive = [[each.alive(num_ranks, number) for number in counts] for each in orders]
+            self._known_turns[key] = np.array(idle), np.array(alive)
+        return self._known_turns[key]
+
+    @cached_property
+    def _shares(self) -> tuple[float, float]:
+        """About this share of the time of a micro-batch is its forward pass, and its weight gradients."""
+        rows = float(self.num_rows)
+        sums = self.planner.pieces.sums(self.planner.cluster.devices[0].kind, 1, rows)
+        forward, backward, weights = (float(each[0, -1] + rows * each[1, -1]) for each in (sums.forward, sums.backward, sums.weights))
+        return forward / max(1e-30, forward + backward), weights / max(1e-30, forward + backward)
+
+    def room(self, replica: ReplicaSpec) -> int:
+        """Bytes that the devices of one replica may hold."""
+        costs = self.planner.prices.costs
+        return sum(costs.capacity(kind) * number for kind, number in replica.taken.items()) // replica.count
+
+    @cached_property
+    def _least_crossing(self) -> tuple[float, float]:
+        """Bytes that cross where least does, both ways, as a line."""
+        points = self.planner.points
+        inner = slice(1, -1) if points.num_units > 1 else slice(None)
+        return float(points.crossing_fixed[inner].min()), float(points.crossing_per_row[inner].min())
+
+    def shortage(self, replica: ReplicaSpec) -> int:
+        """Bytes by which the parameters alone overflow one replica; 0 where they fit."""
+        return max(0, int(self.planner.points.parameters[0, -1]) - self.room(replica))
+
+    @staticmethod
+    def _in_turn(strategy: Strategy) -> float:
+        """How many times as long sums take as if each device had but one to do at a time."""
+        return IN_TURN if len({rank.width for replica in strategy.replicas for rank in replica.numbers}) > 1 else 1.0
+
+    def shares(self, replicas: Sequence[ReplicaSpec]) -> list[float]:
+        """Rows of each replica, if devices took as many as they are fast."""
+        speeds = [self.speed(replica) for replica in replicas]
+        total = sum(speed * replica.count for speed, replica in zip(speeds, replicas, strict=True))
+        return [self.num_rows * speed / total for speed in speeds]
+
+    def speed(self, replica: ReplicaSpec) -> float:
+        """How often the devices of one replica would do the work on all rows in a second."""
+        key = replica.ranks or ()
+        if key not in self._speeds:
+            self._speeds[key] = sum(number * self.speed_of(rank) for rank, number in replica.numbers.items())
+        return self._speeds[key]
+
+    def speed_of(self, rank: RankSpec) -> float:
+        """How often the devices of a rank would do it."""
+        if rank not in self._speeds:
+            self._speeds[rank] = 1 / float(self.totals(rank.kind, rank.width, np.array([float(self.num_rows)]))[0])
+        return self._speeds[rank]
+
+    def totals(self, kind: Device, width: int, rows: Floats) -> Floats:
+        """Seconds of the whole model on a device of a split group, by rows of a micro-batch: lines between some numbers of them."""
+        if (kind, width) not in self._totals:
+            grid = 2.0 ** (np.arange(2 * self.num_rows.bit_length() + 1) / 2)
+            pieces, values = self.planner.pieces, list[float]()
+            for own in grid:
+                sums = pieces.sums(kind, width, float(own))
+                device = sums.forward[:, -1] + sums.backward[:, -1]
+                host = sums.started_forward[-1] + sums.started_backward[-1]
+                values.append(max(float(device[0] + device[1] * own), float(host)))
+            self._totals[kind, width] = grid, np.array(values)
+        return np.interp(rows, *self._totals[kind, width])
+
+    def _lane(self, replica: ReplicaSpec, firsts: Numbers, share: float, policy: str | Shares) -> Lane:
+        m = replica.num_micro_batch or 1
+        about = max(1, math.ceil(share / m - 1e-9))
+        solver = self.planner.solver(replica, policy)
+        placed = replica.names or self._names(replica, firsts[0])
+        is_small = solver.pipeline.num_stages * self.planner.points.num_units <= SMALL
+        units = solver.cut(placed, about).units if is_small else fill(solver.tables, placed, about)
+        return self._cut(replica, solver, placed, units, self.places.hops(firsts), self.places.slowest(firsts, replica), about)
+
+    def _names(self, replica: ReplicaSpec, firsts: Numbers) -> Placed:
+        """The devices of a replica; those of a group stand behind its first one in the cluster's order."""
+        devices = self.planner.cluster.devices
+        return tuple(
+            tuple(devices[first + place].name for place in range(rank.width))
+            for rank, first in zip(replica.ranks or (), firsts.tolist(), strict=True)
+        )
+
+    def _cut(
+        self,
+        replica: ReplicaSpec,
+        solver: Solver,
+        placed: Placed,
+        units: Sequence[int],
+        hops: Hops,
+        where: Sequence[str | None],
+        about: int,
+    ) -> Lane:
+        """The lane of a replica whose stages are cut."""
+        pipeline, pieces, ranks = solver.pipeline, self.planner.pieces, replica.ranks or ()
+        times, hosts, repeated = np.zeros((3, 2, len(ranks))), np.zeros((2, len(ranks))), np.zeros(len(ranks))
+        defers = pipeline.schedule in WEIGHTS_LAST
+        for stage, rank in enumerate(pipeline.stage_rank):
+            start, stop = units[stage], units[stage + 1]
+            sums = pieces.sums(ranks[rank].kind, ranks[rank].width, float(about), where[rank])
+            own = np.stack([each[:, stop] - each[:, start] for each in (sums.forward, sums.backward, sums.weights)])
+            again = 1.0 if pipeline.recomputed[stage] else solver.policy.share(stage)
+            own[1] += again * own[0]
+            repeated[rank] = float(pipeline.recomputed[stage] > 0)
+            host = np.array([each[stop] - each[start] for each in (sums.started_forward, sums.started_backward)])
+            host[1] += again * host[0]
+            if defers:
+                waiting = self.planner.prices.waiting(self.planner.prices.cluster.by_name[placed[rank][0]], about)
+                count = sums.waiting[stop] - sums.waiting[start]
+                own[:2, 0] += count * np.array([[1.0], [2.0]])[:, 0] * waiting.device.fixed
+                own[:2, 1] += count * np.array([1.0, 2.0]) * waiting.device.per_row
+                host += count * np.array([1.0, 2.0]) * waiting.host
+            times[:, :, rank] += own
+            hosts[:, rank] += host
+        crossing = self._crossing(solver, units, hops)
+        loads, rooms = solver.tables.loads(placed, about, units), solver.tables.rooms(placed)
+        held, room = (np.bincount(pipeline.stage_rank, each).astype(np.float64) for each in (loads, rooms))
+        places = tuple((rank, units[stage], units[stage + 1]) for stage, rank in enumerate(pipeline.stage_rank))
+        return Lane(replica, pipeline, times, hosts, repeated, crossing, places, about, held, room)
+
+    def _crossing(self, solver: Solver, units: Sequence[int], hops: Hops) -> Floats:
+        """Of `Lane.hops`."""
+        points, pipeline = self.planner.points, solver.pipeline
+        ranks, found = pipeline.stage_rank, np.zeros((2, 2, pipeline.num_ranks))
+        share = 0.5 if self.planner.prices.training else 1.0
+        for stage in range(pipeline.num_stages - 1):
+            a, b, place = ranks[stage], ranks[stage + 1], units[stage + 1]
+            if a == b:
+                continue
+            rank = min(a, b) if abs(a - b) == 1 else -1  # from the last one to the first
+            few, many = sorted((pipeline.width(stage), pipeline.width(stage + 1)))
+            copies = (many / few + 1) / 2 / few  # each of few hands it to several, whose gradients one of them sends
+            fixed, per_row = (share * copies * each[place] for each in (points.crossing_fixed, points.crossing_per_row))
+            latency = share * points.messages[place] * hops.latency[rank]
+            v = pipeline.num_chunks
+            found[0, :, rank] += (latency + fixed * hops.per_byte[rank]) / v, per_row * hops.per_byte[rank] / v
+            found[1, :, rank] += fixed * hops.crowded[rank], per_row * hops.crowded[rank]
+        return found
+
+    def _rows(self, lanes: Sequence[Lane], m: int) -> list[int]:
+        """Rows of each replica: the division with which the slowest is fastest."""
+        if len(lanes) == 1:
+            return [max(m, -(-self.num_rows // lanes[0].replica.count))]
+        every = np.arange(m, max(m, self.num_rows) + 1, dtype=np.float64)
+        curves = [np.maximum.accumulate(lane.seconds(every)) for lane in lanes]
+        counts = [lane.replica.count for lane in lanes]
+        left = self.num_rows - m * sum(counts)
+        if left <= 0:
+            return [m] * len(lanes)
+        values = np.concatenate([curve[1:] for curve in curves])
+        weights = np.repeat(counts, [len(curve) - 1 for curve in curves])
+        order = np.argsort(values, kind="stable")
+        level = values[order][min(int(np.searchsorted(np.cumsum(weights[order]), left)), len(order) - 1)]
+        return [m + max(0, int(np.searchsorted(curve[1:], level, side="right"))) for curve in curves]
+
+    def _with_end(self, lane: Lane, firsts: Sequence[Numbers], rows: int, rates: Sequence[Line], *, alike: bool) -> float:
+        """Seconds of a step of a replica with so many rows.
+
+        Args:
+            rates: per rank, seconds of a bucket of gradients by bytes.
+            alike: whether all replicas have as many ranks, so that sums hide behind backward passes.
+        """
+        pipeline, prices = lane.pipeline, self.planner.prices
+        passes, ends = lane.ends(float(rows))
+        if not prices.training:
+            return passes
+        last, total = 0.0, 0.0
+        late = pipeline.schedule in WEIGHTS_LAST and pipeline.num_ranks > 1
+        for rank, spec in enumerate(lane.replica.ranks or ()):
+            stages = [(start, stop) for own, start, stop in lane.places if own == rank]
+            exposed = self._exposed(spec, stages, rows / pipeline.num_micro_batch, rates[rank], late=late, hides=alike)
+            trained = self.planner.pieces.trained(spec.kind, spec.width)
+            num_bytes = sum(float(trained[stop] - trained[start]) for start, stop in stages)
+            update = optimizer_seconds(spec.kind, 1.0, 1.0, prices.costs.optimizer_states) * num_bytes
+            last, total = max(last, float(ends[rank]) + exposed + update), max(total, exposed + update)
+        if pipeline.stage_rank[0] != pipeline.stage_rank[-1] and self._tied:
+            rate = self.places.ends(firsts)
+            last += rate.fixed + rate.per_row * self._tied
+        return max(last, passes) if alike else passes + total
+
+    def _exposed(self, spec: RankSpec, stages: Sequence[tuple[int, int]], rows: float, rate: Line, *, late: bool, hides: bool) -> float:
+        """Seconds of the sums of a rank's gradients after its last backward pass, or after its last weight gradients."""
+        if rate == Line():
+            return 0.0
+        pieces = self.planner.pieces
+        trained, sums = pieces.trained(spec.kind, spec.width), pieces.sums(spec.kind, spec.width, float(max(1.0, rows)))
+        bucket = float(self.planner.prices.costs.bucket_bytes)
+        passing = sums.weights if late else sums.backward
+        left, seconds = 0.0, 0.0
+        for start, stop in reversed(stages):  # of several chunks the first ends last
+            num_bytes = trained[start + 1 : stop + 1] - trained[start]
+            reduced = num_bytes * rate.per_row + np.ceil(num_bytes / bucket) * rate.fixed
+            done = passing[0, start:stop] - passing[0, start] + (passing[1, start:stop] - passing[1, start]) * rows
+            seconds = float(np.max(np.maximum(reduced + left - done * hides, 0.0), initial=0.0))
+            left = seconds
+        return seconds
+
+    @cached_property
+    def _tied(self) -> float:
+        """Bytes of gradients of parameters that pieces far from one another read."""
+        parameters = self.planner.points.parameters
+        twice = float(np.diagonal(parameters, 1).sum() - parameters[0, -1])
+        trained = float(self.planner.pieces.trained(self.planner.cluster.devices[0].kind, 1)[-1])
+        return twice / max(1.0, float(parameters[0, -1])) * trained

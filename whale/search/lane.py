@@ -1,0 +1,89 @@
+"""One replica whose stages are cut: what its ranks take for a micro-batch and hold, and from that what a step of it takes.
+
+pipeline    max over the ranks r of  m t_r + (what passes outside of it on the ranks before r)  + the messages of one micro-batch
+            and where messages are slow, or few micro-batches may be in flight,  m (t_1 + ... + t_p + messages) / in flight
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from whale.estimate import idle_seconds
+from whale.estimate.costs.op_table import Floats
+from whale.planning.pipeline.scheduling import PipelineShape
+from whale.planning.strategy import ReplicaSpec
+
+WEIGHTS_LAST = ("zb_h1", "zb_h2", "zb_v")
+"""Schedules whose weight gradients come when there is nothing else to do: those of the last micro-batches when all else is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A replica, cut.
+
+    Attributes:
+        replica: what it is.
+        pipeline: its shape.
+        times: of the ranks, about a number of rows of a micro-batch: F, B, W as lines, ``[3, 2, ranks]``.
+        hosts: likewise of the host that starts F and B, ``[2, ranks]``.
+        again: of each rank the share of F that B has again, by itself.
+        hops: seconds of what crosses from each rank to the next, one way, in the mean of all chunks, and of the link where all devices
+            send, for all chunks: as lines, ``[2, 2, ranks]``.
+        places: the rank of each stage, and its pieces.
+        about: rows of a micro-batch about which times are lines.
+        held, rooms: per rank, bytes that it holds, and may.
+    """
+
+    replica: ReplicaSpec
+    pipeline: PipelineShape
+    times: Floats
+    hosts: Floats
+    again: Floats
+    hops: Floats
+    places: tuple[tuple[int, int, int], ...]
+    about: int
+    held: Floats
+    rooms: Floats
+
+    def ranks(self, rows: Floats) -> tuple[Floats, Floats, Floats]:
+        """F, B and W of each rank for a micro-batch of these rows: ``[ranks, rows]``."""
+        forward, backward, weights = self.times[:, 0, :, None] + self.times[:, 1, :, None] * rows
+        return np.maximum(forward, self.hosts[0][:, None]), np.maximum(backward, self.hosts[1][:, None]), weights
+
+    def seconds(self, rows: Floats) -> Floats:
+        """Seconds of all micro-batches of a step of so many rows."""
+        pipeline = self.pipeline
+        m = pipeline.num_micro_batch
+        forward, backward, weights = self.ranks(rows / m)
+        own = forward + backward
+        if pipeline.num_ranks == 1:
+            alone: Floats = m * own[0]
+            return alone
+        crowded = self.hops[1, 0, :, None] + self.hops[1, 1, :, None] * (rows / m)
+        found: Floats = np.maximum((m * own + self._idle(rows, forward, backward, weights)).max(axis=0), m * crowded.max(axis=0))
+        return found
+
+    def _idle(self, rows: Floats, forward: Floats, backward: Floats, weights: Floats) -> Floats:
+        """Seconds for which each rank waits: ``[ranks, rows]``."""
+        pipeline = self.pipeline
+        m, v = pipeline.num_micro_batch, pipeline.num_chunks
+        hops = self.hops[0, 0, :, None] + self.hops[0, 1, :, None] * (rows / m)
+        alive = np.array(pipeline.in_flight[: pipeline.num_ranks], dtype=np.float64)[:, None]
+        again = self.again[:, None] * forward
+        return idle_seconds(pipeline.schedule, forward, backward, weights, m, v, again=again, hops=hops, alive=alive)
+
+    def ends(self, rows: float) -> tuple[float, Floats]:
+        """Seconds of all micro-batches of a step of so many rows, and when each rank ends its last backward pass, or weight gradients."""
+        pipeline = self.pipeline
+        m, passes = pipeline.num_micro_batch, float(self.seconds(np.array([rows]))[0])
+        forward, backward, weights = self.ranks(np.array([rows / m]))
+        own = m * (forward + backward)[:, 0]
+        if pipeline.num_ranks == 1:
+            return passes, own
+        if pipeline.schedule in WEIGHTS_LAST:
+            idle = self._idle(np.array([rows]), forward, backward, weights)[:, 0]
+            return passes, np.minimum(passes, own + idle)
+        before = (np.cumsum(backward[:, 0]) - backward[:, 0]) / pipeline.num_chunks
+        return passes, np.maximum(passes - before, own)

@@ -1,0 +1,269 @@
+"""The strategies around what a user has divided, by scopes or replicas that are written down: devices, order, micro-batches, recomputation.
+
+Let T_r be the time in which a device would do alone, for all rows of the batch, what rank r of a replica does. The devices of a rank share
+that, so a rank for whose devices 1 / T_r comes to R_r takes 1 / R_r for all rows:
+
+    a replica with all rows     1 / R_r + f (1 / R_1 + ... + 1 / R_r-1) / m      of the rank r where that is most
+    a step                      1 / (the sum of 1 / these over the replicas), for they divide the rows
+
+where f is what passes outside a rank's own time of those before it. What crosses, and what is summed, is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from whale.config import Config
+from whale.config.keys import Shares
+from whale.errors import AnnotationError, WhaleError
+from whale.estimate import bubble_share
+from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import Device
+from whale.ir.graph import ModelGraph
+from whale.planning.annotations.taskgraphs import assign_by_scopes, place_sizes, read_scopes
+from whale.planning.pipeline.placement import Seats, every_placement, placements
+from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
+from whale.planning.plan import Draft, draft_as_set
+from whale.planning.strategy import Placed, ReplicaSpec, Strategy
+from whale.planning.structure.stages import Assignment
+from whale.search.form import Forms
+from whale.search.freedom import Freedom, Order
+from whale.search.objective import Objective
+from whale.search.ranking import Ranked, effort_of
+from whale.search.space import COMPLETE, host_looks, micro_batch_counts
+
+
+def is_divided(graph: ModelGraph, config: Config) -> bool:
+    """Whether scopes, or replicas that are written down, say how a model is divided."""
+    return bool(config.replicas) or any(op.scope for op in graph.ops)
+
+
+@dataclass(eq=False)
+class OpenSpace:
+    """What is looked at around a division.
+
+    Args:
+        forms: know the model and the cluster.
+        freedom: what may be chosen.
+        objective: judges.
+        config: settings.
+    """
+
+    forms: Forms
+    freedom: Freedom
+    objective: Objective
+    config: Config
+    num_strategies: int = field(default=0, init=False)
+    takes_apart: bool = field(default=False, init=False)
+    _stages: dict[tuple[int, Order], tuple[PipelineShape, Assignment]] = field(default_factory=dict, init=False)
+    _placements: dict[tuple[tuple[Device, ...], Order], tuple[tuple[Placed, ...], ...]] = field(default_factory=dict, init=False)
+    _speeds: dict[tuple[int, Order, int, Device, int, int], float] = field(default_factory=dict, init=False)
+
+    @property
+    def prices(self) -> Prices:
+        return self.forms.planner.prices
+
+    @property
+    def first(self) -> Strategy:
+        """With what is set, and else the defaults, on all devices."""
+        return self._strategy(
+            self.prices.cluster.devices, self.freedom.orders[0], self.freedom.micro_batches or 1, self.freedom.policies[0]
+        )
+
+    def realize(self, strategy: Strategy, prices: Prices | None = None) -> Draft:
+        """Its plan, by these prices or those of the space."""
+        prices = prices or self.prices
+        if strategy == self.first:
+            draft = draft_as_set(prices, self.config, self.forms.num_rows)
+            self.takes_apart = bool(draft.reasons)
+            return draft
+        own = strategy.replicas[0]
+        order: dict[str, Any] = {"pipeline.schedule": own.schedule, "pipeline.num_chunks": own.num_chunks} if self._has_order else {}
+        config = self.config.with_values({"pipeline.num_micro_batch": own.num_micro_batch, "recompute.policy": own.recompute} | order)
+        placed = tuple(replica.names for replica in strategy.replicas if replica.names is not None)
+        taken = prices.cluster.only([device.name for device in strategy.devices or ()])
+        return draft_as_set(prices, config, self.forms.num_rows, Seats(prices.cluster, taken, in_any_order=True, stated=placed))
+
+    def known(self, start: Sequence[Strategy]) -> Iterator[Ranked]:
+        """The plan without a search: none that is found is worse."""
+        yield Ranked(self.first, 0.0, effort_of(self.first))
+
+    def ranked(self) -> Iterator[Ranked]:
+        """All strategies, best first."""
+        found = [Ranked(strategy, self._likely(strategy), effort_of(strategy)) for strategy in self._every()]
+        self.num_strategies = len(found) + 1
+        yield from sorted(found, key=lambda each: each.place)
+
+    def _every(self) -> Iterator[Strategy]:
+        fixed, num_rows = self.freedom.micro_batches, self.forms.num_rows
+        numbers = micro_batch_counts(num_rows, num_rows) if fixed is None else (fixed,)
+        using = self.freedom.using
+        subsets = (own for own in self._subsets() if using is None or any(device.kind == using for device in own))
+        for devices, policy in product(subsets, self.freedom.policies):
+            for order in self._orders(len(devices)):
+                for number in numbers if order == self.freedom.orders[0] else [each for each in numbers if each > 1]:
+                    plain = self._strategy(devices, order, number, policy)
+                    if self._is_written or len(self.prices.cluster.devices) > COMPLETE:
+                        yield plain
+                        continue
+                    for placed in self._placed(plain):
+                        yield replace(plain, replicas=tuple(replace(plain.replicas[0], names=names) for names in placed))
+
+    def _strategy(self, devices: Sequence[Device], order: Order, num_micro_batch: int, policy: str | Shares) -> Strategy:
+        own = ReplicaSpec(
+            schedule=order.schedule if self._has_order else None,
+            num_chunks=order.num_chunks if self._has_order else None,
+            num_micro_batch=num_micro_batch,
+            recompute=order.policy(policy),
+        )
+        return Strategy((own,), tuple(devices))
+
+    @property
+    def _is_written(self) -> bool:
+        return bool(self.config.replicas)
+
+    @cached_property
+    def _sizes_asked(self) -> tuple[int, ...]:
+        """The virtual devices of a replica that the scopes make of all devices, in the first order."""
+        return self._sizes_in(len(self.prices.cluster.devices), self.freedom.orders[0])
+
+    @cached_property
+    def _has_order(self) -> bool:
+        """Whether there is something to order."""
+        if not self._is_written:
+            return len(self._sizes_asked) > 1
+        settings = (dict(block.pipeline).get("num_stages", self.config.pipeline.num_stages) for block in self.config.replicas)
+        return any(op.scope for op in self.prices.graph.ops) or any(number not in (None, 1) for number in settings)
+
+    def _orders(self, num_devices: int) -> Iterator[Order]:
+        """Those in which the same TaskGraphs stand apart: with chunks they do only where there are more of them than devices."""
+        if not self._has_order:
+            yield self.freedom.orders[0]
+            return
+        for order in self.freedom.orders:
+            if self._is_written or self._sizes(num_devices, order) == self._sizes_asked:
+                yield order
+
+    def _subsets(self) -> Iterator[Sequence[Device]]:
+        """All devices, then those without some: on few devices any of them are left out, on more all of a kind or none.
+
+        Others than make the virtual devices that all of them do are no choice: TaskGraphs that stand apart would share devices, or scopes
+        without a count not take all.
+        """
+        cluster = self.prices.cluster
+        if self._is_written:
+            yield cluster.devices
+            return
+        asked, is_small = self._sizes_asked, len(cluster.devices) <= COMPLETE
+        groups = dict[Hashable, list[Device]]()
+        for device in cluster.devices:
+            groups.setdefault((device.kind, device.host, device.price_per_hour) if is_small else device.kind, []).append(device)
+        numbers = (range(len(own), -1, -1) if is_small else (len(own), 0) for own in groups.values())
+        seen = set[object]()
+        for taken in product(*numbers):
+            names = {device.name for own, number in zip(groups.values(), taken, strict=True) for device in own[:number]}
+            found = tuple(device for device in cluster.devices if device.name in names)
+            look = self._look(found)
+            if len(names) >= max(1, sum(asked)) and look not in seen and self._sizes(len(names), self.freedom.orders[0]) == asked:
+                seen.add(look)
+                yield found
+
+    def _sizes(self, num_devices: int, order: Order) -> tuple[int, ...] | None:
+        """The virtual devices that the scopes make; None where they cannot be honoured."""
+        with suppress(AnnotationError):
+            return self._sizes_in(num_devices, order)
+        return None
+
+    def _sizes_in(self, num_devices: int, order: Order) -> tuple[int, ...]:
+        return place_sizes(self.prices.graph, self._in(order), num_devices)
+
+    def _in(self, order: Order) -> Config:
+        return self.config.with_values({"pipeline.schedule": order.schedule, "pipeline.num_chunks": order.num_chunks})
+
+    def _look(self, devices: Sequence[Device]) -> object:
+        """What is equal for devices that stand for one another: identical ones on hosts that look the same."""
+        looks, by_host = host_looks(self.prices.cluster), dict[str, list[object]]()
+        for device in devices:
+            by_host.setdefault(device.host, []).append((device.kind, device.price_per_hour))
+        return frozenset(Counter((looks[host], tuple(own)) for host, own in by_host.items()).items())
+
+    def _placed(self, strategy: Strategy) -> tuple[tuple[Placed, ...], ...]:
+        """Placements of the replicas: on few devices all that there are, on many kinds along the pipeline in every order."""
+        devices, order = strategy.devices or (), self._order_of(strategy)
+        if (devices, order) not in self._placements:
+            taken = self.prices.cluster.only([device.name for device in devices])
+            pipeline = self._divided(strategy)[0]
+            found = tuple(every_placement(taken, pipeline, prefer_intra_node=True))
+            found = found or placements(taken, pipeline, [0.0] * pipeline.num_ranks, None, prefer_intra_node=True)
+            self._placements[devices, order] = tuple(each.replicas for each in found)
+        return self._placements[devices, order]
+
+    def _order_of(self, strategy: Strategy) -> Order:
+        own = strategy.replicas[0]
+        return Order(own.schedule, own.num_chunks or 1) if own.schedule else self.freedom.orders[0]
+
+    def _divided(self, strategy: Strategy) -> tuple[PipelineShape, Assignment]:
+        """What the scopes make of the devices of a strategy; micro-batches of the pipeline are not to be read."""
+        number, order = len(strategy.devices or ()), self._order_of(strategy)
+        if (number, order) not in self._stages:
+            config = self._in(order)
+            annotations = read_scopes(self.prices.graph, config, number)
+            assert annotations is not None, "of replicas that are written down nothing is known before they are planned"
+            pipeline = shape_pipeline(config, annotations, number)
+            self._stages[number, order] = pipeline, assign_by_scopes(self.prices.graph, annotations)[0]
+        return self._stages[number, order]
+
+    def _likely(self, strategy: Strategy) -> float:
+        """What the objective roughly says of a strategy, with its devices in the best order."""
+        if self._is_written:
+            own, order = strategy.num_micro_batch, self._order_of(strategy)
+            seconds = self._all_rows(own) * (1 + bubble_share(order.schedule, order.num_chunks) / own)
+            return float(self.objective.likely(strategy, seconds, seconds))  # type: ignore[arg-type]
+        named = tuple(replica.names for replica in strategy.replicas if replica.names is not None)
+        try:
+            found = [self._seconds(strategy, placed) for placed in ((named,) if named else self._placed(strategy))]
+        except WhaleError:
+            return math.inf
+        seconds = min(found, default=math.inf)
+        return float(self.objective.likely(strategy, seconds, seconds))  # type: ignore[arg-type]
+
+    def _all_rows(self, num_micro_batch: int) -> float:
+        """Seconds of the whole model for all rows, in so many micro-batches, on the first device."""
+        rows = self.forms.num_rows / num_micro_batch
+        sums = self.forms.planner.pieces.sums(self.prices.cluster.devices[0].kind, 1, rows)
+        device = sums.forward[:, -1] + sums.backward[:, -1]
+        return num_micro_batch * max(float(device[0] + rows * device[1]), float(sums.started_forward[-1] + sums.started_backward[-1]))
+
+    def _seconds(self, strategy: Strategy, placed: Sequence[Placed]) -> float:
+        """Seconds that a step roughly takes on these devices of each rank of each replica."""
+        return 1 / sum(1 / self._with_all_rows(strategy, replica) for replica in placed)
+
+    def _with_all_rows(self, strategy: Strategy, placed: Placed) -> float:
+        order, before, longest = self._order_of(strategy), 0.0, 0.0
+        outside = bubble_share(order.schedule, order.num_chunks) / strategy.num_micro_batch
+        for rank, names in enumerate(placed):
+            kinds = [self.prices.cluster.by_name[name].kind for name in names]
+            seconds = 1 / sum(self._speed(strategy, order, rank, kind, len(names)) for kind in kinds)
+            longest = max(longest, seconds + outside * before)
+            before += seconds
+        return longest
+
+    def _speed(self, strategy: Strategy, order: Order, rank: int, kind: Device, number: int) -> float:
+        """Of what a rank of so many devices does for all rows, how much a device does in a second."""
+        m = strategy.num_micro_batch
+        key = len(strategy.devices or ()), order, m, kind, rank, number
+        if key not in self._speeds:
+            (pipeline, assignment), rows = self._divided(strategy), self.forms.num_rows / m
+            device, seconds = next(own for own in self.prices.cluster.devices if own.kind == kind), 0.0
+            for stage in pipeline.stages_of(rank):
+                for each in self.prices.started(assignment.parts[stage], device, rows):
+                    seconds += each.line(rows).at(rows)
+            self._speeds[key] = 1 / max(m * seconds, 1e-30)
+        return self._speeds[key]

@@ -1,0 +1,219 @@
+"""Which devices a strategy has, and the links between them: by their names where these are said, else by one of two rules.
+
+near    replica after replica takes the next devices of its kinds: messages stay inside hosts, sums of gradients cross them
+far     rank after rank: those who hold the same stage are neighbours, and messages cross
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale.estimate import Line, all_reduce_line
+from whale.estimate.costs.op_table import Floats
+from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import Device
+from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
+
+Numbers = NDArray[np.int64]
+
+_Taken = tuple[tuple[int, int], ...]
+"""Widths and numbers of the groups that others have of a kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """The way of a micro-batch from each rank to the next, the slowest of all replicas.
+
+    Attributes:
+        latency: seconds.
+        per_byte: seconds of a byte that goes alone.
+        crowded: of a byte where all devices that share the link send at once.
+    """
+
+    latency: Floats
+    per_byte: Floats
+    crowded: Floats
+
+
+@dataclass(eq=False)
+class Places:
+    """The devices of strategies on one cluster.
+
+    Args:
+        prices: know the cluster and its links.
+    """
+
+    prices: Prices
+    _groups: dict[tuple[Device, int, int, _Taken], tuple[Numbers, tuple[int, ...]]] = field(default_factory=dict, init=False)
+    _rates: dict[tuple[int, int, frozenset[tuple[int, int]]], Line] = field(default_factory=dict, init=False)
+    _known: dict[bytes, Line] = field(default_factory=dict, init=False)
+
+    def firsts(self, strategy: Strategy) -> list[Numbers]:
+        """Per replica specification, by number, the first device of each rank of each replica: ``[replicas, ranks]``."""
+        if strategy.replicas[0].names is not None:
+            return [np.array([[self._number[names[0]] for names in replica.names or ()]]) for replica in strategy.replicas]
+        return [np.stack([rank[:, 0] for rank in ranks], axis=1) for ranks in self._placed(strategy)]
+
+    def named(self, strategy: Strategy) -> Strategy:
+        """The strategy with names for all devices; replicas stand in the order of the cluster's devices."""
+        if strategy.is_open or strategy.replicas[0].names is not None:
+            return strategy
+        names = [device.name for device in self.prices.cluster.devices]
+        found = list[tuple[int, ReplicaSpec]]()
+        for replica, ranks in zip(strategy.replicas, self._placed(strategy), strict=True):
+            rows = [rank.tolist() for rank in ranks]
+            for copy in range(replica.count):
+                own = tuple(tuple(names[number] for number in rank[copy]) for rank in rows)
+                found.append((min(rank[copy][0] for rank in rows), replace(replica, count=1, names=own)))
+        return replace(strategy, replicas=tuple(replica for _, replica in sorted(found, key=lambda each: each[0])))
+
+    def _placed(self, strategy: Strategy) -> list[list[Numbers]]:
+        """Per replica specification and rank the groups of its replicas: ``[replicas, devices]``."""
+        taken: dict[Device, _Taken] = {}
+        placed = []
+        for replica in strategy.replicas:
+            ranks, places = replica.ranks or (), list[Numbers]()
+            groups: dict[RankSpec, Numbers] = {}
+            for rank, number in sorted(replica.numbers.items(), key=lambda each: -each[0].width):  # the widest need most room
+                before = taken.get(rank.kind, ())
+                groups[rank] = self._take(rank, number * replica.count, before)[0]
+                taken[rank.kind] = (*before, (rank.width, number * replica.count))
+            used = dict.fromkeys(groups, 0)
+            for rank in ranks:
+                step, place = (replica.numbers[rank], used[rank]) if strategy.near else (1, used[rank] * replica.count)
+                places.append(groups[rank][place : place + step * (replica.count - 1) + 1 : step])
+                used[rank] += 1
+            placed.append(places)
+        return placed
+
+    def _take(self, rank: RankSpec, number: int, before: _Taken) -> tuple[Numbers, tuple[int, ...]]:
+        """So many groups of devices, each on one host as long as hosts have room for one, and the devices that are left."""
+        key = rank.kind, rank.width, number, before
+        if key not in self._groups:
+            free = self._of_kind[rank.kind]
+            if before:
+                width, count = before[-1]
+                free = self._take(RankSpec(rank.kind, width), count, before[:-1])[1]
+            by_host: dict[str, list[int]] = {}
+            for device in free:
+                by_host.setdefault(self.prices.cluster.devices[device].host, []).append(device)
+            whole, rest = list[list[int]](), list[int]()
+            for own in by_host.values():
+                stop = len(own) // rank.width * rank.width
+                whole += [own[start : start + rank.width] for start in range(0, stop, rank.width)]
+                rest += own[stop:]
+            whole += [rest[start : start + rank.width] for start in range(0, len(rest) // rank.width * rank.width, rank.width)]
+            used = {device for own in whole[:number] for device in own}
+            self._groups[key] = np.array(whole[:number]), tuple(device for device in free if device not in used)
+        return self._groups[key]
+
+    def num_looks(self, strategy: Strategy) -> int:
+        """Replicas that differ in how their ranks lie on hosts; identical ones are simulated as one."""
+        found = 0
+        for own in self.firsts(strategy):
+            hosts = self._host[own]
+            ways = np.concatenate((hosts[:, 1:] == hosts[:, :-1], self._look[hosts]), axis=1)
+            found += len(np.unique(ways, axis=0))
+        return found
+
+    def hops(self, firsts: Numbers) -> Hops:
+        """The ways between the ranks of some replicas, last that from the last rank to the first."""
+        a, b = firsts, np.roll(firsts, -1, axis=1)
+        hosts = self._host[a], self._host[b]
+        if self.prices.cluster.pairs:
+            devices = self.prices.cluster.devices
+            links = [
+                [self.prices.link(devices[x].name, devices[y].name) for x, y in zip(*row, strict=True)] for row in zip(a, b, strict=True)
+            ]
+            between = np.array([[(link.latency, 1 / link.bandwidth) for link in row] for row in links]).reshape(*a.shape, 2)
+        else:
+            network = self.prices.cluster.network
+            own = (network.latency, 1 / network.bandwidth) if network else (0.0, 0.0)
+            between = np.broadcast_to(np.array(own), (*a.shape, 2))
+        inside, same = self._inside[hosts[0]], hosts[0] == hosts[1]
+        latency, per_byte = (np.where(same, inside[..., place], between[..., place]).max(axis=0) for place in (0, 1))
+        crowded = np.where(same, inside[..., 2], between[..., 1]).max(axis=0)
+        return Hops(latency, per_byte, crowded)
+
+    def slowest(self, firsts: Numbers, replica: ReplicaSpec) -> list[str | None]:
+        """Per rank, of the hosts on which replicas have it that with the slowest link; None of a rank that is not split."""
+        hosts = self._host[firsts]
+        slow = np.take_along_axis(hosts, self._inside[hosts, 2].argmax(axis=0)[None, :], axis=0)[0].tolist()
+        names = self.prices.cluster.hosts
+        return [names[host].name if rank.width > 1 else None for host, rank in zip(slow, replica.ranks or (), strict=True)]
+
+    def sums(self, firsts: Sequence[Numbers]) -> list[list[Line]]:
+        """Per replica specification and rank, seconds of the sum of a bucket of gradients, by bytes, over all that hold as much.
+
+        Other replicas have a rank's stages as far along their pipelines.
+        """
+        found = []
+        for own in firsts:
+            num_ranks = own.shape[1]
+            parts = [each[:, np.arange(num_ranks) * each.shape[1] // num_ranks] for each in firsts]
+            found.append(self._all(np.concatenate(parts, axis=0).T))
+        return found
+
+    def ends(self, firsts: Sequence[Numbers]) -> Line:
+        """Likewise of what the first and the last rank of all replicas hold."""
+        return self._all(np.unique(np.concatenate([own[:, [0, -1]].reshape(-1) for own in firsts])).reshape(1, -1))[0]
+
+    def _all(self, owners: Numbers) -> list[Line]:
+        hosts = self._host[owners]
+        spread = ((hosts - hosts[:, :1]) * len(self.prices.cluster.hosts) + self._look[hosts]).tobytes()
+        size, found = len(spread) // len(owners), list[Line]()
+        for row in range(len(owners)):
+            key = spread[row * size : (row + 1) * size]
+            if key not in self._known:
+                self._known[key] = self._rate(owners[row], hosts[row])
+            found.append(self._known[key])
+        return found
+
+    def _rate(self, owners: Numbers, hosts: Numbers) -> Line:
+        counts = Counter(hosts.tolist())
+        key = len(owners), len(counts), frozenset((int(self._look[host]), count) for host, count in counts.items())
+        if key not in self._rates:
+            names = [self.prices.cluster.devices[number].name for number in owners.tolist()]
+            bucket = float(self.prices.costs.bucket_bytes)
+            self._rates[key] = all_reduce_line(self.prices.cluster, names, Line(0.0, 1.0), 1, bucket) if len(names) > 1 else Line()
+        return self._rates[key]
+
+    @cached_property
+    def _number(self) -> dict[str, int]:
+        return {device.name: number for number, device in enumerate(self.prices.cluster.devices)}
+
+    @cached_property
+    def _of_kind(self) -> dict[Device, tuple[int, ...]]:
+        """The devices of each kind, the cheapest first."""
+        found: dict[Device, list[int]] = {}
+        cluster = self.prices.cluster
+        for number in sorted(range(len(cluster.devices)), key=lambda number: cluster.price_share(cluster.devices[number])):
+            found.setdefault(cluster.devices[number].kind, []).append(number)
+        return {kind: tuple(numbers) for kind, numbers in found.items()}
+
+    @cached_property
+    def _host(self) -> Numbers:
+        """Per device the number of its host."""
+        return np.repeat(np.arange(len(self.prices.cluster.hosts)), [len(host.devices) for host in self.prices.cluster.hosts])
+
+    @cached_property
+    def _inside(self) -> Floats:
+        """Per host, latency and seconds per byte of its link, and the latter where all its devices send: ``[hosts, 3]``."""
+        found = [
+            (host.link.latency, 1 / host.link.bandwidth, (len(host.devices) if host.link.shared else 1) / host.link.bandwidth)
+            for host in self.prices.cluster.hosts
+        ]
+        return np.array(found)
+
+    @cached_property
+    def _look(self) -> Numbers:
+        """Per host a number that hosts share over which sums take as long: where some are linked in their own way none do."""
+        cluster, alike = self.prices.cluster, dict[object, int]()
+        looks = [host.name if cluster.pairs else (host.link, cluster.card(host.name), len(host.devices)) for host in cluster.hosts]
+        return np.array([alike.setdefault(look, len(alike)) for look in looks])

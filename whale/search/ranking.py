@@ -1,0 +1,224 @@
+"""The strategies of a free space, best first by the closed form: of a set of replicas relaxed, as if the model could be cut anywhere, until
+it comes first; then with its cuts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+import numpy as np
+
+from whale.config.keys import Shares
+from whale.estimate.costs.op_table import Floats
+from whale.ir.cluster import Device
+from whale.planning.plan import Draft
+from whale.planning.strategy import ReplicaSpec, Strategy
+from whale.search.form import Forms
+from whale.search.freedom import Freedom, Order
+from whale.search.objective import Objective
+from whale.search.space import Space
+
+PER_PLAN = 64
+"""So many devices, or tasks of the simulation, take about as long as all else that there is to making a small plan."""
+
+SPLIT = 6
+"""A plan with split stages takes about so many times as long to make."""
+
+EASE = 1e-4
+"""What takes as much effort as a small plan is looked at as if it were slower by this share: many are about equally fast."""
+
+FORMS = 2
+"""So many strategies are cut in closed form as long as a small plan may be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A strategy, and what it promises.
+
+    Attributes:
+        strategy: whole but for the names of its devices, on many.
+        value: what the objective says of its closed form.
+        effort: how many small plans take as long to make.
+        lack: bytes that it seems to lack.
+    """
+
+    strategy: Strategy
+    value: float
+    effort: float
+    lack: float = 0.0
+
+    @property
+    def place(self) -> float:
+        """Where it stands among others."""
+        return self.value * (1 + EASE * self.effort)
+
+    def comes_near(self, limit: float) -> bool:
+        return self.lack <= 0 and self.value <= limit
+
+
+@dataclass(eq=False, slots=True)
+class _Family:
+    """Strategies that differ in their order and their micro-batches.
+
+    Attributes:
+        strategy: without these.
+        orders, counts: the orders, and numbers of micro-batches.
+        values: relaxed, ``[orders, counts]``; infinite for what is in none, or was cut. None until they are looked at.
+    """
+
+    strategy: Strategy
+    orders: Sequence[Order]
+    counts: Sequence[int]
+    values: Floats | None = None
+
+
+@dataclass(eq=False)
+class FreeSpace:
+    """What is looked at where nothing says how a model is divided.
+
+    Args:
+        forms: closed forms.
+        freedom: what may be chosen.
+        objective: judges.
+        effort: how many small plans may be made.
+
+    Attributes:
+        num_strategies: that there are, once some were ranked.
+    """
+
+    forms: Forms
+    freedom: Freedom
+    objective: Objective
+    effort: float = math.inf
+    num_strategies: int = field(default=0, init=False)
+
+    @property
+    def takes_apart(self) -> bool:
+        """Whether what is set keeps samples apart in any case."""
+        return (self.freedom.micro_batches or 1) > 1 or not self.freedom.config.communication.gather_rows
+
+    @cached_property
+    def space(self) -> Space:
+        """The strategies there are."""
+        planner = self.forms.planner
+        return Space(planner.cluster, self.freedom, planner.num_rows, planner.points.num_units, planner.pieces.can_split)
+
+    def realize(self, strategy: Strategy) -> Draft:
+        """Its plan."""
+        return self.forms.planner.realize(self.forms.places.named(strategy))
+
+    def known(self, start: Sequence[Strategy]) -> Iterator[Ranked]:
+        """Strategies that are good elsewhere, and that there are devices for; they need not be in the space."""
+        counts, by_name = self.space.counts, self.forms.planner.cluster.by_name
+        for each in start:
+            taken: Counter[Device] = Counter()
+            for replica in each.replicas:
+                taken.update(replica.taken)
+            if each.is_open or any(counts.get(kind, 0) < number for kind, number in taken.items()):
+                continue
+            names = [name for replica in each.replicas for own in replica.names or () for name in own]
+            if names and all(name in by_name for name in names):
+                yield Ranked(each, 0.0, effort_of(each))
+            yield from (Ranked(replace(each.unnamed, near=near), 0.0, effort_of(each)) for near in (True, False))
+
+    def ranked(self) -> Iterator[Ranked]:
+        """All strategies, best first; those that seem not to fit come last, the one that lacks least first."""
+        number, num_forms = count(), 0
+        heap: list[tuple[float, float, int, _Family | Ranked]] = [(0.0, least, next(number), family) for least, family in self._families()]
+        heapify(heap)
+        while heap:
+            _, value, _, first = heappop(heap)
+            if isinstance(first, Ranked):
+                yield first
+                continue
+            if value == math.inf or num_forms >= FORMS * self.effort:
+                continue
+            if first.values is None:
+                first.values = self._relaxed(first)
+            else:
+                num_forms += 1
+                for own in self._cut(first):
+                    heappush(heap, (own.lack, own.place, next(number), own))
+            heappush(heap, (0.0, float(first.values.min()), next(number), first))
+
+    def _families(self) -> Iterator[tuple[float, _Family]]:
+        """Sets of replicas, with what they come to at least if nothing but computing took time."""
+        for strategy in self.space.lineups(self.alone):
+            orders, counts = self.space.turns(strategy)
+            if not orders or not counts or any(map(self.forms.shortage, strategy.replicas)):
+                continue
+            if strategy.near is not False or self.freedom.near is False:
+                first = counts[0] == 1 and orders[0] == self.freedom.orders[0]
+                self.num_strategies += (len(orders) * len(counts) - first * (len(orders) - 1)) * len(self.freedom.policies)
+            seconds, held = self.forms.least(strategy)
+            yield float(self.objective.likely(strategy, np.array(seconds), np.array(held))), _Family(strategy, orders, counts)
+
+    def _relaxed(self, family: _Family) -> Floats:
+        """The values of a family, if the model could be cut anywhere."""
+        strategy, orders, counts = family.strategy, family.orders, family.counts
+        seconds, held = self.forms.relaxed(strategy, orders, counts)
+        values = np.array(self.objective.likely(strategy, seconds, np.broadcast_to(held, seconds.shape)))
+        if counts[0] == 1 and orders[0] == self.freedom.orders[0]:
+            values[1:, 0] = math.inf
+        tasks = np.array([[order.num_chunks] for order in orders]) * np.array(counts) * sum(each.num_ranks for each in strategy.replicas)
+        effort = (1 + (strategy.num_devices + tasks) / PER_PLAN) * (SPLIT if strategy.is_split else 1)
+        eased: Floats = values * (1 + EASE * effort)
+        return eased
+
+    def alone(self, replica: ReplicaSpec, num_micro_batch: int) -> float:
+        """Seconds in which replicas compute what devices as fast as theirs take of the rows, if all devices of the cluster took some."""
+        forms = self.forms
+        rows = max(forms.num_rows * forms.speed(replica) / self._all_speeds, num_micro_batch) / num_micro_batch
+        rank = (replica.ranks or ())[0]
+        whole = float(forms.totals(rank.kind, rank.width, np.array([rows]))[0]) / replica.num_ranks
+        return (num_micro_batch + replica.num_ranks - 1) * whole
+
+    @cached_property
+    def _all_speeds(self) -> float:
+        one = np.array([float(self.forms.num_rows)])
+        return sum(number / float(self.forms.totals(kind, 1, one)[0]) for kind, number in self.space.counts.items())
+
+    def _cut(self, family: _Family) -> Iterator[Ranked]:
+        """The strategy of a family that promises most, in closed form with its cuts, by each policy."""
+        assert family.values is not None
+        order, place = divmod(int(family.values.argmin()), len(family.counts))
+        family.values[order, place] = math.inf
+        for policy in self.freedom.policies:
+            strategy = ordered(family.strategy, family.orders[order], self.freedom.orders[0], family.counts[place], policy)
+            form = self.forms.of(strategy)
+            value = float(self.objective.likely(strategy, np.array(form.seconds), np.array(form.held)))
+            yield Ranked(strategy, value, effort_of(strategy, self.forms.places.num_looks(strategy)), form.lack)
+
+
+def effort_of(strategy: Strategy, num_looks: int | None = None) -> float:
+    """How many small plans take as long to make as one of a strategy.
+
+    Args:
+        num_looks: replicas that are simulated, because they differ in their hosts; None for one of each specification.
+    """
+    replicas = strategy.unnamed.replicas
+    stages = sum(replica.num_ranks * (replica.num_chunks or 1) for replica in replicas) * (num_looks or len(replicas)) / len(replicas)
+    plan = 1 + strategy.num_devices / PER_PLAN + stages * strategy.num_micro_batch / PER_PLAN
+    return plan * (SPLIT if strategy.is_split else 1)
+
+
+def ordered(strategy: Strategy, order: Order, plain: Order, num_micro_batch: int, policy: str | Shares) -> Strategy:
+    """A set of replicas with an order, those of one rank with the plain one, micro-batches, and what is computed again."""
+
+    def with_order(replica: ReplicaSpec) -> ReplicaSpec:
+        own = order if replica.num_ranks > 1 else plain
+        return replace(
+            replica,
+            schedule=own.schedule,
+            num_chunks=own.num_chunks,
+            num_micro_batch=num_micro_batch,
+            recompute=order.policy(policy),
+        )
+
+    return replace(strategy, replicas=tuple(map(with_order, strategy.replicas)))

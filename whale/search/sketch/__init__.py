@@ -1,1 +1,0 @@
-"""What a step of an arrangement roughly takes, without a plan."""

@@ -1,0 +1,91 @@
+"""Keepers: who keeps what of the state that is shared out among the owners of parameters (``sharding: owners``).
+
+    shares 2:1    owner 0   |  embedding[0:60]  |  layer 1  |          bytes follow the shares, which are of free memory;
+                  owner 1   |  embedding[60:90] | bias |               what is larger than an owner's share is cut along dimension 0
+
+A parameter that stages divide among a split group is kept by one such group, each of whose devices keeps the part that it holds.
+It depends on the plan and on the shapes alone: the runtime, the estimate and checkpoints read the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from whale.ir.division import divide
+
+ROWS = "dimension 0"
+"""The axis of a parameter that keepers divide: its first dimension, whatever logical axes that has."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedOut:
+    """A parameter whose state is shared out.
+
+    Attributes:
+        name: of the parameter.
+        num_rows: size of its first dimension, along which it may be cut; 1 where it may not.
+        num_bytes: of the form.
+        ways: sets of devices that together hold it once, each device with its elements.
+    """
+
+    name: str
+    num_rows: int
+    num_bytes: int
+    ways: tuple[Mapping[int, int], ...]
+
+    def bytes_of(self, way: Mapping[int, int]) -> dict[int, float]:
+        """Per device, the bytes of its part."""
+        total = max(1, sum(way.values()))
+        return {device: self.num_bytes * elements / total for device, elements in way.items()}
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """All devices that hold some of it."""
+        return tuple(sorted({device for way in self.ways for device in way}))
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Who keeps a parameter.
+
+    Attributes:
+        devices: the keepers.
+        rows: that each of them keeps, one after the other; empty where each keeps what it holds.
+    """
+
+    devices: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+
+
+def deal(parameters: Iterable[SharedOut], shares: Sequence[float]) -> dict[str, Keeping]:
+    """Deals out parameters, the largest first, each to the keeper that then has least for its share.
+
+    Args:
+        parameters: those whose state is shared out.
+        shares: per device, its weight.
+    """
+    ordered = sorted(parameters, key=lambda own: (len(own.ways) > 1, -own.num_bytes))  # first what has no choice
+    totals: dict[tuple[int, ...], int] = {}
+    for own in ordered:
+        totals[own.owners] = totals.get(own.owners, 0) + own.num_bytes
+    load, found = [0.0] * len(shares), {}
+    for own in ordered:
+        whole = sum(shares[device] for device in own.owners)
+        wanted = {device: totals[own.owners] * shares[device] / whole for device in own.owners}
+        room = [max(0.0, wanted[device] - load[device]) for device in own.owners]
+        if len(own.ways) > 1 and own.num_rows > 1 and own.num_bytes > max(wanted.values()) and any(room):
+            rows = divide(own.num_rows, room)
+            kept: Mapping[int, int] = {device: count for device, count in zip(own.owners, rows, strict=True) if count}
+            found[own.name] = Keeping(tuple(kept), tuple(kept.values()) if len(kept) > 1 else ())
+        else:
+            kept = min(own.ways, key=lambda way: max(_fill(own.bytes_of(way), load, shares)))
+            found[own.name] = Keeping(tuple(kept))
+        for device, num_bytes in own.bytes_of(kept).items():
+            load[device] += num_bytes
+    return found
+
+
+def _fill(added: Mapping[int, float], load: Sequence[float], shares: Sequence[float]) -> list[float]:
+    """Per device, what it has for its share once some bytes are added."""
+    return [(load[device] + num_bytes) / shares[device] for device, num_bytes in added.items()]
