@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -183,6 +183,7 @@ cases = st.builds(
 
 @at_most(8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases)
+@example(Case(("einsum", "convolution", "convolution"), "bf16", "micro-batches", "adam", zero=3))  # views of weights, the first by far
 def test_half_precision(world: World, tmp_path: Path, case: Case) -> None:
     world.prepare(prepare, case)
     ranks = world.run(train, case, str(tmp_path / "checkpoint"), num_ranks=2)

@@ -84,21 +84,26 @@ def bring_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numb
         own = tuple(sorted({number for source in node.all_input_nodes for number in views.get(source, ())}))
         if node.op != "call_function" or not own:
             continue
-        is_view = _may_be_view(node, model)
-        if is_view:
+        is_view = _is_view(node)
+        if is_view or _may_be_view(node, model):
             views[node] = own
+        if node.target is torch.ops.aten.alias.default:  # reads nothing, and may stand long before who reads
+            continue
         for number in own:
             readers.setdefault(number, []).append(node)
             if not is_view:
                 computing.setdefault(number, node)
         with graph.inserting_before(node):
             start = graph.call_function(bring, (weights, own))
+        _marked(start, node)
+        if is_view:  # its backward pass reads no weight, and may be later than that of all who read them
+            continue
         with graph.inserting_after(node):
             again = graph.call_function(bring_again, (weights, own, start, node))
-        _marked(start, node)
         _marked(again, node)
     for number, own_readers in readers.items():
-        with graph.inserting_after(own_readers[-1].next):  # behind what is to be done before its backward pass
+        behind = own_readers[-1]
+        with graph.inserting_after(behind if _is_view(behind) else behind.next):  # what is to be done before its backward pass
             graph.call_function(let_go, (weights, (number,)))
         if (first := computing.get(number)) is not None:
             operands = tuple(source for source in first.all_input_nodes if source not in views)
@@ -111,6 +116,14 @@ def _numbers_of(node: fx.Node, model: ModelGraph, numbers: Mapping[str, Numbers]
     if op is None or op.kind != "parameter":
         return ()
     return numbers.get(model.parameter_by_name[op.target].name, ())
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether torch says that what a node makes is a view."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.returns:
+        return False
+    alias = node.target._schema.returns[0].alias_info
+    return alias is not None and not alias.is_write
 
 
 def _may_be_view(node: fx.Node, model: ModelGraph) -> bool:
