@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import pkgutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+import whale
 from tests.examples import PROFILES
 
 for name, count in PROFILES.items():
@@ -20,9 +23,16 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The quick tier tries fewer examples of each law; ``--hypothesis-profile`` says otherwise."""
+    """The quick tier tries fewer examples of each law; ``--hypothesis-profile`` says otherwise.
+
+    Hypothesis draws constants of the modules that are loaded: with a seed all of them are, so that examples do not depend on earlier tests.
+    """
     if config.getoption("markexpr") == "not slow" and config.getoption("hypothesis_profile") is None:
         settings.load_profile("quick")
+    if config.getoption("hypothesis_seed") is not None:
+        for module in pkgutil.walk_packages(whale.__path__, "whale."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
 
 
 @pytest.hookimpl(wrapper=True)

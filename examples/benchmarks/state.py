@@ -4,6 +4,7 @@
 
 zero_1    `memory.zero: 1` against DistributedDataParallel with ZeroRedundancyOptimizer
 zero_2    `memory.zero: 2` against the same
+zero_3    `memory.zero: 3` against torch's fully_shard of each block and of the model
 bf16      `precision.dtype: bf16` against DistributedDataParallel under torch.autocast
 fp16      `precision.dtype: fp16` against the same with a GradScaler
 
@@ -24,6 +25,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,6 +44,16 @@ def shared_out(options: argparse.Namespace) -> Step:
     """Data parallelism by torch, each rank with a part of the optimizer's state."""
     model = nn.parallel.DistributedDataParallel(make_model(options), gradient_as_bucket_view=True)
     return loop_step(model, own_rows(options), partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=1e-3))
+
+
+def fully_sharded(options: argparse.Namespace) -> Step:
+    """Data parallelism by torch, all state in even parts, each block gathered before it runs."""
+    model = make_model(options)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return loop_step(model, own_rows(options), OPTIMIZER)
 
 
 def autocast(options: argparse.Namespace, dtype: torch.dtype) -> Step:
@@ -64,6 +77,7 @@ Make = Callable[[argparse.Namespace], Step]
 CASES: dict[str, tuple[Make, Make]] = {
     "zero_1": (partial(whale_step, stages=0, config={"memory.zero": "1", **STEADY}), shared_out),
     "zero_2": (partial(whale_step, stages=0, config={"memory.zero": "2", **STEADY}), shared_out),
+    "zero_3": (partial(whale_step, stages=0, config={"memory.zero": "3", **STEADY}), fully_sharded),
     "bf16": (partial(whale_step, stages=0, config={"precision.dtype": "bf16", **STEADY}), partial(autocast, dtype=torch.bfloat16)),
     "fp16": (partial(whale_step, stages=0, config={"precision.dtype": "fp16", **STEADY}), partial(autocast, dtype=torch.float16)),
 }
