@@ -1,6 +1,7 @@
 """What planning for unlike devices is predicted to bring: the searched plan beside even policies, on eight mixed clusters.
 
     python examples/benchmarks/gains.py --json gains.json
+    python examples/benchmarks/gains.py --states --json states.json
 
 equal batch    a copy of the model on every device, equal rows
 equal layers   one pipeline over all devices, equally many blocks in each stage; the best number of micro-batches
@@ -8,6 +9,9 @@ one strategy   the same replicas, stages, split and micro-batches for all device
 
 Everything is predicted by the same estimate; nothing runs. The even policies may use whichever devices where, as the planner places
 them, and compute every block again where they do not fit otherwise. Gain = seconds of the policy / seconds of the searched plan.
+
+With --states: a model of width 2,048 so deep that its weights, gradients and optimizer state take a share of all memory, searched with
+all state where it is computed with (`memory.zero: 0`), and with state that may be shared out and kept on hosts (`auto`).
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from whale.config import Config
@@ -143,21 +147,78 @@ def row(name: str, found: Gains) -> str:
     return " | ".join((f"| {name}", f"{1e3 * found.searched:.0f} ms: {found.plan}", *times, f"{found.strategy} |"))
 
 
+@dataclass(frozen=True)
+class StateGain:
+    """A model that fills much of one cluster's memory.
+
+    Attributes:
+        layers: of the model.
+        num_parameters: of it.
+        without: seconds of the best plan whose state is where it is computed with; None where nothing fits.
+        searched: with what may be shared out and kept on hosts; None likewise.
+        plan_without, plan: what was found, in a line.
+    """
+
+    layers: int
+    num_parameters: int
+    without: float | None
+    searched: float | None
+    plan_without: str
+    plan: str
+
+
+def state_gain(cluster: Cluster, share: float, rows: int) -> StateGain:
+    """What sharing out and offloading state brings for a model whose state, whole once, takes this share of all memory."""
+    model = replace(MODEL, layers=2, hidden=2048)
+    small, larger = (sum(each.spec.num_elements for each in replace(model, layers=layers).graph().parameters) for layers in (2, 3))
+    usable = sum(device.memory for device in cluster.devices)
+    layers = max(2, int((share * usable / 16 - small) / (larger - small)) + 2)  # weights, gradients and two moments, in float32
+    graph = replace(model, layers=layers).graph()
+
+    def searched(**memory: str) -> tuple[float | None, str]:
+        try:
+            plan, step = decide(None, graph, cluster, Config({f"memory.{key}": value for key, value in memory.items()}), rows=rows)
+        except WhaleError:
+            return None, "does not fit"
+        said = [choice.decision for choice in plan.choices if choice.pass_name in ("memory", "search")]
+        return step.step_seconds, "; ".join(dict.fromkeys(said))
+
+    (without, plan_without), (found, plan) = searched(zero="0", offload="none"), searched(zero="auto", offload="auto")
+    return StateGain(layers, sum(each.spec.num_elements for each in graph.parameters), without, found, plan_without, plan)
+
+
+def state_row(name: str, found: StateGain) -> str:
+    """A row of the table of states."""
+    sides = (
+        f"{1e3 * seconds:.0f} ms: {plan}" if seconds else "does not fit"
+        for seconds, plan in ((found.without, found.plan_without), (found.searched, found.plan))
+    )
+    gain = f"**{found.without / found.searched:.2f}x**" if found.without and found.searched else ""
+    return " | ".join((f"| {name}", f"{found.layers} layers, {found.num_parameters / 1e9:.1f} G", *sides, f"{gain} |"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="TEXT", help="clusters with this in their name; repeatable")
     parser.add_argument("--rows", type=int, default=ROWS, help=f"of the global batch (default {ROWS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--states", action="store_true", help="state that is shared out and kept on hosts, beside state that is not")
+    parser.add_argument("--share", type=float, default=0.5, help="with --states: of all memory that the state takes (default 0.5)")
     options = parser.parse_args()
-    graph, results = MODEL.graph(), {}
+    graph, results = MODEL.graph(), dict[str, Gains | StateGain]()
     for name, text in CLUSTERS.items():
         if options.only is not None and not any(each in name for each in options.only):
             continue
         cluster = load_cluster(FILES / text) if text.endswith(".yaml") else parse_cluster(text)
-        results[name] = found = gains(cluster, graph, options.rows)
-        print(row(name, found), flush=True)
-    worst = min((each.one_strategy / each.searched for each in results.values() if each.one_strategy), default=0.0)
-    print(f"the least gain over one strategy for all: {worst:.2f}x")
+        if options.states:
+            results[name] = gain = state_gain(cluster, options.share, options.rows)
+            print(state_row(name, gain), flush=True)
+        else:
+            results[name] = found = gains(cluster, graph, options.rows)
+            print(row(name, found), flush=True)
+    even = [each.one_strategy / each.searched for each in results.values() if isinstance(each, Gains) and each.one_strategy]
+    if even:
+        print(f"the least gain over one strategy for all: {min(even):.2f}x")
     if options.json is not None:
         options.json.write_text(json.dumps({name: asdict(each) for name, each in results.items()}, indent=1) + "\n")
 
