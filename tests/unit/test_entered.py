@@ -12,7 +12,7 @@ import pytest
 from tests.unit.test_layers import ROOT
 
 # Two linear layers on one device. These may only shrink.
-PARALLELIZE = 177
+PARALLELIZE = 111
 """Files that `parallelize` enters."""
 LATER_STEP = 36
 """Files that a step enters when all is there."""

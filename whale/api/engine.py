@@ -79,6 +79,7 @@ class Engine:
     def _take_up(self, state: EngineState, runtime: Runtime, tracing: Tracing | None) -> None:
         """Goes on with a state, and a plan at work on it."""
         self.state, self.runtime, self._tracing = state, runtime, tracing
+        self._plan: Plan | None = None
         self._data.state = state
         self._first_step = state.step_number
         self._guards.take_up(state.tensors)
@@ -485,14 +486,16 @@ class Engine:
         self._take_up(state, *opening.open(roster, holdings, state))
         for loader, source in loaders:
             loader.read_from(source)
-        return roster.plan
+        return self.plan
 
     # ---- what is asked of it ---------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """The decision."""
-        return self.runtime.roster.plan
+        """The decision, with what a step was predicted to take, and why it is so."""
+        if self._plan is None:
+            self._plan = self.opening.with_figures(self.runtime.roster.plan)
+        return self._plan
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:

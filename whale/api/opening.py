@@ -19,6 +19,7 @@ from whale.hardware import DeviceProfile, load_cluster, make_cluster, select
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.measure import local_profile
+from whale.planning.whole import whole_plan
 from whale.progress import progress
 from whale.runtime.execute.batch.rank_batch import rank_pieces
 from whale.runtime.execute.roster import Roster
@@ -66,10 +67,20 @@ class Opening:
         return replace(self, settings=settings, attachment=attachment)
 
     def decide(self, plan: Plan | str | Path | None) -> Plan:
-        """The plan, on all ranks; `whale.search.decide` says from what, and what is raised."""
+        """The plan, on all ranks; `whale.search.decide` says from what, and what is raised. One that stands to reason has no figures."""
         world, graph, cluster = self.world, self.modes.train.graph, self.attachment.cluster
+        whole = self._whole_plan() if plan is None and world.size == 1 else None
+        if whole is not None:
+            return whole
         with progress("planning", on_first=world.rank == 0) as tell:
             return on_first_rank(world, lambda: decide(plan, graph, cluster, self.settings, tell=tell)[0])
+
+    def with_figures(self, plan: Plan) -> Plan:
+        """A plan of this opening with what its step takes, and why it is so: worked out now where it stood to reason."""
+        return decide(None, self.modes.train.graph, self.attachment.cluster, self.settings)[0] if plan == self._whole_plan() else plan
+
+    def _whole_plan(self) -> Plan | None:
+        return whole_plan(self.modes.train.graph, self.attachment.cluster, self.settings)
 
     def prepare(self, plan: Plan) -> tuple[Roster, Holdings]:
         """Who is who, and who holds what; the model is captured for the rows that this rank takes.

@@ -1,0 +1,53 @@
+"""The plan of a whole model on the only device: nothing is asked for and memory is plenty, so nothing is decided, priced or estimated."""
+
+from __future__ import annotations
+
+from whale.config import Config
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Pipeline, Plan, Replica, Stage, TaskGraph, VirtualDevice, program_of, states_of
+from whale.planning.structure.stages import assign
+from whale.planning.structure.structure import analyse
+
+DECIDING = ("pipeline.", "replicas", "recompute.", "planning.", "memory.zero", "memory.offload", "cluster.profile")
+"""Keys that ask for something, or may be refused, where they are set; they begin so."""
+
+PLENTY = 10
+"""So many times all weights and all results of ops are more than any step holds of them: kept, in its gradients, or between two ops."""
+
+
+def whole_plan(graph: ModelGraph, cluster: Cluster, config: Config) -> Plan | None:
+    """What `make_plan` comes to, but for the figures of the step and the reasons; None where something is to be decided.
+
+    Args:
+        graph: the captured model.
+        cluster: the devices there are.
+        config: what the user set.
+    """
+    if len(cluster.devices) != 1 or graph.mode != "train" or any(name.startswith(DECIDING) for name in config.explicit):
+        return None
+    if any(op.scope or op.region for op in graph.ops) or not _has_plenty(graph, cluster, config):
+        return None
+    (part,) = assign(graph, analyse(graph), {}, 1)[0].parts
+    if not part.ops:
+        return None
+    device, pipeline = cluster.devices[0].name, Pipeline(config.pipeline.schedule, 1, (0,))
+    stage = Stage(0, ("model",), part.ops, VirtualDevice((device,)), (graph.num_rows,), part.parameters, program=program_of(part.ops))
+    return Plan(
+        model=graph.fingerprint,
+        cluster=cluster.name,
+        devices=(device,),
+        idle_devices=(),
+        task_graphs=(TaskGraph(0, "model", "replicate", tuple(op.name for op in graph.ops if op.kind == "call")),),
+        replicas=(Replica(0, graph.num_rows, pipeline, (stage,), ()),),
+        batch_axes=(),
+        planned_rows=graph.num_rows,
+        parameter_states=states_of(graph.parameters, config.memory.optimizer_states),
+        device_models=cluster.models_of((device,)),
+    )
+
+
+def _has_plenty(graph: ModelGraph, cluster: Cluster, config: Config) -> bool:
+    weights = sum(parameter.spec.num_bytes for parameter in graph.parameters)
+    results = sum(spec.num_bytes for op in graph.ops for spec in op.outputs)
+    return weights * (PLENTY + config.memory.optimizer_states) + results * PLENTY <= cluster.devices[0].memory * config.memory.fraction
