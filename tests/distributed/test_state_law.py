@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from tests.models import descriptions
 from whale.errors import RuntimeFault
 from whale.estimate import estimate
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Form, Plan, states_of
+from whale.ir.plan import Form, Plan, brought_back, states_of
 from whale.ir.serialization import from_json, to_json
 from whale.planning import make_plan
 from whale.runtime.state.publishing import Publishing
@@ -57,9 +57,11 @@ ASKED: tuple[tuple[tuple[str, str], ...], ...] = (
 """Settings that say the state; where there are none, it is drawn."""
 
 
-def with_state(plan: Plan, graph: ModelGraph, zero: int, home: str = "device", shares: tuple[int, ...] = ()) -> Plan:
-    """The plan with the optimizer's form (1) shared out, or the gradients' too (2), or what ops read (3), on the device or the host; all in
-    float64.
+def with_state(
+    plan: Plan, graph: ModelGraph, zero: int, home: str = "device", shares: tuple[int, ...] = (), back: Collection[str] = ()
+) -> Plan:
+    """The plan with the optimizer's form (1) shared out, or the gradients' too (2), or what ops read (3), on the device or the host, but for
+    parameters that are brought back from there; all in float64.
     """
     kept, summed = ("owners" if zero >= level else "stage" for level in (1, 2))
     forms = {"gradient": Form("float64", summed), "optimizer": Form("float64", kept, home)}  # type: ignore[arg-type]
@@ -67,7 +69,7 @@ def with_state(plan: Plan, graph: ModelGraph, zero: int, home: str = "device", s
     others = states_of(each for each in graph.parameters if each.name not in own)
     trained = (each for each in graph.parameters if each.name in own)
     states = states_of(trained, gradient=forms["gradient"], optimizer=forms["optimizer"], zero=zero if zero == 3 else 0)
-    plan = replace(plan, parameter_states=(*states, *others), keeper_shares=shares)
+    plan = replace(plan, parameter_states=(*brought_back(states, back), *others), keeper_shares=shares)
     return from_json(Plan, to_json(plan))
 
 
@@ -105,11 +107,13 @@ def check(world: World, case: Case, plans: tuple[Plan, Plan], *, saves: bool) ->
 
 @st.composite
 def states(draw: st.DrawFn, plan: Plan, graph: ModelGraph) -> Plan:
-    """The plan with a state: uneven keepers, on the device or the host."""
+    """The plan with a state: uneven keepers, on devices, on hosts or some here and some there."""
     shares = draw(st.lists(st.integers(1, 9), min_size=len(plan.devices), max_size=len(plan.devices)))
-    home, zero = draw(st.sampled_from(("device", "device", "host"))), draw(st.integers(0, 3))
+    home, zero = draw(st.sampled_from(("device", "device", "host", "both"))), draw(st.integers(0, 3))
+    trained = [each.name for each in graph.parameters if each.kind == "parameter" and each.trainable]
+    back = draw(st.sets(st.sampled_from(trained))) if home == "both" and trained else ()
     event(f"zero {zero}, home {home}")
-    return with_state(plan, graph, zero, home, tuple(shares) if draw(st.booleans()) else ())
+    return with_state(plan, graph, zero, home.replace("both", "host"), tuple(shares) if draw(st.booleans()) else (), back)
 
 
 @st.composite

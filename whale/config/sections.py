@@ -61,8 +61,8 @@ class MemorySettings:
     )
     offload: str = key(
         "none",
-        "what is kept in the memory of the host: none; optimizer: the weights that it steps and its state, on the CPU; auto: that where "
-        "nothing fits otherwise",
+        "what is kept in the memory of the host: none; optimizer: the weights that it steps and its state, on the CPU; auto: of that what "
+        "does not fit, where nothing fits otherwise",
         choices=("none", "optimizer", "auto"),
     )
 

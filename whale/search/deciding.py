@@ -23,7 +23,7 @@ from whale.search.open import is_divided
 from whale.search.pins import with_blame
 from whale.search.result import SearchResult
 from whale.search.searching import search
-from whale.units import format_seconds
+from whale.units import counted, format_seconds
 
 Planned = tuple[Plan, StepEstimate]
 
@@ -143,7 +143,9 @@ def _check_asked(pin: str, config: Config, runner_up: int | None) -> None:
 def with_states(config: Config, num_devices: int, planned: Callable[[Config], Planned], *, may_compare: bool) -> Planned:
     """The plan with as little shared out and kept on hosts as fits; with more where it is faster, since less is computed again.
 
-        zero 0  -->  nothing fits, or some is computed again  -->  zero 2  -->  nothing fits  -->  zero 3  -->  offload, zero 0 ...
+        zero 0  -->  nothing fits, or some is computed again  -->  zero 2  -->  nothing fits  -->  zero 3
+             -->  nothing fits  -->  what does not fit on hosts: zero 0 or, where it is faster, zero 2, where hosts step a part each
+             -->  nothing fits  -->  zero 3
 
     Args:
         config: settings; ``memory.zero`` and ``memory.offload`` may be ``auto``.
@@ -157,7 +159,7 @@ def with_states(config: Config, num_devices: int, planned: Callable[[Config], Pl
     zero, offload = config.memory.zero, config.memory.offload
     levels = ("0", "2", "3") if zero == "auto" and num_devices > 1 else ("0" if zero == "auto" else zero,)
     lacking: PlanError | None = None
-    for home in ("none", "optimizer") if offload == "auto" else (offload,):
+    for home in ("none", "auto") if offload == "auto" else (offload,):
         found: Planned | None = None
         for level in levels:
             if found is not None and level == "3":
@@ -171,7 +173,7 @@ def with_states(config: Config, num_devices: int, planned: Callable[[Config], Pl
                 found = other if lacking is None else _because(other, level, home, "nothing fits otherwise")
             elif other[1].step_seconds < found[1].step_seconds:
                 found = _because(other, level, home, f"{format_seconds(found[1].step_seconds)} where nothing is shared out")
-            if not may_compare or not _computes_again(found[0], config):
+            if not may_compare or not (home == "auto" or _computes_again(found[0], config)):
                 break
         if found is not None:
             return found
@@ -181,7 +183,9 @@ def with_states(config: Config, num_devices: int, planned: Callable[[Config], Pl
 
 def _because(planned: Planned, zero: str, offload: str, reason: str) -> Planned:
     plan, step = planned
-    said = Choice("memory", "state", f"memory.zero: {zero}, memory.offload: {offload}", bound=reason)
+    homes = [state.kept.home for state in plan.parameter_states for _ in state.parameters if state.optimizer is not None]
+    part = f" ({homes.count('host')} of {counted(len(homes), 'parameter')} on hosts)" if offload == "auto" else ""
+    said = Choice("memory", "state", f"memory.zero: {zero}, memory.offload: {offload}{part}", bound=reason)
     return replace(plan, choices=(said, *plan.choices)), step
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ import whale
 from tests.examples import slow
 from tests.standin import DEVICE, StandIn, held
 from whale.errors import OpFault
+from whale.ir.plan import Plan, brought_back
 from whale.runtime.execute.batch.batch_view import BatchView
 
 pytestmark = pytest.mark.slow
@@ -104,18 +105,18 @@ class Watched:
     strangers: set[int]
 
 
-def train(make: type[nn.Module], loss: Loss, optimizer: Any = ADAM, **settings: object) -> Watched:
+def train(make: type[nn.Module], loss: Loss, optimizer: Any = ADAM, plan: Plan | None = None, **settings: object) -> Watched:
     """Three steps on the stand-in device, or on the CPU where nobody looks."""
     torch.manual_seed(0)
     device, batches = StandIn(), [texts(seed) for seed in range(3)]
     with mock.patch("whale.comm.world._device", return_value=DEVICE), device:
-        engine = whale.parallelize(make().double(), loss=loss, optimizer=optimizer, batch=batches[0], config=settings)
+        engine = whale.parallelize(make().double(), loss=loss, optimizer=optimizer, batch=batches[0], config=settings, plan=plan)
         losses = [engine.step(batches[0])]
         device.forget()
         losses += [engine.step(batch) for batch in batches[1:]]
         losses += [engine.gradient_norm] if "gradient.clip_norm" in settings else []
     leaves = {leaf.untyped_storage().data_ptr() for batch in batches for leaf in batch.values()}
-    return Watched([held(value) for value in [*losses, *engine.tensors.values()]], device.waits, device.arrivals - leaves)
+    return Watched([held(value) for value in [*losses, *engine.state.tensors.values()]], device.waits, device.arrivals - leaves)
 
 
 def train_on_cpu(make: type[nn.Module], loss: Loss, **settings: object) -> list[Tensor]:
@@ -124,7 +125,7 @@ def train_on_cpu(make: type[nn.Module], loss: Loss, **settings: object) -> list[
     engine = whale.parallelize(make().double(), loss=loss, optimizer=ADAM, batch=texts(0), config=settings)
     losses = [engine.step(texts(seed)) for seed in range(3)]
     losses += [engine.gradient_norm] if "gradient.clip_norm" in settings else []
-    return [*losses, *(value.detach() for value in engine.tensors.values())]
+    return [*losses, *(value.detach() for value in engine.state.tensors.values())]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,19 @@ def test_a_steady_step(make: type[nn.Module], loss: Loss, settings: dict[str, ob
     assert watched.strangers == set()
     for found, expected in zip(watched.results, train_on_cpu(make, loss, **settings), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("back", [(), ("tokens.weight", "blocks.mixing.weight")])
+def test_the_host_steps_what_it_keeps(back: tuple[str, ...]) -> None:
+    settings = {"gradient.clip_norm": 0.1}
+    batch = texts(0)
+    plan = whale.parallelize(Language().double(), loss=next_tokens, batch=batch, config=settings | {"memory.offload": "optimizer"}).plan
+    plan = replace(plan, parameter_states=brought_back(plan.parameter_states, back))
+    for optimizer in (ADAM, partial(ADAM, foreach=None)):
+        watched = train(Language, next_tokens, optimizer, plan, **settings)
+        assert watched.strangers, "weights come back"
+        for found, expected in zip(watched.results, train_on_cpu(Language, next_tokens, **settings), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 class Reading(torch.optim.SGD):

@@ -92,9 +92,31 @@ def test_what_fits_no_other_way_is_kept_on_hosts() -> None:
     with pytest.raises(MemoryShortage):
         planned(on)
     plan, step = planned(on, memory={"offload": "auto"})
-    assert forms(plan) == ("stage", "stage", "host") and {each.on_host for each in step.devices} == {3 * WEIGHTS}
+    assert forms(plan) == ("owners", "owners", "host"), "of two hosts' steps, or one that each has half of, the faster"
+    whole, step = planned(on, memory={"offload": "auto", "zero": 0})
+    assert forms(whole) == ("stage", "stage", "host") and {each.on_host for each in step.devices} == {3 * WEIGHTS}
     shared, small = planned(on, memory={"offload": "auto", "zero": 1})
     assert forms(shared) == ("stage", "owners", "host") and sum(each.on_host * len(each.devices) for each in small.devices) == 3 * WEIGHTS
+
+
+@pytest.mark.parametrize(("memories", "zero", "expected"), [((3.0, 9), 0, [3, 3]), ((3.4, 9), 0, [2, 2]), ((3.0, 3.0), 1, [1, 1])])
+def test_no_more_is_kept_on_hosts_than_does_not_fit(memories: tuple[float, float], zero: int, expected: list[int]) -> None:
+    on, asked = of_memories(*memories), {"zero": zero, "offload": "auto"}
+    plan, step = planned(on, memory=asked)
+    layer, told = WEIGHTS / NUM_LAYERS, [step.of(device) for device in plan.devices]
+    assert [each.on_host / (3 * layer) for each in told] == expected
+    assert all(each.peak.total <= each.capacity for each in told)
+    assert told[0].peak.total + 2 * layer > told[0].capacity, "one more would fit"
+    homes = [plan.state_of(f"layer{index}.weight").kept.home for index in range(NUM_LAYERS)]
+    assert f"({homes.count('host')} of 4 parameters on hosts)" in plan.choices[0].decision
+    everything, slower = planned(on, memory=asked | {"offload": "optimizer"})
+    assert slower.step_seconds > step.step_seconds
+
+
+def test_a_written_plan_keeps_no_more_on_hosts_than_does_not_fit() -> None:
+    written = {"stages": [{"devices": ["h/0"], "ops": ["layer0 .. loss"]}]}
+    plan, step = decide(None, layers(), of_memories(3.2), Config(REPLICAS | {"memory.offload": "auto", "replicas": [written]}), rows=4)
+    assert [each.on_host for each in step.devices] == [1.5 * WEIGHTS] and "everything" in {each.subject for each in plan.choices}
 
 
 def test_a_host_without_the_memory_is_an_error() -> None:

@@ -28,7 +28,7 @@ class Costs:
             written by hand; they do not where ops run one by one.
         allows_tf32: whether float32 matrix products run in TensorFloat-32 where the device has it.
         zero: stage of ZeRO: from 1 on the optimizer form of parameters is shared out among their owners, from 2 on the gradient form too.
-        offloads: whether the optimizer form lives on the host.
+        offload: ``optimizer`` where the optimizer form of parameters lives on the host, ``auto`` where that of as few of them does as fits.
         host_bandwidth: bytes per second of the memory of a host, which its devices share; a starting value, 40 % of eight channels of
             DDR4-3200.
         bucket_bytes: gradients are synchronised in buckets of about this size.
@@ -45,7 +45,7 @@ class Costs:
     allows_tf32: bool = False
     optimizer_states: int = 2
     zero: int = 0
-    offloads: bool = False
+    offload: str = "none"
     host_bandwidth: float = 80e9
     bucket_bytes: int = 25 * 2**20
     memory_fraction: float = 0.9
@@ -60,7 +60,7 @@ class Costs:
             allows_tf32=config.estimate.allows_tf32 or config.precision.dtype == "tf32",
             optimizer_states=config.memory.optimizer_states,
             zero=int(config.memory.zero) if config.memory.zero != "auto" else 0,
-            offloads=config.memory.offload == "optimizer",
+            offload=config.memory.offload,
             bucket_bytes=config.communication.bucket_bytes,
             memory_fraction=config.memory.fraction,
         )

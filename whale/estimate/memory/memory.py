@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from whale.estimate.costs.line import Line
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Parameter
-from whale.ir.plan import Form, Home, ParameterState
+from whale.ir.plan import Form, ParameterState
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,21 @@ def state_bytes(parameter: Parameter, state: ParameterState, *, training: bool =
         kept: elements of it that the device keeps of what is shared out among owners; None for all that it holds.
     """
 
-    def num_bytes(form: Form, home: Home = "device") -> int:
-        held = parameter.spec.num_elements if form.sharding == "stage" or kept is None else kept
-        return held * DTYPE_BYTES[form.dtype] if form.home == home else 0
+    def num_elements(form: Form) -> int:
+        return parameter.spec.num_elements if form.sharding == "stage" or kept is None else kept
+
+    def num_bytes(form: Form) -> int:
+        return num_elements(form) * DTYPE_BYTES[form.dtype]
 
     if not training or state.gradient is None:
         return StateBytes(num_bytes(state.compute), 0, 0)
-    num_tensors = state.num_optimizer_tensors + state.is_copied
-    stepped, on_host = num_bytes(state.kept), num_bytes(state.kept, "host")
-    return StateBytes(num_bytes(state.compute), num_bytes(state.gradient), num_tensors * stepped, num_tensors * on_host)
+    stepped, is_there = optimizer_bytes(state, num_elements(state.kept)), state.kept.home == "host"
+    return StateBytes(num_bytes(state.compute), num_bytes(state.gradient), 0 if is_there else stepped, stepped if is_there else 0)
+
+
+def optimizer_bytes(state: ParameterState, num_elements: int) -> int:
+    """Bytes of what the optimizer keeps of so many elements, in whichever memory, beside what ops read."""
+    return (state.num_optimizer_tensors + state.is_copied) * num_elements * DTYPE_BYTES[state.kept.dtype]
 
 
 def kept_names(

@@ -249,7 +249,7 @@ class Prices:
     @cached_property
     def states(self) -> tuple[ParameterState, ...]:
         """In which forms parameters and buffers live."""
-        return states_of(self.graph.parameters, self.costs.optimizer_states, zero=self.costs.zero, offloads=self.costs.offloads)
+        return states_of(self.graph.parameters, self.costs.optimizer_states, zero=self.costs.zero, offloads=self.costs.offload != "none")
 
     @cached_property
     def state_of(self) -> Mapping[str, ParameterState]:

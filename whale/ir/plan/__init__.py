@@ -1,7 +1,7 @@
 """The decision, and its parts."""
 
 from whale.ir.plan.choice import Choice
-from whale.ir.plan.parameter_state import Form, Home, ParameterState, states_of
+from whale.ir.plan.parameter_state import Form, ParameterState, brought_back, states_of
 from whale.ir.plan.plan import BatchAxis, Plan
 from whale.ir.plan.replica import Edge, Pipeline, Replica, devices_of
 from whale.ir.plan.segment import Segment, program_of
@@ -17,7 +17,6 @@ __all__ = [
     "Edge",
     "Estimate",
     "Form",
-    "Home",
     "ParameterState",
     "Pipeline",
     "Plan",
@@ -27,6 +26,7 @@ __all__ = [
     "Stage",
     "TaskGraph",
     "VirtualDevice",
+    "brought_back",
     "describe_order",
     "describe_shape",
     "describe_shards",

@@ -12,7 +12,7 @@ into the compute form; or, where that is shared out too, gathered before ops rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -104,9 +104,32 @@ def states_of(
             read.
         offloads: whether the optimizer form lives on the host.
     """
+    return _grouped(_states(parameters, num_optimizer_tensors, gradient, optimizer, zero, offloads=offloads))
+
+
+def brought_back(states: Iterable[ParameterState], names: Collection[str]) -> tuple[ParameterState, ...]:
+    """The states, with what the optimizer steps of these parameters on devices."""
+
+    def back(state: ParameterState, name: str) -> ParameterState:
+        return replace(state, optimizer=replace(state.kept, home="device")) if name in names else state
+
+    return _grouped((name, back(state, name)) for state in states for name in state.parameters)
+
+
+def _grouped(states: Iterable[tuple[str, ParameterState]]) -> tuple[ParameterState, ...]:
+    """The states of parameters by name, equal ones together."""
+    found: dict[ParameterState, list[str]] = {}
+    for name, state in states:
+        found.setdefault(replace(state, parameters=()), []).append(name)
+    return tuple(replace(state, parameters=tuple(names)) for state, names in found.items())
+
+
+def _states(
+    parameters: Iterable[Parameter], num_optimizer_tensors: int, gradient: Form | None, optimizer: Form | None, zero: int, *, offloads: bool
+) -> Iterator[tuple[str, ParameterState]]:
+    """That of each; the arguments are those of `states_of`."""
     read_by, summed, stepped = ({"sharding": "owners"} if zero >= level else {} for level in (3, 2, 1))
     stepped |= {"home": "host"} if offloads else {}
-    found: dict[ParameterState, list[str]] = {}
     for parameter in parameters:
         own, read = Form(parameter.spec.dtype), Form(parameter.read_as or parameter.spec.dtype)
         trains = parameter.kind == "parameter" and parameter.trainable
@@ -114,8 +137,4 @@ def states_of(
         if trains:
             forms = replace(gradient or own, **summed), replace(optimizer or own, **stepped)  # type: ignore[arg-type]
             state = ParameterState((), replace(read, **read_by), *forms, num_optimizer_tensors)  # type: ignore[arg-type]
-        found.setdefault(state, []).append(parameter.name)
-    return tuple(
-        ParameterState(tuple(names), state.compute, state.gradient, state.optimizer, state.num_optimizer_tensors)
-        for state, names in found.items()
-    )
+        yield parameter.name, state

@@ -5,20 +5,69 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.estimate import StepEstimate, estimate_with
+from whale.estimate.memory.memory import optimizer_bytes
 from whale.estimate.prices.prices import Prices
-from whale.ir.plan import Estimate, Plan, Stage
+from whale.ir.plan import Estimate, Plan, Stage, brought_back
+from whale.sharding.parameters import parameter_shardings
+
+MAX_ROUNDS = 3
+"""So often it is tried again with less where the estimate finds that what was brought back does not fit."""
 
 
 def with_estimate(plan: Plan, prices: Prices) -> tuple[Plan, StepEstimate]:
     """The plan with the time of its step and the figures of its stages, and where they are from.
 
-    Where state is shared out and equal parts do not fit, parts follow free memory.
+    Where state is shared out and equal parts do not fit, parts follow free memory. Where what does not fit is kept on hosts, and no more,
+    the plan is for all of that on hosts, and what fits is brought back.
     """
     step = estimate_with(prices, plan)
     if prices.costs.zero and any(each.peak.total > each.capacity for each in step.devices):
         plan = replace(plan, keeper_shares=_by_free_memory(plan, step))
         step = estimate_with(prices, plan)
+    if prices.costs.offload == "auto":
+        plan, step = with_less_on_hosts(plan, step, prices)
     return with_figures(plan, step), step
+
+
+def with_less_on_hosts(plan: Plan, step: StepEstimate, prices: Prices) -> tuple[Plan, StepEstimate]:
+    """The plan with as much of what the optimizer keeps back on devices as fits, the largest first; as it is where it does not fit itself.
+
+    Args:
+        plan: verified, but for memory.
+        step: its estimate.
+        prices: of its graph on its cluster.
+    """
+    free = [round(each.capacity - each.peak.total) for each in map(step.of, plan.devices)]
+    num_bytes = _bytes_on_hosts(plan, prices) if prices.training and min(free) > 0 else {}
+    for _ in range(MAX_ROUNDS):
+        back, left = list[str](), [*free]
+        for name, needed in num_bytes.items():
+            if all(own <= left[rank] for rank, own in needed.items()):
+                back.append(name)
+                for rank, own in needed.items():
+                    left[rank] -= own
+        if not back:
+            break
+        other = replace(plan, parameter_states=brought_back(plan.parameter_states, frozenset(back)))
+        found = estimate_with(prices, other)
+        short = [max(0, round(each.peak.total) - each.capacity) for each in map(found.of, plan.devices)]
+        if not any(short):
+            return other, found
+        free = [own - lacking for own, lacking in zip(free, short, strict=True)]
+    return plan, step
+
+
+def _bytes_on_hosts(plan: Plan, prices: Prices) -> dict[str, dict[int, int]]:
+    """Per parameter that the optimizer steps on hosts, the bytes of it that each rank would have on its device; those with most first."""
+    states = [state for state in plan.parameter_states if state.kept.home == "host"]
+    shardings = parameter_shardings(plan, prices.graph, prices.axes if plan.is_sharded else None)
+    found: dict[str, dict[int, int]] = {}
+    for state in brought_back(states, frozenset(name for state in states for name in state.parameters)):
+        for name in state.parameters:
+            held = shardings.kept(name).held
+            elements = {region: shardings.num_elements(prices.graph, name, region) for region in held.values()}
+            found[name] = {rank: optimizer_bytes(state, elements[region]) for rank, region in held.items()}
+    return dict(sorted(found.items(), key=lambda each: -max(each[1].values())))
 
 
 def _by_free_memory(plan: Plan, step: StepEstimate) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from whale.ir.profile import model_fingerprint
 from whale.planning.annotations.taskgraphs import Annotations, read_scopes, task_graphs
 from whale.planning.explain.step import explain_step
 from whale.planning.pipeline.scheduling import recomputed_stages, smallest_group
-from whale.planning.pricing.estimating import with_figures
+from whale.planning.pricing.estimating import with_figures, with_less_on_hosts
 from whale.planning.structure.crossing import find_batch_axes
 from whale.planning.structure.stages import parts_of
 from whale.planning.structure.structure import analyse
@@ -75,6 +75,8 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
     except PlanError as fault:  # it may have a line of the model; where that plan is written comes behind it
         where = first.at() if fault.where is None else f"{fault.where}, in the plan at {first.at()}"
         raise PlanError(fault.message, where=where, hint=fault.hint) from None
+    if prices.costs.offload == "auto":
+        plan, step = with_less_on_hosts(plan, step, prices)
     written = Choice("plan", "everything", "as it is written", bound=f"the written plan at {first.at()}")
     return replace(with_figures(plan, step), choices=(written, *explain_step(step))), step
 

@@ -8,7 +8,7 @@ import torch
 
 from whale.runtime.program.shard.pieces import Index, on_device, part
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.scaling import scale
+from whale.runtime.state.scaling import by_type, scale
 from whale.runtime.state.wide import as_real
 
 
@@ -49,11 +49,11 @@ class Clipping:
 
     def norm(self) -> torch.Tensor:
         """The 2-norm over all gradients of the model, equal on every rank: 0-dim float64."""
-        counted = [as_real(p.grad if index is None else part(p.grad, index)) for p, index in self._counted if p.grad is not None]
-        norms = (
-            torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else [torch.zeros((), dtype=torch.float64, device=self._device)]
-        )
-        total = torch.stack([norm.to(self._device) for norm in norms]).square().sum()
+        counted = (as_real(p.grad if index is None else part(p.grad, index)) for p, index in self._counted if p.grad is not None)
+        norms = [torch.zeros((), dtype=torch.float64, device=self._device)]
+        for (gradients,) in by_type((gradient,) for gradient in counted):
+            norms += [norm.to(self._device) for norm in torch._foreach_norm(gradients, 2, dtype=torch.float64)]
+        total = torch.stack(norms).square().sum()
         self._add(total, "summing the norm of the gradients")
         return total.sqrt()
 
