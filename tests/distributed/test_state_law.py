@@ -60,8 +60,8 @@ ASKED: tuple[tuple[tuple[str, str], ...], ...] = (
 def with_state(
     plan: Plan, graph: ModelGraph, zero: int, home: str = "device", shares: tuple[int, ...] = (), back: Collection[str] = ()
 ) -> Plan:
-    """The plan with the optimizer's form (1) shared out, or the gradients' too (2), or what ops read (3), on the device or the host, but for
-    parameters that are brought back from there; all in float64.
+    """The plan with the optimizer's form (1) shared out, or the gradients' too (2), or what ops read (3), on the device or the host, but
+    for parameters that are brought back from there; all in float64.
     """
     kept, summed = ("owners" if zero >= level else "stage" for level in (1, 2))
     forms = {"gradient": Form("float64", summed), "optimizer": Form("float64", kept, home)}  # type: ignore[arg-type]

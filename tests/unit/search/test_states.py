@@ -109,8 +109,14 @@ def test_no_more_is_kept_on_hosts_than_does_not_fit(memories: tuple[float, float
     assert told[0].peak.total + 2 * layer > told[0].capacity, "one more would fit"
     homes = [plan.state_of(f"layer{index}.weight").kept.home for index in range(NUM_LAYERS)]
     assert f"({homes.count('host')} of 4 parameters on hosts)" in plan.choices[0].decision
-    everything, slower = planned(on, memory=asked | {"offload": "optimizer"})
+    _, slower = planned(on, memory=asked | {"offload": "optimizer"})
     assert slower.step_seconds > step.step_seconds
+
+
+def test_what_fits_in_other_stages_stays_on_devices() -> None:
+    stages = {"pipeline.num_stages": 2, "memory.fraction": 1.0, "planning.search": "off", "memory.offload": "auto", "memory.zero": 0}
+    plan, step = decide(None, layers(), of_memories(1.1, 2.2), Config(stages), rows=4)
+    assert len(plan.replicas) == 1 and [step.of(device).on_host > 0 for device in ("h/0", "h/1")] == [True, False]
 
 
 def test_a_written_plan_keeps_no_more_on_hosts_than_does_not_fit() -> None:

@@ -38,7 +38,7 @@ def with_less_on_hosts(plan: Plan, step: StepEstimate, prices: Prices) -> tuple[
         prices: of its graph on its cluster.
     """
     free = [round(each.capacity - each.peak.total) for each in map(step.of, plan.devices)]
-    num_bytes = _bytes_on_hosts(plan, prices) if prices.training and min(free) > 0 else {}
+    num_bytes = _bytes_on_hosts(plan, prices) if prices.training and min(free) >= 0 else {}
     for _ in range(MAX_ROUNDS):
         back, left = list[str](), [*free]
         for name, needed in num_bytes.items():
@@ -59,10 +59,10 @@ def with_less_on_hosts(plan: Plan, step: StepEstimate, prices: Prices) -> tuple[
 
 def _bytes_on_hosts(plan: Plan, prices: Prices) -> dict[str, dict[int, int]]:
     """Per parameter that the optimizer steps on hosts, the bytes of it that each rank would have on its device; those with most first."""
-    states = [state for state in plan.parameter_states if state.kept.home == "host"]
+    there = [state for state in plan.parameter_states if state.kept.home == "host"]
     shardings = parameter_shardings(plan, prices.graph, prices.axes if plan.is_sharded else None)
     found: dict[str, dict[int, int]] = {}
-    for state in brought_back(states, frozenset(name for state in states for name in state.parameters)):
+    for state in brought_back(there, {name for own in there for name in own.parameters}):
         for name in state.parameters:
             held = shardings.kept(name).held
             elements = {region: shardings.num_elements(prices.graph, name, region) for region in held.values()}
