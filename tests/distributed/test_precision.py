@@ -68,6 +68,7 @@ class Case:
         optimizer: one of `OPTIMIZERS`.
         clip: the largest norm of the gradients.
         zero: which forms are shared out among owners.
+        sums: ``own``, or ``bf16`` or ``fed back`` where gradients are rounded to be summed.
     """
 
     names: tuple[str, ...]
@@ -76,6 +77,7 @@ class Case:
     optimizer: str = "sgd"
     clip: float | None = None
     zero: int = 0
+    sums: str = "own"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -84,6 +86,8 @@ class Case:
             "communication.bucket_bytes": 200,
             "memory.optimizer_states": 1 if self.optimizer == "sgd" else 2,
         }
+        if self.sums != "own":
+            memory |= {"gradient.sum_dtype": "bf16", "gradient.error_feedback": self.sums == "fed back"}
         return {"precision.dtype": self.dtype, **memory, "gradient.clip_norm": self.clip, "planning.search": "off", **PLANS[self.plan]}
 
     @property
@@ -147,10 +151,15 @@ def eager(case: Case, pieces: Any) -> tuple[list[float], dict[str, Tensor]]:
     """The same with autocast and a scaled loss in a plain loop."""
     model, losses, scale = build(case.names, False)[0], [], 2.0**16 if case.dtype == "fp16" else 1.0
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    lost: dict[tuple[int, str], Tensor] = {}
     for step in range(3):
         batch, total = make_batch(step), 0.0
+        if step == 2:  # after a checkpoint
+            lost.clear()
         summed: dict[str, Tensor] = {}
-        for start, stop, is_last in ((*rows, rows == replica[-1]) for replica in pieces for rows in replica):
+        for place, start, stop, is_last in (
+            (place, *rows, rows == replica[-1]) for place, replica in enumerate(pieces) for rows in replica
+        ):
             with torch.autocast("cpu", DTYPES[case.dtype]):
                 logits = model(batch["x"][start:stop])
                 each = F.cross_entropy(logits.flatten(0, 1), batch["labels"][start:stop].flatten(), reduction="none").float().sum()
@@ -158,10 +167,16 @@ def eager(case: Case, pieces: Any) -> tuple[list[float], dict[str, Tensor]]:
             each.backward(torch.tensor(scale / (NUM_ROWS * 5)))  # type: ignore[no-untyped-call]
             for name, parameter in model.named_parameters() if is_last else ():  # replicas sum what each has accumulated
                 if parameter.grad is not None:
-                    summed[name] = summed.get(name, 0.0) + parameter.grad
+                    own = parameter.grad
+                    if case.sums != "own" and len(pieces) > 1:
+                        whole = own + lost.get((place, name), 0.0)
+                        own = whole.bfloat16()
+                        if case.sums == "fed back":
+                            lost[place, name] = whole - own
+                    summed[name] = own if name not in summed else summed[name] + own
                     parameter.grad = None
         for name, parameter in model.named_parameters():
-            parameter.grad = summed[name] / scale if name in summed else None
+            parameter.grad = summed[name].float() / scale if name in summed else None
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
@@ -178,6 +193,7 @@ cases = st.builds(
     st.sampled_from(sorted(OPTIMIZERS)),
     st.sampled_from([None, 0.5]),
     st.integers(0, 3),
+    st.sampled_from(["own", "own", "bf16", "fed back"]),
 )
 
 

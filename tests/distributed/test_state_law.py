@@ -159,7 +159,9 @@ def test_law(world: World, data: st.DataObject) -> None:
 
 
 def held_bytes(engine: whale.Engine) -> tuple[str, float, float, float]:
-    """The device of a rank, and after a step the bytes of what ops read, of the gradients' buffers, and of what the optimizer keeps."""
+    """The device of a rank, and after a step the bytes of what ops read, of the gradients' buffers with what rounding has lost, and of what
+    the optimizer keeps.
+    """
     state, sync = engine.state, engine.runtime._sync
     assert state.optimizer is not None and sync is not None
     parts = {} if engine.runtime._weights is None else engine.runtime._weights.parts
@@ -167,7 +169,7 @@ def held_bytes(engine: whale.Engine) -> tuple[str, float, float, float]:
     read = {own.untyped_storage()._cdata: own.nbytes for own in tensors}
     others = [own for own in state.kept.values() if own.untyped_storage()._cdata not in read]
     others += [each for own in state.optimizer.state.values() for each in own.values() if each.dim() > 0]
-    flats = [bucket.flat for bucket in sync._buckets if bucket.flat is not None]
+    flats = [own for bucket in sync._buckets for own in (bucket.flat, bucket.lost) if own is not None]
     bucketed = {id(parameter) for bucket in sync._buckets for parameter in bucket.parameters}
     own = [state.kept[name].grad for name, held in state.parameters.items() if id(held) not in bucketed and name in state.kept]
     summed, kept = (sum(each.nbytes for each in found if each is not None) for found in ([*flats, *own], others))

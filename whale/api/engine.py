@@ -428,6 +428,7 @@ class Engine:
         extra = load_state(Path(path), self.state, roster, holdings, graph, model, self._data.check, trust=trust)
         self.runtime.publish()
         self.runtime.losses.forget()
+        self.runtime.forget_lost()
         self._accumulated = None
         self.state.forget_gradients()
         self._data.resume()

@@ -88,6 +88,14 @@ class GradientSettings:
     skip_nonfinite: bool = key(
         False, "leave out steps whose loss or gradients are infinite or no number, with a warning; waits for the device in each step"
     )
+    sum_dtype: str = key(
+        "own",
+        "type that gradients are rounded to where several devices sum them; own: that in which each accumulates them",
+        choices=("own", "float32", "bf16", "fp16"),
+    )
+    error_feedback: bool = key(
+        False, "a device adds what rounding to `gradient.sum_dtype` has lost to its next gradient; it keeps that in memory of its own"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +269,8 @@ EPL_KEYS = (
     EplKey("communication.num_communicators", False, "the plan makes one communicator for each set of ranks that needs one"),
     EplKey("communication.sparse_as_dense", False, "gradients are dense; sparse gradients are not supported"),
     EplKey("communication.max_splits", False, "replaced by `communication.bucket_bytes`, the size of a gradient bucket"),
-    EplKey("communication.fp16", False, "gradients travel in the parameters' own dtype, so that sums stay exact"),
-    EplKey("communication.fp16_scale", False, "gradients travel in the parameters' own dtype, so nothing is scaled"),
+    EplKey("communication.fp16", False, "replaced by `gradient.sum_dtype: fp16`"),
+    EplKey("communication.fp16_scale", False, "`precision.dtype: fp16` scales the loss, and with it what `gradient.sum_dtype` rounds"),
     EplKey(
         "communication.clip_after_allreduce",
         False,

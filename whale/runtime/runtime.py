@@ -172,7 +172,7 @@ class Runtime:
         self._last_training = worker
         with self.status.reporting():
             if sync is not None:
-                sync.begin()
+                sync.begin(scale)
             try:
                 step = worker.run(batch, (self.config.runtime.seed, *place), with_gradients=True, scale=scale, call=call)
             except BatchError:
@@ -193,6 +193,11 @@ class Runtime:
         worker = self._workers[mode]
         with self.status.reporting():
             self._buffers.settle(worker.model, worker.written, worker.made, num_rows)
+
+    def forget_lost(self) -> None:
+        """Forgets what rounding of gradients has lost on this rank: the steps that it is of do not count, or other weights have come."""
+        if self._sync is not None:
+            self._sync.forget_lost()
 
     def clip(self, state: EngineState, limit: float | None) -> torch.Tensor:
         """Clips the gradients of its state to a norm, whatever is set; None for their norm alone, which it gives as it was before."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from whale.errors import RuntimeFault, WhaleError, warn
+from whale.errors import BatchError, RuntimeFault, WhaleError, warn
 from whale.ir.schedule import Action, Kind
 from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.loss import LossAccount
@@ -95,8 +95,10 @@ def forward_backward(
             with runtime.status.reporting():
                 runtime.losses.look(state.step_number, step.account, loss)
         runtime.settle(mode, batch.num_rows)
-    except WhaleError:
+    except WhaleError as error:
         buffers.put_back()
+        if not isinstance(error, BatchError):
+            runtime.forget_lost()
         if before is not None:
             state.give_gradients(earlier)
         raise
@@ -126,6 +128,7 @@ def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, facto
         applies = not runtime.leaves_out_steps(state) or _is_fit(runtime, state, accumulated, norm)
     if not applies:
         accumulated.buffers.put_back()
+        runtime.forget_lost()
     runtime.status.set("STEP")
     runtime.watch.begin(Action(Kind.STEP))
     with runtime.status.reporting():
@@ -145,6 +148,7 @@ def _is_fit(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm
     if loss_scale is not None:
         if not is_finite and loss_scale.value <= 1 and not runtime.config.gradient.skip_nonfinite:
             accumulated.buffers.put_back()
+            runtime.forget_lost()
             raise RuntimeFault(
                 f"loss or gradients are not finite at step {number + 1} with a loss scale of {loss_scale.value:g}: loss {found:g}{ranks}, "
                 f"gradient norm {size:g}; the update was not applied",

@@ -180,8 +180,8 @@ class Places:
         key = len(owners), len(counts), frozenset((int(self._look[host]), count) for host, count in counts.items())
         if key not in self._rates:
             names = [self.prices.cluster.devices[number].name for number in owners.tolist()]
-            bucket = float(self.prices.costs.bucket_bytes)
-            self._rates[key] = all_reduce_line(self.prices.cluster, names, Line(0.0, 1.0), 1, bucket) if len(names) > 1 else Line()
+            bucket, sent = float(self.prices.costs.bucket_bytes), Line(0.0, self.prices.sent_share)
+            self._rates[key] = all_reduce_line(self.prices.cluster, names, sent, 1, bucket) if len(names) > 1 else Line()
         return self._rates[key]
 
     @cached_property

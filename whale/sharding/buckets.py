@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
 from whale.ir.plan import Form, Plan
@@ -25,11 +26,16 @@ from whale.sharding.sharding import Piece
 ALIGNED_BYTES = 16
 """Every slot begins at a multiple of this: kernels read so many at once."""
 
+NUM_AT_ONCE = 2
+"""Buckets that are on their way at once, where each is a copy of what is in it, or memory that is let go when it has arrived."""
+
 Places = tuple[tuple[int, int], ...]
 """(Replica, stage) pairs."""
 
-_Key = tuple[Places, tuple[int, ...], Form, str | None]
-"""Who uses slots, who owns them, their form, and the parameter that keepers divide; "" where they divide none, None where all keep all."""
+_Key = tuple[Places, tuple[int, ...], Form, str | None, bool, str | None]
+"""Who uses slots, who owns them, their form, how they are summed, and the parameter that keepers divide; "" where they divide none, None
+where all keep all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,15 @@ class Slot:
     stop: int = 0
 
 
+class _Placed(NamedTuple):
+    """A slot whose place is to be found: its form, and how `Bucket` says that it is summed."""
+
+    slot: Slot
+    form: Form
+    sum_dtype: str | None = None
+    feeds_back: bool = False
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Elements that travel together.
@@ -60,6 +75,8 @@ class Bucket:
         owners: ranks of the plan that hold them.
         stages: that use them, by replica.
         is_at_one_place: whether all who hold it come to it at the same place of equal schedules; else it starts when all else is done.
+        sum_dtype: type that elements are rounded to to be summed; None for their own.
+        feeds_back: whether each owner keeps what that loses, and adds it to what it sums next.
     """
 
     slots: tuple[Slot, ...]
@@ -67,6 +84,8 @@ class Bucket:
     owners: tuple[int, ...]
     stages: Places
     is_at_one_place: bool = True
+    sum_dtype: str | None = None
+    feeds_back: bool = False
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -82,6 +101,16 @@ class Bucket:
     def num_bytes(self) -> int:
         """Of the flat buffer."""
         return self.num_elements * DTYPE_BYTES[self.form.dtype]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the flat buffer as it travels."""
+        return self.num_elements * DTYPE_BYTES[self.sum_dtype or self.form.dtype]
+
+    @property
+    def lost_bytes(self) -> int:
+        """Of what each owner keeps of roundings."""
+        return self.num_bytes if self.feeds_back else 0
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
@@ -140,11 +169,12 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
     first_use, never = model.first_reads, len(model.ops)
     reached = sorted(reached_parameters(model).intersection(shardings.parameters), key=lambda name: (-first_use[name], name))
 
-    def slots() -> Iterator[tuple[Slot, Form]]:
+    def slots() -> Iterator[_Placed]:
         for name in reached:
-            form = plan.state_of(name).gradient
-            assert form is not None, "what is trained has a gradient"
-            yield from ((slot, form) for slot in _slots(shardings, model, name) if not slot.piece.is_complete)
+            state = plan.state_of(name)
+            assert state.gradient is not None, "what is trained has a gradient"
+            own = state.gradient, state.sum_dtype, state.feeds_back
+            yield from (_Placed(slot, *own) for slot in _slots(shardings, model, name) if not slot.piece.is_complete)
 
     def order(bucket: Bucket) -> tuple[object, ...]:
         """Later stages first, and in a stage what is first used last first: the order in which gradients are whole."""
@@ -155,8 +185,8 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
         return replace(bucket, is_at_one_place=len({(alike[replica], stage) for replica, stage in bucket.stages}) == 1)
 
     shared = [slot for name in shardings.parameters if name in shardings.keeping for slot in _slots(shardings, model, name)]
-    given = [(slot, plan.state_of(slot.name).compute) for slot in shared if len(slot.piece.owners) > 1]
-    later = sorted(((slot, form) for slot, form in given if form.sharding == "owners"), key=lambda each: first_use.get(each[0].name, never))
+    given = [_Placed(slot, plan.state_of(slot.name).compute) for slot in shared if len(slot.piece.owners) > 1]
+    later = sorted((each for each in given if each.form.sharding == "owners"), key=lambda each: first_use.get(each.slot.name, never))
     gathered = _filled(later, shardings, model, bucket_bytes)
     kept: dict[int, dict[str, int]] = {}
     for slot in shared:
@@ -165,7 +195,7 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
             own[slot.name] = own.get(slot.name, 0) + num_elements
     return Buckets(
         tuple(sorted(map(placed, _filled(slots(), shardings, model, bucket_bytes)), key=order)),
-        tuple(_filled((each for each in given if each[1].sharding == "stage"), shardings, model, bucket_bytes)),
+        tuple(_filled((each for each in given if each.form.sharding == "stage"), shardings, model, bucket_bytes)),
         tuple(sorted(gathered, key=lambda each: min(first_use.get(name, never) for name in each.names))),
         kept,
     )
@@ -180,13 +210,13 @@ def _slots(shardings: ParameterShardings, model: ModelGraph, name: str) -> Itera
         yield Slot(name, piece, tuple((keeper, shardings.num_elements(model, name, region)) for keeper, region in keepers))
 
 
-def _filled(slots: Iterable[tuple[Slot, Form]], shardings: ParameterShardings, model: ModelGraph, bucket_bytes: int) -> Iterator[Bucket]:
+def _filled(slots: Iterable[_Placed], shardings: ParameterShardings, model: ModelGraph, bucket_bytes: int) -> Iterator[Bucket]:
     """Buckets of slots, each of equal owners and forms; one that is full is closed."""
     growing: dict[_Key, list[Slot]] = {}
     held: dict[_Key, int] = {}
-    for slot, form in slots:
+    for slot, form, sum_dtype, feeds_back in slots:
         divided = slot.name if len(slot.keepers) > 1 else "" if slot.keepers else None
-        key = shardings.places(slot.name), slot.piece.owners, form, divided
+        key = shardings.places(slot.name), slot.piece.owners, form, sum_dtype, feeds_back, divided
         num_elements = shardings.num_elements(model, slot.name, slot.piece.region)
         growing.setdefault(key, []).append(replace(slot, stop=num_elements))
         held[key] = held.get(key, 0) + num_elements * DTYPE_BYTES[form.dtype]
@@ -199,9 +229,9 @@ def _filled(slots: Iterable[tuple[Slot, Form]], shardings: ParameterShardings, m
 
 def _laid_out(slots: Sequence[Slot], key: _Key) -> Bucket:
     """A bucket of slots of given sizes, keeper by keeper."""
-    places, owners, form, _ = key
+    places, owners, form, sum_dtype, feeds_back, _ = key
     found, start = [], 0
     for slot in sorted(slots, key=lambda slot: [keeper for keeper, _ in slot.keepers]):
         found.append(replace(slot, start=start, stop=start + slot.stop))
         start = aligned(found[-1].stop, form)
-    return Bucket(tuple(found), form, owners, places)
+    return Bucket(tuple(found), form, owners, places, sum_dtype=sum_dtype, feeds_back=feeds_back)

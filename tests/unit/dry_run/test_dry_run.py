@@ -69,15 +69,22 @@ def test_ranks_with_other_rows_are_run_for_themselves() -> None:
     assert dry(10).num_run == 4  # five replicas take 4 or 5 of the 24 rows each
 
 
-@pytest.mark.parametrize("optimizer", [None, Form("float32", "owners"), slow(Form("float64")), Form("float32", home="host")])
-def test_what_is_held_is_what_the_estimate_says(optimizer: Form | None) -> None:
+FED_BACK = {"sum_dtype": "bfloat16", "feeds_back": True}
+
+
+@pytest.mark.parametrize(
+    "optimizer, sums",
+    [(None, {}), (None, FED_BACK), (Form("float32", "owners"), {}), slow(Form("float64"), {}), (Form("float32", home="host"), {})],
+)
+def test_what_is_held_is_what_the_estimate_says(optimizer: Form | None, sums: Any) -> None:
     mode, config = captured(), Config({"pipeline.num_micro_batch": 2})
     plan = replace(make_plan(mode.graph, cluster_of(4), config), keeper_shares=(1, 2, 3, 4))
-    plan = replace(plan, parameter_states=states_of(mode.graph.parameters, optimizer=optimizer))
+    plan = replace(plan, parameter_states=states_of(mode.graph.parameters, optimizer=optimizer, **sums))
     step, found = estimate(plan, mode.graph, cluster_of(4)), dry_run(plan, mode, config)
     for device, peak in found.of.items():
         use, num_tensors = step.of(device).peak, 2
-        gradients = min(use.gradients, use.weights)  # those in the optimizer's type are there during its step alone, where the peak may be
+        # those in the optimizer's type are there during its step alone, where the peak may be; those that are sent before it
+        gradients = min(use.gradients, use.weights * (2 if sums else 1))
         assert 0 <= peak.held_bytes - (use.weights + gradients + use.optimizer) <= (4 * num_tensors + 4) * 512
         assert peak.held_bytes < peak.num_bytes
         assert peak.action[1] == "B" or optimizer is not None

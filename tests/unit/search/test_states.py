@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.planning.graphs import Graph, cluster, device
 from whale.config import Config
-from whale.errors import PlanError
+from whale.errors import ConfigError, PlanError
 from whale.estimate import StepEstimate, estimate
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph
@@ -179,3 +179,22 @@ def test_weights_are_shared_out_where_nothing_fits_otherwise() -> None:
     whole, slow = planned(on, memory={"zero": 2})
     assert not whole.state_of("layer0.weight").is_gathered and slow.step_seconds < step.step_seconds
     assert {each.peak.weights for each in step.devices} == {each.peak.weights / 2 for each in slow.devices}
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gradients_that_are_rounded_travel_in_fewer_bytes(zero: int) -> None:
+    on = replace(of_memories(9, 9), hosts=tuple(replace(host, link=Link(1e6, 1e-9)) for host in of_memories(9, 9).hosts))
+    (_, own), (plan, rounded), (_, fed) = (
+        planned(on, memory={"zero": zero}, gradient={"sum_dtype": dtype, "error_feedback": feeds_back})
+        for dtype, feeds_back in (("own", False), ("bf16", False), ("bf16", True))
+    )
+    sent = [sum(sync.num_bytes for sync in step.devices[0].syncs) for step in (own, rounded, fed)]
+    assert sent == [WEIGHTS, WEIGHTS / 2, WEIGHTS / 2]
+    assert own.step_seconds > 1.3 * rounded.step_seconds and rounded.step_seconds < fed.step_seconds
+    assert fed.devices[0].peak.gradients == rounded.devices[0].peak.gradients + WEIGHTS
+    assert "gradients are summed in bfloat16" in str(plan)
+
+
+def test_error_feedback_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"none are rounded \(gradient.error_feedback: true, gradient.sum_dtype: own\)"):
+        planned(of_memories(9, 9), gradient={"error_feedback": True})

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whale.config import Config
+from whale.errors import ConfigError
 from whale.estimate.costs.measured import Measured, measured
+from whale.hardware.precision import HALVES
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import read_profile
@@ -31,6 +33,8 @@ class Costs:
         offload: ``optimizer`` where the optimizer form of parameters lives on the host, ``auto`` where that of as few of them does as fits.
         host_bandwidth: bytes per second of the memory of a host, which its devices share; a starting value, 40 % of eight channels of
             DDR4-3200.
+        sum_dtype: type in which gradients are summed; None for their own.
+        feeds_back: whether what rounding to it loses is kept, and added to the next gradient.
         bucket_bytes: gradients are synchronised in buckets of about this size.
         memory_fraction: share of each device's memory that a plan may use. The rest is the allowance for the driver's
             context, communicators and fragmentation.
@@ -47,13 +51,26 @@ class Costs:
     zero: int = 0
     offload: str = "none"
     host_bandwidth: float = 80e9
+    sum_dtype: str | None = None
+    feeds_back: bool = False
     bucket_bytes: int = 25 * 2**20
     memory_fraction: float = 0.9
     measured: Measured | None = None
 
     @staticmethod
     def of(config: Config) -> Costs:
-        """The starting values with what the user has set."""
+        """The starting values with what the user has set.
+
+        Raises:
+            ConfigError: settings that contradict each other.
+        """
+        dtype = config.gradient.sum_dtype
+        if config.gradient.error_feedback and dtype == "own":
+            raise ConfigError(
+                "error feedback keeps what rounding of gradients loses, and none are rounded (gradient.error_feedback: true, "
+                "gradient.sum_dtype: own)",
+                hint="set gradient.sum_dtype to bf16 or fp16, or leave gradient.error_feedback out",
+            )
         return Costs(
             message_seconds=config.estimate.message_seconds,
             fuses_pointwise=config.estimate.fuses_pointwise,
@@ -61,6 +78,8 @@ class Costs:
             optimizer_states=config.memory.optimizer_states,
             zero=int(config.memory.zero) if config.memory.zero != "auto" else 0,
             offload=config.memory.offload,
+            sum_dtype=None if dtype == "own" else HALVES.get(dtype, dtype),
+            feeds_back=config.gradient.error_feedback,
             bucket_bytes=config.communication.bucket_bytes,
             memory_fraction=config.memory.fraction,
         )

@@ -18,6 +18,17 @@ def host_step_seconds(device: Device, bandwidth: float, stepped: float, moved: f
     return 2 * stepped / bandwidth + moved / device.host_link
 
 
+def rounding_seconds(device: Device, gradients: float, sent: float, *, feeds_back: bool) -> float:
+    """Seconds in which gradients are rounded to what is sent, and taken back from what has come.
+
+    Args:
+        gradients, sent: bytes.
+        feeds_back: whether what that loses is kept, and what was lost before is added.
+    """
+    moved = 7 * gradients + 3 * sent if feeds_back else 2 * (gradients + sent)
+    return moved / (device.bandwidth * device.traffic)
+
+
 def optimizer_seconds(device: Device, weights: float, gradients: float, states: float) -> float:
     """Seconds of one step over so many bytes of trained weights, of their gradients and of what is kept of them."""
     return 2 * (weights + gradients + states) / (device.bandwidth * device.traffic)

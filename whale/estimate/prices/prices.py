@@ -23,7 +23,7 @@ from whale.estimate.prices.local_graph import local_graph
 from whale.estimate.prices.part import NOTHING, Alive, Part, Recompute
 from whale.estimate.prices.traffic import WorkOnParts, work_on_parts
 from whale.ir.cluster import Cluster, Device, Link
-from whale.ir.graph import ModelGraph, Op
+from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op
 from whale.ir.plan import ParameterState, Shard, states_of
 from whale.sharding.bridges import Bridge, find_bridges
 from whale.sharding.buckets import Buckets
@@ -249,7 +249,26 @@ class Prices:
     @cached_property
     def states(self) -> tuple[ParameterState, ...]:
         """In which forms parameters and buffers live."""
-        return states_of(self.graph.parameters, self.costs.optimizer_states, zero=self.costs.zero, offloads=self.costs.offload != "none")
+        costs = self.costs
+        return states_of(
+            self.graph.parameters,
+            costs.optimizer_states,
+            zero=costs.zero,
+            offloads=costs.offload != "none",
+            sum_dtype=costs.sum_dtype,
+            feeds_back=costs.feeds_back,
+        )
+
+    @cached_property
+    def sent_share(self) -> float:
+        """Of the bytes of all gradients, how many travel where they are summed."""
+        own, sent = 0, 0
+        for name, state in self.state_of.items():
+            if state.gradient is not None and state.sent_dtype is not None:
+                num_elements = self.graph.parameter_by_name[name].spec.num_elements
+                own += num_elements * DTYPE_BYTES[state.gradient.dtype]
+                sent += num_elements * DTYPE_BYTES[state.sent_dtype]
+        return sent / own if own else 1.0
 
     @cached_property
     def state_of(self) -> Mapping[str, ParameterState]:

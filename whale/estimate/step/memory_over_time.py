@@ -6,6 +6,7 @@ sent                                                                  B ---> the
 working                                         F                     B            F --> left --> R --> kept --> B
 gradients  in buckets: always; others                                 B ---> end of the step (first W, where weights wait)
            in the optimizer's type, where that is another, during the optimizer's step
+           in the type that they are summed in, where that is another, from the first last backward pass to the optimizer's step
 
 In a pass the memory is told as it is where that has most (`whale.estimate.memory.passes`).
 """
@@ -28,6 +29,7 @@ from whale.ir.schedule import Kind
 What = Literal["gradients", "activations", "recomputed", "received", "sent", "working"]
 
 _BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+_GRADIENTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
 
 _Key = tuple[What, int]
@@ -123,6 +125,10 @@ class _Changes:
         again = {(each.action.stage, each.action.micro_batch) for each in self.order if each.action.kind is Kind.RECOMPUTE}
         goes_back = {each.action.stage for each in self.order if each.action.kind in _BACKWARD}
         found, rows = self.found, self.worker.rows
+        if self.worker.sent:
+            lasts = {each.action.stage: start for each, (start, _) in zip(self.order, times, strict=True) if each.action.kind in _GRADIENTS}
+            step = next(start for each, (start, _) in zip(self.order, times, strict=True) if each.action.kind is Kind.STEP)
+            found.waits("gradients", [Waiting(self.worker.stages[0], self.worker.sent, min(lasts.values(), default=step), step)])
         for each, ends in zip(self.order, times, strict=True):
             kind, stage, micro_batch = each.action.kind, each.action.stage, each.action.micro_batch
             if stage is None:

@@ -60,7 +60,7 @@ class Sums:
     pass it is ready, and whether it waits there until all else is done.
 
     Attributes:
-        num_bytes: of the gradients.
+        num_bytes: of the gradients as they travel.
         num_owners: that add them up.
         num_passes: around all of them: 2 where each gets the sum, 1 where each gets the part that it keeps.
         latency: seconds beside the bytes.
@@ -207,11 +207,11 @@ def sum_wires(plan: Plan, prices: Prices, links: Links, summed: Iterable[Bucket]
         if bucket.owners not in fabrics:
             fabrics[bucket.owners] = fabric(prices.cluster, devices)
         num_passes = 1 if bucket.runs else 2
-        way = fastest_way(fabrics[bucket.owners], num_passes, bucket.num_bytes)
+        way = fastest_way(fabrics[bucket.owners], num_passes, bucket.sent_bytes)
         if (bucket.owners, way) not in paths:
             paths[bucket.owners, way] = links.collective(devices, way)
         latency = (way.latency + prices.costs.message_seconds) * max(1, len(bucket.runs))
-        kind = Sums(bucket.num_bytes, len(bucket.owners), num_passes, latency, position)
+        kind = Sums(bucket.sent_bytes, len(bucket.owners), num_passes, latency, position)
         yield Wire(kind, bucket.owners, roles.of(bucket), paths[bucket.owners, way])
 
 

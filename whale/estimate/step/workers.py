@@ -7,18 +7,18 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whale.estimate.costs.optimizer import host_step_seconds, optimizer_seconds
+from whale.estimate.costs.optimizer import host_step_seconds, optimizer_seconds, rounding_seconds
 from whale.estimate.memory.memory import state_bytes
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.brought import Gathering, giving_seconds
 from whale.estimate.step.step import MemoryUse
 from whale.estimate.step.work import StageKey, Work, Works, first_alike
-from whale.ir.cluster import NO_HANDLING, Handling
+from whale.ir.cluster import NO_HANDLING, Device, Handling
 from whale.ir.graph import DTYPE_BYTES, Parameter
 from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
-from whale.sharding.buckets import Bucket, Buckets, Slot, filled_up
+from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Buckets, Slot, filled_up
 
 _NOTHING: Mapping[str, int] = {}
 
@@ -36,8 +36,10 @@ class Worker:
         held: bytes of parameters with what training keeps beside them, but for `apart`.
         apart: bytes of gradients that are in no bucket: they are there from the first backward passes on.
         casts: bytes of gradients in the type that the optimizer takes, where that is another.
+        sent: bytes of the buckets that are on their way at once, in a type of their own: from the first last backward pass to the
+            optimizer's step.
         stage_bytes: the same, for each of its stages by itself.
-        optimizer: seconds of the optimizer's step, and until ops can read what it made.
+        optimizer: seconds of the optimizer's step, of rounding what is summed before, and until ops can read what it made.
         capacity: bytes that a plan may use.
         handling: what messages take of it.
         on_host: bytes in the memory of its host.
@@ -56,6 +58,7 @@ class Worker:
     capacity: int
     handling: Handling = NO_HANDLING
     on_host: float = 0.0
+    sent: float = 0.0
 
     @cached_property
     def _hash(self) -> int:
@@ -106,6 +109,11 @@ class Workers:
             for device, seconds in giving_seconds(plan, prices, bucket).items():
                 self._publishing[device] = self._publishing.get(device, 0.0) + seconds
         self._padding = _padding_of_pieces(buckets.summed)
+        rounded: dict[int, list[Bucket]] = {}
+        for bucket in buckets.summed:
+            for owner in bucket.owners if bucket.sum_dtype else ():
+                rounded.setdefault(owner, []).append(bucket)
+        self._rounded = {owner: _Rounded(tuple(own)) for owner, own in rounded.items()}
         self._works = Works(prices, plan.state_of, bucketed)
         self._held = _Held(prices, plan, bucketed)
         self._rows = plan.all_micro_batch_rows(plan.planned_rows)
@@ -123,7 +131,9 @@ class Workers:
         """
         groups = tuple(self._works.likeness(group) for stage in replica.stages for group in stage.groups)
         stages = [(own.ops, own.parameters, own.program, own.shards, own.shares, own.split) for own in replica.stages]
-        is_own = self._kept or self._padding or self._uses_hosts  # what others keep is not here; hosts have more or fewer devices
+        is_own = (
+            self._kept or self._padding or self._rounded or self._uses_hosts
+        )  # what others keep is not here; hosts have more or fewer devices
         own_state = replica.index if is_own else None
         same = number, groups, self._sizes(replica), id(replica.edges), tuple(id(part) for own in stages for part in own), own_state
         if same not in self._same:  # else what they are made of, which is long, is one for both
@@ -147,34 +157,45 @@ class Workers:
         for rank in range(schedule.num_ranks):
             own = [places[stage] for stage in schedule.stages_of(rank)]
             for index, device in enumerate(own[0].stage.virtual_device.devices):
-                yield self._worker(number, rank, own, index, device, rows)
+                yield self._worker(replica.index, number, rank, own, index, device, rows)
 
     def _place(self, stage: Stage, key: StageKey, sizes: Sequence[int]) -> _Place:
         known = self._keys.setdefault(key, key)  # one object for equal keys, which are long
         return _Place(stage, known, stage.groups, tuple((size, stage.rows(size)) for size in sizes))
 
-    def _worker(self, number: int, rank: int, own: Sequence[_Place], index: int, device: str, rows: tuple[int, ...]) -> Worker:
+    def _worker(
+        self, replica: int, number: int, rank: int, own: Sequence[_Place], index: int, device: str, rows: tuple[int, ...]
+    ) -> Worker:
         positions = [index % place.stage.split for place in own]
         kept = self._kept.get(self._plan.rank_of[device], _NOTHING) if self._kept else None
         held = self._held.of([place.key for place in own], positions, kept)
         known, costs = self._prices.cluster.by_name[device], self._prices.costs
         shared = costs.host_bandwidth / self._num_on_host[known.host]
         on_host = host_step_seconds(known, shared, held.stepped_there, held.moved) if held.stepped_there else 0.0
+        rounded, padding = self._rounded.get(self._plan.rank_of[device], _Rounded()), self._padding.get(self._plan.rank_of[device], 0)
         return Worker(
             number,
             rank,
             tuple(place.stage.index for place in own),
             rows,
             tuple(self._work(own, index, device)),
-            replace(held.use, gradients=held.use.gradients - held.apart + self._padding.get(self._plan.rank_of[device], 0)),
+            replace(held.use, gradients=held.use.gradients - held.apart + padding + rounded.lost),
             held.apart,
             held.casts,
-            tuple(self._held.of([place.key], [position], kept).use.total for place, position in zip(own, positions, strict=True)),
-            optimizer_seconds(known, *held.stepped) + on_host + self._publishing.get(device, 0.0) + self._gathering.throughout(device),
+            tuple(
+                self._held.of([place.key], [position], kept).use.total + rounded.lost_of(replica, place.stage.index)
+                for place, position in zip(own, positions, strict=True)
+            ),
+            optimizer_seconds(known, *held.stepped) + rounded.seconds(known) + on_host + self._given(device),
             costs.capacity(known),
             known.handling,
             held.on_host,
+            sent=rounded.on_their_way,
         )
+
+    def _given(self, device: str) -> float:
+        """Seconds in which a device gives and takes what ops read, outside of passes."""
+        return self._publishing.get(device, 0.0) + self._gathering.throughout(device)
 
     def _work(self, own: Sequence[_Place], index: int, device: str) -> Iterator[tuple[tuple[int, int], Work]]:
         for place in own:
@@ -195,6 +216,31 @@ def stage_key(replica: Replica, stage: Stage, kinds: Collection[tuple[int | None
     part = Part(stage.ops, stage.parameters, received, tuple(handed_on))
     recomputes, defers = ((stage.index, kind) in kinds for kind in (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT))
     return StageKey(part, stage.recomputed, stage.shards, stage.overlap, recomputes, defers)
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """The buckets of a device that are rounded to be summed, in the order in which they start."""
+
+    buckets: tuple[Bucket, ...] = ()
+
+    @property
+    def lost(self) -> int:
+        """Bytes of what rounding has lost."""
+        return sum(bucket.lost_bytes for bucket in self.buckets)
+
+    def lost_of(self, replica: int, stage: int) -> int:
+        """Bytes of that, of the parameters that a stage of the device uses."""
+        return sum(bucket.lost_bytes for bucket in self.buckets if (replica, stage) in bucket.stages)
+
+    @property
+    def on_their_way(self) -> int:
+        """Bytes of those that are on their way at once."""
+        return max((sum(each.sent_bytes for each in self.buckets[at:][:NUM_AT_ONCE]) for at in range(len(self.buckets))), default=0)
+
+    def seconds(self, device: Device) -> float:
+        """What rounding takes."""
+        return sum(rounding_seconds(device, own.num_bytes, own.sent_bytes, feeds_back=own.feeds_back) for own in self.buckets)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from whale.ir.graph import Parameter
+from whale.ir.graph import DTYPE_BYTES, Parameter
 
 Layout = Literal["stage", "owners"]
 Home = Literal["device", "host"]
@@ -55,6 +55,8 @@ class ParameterState:
         gradient: None where nothing is trained.
         optimizer: the weight that is stepped, and each tensor of its size that the optimizer keeps; None where nothing is trained.
         num_optimizer_tensors: how many it keeps, of what has a gradient.
+        sum_dtype: type that gradients are rounded to where owners sum them; None for that of the gradient form.
+        feeds_back: whether a device adds what that rounding has lost to its next gradient.
     """
 
     parameters: tuple[str, ...]
@@ -62,11 +64,18 @@ class ParameterState:
     gradient: Form | None = None
     optimizer: Form | None = None
     num_optimizer_tensors: int = 0
+    sum_dtype: str | None = None
+    feeds_back: bool = False
 
     @property
     def kept(self) -> Form:
         """The form that lasts: of what is trained that of the optimizer."""
         return self.compute if self.optimizer is None else self.optimizer
+
+    @property
+    def sent_dtype(self) -> str | None:
+        """The type in which gradients travel; None where nothing is trained."""
+        return self.sum_dtype or (None if self.gradient is None else self.gradient.dtype)
 
     @property
     def is_copied(self) -> bool:
@@ -93,6 +102,8 @@ def states_of(
     optimizer: Form | None = None,
     zero: int = 0,
     offloads: bool = False,
+    sum_dtype: str | None = None,
+    feeds_back: bool = False,
 ) -> tuple[ParameterState, ...]:
     """The states of a model's parameters and buffers, equal ones together.
 
@@ -103,8 +114,11 @@ def states_of(
         zero: stage of ZeRO: from 1 on the optimizer form is shared out among owners, from 2 on the gradient form too, from 3 on what ops
             read.
         offloads: whether the optimizer form lives on the host.
+        sum_dtype: type in which gradients of real numbers are summed; None for their own.
+        feeds_back: whether what rounding to a type that is no wider loses is added to the next gradient.
     """
-    return _grouped(_states(parameters, num_optimizer_tensors, gradient, optimizer, zero, offloads=offloads))
+    found = _states(parameters, num_optimizer_tensors, gradient, optimizer, zero, offloads=offloads)
+    return _grouped((name, _summed_in(state, sum_dtype, feeds_back=feeds_back)) for name, state in found)
 
 
 def brought_back(states: Iterable[ParameterState], names: Collection[str]) -> tuple[ParameterState, ...]:
@@ -114,6 +128,14 @@ def brought_back(states: Iterable[ParameterState], names: Collection[str]) -> tu
         return replace(state, optimizer=replace(state.kept, home="device")) if name in names else state
 
     return _grouped((name, back(state, name)) for state in states for name in state.parameters)
+
+
+def _summed_in(state: ParameterState, dtype: str | None, *, feeds_back: bool) -> ParameterState:
+    """The state with the type that its gradients are summed in, where they are real numbers of another."""
+    own = None if state.gradient is None else state.gradient.dtype
+    if dtype is None or own is None or own.startswith("complex") or own == dtype:
+        return state
+    return replace(state, sum_dtype=dtype, feeds_back=feeds_back and DTYPE_BYTES[dtype] <= DTYPE_BYTES[own])
 
 
 def _grouped(states: Iterable[tuple[str, ParameterState]]) -> tuple[ParameterState, ...]:

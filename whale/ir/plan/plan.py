@@ -149,6 +149,9 @@ class Plan:
             if not form.is_plain:
                 found.setdefault(form, {})[name] = None
         yield from (f"  {' and '.join(names)} form: {form}" for form, names in found.items())
+        for dtype, feeds_back in dict.fromkeys((state.sum_dtype, state.feeds_back) for state in self.parameter_states):
+            if dtype is not None:
+                yield f"  gradients are summed in {dtype}" + (", with error feedback" if feeds_back else "")
 
     def __str__(self) -> str:
         lines = [

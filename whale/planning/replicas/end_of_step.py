@@ -38,7 +38,7 @@ def handled_sums(prices: Prices, replicas: Sequence[ReplicaModel]) -> tuple[floa
     for owners, num_bytes in _owner_sets(prices, replicas).items():
         size = min(num_bytes, prices.costs.bucket_bytes)
         for device in handling.keys() & owners if size else ():
-            one = all_reduce_volume(len(owners), Line(float(size))).seconds(handling[device])
+            one = all_reduce_volume(len(owners), Line(size * prices.sent_share)).seconds(handling[device])
             taken[device] = taken.get(device, 0.0) + one * num_bytes / size
     return tuple(max(taken.get(device, 0.0) for rank in replica.placed for device in rank) for replica in replicas)
 
@@ -56,10 +56,11 @@ def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence
     moved: dict[str, int] = {}
     weights: dict[str, int] = {}
     for owners, num_bytes in _owner_sets(prices, replicas).items():
-        seconds = all_reduce_seconds(prices.cluster, owners, num_bytes)
+        sent = round(num_bytes * prices.sent_share)
+        seconds = all_reduce_seconds(prices.cluster, owners, sent)
         for device in owners:
             reduced[device] = reduced.get(device, 0.0) + seconds
-            moved[device] = moved.get(device, 0) + (num_bytes if len(owners) > 1 else 0)
+            moved[device] = moved.get(device, 0) + (sent if len(owners) > 1 else 0)
             weights[device] = weights.get(device, 0) + num_bytes
     slowest = max(reduced, key=lambda device: reduced[device], default=None)
     optimizer = max(

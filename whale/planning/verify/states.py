@@ -22,6 +22,14 @@ def state_faults(plan: Plan, graph: ModelGraph) -> Iterator[PlanError]:
         yield PlanError(f"a plan has one state for each parameter and buffer of its model ({first_few(odd)})")
         return
     yield from _share_faults(plan)
+    corrected = [term for term in graph.loss if term.weight is not None and not term.weight_from_inputs]
+    if corrected and any(state.feeds_back for state in plan.parameter_states):
+        yield PlanError(
+            "what rounding of gradients loses can be fed back where a loss is divided by what the batch says alone (its weight depends on "
+            "the parameters, so that gradients of two steps are of two scales until they are summed)",
+            where=corrected[0].where,
+            hint="leave out gradient.error_feedback, or take a weight that is computed from the batch",
+        )
     for state in plan.parameter_states:
         named = graph.parameter_by_name
         trained = [name for name in state.parameters if named[name].kind == "parameter" and named[name].trainable]
@@ -41,7 +49,7 @@ def _trained_faults(state: ParameterState, trained: list[str]) -> Iterator[PlanE
 
 
 def _fixed_faults(state: ParameterState, fixed: list[str]) -> Iterator[PlanError]:
-    if len(state.forms) > 1 or state.num_optimizer_tensors:
+    if len(state.forms) > 1 or state.num_optimizer_tensors or state.sum_dtype:
         yield PlanError(f"what is not trained has no gradient and no optimizer state ({first_few(fixed)}: {', '.join(dict(state.forms))})")
 
 
@@ -64,6 +72,13 @@ def _form_faults(state: ParameterState, dtypes: set[str]) -> Iterator[PlanError]
                 f"a form has a type like the parameter's ({', '.join(types)}), sharding stage or owners, home device or host "
                 f"({named}, {name}: {form})"
             )
+    if state.sum_dtype not in (None, *types):
+        yield PlanError(f"gradients are summed in a type like the parameter's ({', '.join(types)}; {named}: {state.sum_dtype})")
+    if state.feeds_back and state.sum_dtype is None:
+        yield PlanError(
+            f"what rounding of sums loses is fed back where there is such rounding ({named}: summed in the gradients' own type)",
+            hint="plan again with gradient.sum_dtype, or without gradient.error_feedback",
+        )
     if state.gradient is not None and state.gradient.home == "host":
         yield PlanError(
             f"gradients are made on the device ({named}, gradient: {state.gradient})", hint="the optimizer form may live on the host"

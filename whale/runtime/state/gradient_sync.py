@@ -7,6 +7,10 @@ Gradients are accumulated in the buckets themselves: `p.grad` is a view of its p
 of a parameter, a gradient that another rank answers for, or one that only its keeper is left with, is made by itself and copied when
 its bucket starts. What the optimizer steps gets its gradient in the end, in its own type and memory.
 
+Where sums are of a type of their own, a bucket is rounded to it when it starts, and `NUM_AT_ONCE` such are on their way at most:
+
+    sent = round(gradients + lost)     lost = gradients + lost - sent     gradients = sum over owners of sent
+
 All buckets of a rank start in one order, the same on every rank, whatever order the gradients come in. Buckets of one
 stage start during its last backward, up to its SYNC, on all replicas at the same place of the same schedule. Those of
 weights that several stages share, or that unlike replicas hold, are final at unlike places: they start when all else is
@@ -26,7 +30,7 @@ from whale.comm import Groups, Launched, Waits
 from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.holdings import Holdings
-from whale.sharding.buckets import Bucket
+from whale.sharding.buckets import NUM_AT_ONCE, Bucket
 
 
 @dataclass(frozen=True)
@@ -94,15 +98,33 @@ class _Bucket:
     device: torch.device
     number: int
     flat: torch.Tensor | None = None
+    sent: torch.Tensor | None = None
+    lost: torch.Tensor | None = None
     num_final: int = 0
     is_armed: bool = False
     is_ready: bool = False
     is_started: bool = False
+    is_taken: bool = False
     works: list[Launched | None] = field(default_factory=list)
 
     def room(self) -> torch.Tensor:
         """The flat buffer, of zeros."""
         return torch.zeros(self.plan.num_elements, dtype=getattr(torch, self.plan.form.dtype), device=self.device)
+
+    def round(self) -> torch.Tensor:
+        """What travels: the flat buffer, or that rounded with what was lost before; what is lost now is kept."""
+        assert self.flat is not None
+        if self.plan.sum_dtype is None:
+            return self.flat
+        dtype = getattr(torch, self.plan.sum_dtype)
+        if self.plan.feeds_back:
+            self.lost = self.room() if self.lost is None else self.lost
+            self.lost.add_(self.flat)
+            self.sent = self.lost.to(dtype)
+            self.lost.sub_(self.sent)
+        else:
+            self.sent = self.flat.to(dtype)
+        return self.sent
 
     @cached_property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
@@ -160,6 +182,8 @@ class GradientSync:
         self._buckets_of: dict[torch.Tensor, list[_Bucket]] = {}  # tensors are keys by identity
         self._armed: set[int] = set()
         self._hooks: list[RemovableHandle] = []
+        self._rounded: list[_Bucket] = []  # on their way
+        self._scale = 1.0
         for plan in buckets:
             if rank not in plan.owners:
                 continue
@@ -175,12 +199,17 @@ class GradientSync:
         """Everybody whom this rank exchanges gradients with, itself included."""
         return tuple(sorted({rank for bucket in self._buckets for rank in bucket.ranks}))
 
-    def begin(self) -> None:
-        """Forgets the last step, and makes zeros in the buckets the gradients of their parameters."""
+    def begin(self, scale: float = 1.0) -> None:
+        """Forgets the last step, and makes zeros in the buckets the gradients of their parameters, which are to come times a scale."""
         self._armed.clear()
+        self._rounded.clear()
+        for bucket in self._buckets if scale != self._scale else ():
+            if bucket.lost is not None:
+                bucket.lost.mul_(scale / self._scale)
+        self._scale = scale
         for bucket in self._buckets:
             bucket.num_final = 0
-            bucket.is_armed = bucket.is_ready = bucket.is_started = False
+            bucket.is_armed = bucket.is_ready = bucket.is_started = bucket.is_taken = False
             if bucket.flat is not None:
                 bucket.flat.zero_()
             for slot in bucket.in_place:
@@ -221,8 +250,7 @@ class GradientSync:
         """Waits until the gradients are sums over their owners, or their keepers have these."""
         for bucket in self._buckets:
             assert bucket.is_started and bucket.flat is not None, f"gradients of {bucket.plan.names} were never final"
-            self._wait(bucket)
-            self._watch.summed(bucket.number)
+            self._take(bucket)
             for slot in bucket.apart:
                 if slot.index is not None:
                     assert slot.parameter.grad is not None
@@ -240,11 +268,29 @@ class GradientSync:
                 own = gradient if each.index is None else part(gradient, each.index)
                 each.kept.grad = own.to(each.kept, copy=not each.stays)
 
+    def _take(self, bucket: _Bucket) -> None:
+        """Waits for a sum, and takes it from the type in which it has come."""
+        if bucket.is_taken:
+            return
+        bucket.is_taken = True
+        self._wait(bucket)
+        self._watch.summed(bucket.number)
+        if bucket.sent is not None:
+            assert bucket.flat is not None
+            bucket.flat.copy_(bucket.sent)
+            bucket.sent = None
+
     def abandon(self) -> None:
         """Lets what was started end, after a step that was given up: its buffers are about to be used again."""
         for bucket in self._buckets:
             if bucket.is_started:
                 self._wait(bucket)
+                bucket.sent = bucket.lost = None
+
+    def forget_lost(self) -> None:
+        """Forgets what rounding has lost: the step that it is of does not count, or other weights have come."""
+        for bucket in self._buckets:
+            bucket.lost = None
 
     def _wait(self, bucket: _Bucket) -> None:
         for work in bucket.works:
@@ -284,17 +330,22 @@ class GradientSync:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.is_started = True
+        if bucket.plan.sum_dtype is not None:
+            if len(self._rounded) == NUM_AT_ONCE:
+                self._take(self._rounded.pop(0))
+            self._rounded.append(bucket)
         if bucket.flat is None:
             bucket.flat = bucket.room()
         flat = bucket.flat
         for slot in bucket.apart:
             slot.fill(flat)
+        sent = bucket.round()
         if bucket.runs:
-            bucket.works += [self._groups.reduce(flat[start:stop], bucket.ranks, keeper) for keeper, start, stop in bucket.runs]
+            bucket.works += [self._groups.reduce(sent[start:stop], bucket.ranks, keeper) for keeper, start, stop in bucket.runs]
         else:
-            bucket.works.append(self._groups.all_reduce(flat, bucket.ranks))
+            bucket.works.append(self._groups.all_reduce(sent, bucket.ranks))
         if bucket.works[-1] is not None:
-            self._watch.summing(bucket.number, bucket.stages, bucket.ranks, flat, bucket.works[-1])
+            self._watch.summing(bucket.number, bucket.stages, bucket.ranks, sent, bucket.works[-1])
 
 
 def _make_bucket(

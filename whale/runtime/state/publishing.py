@@ -19,10 +19,7 @@ from whale.errors import RuntimeFault, first_few
 from whale.ir.plan import Form
 from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
 from whale.runtime.state.holdings import Holdings
-from whale.sharding.buckets import Bucket
-
-NUM_AT_ONCE = 2
-"""Buckets that are on their way: each is a copy of what is in it."""
+from whale.sharding.buckets import NUM_AT_ONCE, Bucket
 
 
 def in_forms(

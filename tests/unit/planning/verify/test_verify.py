@@ -14,6 +14,7 @@ from whale.estimate import Costs, estimate
 from whale.ir.plan import BatchAxis, Edge, Form, Plan, VirtualDevice
 from whale.planning import make_plan
 from whale.planning.verify import verify
+from whale.planning.verify.states import state_faults
 
 GRAPH, THERE = chain(4), cluster((1e9, 1e9))
 PLAN = make_plan(GRAPH, THERE, Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}))
@@ -80,6 +81,8 @@ def with_edges(*edges: Edge) -> Plan:
         (lambda: with_state(gradient=Form("float32", "owners")), "gradients are shared out among owners with what the optimizer steps"),
         (lambda: with_state(compute=Form("bfloat16")), r"compute: bfloat16, .*the graph's: float32"),
         (lambda: with_state(compute=Form("float32", "owners")), "what ops read is shared out among owners with what the optimizer steps"),
+        (lambda: with_state(sum_dtype="int64"), r"summed in a type like the parameter's \(float64, float32, .*: int64"),
+        (lambda: with_state(feeds_back=True), "fed back where there is such rounding"),
         (lambda: replace(PLAN, keeper_shares=(1, 0)), r"every rank has a weight .*2 ranks, weights: \[1, 0\]"),
         (lambda: with_state(gradient=None), r"what is trained has a gradient.*layer1.weight.*: compute, optimizer; 2 tensors"),
         (lambda: with_state(num_optimizer_tensors=-1), r"compute, gradient, optimizer; -1 tensors"),
@@ -98,6 +101,12 @@ def with_edges(*edges: Edge) -> Plan:
 def test_faults(broken: Callable[[], Plan], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         verify(broken(), GRAPH, THERE)
+
+
+def test_error_feedback_needs_gradients_of_one_scale() -> None:
+    graph = replace(GRAPH, loss=(replace(GRAPH.loss[0], weight="layer1", weight_from_inputs=False),))
+    faults = [str(fault) for fault in state_faults(with_state(sum_dtype="bfloat16", feeds_back=True), graph)]
+    assert len(faults) == 1 and "its weight depends on the parameters" in faults[0]
 
 
 def test_all_faults_at_once() -> None:
