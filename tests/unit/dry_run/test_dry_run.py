@@ -20,7 +20,7 @@ from whale.api.mode import CapturedMode
 from whale.config import Config
 from whale.dry_run import DryRun, dry_run
 from whale.errors import ConfigError, OpFault
-from whale.estimate import estimate
+from whale.estimate import Costs, estimate
 from whale.ir.plan import Form, states_of
 from whale.planning import make_plan
 
@@ -89,6 +89,31 @@ def test_what_is_held_is_what_the_estimate_says(optimizer: Form | None, sums: An
         assert peak.held_bytes < peak.num_bytes
         assert peak.action[1] == "B" or optimizer is not None
         assert peak.op.startswith("aten.")
+
+
+class Deep(nn.Module):
+    """Many gradients beside few activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.layers(x)
+        return value
+
+
+@pytest.mark.parametrize("num_micro_batch", [1, 2])
+def test_gradients_are_let_go_when_their_sums_have_come(num_micro_batch: int) -> None:
+    """Of one micro-batch they are never there together; of several they are, in the last backward pass with one bucket more."""
+    mode, bucket = captured(Deep), 4 * WIDTH * (WIDTH + 1)
+    settings = {"pipeline.num_micro_batch": num_micro_batch, "communication.bucket_bytes": bucket, "planning.search": "off"}
+    plans = [make_plan(mode.graph, cluster_of(2), Config(settings | {"memory.zero": zero})) for zero in (1, 2)]
+    found = [dry_run(plan, mode, Config(settings)).of["device0"].num_bytes for plan in plans]
+    steps = [estimate(plan, mode.graph, cluster_of(2), Costs.of(Config(settings))) for plan in plans]
+    for peak, step in zip(found, steps, strict=True):
+        assert 0.95 * step.of("device0").peak.total <= peak <= step.of("device0").peak.total + 60 * 512
+    assert found[1] - found[0] <= (-2 if num_micro_batch == 1 else 0) * bucket
 
 
 @pytest.mark.parametrize("kept", [0, slow(1), slow(2), 3])

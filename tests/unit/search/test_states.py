@@ -10,7 +10,7 @@ import pytest
 from tests.unit.planning.graphs import Graph, cluster, device
 from whale.config import Config
 from whale.errors import ConfigError, PlanError
-from whale.estimate import StepEstimate, estimate
+from whale.estimate import Costs, StepEstimate, estimate
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -21,7 +21,15 @@ from whale.search.deciding import with_states
 WIDTH, NUM_LAYERS = 64, 4
 WEIGHTS = NUM_LAYERS * WIDTH * WIDTH * 4
 """Bytes of the model; training takes four times as much, beside activations."""
-REPLICAS: dict[str, Any] = {"pipeline.num_stages": 1, "pipeline.num_micro_batch": 1, "memory.fraction": 1.0, "planning.search": "off"}
+REPLICAS: dict[str, Any] = {
+    "pipeline.num_stages": 1,
+    "pipeline.num_micro_batch": 1,
+    "memory.fraction": 1.0,
+    "planning.search": "off",
+}
+
+SMALL_BUCKETS: dict[str, Any] = {"communication__bucket_bytes": 1}
+"""A bucket for each layer: those on their way are beside what a device holds."""
 
 
 def layers() -> ModelGraph:
@@ -73,33 +81,33 @@ def test_state_is_shared_out_where_nothing_fits_otherwise() -> None:
     on = of_memories(3.6, 3.6)
     with pytest.raises(MemoryShortage):
         planned(on, memory={"zero": 0})
-    plan, step = planned(on)
+    plan, step = planned(on, **SMALL_BUCKETS)
     assert forms(plan) == ("owners", "owners", "device") and len(plan.replicas) == 2
     assert plan.choices[0].bound == "nothing fits otherwise" and not plan.keeper_shares
     assert all(each.peak.total <= each.capacity for each in step.devices)
 
 
 def test_what_each_keeps_follows_its_free_memory() -> None:
-    plan, step = planned(of_memories(2.9, 4.6), memory={"zero": 2})
+    plan, step = planned(of_memories(2.9, 4.6), memory={"zero": 2}, **SMALL_BUCKETS)
     assert len(plan.devices) == 2 and plan.keeper_shares[1] > 2 * plan.keeper_shares[0]
     assert all(each.peak.total <= each.capacity for each in step.devices)
-    even = estimate(replace(plan, keeper_shares=()), layers(), of_memories(2.9, 4.6))
+    even = estimate(replace(plan, keeper_shares=()), layers(), of_memories(2.9, 4.6), Costs(bucket_bytes=1))
     assert any(each.peak.total > round(2.9 * WEIGHTS) for each in even.devices), "equal parts would not fit"
 
 
 def test_what_fits_no_other_way_is_kept_on_hosts() -> None:
-    on = of_memories(2.4, 2.4)
+    on = of_memories(3.1, 3.1)
     with pytest.raises(MemoryShortage):
         planned(on)
     plan, step = planned(on, memory={"offload": "auto"})
     assert forms(plan) == ("owners", "owners", "host"), "of two hosts' steps, or one that each has half of, the faster"
-    whole, step = planned(on, memory={"offload": "auto", "zero": 0})
+    whole, step = planned(of_memories(2.4, 2.4), memory={"offload": "auto", "zero": 0})
     assert forms(whole) == ("stage", "stage", "host") and {each.on_host for each in step.devices} == {3 * WEIGHTS}
     shared, small = planned(on, memory={"offload": "auto", "zero": 1})
     assert forms(shared) == ("stage", "owners", "host") and sum(each.on_host * len(each.devices) for each in small.devices) == 3 * WEIGHTS
 
 
-@pytest.mark.parametrize(("memories", "zero", "expected"), [((3.0, 9), 0, [3, 3]), ((3.4, 9), 0, [2, 2]), ((3.0, 3.0), 1, [1, 1])])
+@pytest.mark.parametrize(("memories", "zero", "expected"), [((3.0, 9), 0, [3, 3]), ((3.4, 9), 0, [2, 2]), ((3.5, 3.5), 1, [1, 1])])
 def test_no_more_is_kept_on_hosts_than_does_not_fit(memories: tuple[float, float], zero: int, expected: list[int]) -> None:
     on, asked = of_memories(*memories), {"zero": zero, "offload": "auto"}
     plan, step = planned(on, memory=asked)

@@ -96,14 +96,17 @@ class Passes:
         """Bytes that an op needs beside what it reads and makes."""
         return self.num_bytes[op.inputs[0]] if operator_of(op).is_two and op.name not in self.divided else 0.0
 
-    def backward(self, *, is_first: bool, defers_weights: bool = False) -> Fullest:
+    def backward(self, *, is_first: bool, defers_weights: bool = False, spared: float = 0.0) -> Fullest:
         """The stage in a backward pass when it has most.
 
         Args:
             is_first: whether it is the first of a step, after which gradients that are in no bucket stay.
             defers_weights: whether weight gradients are left to another pass: what they need stays.
+            spared: bytes of those gradients that are never there together with the others: their sums have come before.
         """
-        return max(_Backward(self, is_first, defers_weights).walk(), key=lambda each: each.beside, default=Fullest())
+        return max(
+            _Backward(self, is_first, defers_weights, self.gradients - spared).walk(), key=lambda each: each.beside, default=Fullest()
+        )
 
     @cached_property
     def formed(self) -> Forms:
@@ -180,11 +183,13 @@ class _Backward:
     Attributes:
         passes: the stage.
         is_first, defers: as `Passes.backward` takes them.
+        most: bytes of gradients of parameters that are there at once.
     """
 
     passes: Passes
     is_first: bool
     defers: bool
+    most: float
     _gradients: dict[str, list[float]] = field(default_factory=dict)  # per storage; those that share memory share the list: bytes, readers
     _on_their_way: float = 0.0
     _freed: float = 0.0
@@ -210,11 +215,12 @@ class _Backward:
             self._let_go(name)
 
     def _at(self, beside: float = 0.0) -> Fullest:
+        stays = min(self._stays, self.most)
         if not self.passes.forms:
-            return Fullest(self._freed, self._recomputed, self._stays, self._on_their_way + beside)
+            return Fullest(self._freed, self._recomputed, stays, self._on_their_way + beside)
         forms, place = self.passes.formed, self._place
         freed, again, gradients = (float(each[place]) for each in (forms.freed, forms.again, forms.gradients))
-        return Fullest(self._freed + freed, self._recomputed + again, self._stays, self._on_their_way + gradients + beside)
+        return Fullest(self._freed + freed, self._recomputed + again, stays, self._on_their_way + gradients + beside)
 
     def _enter(self, segment: int | None) -> Iterator[Fullest]:
         """Computes a segment again when its turn comes."""

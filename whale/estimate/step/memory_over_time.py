@@ -6,7 +6,8 @@ sent                                                                  B ---> the
 working                                         F                     B            F --> left --> R --> kept --> B
 gradients  in buckets: always; others                                 B ---> end of the step (first W, where weights wait)
            in the optimizer's type, where that is another, during the optimizer's step
-           in the type that they are summed in, where that is another, from the first last backward pass to the optimizer's step
+           with buckets on their way, from the first last backward pass to the optimizer's step
+           those that others keep are let go when their sums have come: by the end of the last B (or W), and by the optimizer's step
 
 In a pass the memory is told as it is where that has most (`whale.estimate.memory.passes`).
 """
@@ -61,6 +62,12 @@ class _Bytes:
 
     def numbered(self, key: _Key) -> int:
         return self.number.setdefault(key, len(self.number))
+
+    def adds(self, time: float, num_bytes: float, key: _Key) -> None:
+        """Adds bytes that are taken at a time (let go, below zero)."""
+        self.times.append(time)
+        self.num_bytes.append(num_bytes)
+        self.whats.append(self.numbered(key))
 
     def waits(self, what: What, messages: Iterable[Waiting]) -> None:
         """Adds messages that lie there."""
@@ -125,10 +132,7 @@ class _Changes:
         again = {(each.action.stage, each.action.micro_batch) for each in self.order if each.action.kind is Kind.RECOMPUTE}
         goes_back = {each.action.stage for each in self.order if each.action.kind in _BACKWARD}
         found, rows = self.found, self.worker.rows
-        if self.worker.sent:
-            lasts = {each.action.stage: start for each, (start, _) in zip(self.order, times, strict=True) if each.action.kind in _GRADIENTS}
-            step = next(start for each, (start, _) in zip(self.order, times, strict=True) if each.action.kind is Kind.STEP)
-            found.waits("gradients", [Waiting(self.worker.stages[0], self.worker.sent, min(lasts.values(), default=step), step)])
+        self._sums(times)
         for each, ends in zip(self.order, times, strict=True):
             kind, stage, micro_batch = each.action.kind, each.action.stage, each.action.micro_batch
             if stage is None:
@@ -152,6 +156,21 @@ class _Changes:
             found.times += [ends[place] for place in places]
             found.num_bytes += num_bytes
             found.whats += whats
+
+    def _sums(self, times: Sequence[tuple[float, float]]) -> None:
+        """The buckets on their way, the gradients that are let go as their sums come, and the weights that come after."""
+        worker, found, last = self.worker, self.found, dict[int | None, tuple[float, float]]()
+        for each, ends in zip(self.order, times, strict=True):
+            if each.action.kind in _GRADIENTS or each.action.kind is Kind.STEP:
+                last[each.action.stage] = ends
+        if None not in last or not (worker.sent or worker.freed_last or worker.published):
+            return
+        step, first = last[None], worker.stages[0]
+        found.waits("gradients", [Waiting(first, worker.sent, min(start for start, _ in last.values()), step[0])])
+        found.waits("working", [Waiting(first, worker.published, *step)])
+        for stage, num_bytes in zip(worker.stages, worker.freed, strict=False):
+            found.adds(last.get(stage, step)[1 if stage in last else 0], -num_bytes, ("gradients", stage))
+        found.adds(step[0], -worker.freed_last, ("gradients", first))
 
     def _of(self, kind: Kind, stage: int, work: Work, *, is_again: bool, is_first: bool, goes_back: bool) -> Iterator[_Change]:
         """The changes of one computation."""

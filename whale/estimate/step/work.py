@@ -112,15 +112,15 @@ class Works:
     prices: Prices
     state_of: Callable[[str], ParameterState]
     bucketed: frozenset[str]
-    _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int], Work] = field(default_factory=dict, init=False)
-    _memory: dict[tuple[StageKey, int, int], tuple[float, float, float, Beside]] = field(default_factory=dict, init=False)
+    _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int, float], Work] = field(default_factory=dict, init=False)
+    _memory: dict[tuple[StageKey, int, int, float], tuple[float, float, float, Beside]] = field(default_factory=dict, init=False)
     _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], tuple[Line, Line, Line]] = field(
         default_factory=dict, init=False
     )
 
     _agains: dict[StageKey, Again] = field(default_factory=dict, init=False)
 
-    def of(self, key: StageKey, group: Sequence[str], position: int, num_rows: int) -> Work:
+    def of(self, key: StageKey, group: Sequence[str], position: int, num_rows: int, spared: float = 0.0) -> Work:
         """The work of one device.
 
         Args:
@@ -128,23 +128,25 @@ class Works:
             group: the devices of its split group; itself where the stage is not split.
             position: its own in the group.
             num_rows: that the group takes.
+            spared: bytes of gradients that the first backward pass does not have together with the others.
         """
         position = first_alike(key.shards, position)
-        question = key, *self.likeness(group), position, num_rows
+        question = key, *self.likeness(group), position, num_rows, spared
         if question not in self._known:
-            self._known[question] = self._work(key, group, position, num_rows)
+            self._known[question] = self._work(key, group, position, num_rows, spared)
         return self._known[question]
 
-    def _work(self, key: StageKey, group: Sequence[str], position: int, num_rows: int) -> Work:
+    def _work(self, key: StageKey, group: Sequence[str], position: int, num_rows: int, spared: float) -> Work:
         seconds = (
             self._in_group(key, group, num_rows) if key.shards else _lines(self._alone(self.prices, key, group[0], num_rows), num_rows)
         )
         forward, inputs, weights = (line.at(num_rows) for line in seconds)
-        if (key, position, num_rows) not in self._memory:  # which the devices have no part in
-            self._memory[key, position, num_rows] = self._in_memory(key, position, num_rows)
-        return Work(forward, inputs, weights, *self._memory[key, position, num_rows])
+        there = key, position, num_rows, spared
+        if there not in self._memory:  # which the devices have no part in
+            self._memory[there] = self._in_memory(*there)
+        return Work(forward, inputs, weights, *self._memory[there])
 
-    def _in_memory(self, key: StageKey, position: int, num_rows: int) -> tuple[float, float, float, Beside]:
+    def _in_memory(self, key: StageKey, position: int, num_rows: int, spared: float) -> tuple[float, float, float, Beside]:
         """Bytes of `Work`: kept, left, for_weights, beside."""
         prices = self._prices(key, position)
         copies, forms = Line(), tuple[Form, ...]()
@@ -152,7 +154,7 @@ class Works:
             again = self._again(key)
             copies, forms = again.copies(position), again.forms(position, num_rows)
         names = frozenset(kept_names(prices.graph, key.part.ops, prices.kept, key.segments)[0]) if prices.training else None
-        return *_kept(prices, key, num_rows, names, copies), self._beside(prices, key, num_rows, names, forms)
+        return *_kept(prices, key, num_rows, names, copies), self._beside(prices, key, num_rows, names, forms, spared)
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """`_together`, once for all positions of equal groups."""
@@ -198,12 +200,15 @@ class Works:
         both = halved(inputs + weights, messages.backward, messages.num_backward, messages.num_gaps, num_rows)
         return forward.line(num_rows), both.line(num_rows) + weights.line(num_rows) * -1, weights.line(num_rows)
 
-    def _beside(self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[Form, ...]) -> Beside:
+    def _beside(
+        self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[Form, ...], spared: float
+    ) -> Beside:
         """What passes have beside what is kept.
 
         Args:
             names: of the storages that are kept; None without training.
             forms: that its split group makes.
+            spared: as `of` takes it.
         """
         graph, part, training = prices.graph, key.part, names is not None
         crossing = part.crossing(graph) if training else ()
@@ -224,7 +229,7 @@ class Works:
             return Beside(forward=passes.forward(part.returned(graph)))
         kept = names.union(crossing)
         later = passes.backward(is_first=False, defers_weights=key.defers_weights)
-        first = passes.backward(is_first=True, defers_weights=key.defers_weights) if passes.gradients else later
+        first = passes.backward(is_first=True, defers_weights=key.defers_weights, spared=spared) if passes.gradients else later
         forward = passes.forward(crossing if key.recomputes else kept)
         again = passes.forward(kept) if key.recomputes else 0.0
         return Beside(passes.gradients, forward, again, first, later, passes.largest_gradient if key.defers_weights else 0.0)

@@ -7,18 +7,19 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whale.estimate.costs.optimizer import host_step_seconds, optimizer_seconds, rounding_seconds
+from whale.estimate.costs.optimizer import host_step_seconds, optimizer_seconds
 from whale.estimate.memory.memory import state_bytes
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.brought import Gathering, giving_seconds
 from whale.estimate.step.step import MemoryUse
+from whale.estimate.step.sync import SummedHere, most_at_once, summed_by_rank
 from whale.estimate.step.work import StageKey, Work, Works, first_alike
-from whale.ir.cluster import NO_HANDLING, Device, Handling
+from whale.ir.cluster import NO_HANDLING, Handling
 from whale.ir.graph import DTYPE_BYTES, Parameter
 from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
-from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Buckets, Slot, filled_up
+from whale.sharding.buckets import Bucket, Buckets, Slot, filled_up
 
 _NOTHING: Mapping[str, int] = {}
 
@@ -36,8 +37,10 @@ class Worker:
         held: bytes of parameters with what training keeps beside them, but for `apart`.
         apart: bytes of gradients that are in no bucket: they are there from the first backward passes on.
         casts: bytes of gradients in the type that the optimizer takes, where that is another.
-        sent: bytes of the buckets that are on their way at once, in a type of their own: from the first last backward pass to the
-            optimizer's step.
+        sent: bytes of buckets on their way, beside the gradients: from the first last backward pass to the optimizer's step.
+        freed: per stage, bytes of gradients that are let go by the end of its last backward pass, since others keep them.
+        freed_last: likewise, of the rest until the optimizer's step.
+        published: bytes of the buckets that are on their way at once after the optimizer's step.
         stage_bytes: the same, for each of its stages by itself.
         optimizer: seconds of the optimizer's step, of rounding what is summed before, and until ops can read what it made.
         capacity: bytes that a plan may use.
@@ -59,6 +62,9 @@ class Worker:
     handling: Handling = NO_HANDLING
     on_host: float = 0.0
     sent: float = 0.0
+    freed: tuple[float, ...] = ()
+    freed_last: float = 0.0
+    published: float = 0.0
 
     @cached_property
     def _hash(self) -> int:
@@ -108,14 +114,15 @@ class Workers:
         for bucket in buckets.published:
             for device, seconds in giving_seconds(plan, prices, bucket).items():
                 self._publishing[device] = self._publishing.get(device, 0.0) + seconds
-        self._padding = _padding_of_pieces(buckets.summed)
-        rounded: dict[int, list[Bucket]] = {}
-        for bucket in buckets.summed:
-            for owner in bucket.owners if bucket.sum_dtype else ():
-                rounded.setdefault(owner, []).append(bucket)
-        self._rounded = {owner: _Rounded(tuple(own)) for owner, own in rounded.items()}
+        self._padding = _padding_of_pieces(bucket for bucket in buckets.summed if bucket.form.sharding == "stage")
+        self._summed = dict(summed_by_rank(plan, buckets.summed))
+        self._published: dict[int, list[int]] = {}
+        for bucket in buckets.published:
+            for owner in bucket.owners:
+                self._published.setdefault(owner, []).append(bucket.num_bytes)
+        let_go = frozenset(name for bucket in buckets.summed if bucket.form.sharding == "owners" for name in bucket.names)
         self._works = Works(prices, plan.state_of, bucketed)
-        self._held = _Held(prices, plan, bucketed)
+        self._held = _Held(prices, plan, bucketed, let_go)
         self._rows = plan.all_micro_batch_rows(plan.planned_rows)
         self._of_kind: dict[int, set[tuple[int | None, Kind]]] = {}
         self._keys: dict[StageKey, StageKey] = {}
@@ -131,9 +138,8 @@ class Workers:
         """
         groups = tuple(self._works.likeness(group) for stage in replica.stages for group in stage.groups)
         stages = [(own.ops, own.parameters, own.program, own.shards, own.shares, own.split) for own in replica.stages]
-        is_own = (
-            self._kept or self._padding or self._rounded or self._uses_hosts
-        )  # what others keep is not here; hosts have more or fewer devices
+        # what others keep is not here; hosts have more or fewer devices
+        is_own = self._kept or self._padding or self._summed or self._uses_hosts
         own_state = replica.index if is_own else None
         same = number, groups, self._sizes(replica), id(replica.edges), tuple(id(part) for own in stages for part in own), own_state
         if same not in self._same:  # else what they are made of, which is long, is one for both
@@ -172,37 +178,45 @@ class Workers:
         known, costs = self._prices.cluster.by_name[device], self._prices.costs
         shared = costs.host_bandwidth / self._num_on_host[known.host]
         on_host = host_step_seconds(known, shared, held.stepped_there, held.moved) if held.stepped_there else 0.0
-        rounded, padding = self._rounded.get(self._plan.rank_of[device], _Rounded()), self._padding.get(self._plan.rank_of[device], 0)
+        at = self._plan.rank_of[device]
+        summed = self._summed.get(at, SummedHere(self._plan, at))
+        freed = tuple(summed.freed(replica, place.stage.index) for place in own)
         return Worker(
             number,
             rank,
             tuple(place.stage.index for place in own),
             rows,
-            tuple(self._work(own, index, device)),
-            replace(held.use, gradients=held.use.gradients - held.apart + padding + rounded.lost),
+            tuple(self._work(replica, own, index, device, summed if len(rows) == 1 else None)),
+            replace(held.use, gradients=held.use.gradients - held.apart + self._padding.get(at, 0) + summed.lost),
             held.apart,
             held.casts,
             tuple(
-                self._held.of([place.key], [position], kept).use.total + rounded.lost_of(replica, place.stage.index)
+                self._held.of([place.key], [position], kept).use.total + summed.lost_of(replica, place.stage.index)
                 for place, position in zip(own, positions, strict=True)
             ),
-            optimizer_seconds(known, *held.stepped) + rounded.seconds(known) + on_host + self._given(device),
+            optimizer_seconds(known, *held.stepped) + summed.seconds(known) + on_host + self._given(device),
             costs.capacity(known),
             known.handling,
             held.on_host,
-            sent=rounded.on_their_way,
+            sent=float(summed.on_their_way),
+            freed=freed,
+            freed_last=summed.freed_in_all - sum(freed),
+            published=float(most_at_once(self._published.get(at, ()))),
         )
 
     def _given(self, device: str) -> float:
         """Seconds in which a device gives and takes what ops read, outside of passes."""
         return self._publishing.get(device, 0.0) + self._gathering.throughout(device)
 
-    def _work(self, own: Sequence[_Place], index: int, device: str) -> Iterator[tuple[tuple[int, int], Work]]:
+    def _work(
+        self, replica: int, own: Sequence[_Place], index: int, device: str, summed: SummedHere | None
+    ) -> Iterator[tuple[tuple[int, int], Work]]:
         for place in own:
             group, position = divmod(index, place.stage.split)
             brought = self._gathering.of(device, place.stage.index)
+            spared = 0.0 if summed is None else summed.spared(replica, place.stage.index)
             for size, rows in place.rows:
-                yield (place.stage.index, size), brought(self._works.of(place.key, place.groups[group], position, rows[index]))
+                yield (place.stage.index, size), brought(self._works.of(place.key, place.groups[group], position, rows[index], spared))
 
 
 def stage_key(replica: Replica, stage: Stage, kinds: Collection[tuple[int | None, Kind]] = ()) -> StageKey:
@@ -216,31 +230,6 @@ def stage_key(replica: Replica, stage: Stage, kinds: Collection[tuple[int | None
     part = Part(stage.ops, stage.parameters, received, tuple(handed_on))
     recomputes, defers = ((stage.index, kind) in kinds for kind in (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT))
     return StageKey(part, stage.recomputed, stage.shards, stage.overlap, recomputes, defers)
-
-
-@dataclass(frozen=True)
-class _Rounded:
-    """The buckets of a device that are rounded to be summed, in the order in which they start."""
-
-    buckets: tuple[Bucket, ...] = ()
-
-    @property
-    def lost(self) -> int:
-        """Bytes of what rounding has lost."""
-        return sum(bucket.lost_bytes for bucket in self.buckets)
-
-    def lost_of(self, replica: int, stage: int) -> int:
-        """Bytes of that, of the parameters that a stage of the device uses."""
-        return sum(bucket.lost_bytes for bucket in self.buckets if (replica, stage) in bucket.stages)
-
-    @property
-    def on_their_way(self) -> int:
-        """Bytes of those that are on their way at once."""
-        return max((sum(each.sent_bytes for each in self.buckets[at:][:NUM_AT_ONCE]) for at in range(len(self.buckets))), default=0)
-
-    def seconds(self, device: Device) -> float:
-        """What rounding takes."""
-        return sum(rounding_seconds(device, own.num_bytes, own.sent_bytes, feeds_back=own.feeds_back) for own in self.buckets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +258,8 @@ class _State:
 class _Held:
     """Bytes of parameters on a device, with what training keeps beside them."""
 
-    def __init__(self, prices: Prices, plan: Plan, bucketed: frozenset[str]) -> None:
-        self._prices, self._plan, self._bucketed = prices, plan, bucketed
+    def __init__(self, prices: Prices, plan: Plan, bucketed: frozenset[str], let_go: frozenset[str]) -> None:
+        self._prices, self._plan, self._bucketed, self._let_go = prices, plan, bucketed, let_go
         self._known: dict[Hashable, _State] = {}
 
     def of(self, keys: Sequence[StageKey], positions: Sequence[int], kept: Mapping[str, int] | None) -> _State:
@@ -310,7 +299,8 @@ class _Held:
         if state.kept.home == "host":
             moved = held.gradient + num_kept * DTYPE_BYTES[state.compute.dtype]
             return *uses, 0, 0, 0, apart, 0, num_bytes * (2 + state.num_optimizer_tensors), moved, held.on_host
-        weights, casts = num_bytes + (held.compute if state.is_copied else 0), state.gradient.dtype != state.kept.dtype
+        weights = num_bytes + (held.compute if state.is_copied else 0)
+        casts = state.gradient.dtype != state.kept.dtype and name not in self._let_go
         return *uses, weights, held.gradient, num_bytes * state.num_optimizer_tensors, apart, num_bytes * casts, 0, 0, 0
 
 

@@ -7,7 +7,8 @@ Gradients are accumulated in the buckets themselves: `p.grad` is a view of its p
 of a parameter, a gradient that another rank answers for, or one that only its keeper is left with, is made by itself and copied when
 its bucket starts. What the optimizer steps gets its gradient in the end, in its own type and memory.
 
-Where sums are of a type of their own, a bucket is rounded to it when it starts, and `NUM_AT_ONCE` such are on their way at most:
+A bucket that only keepers are left with has memory from its start until its sum has come: then they have taken it, and it is let go. So has
+what travels in a type of its own, to which gradients are rounded. `NUM_AT_ONCE` such buckets are on their way at most:
 
     sent = round(gradients + lost)     lost = gradients + lost - sent     gradients = sum over owners of sent
 
@@ -19,6 +20,7 @@ done, so that no rank that waits in one is missed elsewhere.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -77,13 +79,20 @@ class _Collected:
         parameter: that ops read.
         kept: that the optimizer steps; None where others do.
         index: where its elements lie in the parameter; None for all of it.
-        stays: whether the gradient's memory belongs to a bucket, and is not to be handed on.
+        copies: whether they get memory of their own, since that of the gradient is let go.
     """
 
     parameter: torch.nn.Parameter
     kept: torch.nn.Parameter | None
     index: tuple[Index, ...] | None
-    stays: bool
+    copies: bool
+
+    def collect(self) -> None:
+        """Gives the gradient to what the optimizer steps."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        if self.kept is not None and gradient is not None:
+            own = gradient if self.index is None else part(gradient, self.index)
+            self.kept.grad = own.to(self.kept, copy=self.copies)
 
 
 @dataclass
@@ -110,6 +119,11 @@ class _Bucket:
     def room(self) -> torch.Tensor:
         """The flat buffer, of zeros."""
         return torch.zeros(self.plan.num_elements, dtype=getattr(torch, self.plan.form.dtype), device=self.device)
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether only keepers are left with what is in it."""
+        return self.plan.form.sharding == "owners"
 
     def round(self) -> torch.Tensor:
         """What travels: the flat buffer, or that rounded with what was lost before; what is lost now is kept."""
@@ -172,17 +186,24 @@ class GradientSync:
         watch: Watch = NOBODY,
     ) -> None:
         self._groups, self._waits, self._watch = groups, waits, watch
-        self._collected: list[_Collected] = []
+        let_go = {name for plan in buckets if rank in plan.owners and plan.form.sharding == "owners" for name in plan.names}
+        self._collected: dict[torch.Tensor, _Collected] = {}  # when their last bucket has come
+        self._collected_last: list[_Collected] = []
         for name, parameter in parameters.items():
             own, stays = kept.get(name), holdings.gradient_stays(name)
             if own is not parameter or not stays:
                 index = None if own is None else holdings.kept_index(name, rank)
-                self._collected.append(_Collected(parameter, own, index, stays))
+                collected = _Collected(parameter, own, index, not stays and (name in let_go or index is not None))
+                if name in let_go:
+                    self._collected[parameter] = collected
+                else:
+                    self._collected_last.append(collected)
         self._buckets: list[_Bucket] = []
         self._buckets_of: dict[torch.Tensor, list[_Bucket]] = {}  # tensors are keys by identity
         self._armed: set[int] = set()
         self._hooks: list[RemovableHandle] = []
-        self._rounded: list[_Bucket] = []  # on their way
+        self._under_way: list[_Bucket] = []  # of those that have memory of their own for as long
+        self._num_coming: Counter[torch.Tensor] = Counter()
         self._scale = 1.0
         for plan in buckets:
             if rank not in plan.owners:
@@ -202,7 +223,8 @@ class GradientSync:
     def begin(self, scale: float = 1.0) -> None:
         """Forgets the last step, and makes zeros in the buckets the gradients of their parameters, which are to come times a scale."""
         self._armed.clear()
-        self._rounded.clear()
+        self._under_way.clear()
+        self._num_coming = Counter(parameter for bucket in self._buckets if bucket.is_let_go for parameter in bucket.parameters)
         for bucket in self._buckets if scale != self._scale else ():
             if bucket.lost is not None:
                 bucket.lost.mul_(scale / self._scale)
@@ -249,36 +271,31 @@ class GradientSync:
     def wait(self) -> None:
         """Waits until the gradients are sums over their owners, or their keepers have these."""
         for bucket in self._buckets:
-            assert bucket.is_started and bucket.flat is not None, f"gradients of {bucket.plan.names} were never final"
-            self._take(bucket)
-            for slot in bucket.apart:
-                if slot.index is not None:
-                    assert slot.parameter.grad is not None
-                    write_part(slot.parameter.grad, slot.index, slot.view(bucket.flat))
-        self._collect()
-        for bucket in self._buckets:
-            if bucket.plan.form.sharding == "owners":
-                bucket.flat = None
-
-    def _collect(self) -> None:
-        """Gives gradients to the tensors that the optimizer steps, where ops read others."""
-        for each in self._collected:
-            gradient, each.parameter.grad = each.parameter.grad, None
-            if each.kept is not None and gradient is not None:
-                own = gradient if each.index is None else part(gradient, each.index)
-                each.kept.grad = own.to(each.kept, copy=not each.stays)
+            assert bucket.is_started, f"gradients of {bucket.plan.names} were never final"
+            if not bucket.is_taken:
+                self._take(bucket)
+        for each in self._collected_last:
+            each.collect()
 
     def _take(self, bucket: _Bucket) -> None:
-        """Waits for a sum, and takes it from the type in which it has come."""
-        if bucket.is_taken:
-            return
+        """Waits for a sum, takes it from the type in which it has come, and lets the bucket go where keepers have what is theirs."""
+        assert bucket.flat is not None, "a bucket that has started has memory"
         bucket.is_taken = True
         self._wait(bucket)
         self._watch.summed(bucket.number)
         if bucket.sent is not None:
-            assert bucket.flat is not None
             bucket.flat.copy_(bucket.sent)
             bucket.sent = None
+        for slot in bucket.apart:
+            if slot.index is not None:
+                assert slot.parameter.grad is not None
+                write_part(slot.parameter.grad, slot.index, slot.view(bucket.flat))
+        if bucket.is_let_go:
+            for parameter in bucket.parameters:
+                self._num_coming[parameter] -= 1
+                if not self._num_coming[parameter]:
+                    self._collected[parameter].collect()
+            bucket.flat = None
 
     def abandon(self) -> None:
         """Lets what was started end, after a step that was given up: its buffers are about to be used again."""
@@ -330,10 +347,10 @@ class GradientSync:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.is_started = True
-        if bucket.plan.sum_dtype is not None:
-            if len(self._rounded) == NUM_AT_ONCE:
-                self._take(self._rounded.pop(0))
-            self._rounded.append(bucket)
+        if bucket.is_let_go or bucket.plan.sum_dtype is not None:
+            if len(self._under_way) == NUM_AT_ONCE:
+                self._take(self._under_way.pop(0))
+            self._under_way.append(bucket)
         if bucket.flat is None:
             bucket.flat = bucket.room()
         flat = bucket.flat
@@ -357,7 +374,7 @@ def _make_bucket(
     parameters: Mapping[str, torch.nn.Parameter],
     number: int,
 ) -> _Bucket:
-    stays, slots = plan.form.sharding == "stage", []
+    stays, slots = plan.form.sharding == "stage", list[_Slot]()
     for slot in plan.slots:
         parameter = parameters[slot.name]
         index = holdings.index(slot.name, slot.piece.region, holdings.held(slot.name, rank))

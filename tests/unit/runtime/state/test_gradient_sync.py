@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,15 +28,24 @@ class Owners:
     def all_reduce(self, flat: torch.Tensor, ranks: Sequence[int]) -> None:
         self.started.append(flat.clone())
 
+    def reduce(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> None:
+        self.started.append(flat.clone())
 
+
+@dataclass
 class Whole:
     """Stands for holdings of ranks that hold all of everything."""
+
+    stays: bool = True
 
     def held(self, name: str, rank: int) -> Region:
         return Region()
 
     def gradient_stays(self, name: str) -> bool:
-        return True
+        return self.stays
+
+    def kept_index(self, name: str, rank: int) -> None:
+        return None
 
     def index(self, name: str, region: Region, held: Region) -> None:
         return None
@@ -105,6 +114,28 @@ def test_parameters_of_several_stages_start_last() -> None:
     assert [flat[0].item() for flat in owners.started] == [1.0]
     sync.finish()
     assert [flat[0].item() for flat in owners.started] == [1.0, 7.0]
+
+
+def test_what_keepers_have_taken_is_let_go_two_buckets_later() -> None:
+    parameters = {name: torch.nn.Parameter(torch.ones(4)) for name in "abc"}
+    buckets = [
+        Bucket((Slot(name, PIECE, ((keeper, 4),), 0, 4),), Form("float32", "owners"), (0, 1), ((0, 0), (1, 0)))
+        for keeper, name in enumerate(("a", "b"))
+    ]
+    buckets.append(replace(buckets[0], slots=(replace(buckets[0].slots[0], name="c"),)))
+    kept = {name: parameters[name] for name in "ac"}
+    waits = Waits(timedelta(seconds=1))
+    sync = GradientSync(buckets, Whole(False), 0, {(0, 0)}, (0, 1), parameters, kept, Owners(), waits)  # type: ignore[arg-type]
+    sync.begin()
+    sync.arm(0)
+    for name in "abc":
+        (parameters[name] * 2).sum().backward()
+    assert [bucket.flat is None for bucket in sync._buckets] == [True, False, False]
+    assert parameters["a"].grad is not None and parameters["a"].grad.tolist() == [2.0] * 4
+    sync.finish()
+    sync.wait()
+    assert all(bucket.flat is None for bucket in sync._buckets)
+    assert parameters["b"].grad is None and parameters["c"].grad is not None
 
 
 def test_what_another_rank_answers_for_adds_nothing() -> None:
