@@ -23,6 +23,7 @@ import whale.api.mode
 from whale.capture import BatchStructure, CapturedProgram, capture
 from whale.capture.flat.sizes import holdings
 from whale.ir.graph import ModelGraph
+from whale.ir.precision import Precision
 
 
 class Captured:
@@ -37,7 +38,7 @@ class Captured:
         self._made: dict[tuple[Any, ...], tuple[ModelGraph, CapturedProgram]] = {}
 
     def capture(
-        self, mode: str = "train", batch: Any = None, static: bool = False, precision: str | None = None
+        self, mode: str = "train", batch: Any = None, static: bool = False, precision: Precision | None = None
     ) -> tuple[ModelGraph, CapturedProgram]:
         """The capture in a mode, for batches like the model's own or like another."""
         batch = self.batch if batch is None else batch

@@ -22,6 +22,7 @@ from tests.distributed.world import World
 from tests.examples import at_most
 from tests.unit.capture.test_autocast import LAYERS, Layers
 from whale.estimate import estimate
+from whale.hardware import compute_type
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 
@@ -48,6 +49,20 @@ class Stack(Layers):
         return logits
 
 
+class Excluding(Stack):
+    """The same, with a layer outside of autocast."""
+
+    def __init__(self, names: tuple[str, ...], kept: str) -> None:
+        super().__init__(names, ("none",) * len(names))
+        self.kept = (kept, "einsum") if kept == "linear" else (kept,)
+
+    def one(self, name: str, x: Tensor) -> Tensor:
+        if name not in self.kept:
+            return super().one(name, x)
+        with torch.autocast("cpu", enabled=False):
+            return super().one(name, x.float())
+
+
 def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
@@ -68,6 +83,7 @@ class Case:
         optimizer: one of `OPTIMIZERS`.
         clip: the largest norm of the gradients.
         zero: which forms are shared out among owners.
+        keeps: layer whose parameters are read in float32; "" for none.
         sums: ``own``, or ``bf16`` or ``fed back`` where gradients are rounded to be summed.
     """
 
@@ -78,6 +94,7 @@ class Case:
     clip: float | None = None
     zero: int = 0
     sums: str = "own"
+    keeps: str = ""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -88,7 +105,8 @@ class Case:
         }
         if self.sums != "own":
             memory |= {"gradient.sum_dtype": "bf16", "gradient.error_feedback": self.sums == "fed back"}
-        return {"precision.dtype": self.dtype, **memory, "gradient.clip_norm": self.clip, "planning.search": "off", **PLANS[self.plan]}
+        dtype = {f"{self.keeps}.*": "float32", "*": self.dtype} if self.keeps else self.dtype
+        return {"precision.dtype": dtype, **memory, "gradient.clip_norm": self.clip, "planning.search": "off", **PLANS[self.plan]}
 
     @property
     def is_exact(self) -> bool:
@@ -126,7 +144,7 @@ def captured(case: Case) -> Captured:
 
 def prepare(case: Case) -> ModelGraph:
     made = captured_once(build, case.names, case.plan == "split")
-    return made.capture(precision={"bf16": "bfloat16", "fp16": "float16"}[case.dtype])[0]
+    return made.capture(precision=compute_type(whale.Config(case.config), make_cluster((1.0,))))[0]
 
 
 def train(rank: int, num_ranks: int, case: Case, path: str) -> tuple[list[float], dict[str, Tensor], Plan, Any]:
@@ -149,7 +167,7 @@ def train(rank: int, num_ranks: int, case: Case, path: str) -> tuple[list[float]
 
 def eager(case: Case, pieces: Any) -> tuple[list[float], dict[str, Tensor]]:
     """The same with autocast and a scaled loss in a plain loop."""
-    model, losses, scale = build(case.names, False)[0], [], 2.0**16 if case.dtype == "fp16" else 1.0
+    model, losses, scale = Excluding(case.names, case.keeps), [], 2.0**16 if case.dtype == "fp16" else 1.0
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     lost: dict[tuple[int, str], Tensor] = {}
     for step in range(3):
@@ -194,6 +212,7 @@ cases = st.builds(
     st.sampled_from([None, 0.5]),
     st.integers(0, 3),
     st.sampled_from(["own", "own", "bf16", "fed back"]),
+    st.sampled_from(["", "", "norm", "linear"]),
 )
 
 

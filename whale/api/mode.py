@@ -14,6 +14,7 @@ from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, Capt
 from whale.capture.comparing import are_same, difference
 from whale.errors import BatchError, CaptureError
 from whale.ir.graph import LossTerm, ModelGraph
+from whale.ir.precision import Precision
 from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.batch.rank_batch import RankBatch
 
@@ -30,7 +31,7 @@ class CapturedMode:
         name: which mode.
         batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
         device: the kind of device that it runs on, whose autocast counts; None for any.
-        precision: name of the type that ops compute in there; None for those of the model.
+        precision: in which types ops compute there; None for those of the model.
         key: tells this capture from others of the mode; its name by default.
         read_as: the types in which the first capture of the model reads parameters that are cast once per step; None for the first.
 
@@ -50,7 +51,7 @@ class CapturedMode:
         batch_dims: BatchDims | None = None,
         device: str | None = None,
         key: str = "",
-        precision: str | None = None,
+        precision: Precision | None = None,
         read_as: Mapping[str, str] | None = None,
     ) -> None:
         self._capture = partial(capture, device=device, precision=precision, read_as=read_as)

@@ -20,6 +20,7 @@ from whale.comm import World, together
 from whale.errors import BatchError, CaptureError, first_few, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
+from whale.ir.precision import Precision
 from whale.planning import carry_plan, retarget_plan
 from whale.planning.explain.mixing import mixed_apart, warn_of_mixing
 from whale.progress import progress
@@ -68,7 +69,7 @@ class Modes:
         num_sizes: captures that are kept of each mode beside the first.
         batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
         retrace: when the model is traced again, to see that it still computes what was captured.
-        precision: name of the type that ops compute in; None for those of the model.
+        precision: in which types ops compute; None for those of the model.
 
     Attributes:
         model: as given.
@@ -87,7 +88,7 @@ class Modes:
         num_sizes: int,
         batch_dims: BatchDims | None = None,
         retrace: str = "doubling",
-        precision: str | None = None,
+        precision: Precision | None = None,
     ) -> None:
         self.model, self._loss, self._example, self._world, self._num_sizes = model, loss, batch, world, num_sizes
         self._batch_dims = batch_dims

@@ -105,7 +105,7 @@ def parallelize(
             warn(text)
         with progress("making weights and process groups", on_first=world.rank == 0):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
-            state.loss_scale = LossScale() if precision == "float16" else None
+            state.loss_scale = LossScale() if precision is not None and precision.dtype == "float16" else None
             runtime, tracing = opening.open(roster, holdings, state)
         return Engine(modes, state, runtime, opening, tracing=tracing)
 

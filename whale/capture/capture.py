@@ -38,8 +38,9 @@ from whale.capture.program import CapturedProgram
 from whale.capture.scopes import default_scope, renumber
 from whale.capture.source import line_of_stack_trace
 from whale.capture.tagging import tag_of
-from whale.errors import CaptureError, WhaleError, raise_faults
+from whale.errors import CaptureError, WhaleError, first_few, raise_faults
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter
+from whale.ir.precision import Precision
 from whale.ir.scope import Scope
 from whale.ir.source import SourceLine
 from whale.ir.writes import written_buffers
@@ -54,7 +55,7 @@ def capture(
     static: bool = False,
     batch_dims: BatchDims | None = None,
     device: str | None = None,
-    precision: str | None = None,
+    precision: Precision | None = None,
     read_as: Mapping[str, str] | None = None,
 ) -> tuple[ModelGraph, CapturedProgram]:
     """Captures a model and its loss as one graph, for any number of rows where its code allows that.
@@ -72,12 +73,13 @@ def capture(
             rows whose dimension 0 is as large as that of most.
         device: the kind of device that it will run on (``cpu``, ``cuda``): `torch.autocast` for another does nothing there. None for
             whichever the autocasts in the model are for.
-        precision: name of the type that ops compute in (``bfloat16``) where `torch.autocast` on that kind of device (None: a GPU) would
-            cast to it; None for the types of the model.
+        precision: the type that ops compute in where `torch.autocast` on that kind of device (None: a GPU) would cast to it, and which do
+            not; None for the types of the model.
         read_as: of a later capture of a model, the types in which the first reads parameters that are cast once per step.
 
     Raises:
-        CaptureError: something in the model would be lost, or depends on values in tensors; or torch's version was not tested.
+        CaptureError: something in the model would be lost, or depends on values in tensors; torch's version was not tested; or a pattern
+            of the precision matches no parameter.
         BatchError: the example is no batch, or lacks what forward requires.
     """
     check_version(torch.__version__)
@@ -86,7 +88,7 @@ def capture(
     check_loss(loss)
     near = NearValues(model, loss)
     once, lines = Once(near), tuple[str, ...]()
-    kind = _Kind(device, None if precision is None else Autocast(device or "cuda", getattr(torch, precision)), read_as)
+    kind = _Kind(device, None if precision is None else Autocast.of(precision, device or "cuda"), read_as)
     graph, program = _captured(model, loss, structure, mode, static, kind, near, once)
     if once.drawn:
         lines = _lines_of_draws(partial(_captured, model, loss, structure, mode, static, kind, near), near, (graph, program))
@@ -108,7 +110,7 @@ class _Kind:
         with ExitStack() as stack:
             if self.autocast is not None:
                 for kind in {"cpu", self.autocast.kind}:
-                    stack.enter_context(Autocast(kind, self.autocast.dtype).in_force())
+                    stack.enter_context(replace(self.autocast, kind=kind).in_force())
             yield
 
 
@@ -144,6 +146,7 @@ def _build(
     model: nn.Module, structure: BatchStructure, first: Traced, double: Traced | None, mode: Mode, default: Scope | None, kind: _Kind
 ) -> tuple[ModelGraph, CapturedProgram]:
     held = holdings(model)
+    _check_patterns(held, kind.autocast)
     flat = flatten(first, structure, held, kind.device, kind.autocast)
     second = None if double is None else flatten(double, structure, held, kind.device, kind.autocast)
     for each in (flat, second):
@@ -184,6 +187,17 @@ def _build(
     _check_trains(graph)
     _check_dense(graph, flat.graph)
     return graph, _program(flat, structure, held, first)
+
+
+def _check_patterns(held: TiedTensors, autocast: Autocast | None) -> None:
+    """Checks that each pattern of names in a precision has a parameter."""
+    names = [each.name for each in held.parameters if each.kind == "parameter"]
+    precision = None if autocast is None else autocast.precision
+    if precision is not None and (idle := precision.idle_patterns(names)):
+        raise CaptureError(
+            f"each pattern of precision.dtype has parameters ({', '.join(map(repr, idle))}: none that no earlier pattern matches)",
+            hint=f"the names are {first_few(names)}; the first pattern that matches has a parameter",
+        )
 
 
 def _lift_casts(flat: Flat, held: TiedTensors, others: Mapping[str, str] | None) -> dict[str, str]:

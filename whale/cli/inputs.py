@@ -20,6 +20,7 @@ from whale.errors import CaptureError, ClusterError, ConfigError, WhaleError, ra
 from whale.hardware import CPU, compute_type, load_cluster, select
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
+from whale.ir.precision import Precision
 from whale.ir.profile import read_profile
 from whale.ir.reading import parse_json
 from whale.ir.serialization import read_value
@@ -93,14 +94,14 @@ def read_graph(
     return repeat_blocks(graph, blocks)
 
 
-def types_of(config: Config, cluster: Cluster) -> tuple[str | None, str | None]:
-    """The kind of device that a model is captured for, and the type that ops compute in there; None for the model's own types."""
+def types_of(config: Config, cluster: Cluster) -> tuple[str | None, Precision | None]:
+    """The kind of device that a model is captured for, and the types that ops compute in there; None for the model's own types."""
     precision = compute_type(config, cluster)
     device = CPU if all(each.model == CPU for each in cluster.devices) else "cuda"
     return (None, None) if precision is None else (device, precision)
 
 
-def _graph_of(source: str, pairs: Sequence[str], device: str | None, precision: str | None) -> ModelGraph:
+def _graph_of(source: str, pairs: Sequence[str], device: str | None, precision: Precision | None) -> ModelGraph:
     if source.endswith(".json"):
         if precision is not None:
             raise ConfigError(

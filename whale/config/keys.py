@@ -66,6 +66,8 @@ class Key:
         choices: the only values, if listed.
         by_stage: the choices that a stage may have by itself, if a mapping of stage numbers to these, and to shares from 0 to 1, is a
             value as well; it is kept as pairs, sorted.
+        by_name: the choices that parameters may have by patterns of their names, if a mapping of these, the last of which is ``*``, is a
+            value as well; it is kept as pairs, in its order. Beside float32 it has one of them.
         unit: unit of a quantity that may be written as text (``B``: ``25 MiB``).
     """
 
@@ -77,6 +79,7 @@ class Key:
     rule: ValueRule | None
     choices: tuple[str, ...]
     by_stage: tuple[str, ...]
+    by_name: tuple[str, ...]
     unit: str | None
 
     @property
@@ -84,7 +87,8 @@ class Key:
         """What it accepts, in words."""
         if self.choices:
             by_stage = f", or by stage a share from 0 to 1 or one of {', '.join(self.by_stage)}" if self.by_stage else ""
-            return f"one of {', '.join(self.choices)}{by_stage}"
+            by_name = f", or by pattern of parameter names, the last *, one of {', '.join(self.by_name)}" if self.by_name else ""
+            return f"one of {', '.join(self.choices)}{by_stage}{by_name}"
         words = TYPE_WORDS[self.type] + (f" {self.rule.words}" if self.rule else "")
         return words + (" or null" if self.optional else "")
 
@@ -96,10 +100,12 @@ def key(
     rule: ValueRule | None = None,
     choices: tuple[str, ...] = (),
     by_stage: tuple[str, ...] = (),
+    by_name: tuple[str, ...] = (),
     unit: str | None = None,
 ) -> Any:
     """Declares a field of a section; the arguments are those of `Key`."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "rule": rule, "choices": choices, "by_stage": by_stage, "unit": unit})
+    metadata = {"doc": doc, "rule": rule, "choices": choices, "by_stage": by_stage, "by_name": by_name, "unit": unit}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def keys_of(section: str, kind: type[Any]) -> dict[str, Key]:

@@ -113,7 +113,7 @@ class ReplicaBlock:
 
 
 def _count_key(name: str) -> Key:
-    return Key(f"{REPLICAS}.{name}", "int", False, None, "", at_least(1), (), (), None)
+    return Key(f"{REPLICAS}.{name}", "int", False, None, "", at_least(1), (), (), (), None)
 
 
 def _names(what: str) -> Callable[[str, object, object], tuple[str, ...]]:

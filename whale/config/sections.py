@@ -71,12 +71,13 @@ class MemorySettings:
 class PrecisionSettings:
     """In which types ops compute."""
 
-    dtype: str = key(
+    dtype: str | tuple[tuple[str, str], ...] = key(
         "float32",
         "type that ops compute in where torch.autocast would cast to it, over parameters and optimizer state in the model's own types; "
         "float32: those of the model; tf32: those, with float32 matrix products in TensorFloat-32; auto: bf16 where all devices have it, "
         "else fp16, and float32 on CPUs",
         choices=("float32", "tf32", "bf16", "fp16", "auto"),
+        by_name=("float32", "bf16", "fp16", "auto"),
     )
 
 

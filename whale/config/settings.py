@@ -168,6 +168,8 @@ def hint_for_key(name: str) -> str:
 def _checked(key: Key, setting: Setting) -> object:
     if key.by_stage and (isinstance(setting.value, Mapping) or _is_pairs(setting.value)):
         return _shares(key, setting)
+    if key.by_name and (isinstance(setting.value, Mapping) or _is_pairs(setting.value)):
+        return _by_name(key, setting)
     value = _typed(key, setting.value)
     if value is None and not (key.optional and setting.value is None):
         raise ConfigError(f"{key.name} takes {key.takes} ({setting.value!r} is not)", where=setting.where)
@@ -207,6 +209,31 @@ def _shares(key: Key, setting: Setting) -> Shares:
     return tuple(sorted(found.items()))
 
 
+def _by_name(key: Key, setting: Setting) -> tuple[tuple[str, str], ...]:
+    """A mapping of patterns of names to choices (or what this made of one before), in its order."""
+    value = setting.value
+    pairs: Iterable[tuple[object, object]] = value.items() if isinstance(value, Mapping) else value  # type: ignore[assignment]
+    found: dict[str, str] = {}
+    for pattern, choice in pairs:
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigError(f"{key.name} takes values by patterns of parameter names ({pattern!r} is none)", where=setting.where)
+        if choice not in key.by_name:
+            words = f"{key.name} of a pattern is one of {', '.join(key.by_name)}"
+            raise ConfigError(f"{words} ({pattern}: {choice!r} is not)", where=setting.where, hint=guess(str(choice), key.by_name))
+        found[pattern] = str(choice)
+    if [*found][-1:] != ["*"]:
+        last = f"the last is {[*found][-1]}" if found else "there is none"
+        raise ConfigError(
+            f"the last pattern of {key.name} is *, which ops without a parameter go by too ({last})",
+            where=setting.where,
+            hint=f'{{"*norm*": {key.by_name[0]}, "*": {key.by_name[1]}}}',
+        )
+    others = sorted({choice for choice in found.values() if choice != key.by_name[0]})
+    if len(others) > 1:
+        raise ConfigError(f"{key.name} has one type beside {key.by_name[0]} ({' and '.join(others)})", where=setting.where)
+    return tuple(found.items())
+
+
 def _typed(key: Key, value: object) -> object:
     """The value in the key's own type; None if it is of another."""
     if key.type == "bool" or isinstance(value, bool):
@@ -235,7 +262,7 @@ def from_text(key: Key, text: str) -> object:
         return None
     if key.type == "bool":
         return _BOOLEANS.get(bare.lower(), text)
-    if key.by_stage and bare.startswith("{"):
+    if (key.by_stage or key.by_name) and bare.startswith("{"):
         return parse_yaml(bare, f"the text for {key.name}").data
     if key.type == "str":
         return bare

@@ -8,18 +8,26 @@ from whale.config import Config
 from whale.errors import ConfigError, first_few
 from whale.hardware.catalogue import CPU
 from whale.ir.cluster import Cluster
+from whale.ir.precision import Precision
 
 HALVES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 """The settings that cast, and their types."""
+FULL = "float32"
 
 
-def compute_type(config: Config, cluster: Cluster) -> str | None:
-    """The name of the type that ops compute in where autocast casts; None for the types of the model.
+def compute_type(config: Config, cluster: Cluster) -> Precision | None:
+    """The type that ops compute in where autocast casts; None for the types of the model.
 
     Raises:
         ConfigError: a device of the cluster lacks the type that is asked for.
     """
     asked = config.precision.dtype
+    by_name = () if isinstance(asked, str) else asked
+    dtype = _half(asked if isinstance(asked, str) else next((each for _, each in asked if each != FULL), FULL), cluster)
+    return None if dtype is None else Precision(dtype, tuple((pattern, each == FULL) for pattern, each in by_name))
+
+
+def _half(asked: str, cluster: Cluster) -> str | None:
     accelerators = [device for device in cluster.devices if device.model != CPU]
     lacking = {setting: [device for device in accelerators if dtype not in dict(device.flops)] for setting, dtype in HALVES.items()}
     if asked == "auto":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from whale.capture import capture
 from whale.errors import ConfigError, raise_faults
 from whale.ir.graph import ModelGraph
+from whale.ir.precision import Precision
 from whale.workloads.repeat import repeat_blocks
 
 Attention = Literal["fused", "explicit"]
@@ -61,7 +62,7 @@ class GPT:
     def __post_init__(self) -> None:
         raise_faults(list(self._faults()))
 
-    def graph(self, device: str | None = None, precision: str | None = None) -> ModelGraph:
+    def graph(self, device: str | None = None, precision: Precision | None = None) -> ModelGraph:
         """What a capture of it gives: a few blocks are captured, the others made from them.
 
         Args:

@@ -17,6 +17,7 @@ from tests.examples import at_most
 from whale.capture import capture
 from whale.deferred import defer_weights, rule_of
 from whale.errors import CaptureError
+from whale.ir.precision import Precision
 
 aten = torch.ops.aten
 WIDTH = 6
@@ -196,7 +197,7 @@ class ReadsTypes(Layers):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_precision_is_autocast_around_the_model(dtype: torch.dtype) -> None:
     model, batch = ReadsTypes((), ()), make_batch()
-    _, program = capture(model, batch, loss, device="cpu", precision=str(dtype).removeprefix("torch."))
+    _, program = capture(model, batch, loss, device="cpu", precision=Precision(str(dtype).removeprefix("torch.")))
     total, weight = program.module()(*program.values(batch).values())
     found = torch.autograd.grad(total / weight, list(model.parameters()), allow_unused=True)
     with torch.autocast("cpu", dtype):
@@ -204,6 +205,55 @@ def test_precision_is_autocast_around_the_model(dtype: torch.dtype) -> None:
     expected = torch.autograd.grad(loss(logits, batch), list(model.parameters()), allow_unused=True)
     for one, other in zip(found, expected, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
+
+
+class Excluding(Layers):
+    """Layers of which one computes in float32, whatever is around it."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__(("linear", "softmax", "norm", "convolution"), ("none",) * 4)
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, _ in self.plan:
+            if name == self.kept:
+                with torch.autocast("cpu", enabled=False):
+                    x = self.one(name, x.float())
+            else:
+                x = self.one(name, x)
+        logits: Tensor = self.last(x)
+        return logits
+
+
+class Included(Excluding):
+    """The same, which leaves it to the setting."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, _ in self.plan:
+            x = self.one(name, x)
+        logits: Tensor = self.last(x)
+        return logits
+
+
+@pytest.mark.parametrize("kept", ["norm", "linear", "convolution"])
+def test_ops_of_parameters_that_are_kept_in_float32_are_as_if_excluded_from_autocast(kept: str) -> None:
+    model, batch = Included(kept), make_batch()
+    graph, program = capture(model, batch, loss, device="cpu", precision=Precision("bfloat16", ((f"{kept}.*", True), ("*", False))))
+    assert not any(name.startswith(f"{kept}.") for name in graph.read_as) and "last.weight" in graph.read_as
+    total, weight = program.module()(*program.values(batch).values())
+    found = torch.autograd.grad(total / weight, list(model.parameters()), allow_unused=True)
+    alone = Excluding(kept)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = alone(batch["x"])
+    expected = torch.autograd.grad(loss(logits, batch), list(alone.parameters()), allow_unused=True)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_a_pattern_that_matches_no_parameter_is_told() -> None:
+    with pytest.raises(CaptureError, match=r"each pattern of precision.dtype has parameters \('norms.\*': none that no earlier") as caught:
+        capture(Layers((), ()), make_batch(), loss, device="cpu", precision=Precision("bfloat16", (("norms.*", True), ("*", False))))
+    assert "linear.weight" in (caught.value.hint or "")
 
 
 class Coarse(Layers):

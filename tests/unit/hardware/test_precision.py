@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from whale.config import Config
+from whale.config import Config, load_config
 from whale.errors import ConfigError
 from whale.hardware import compute_type, parse_cluster
+from whale.ir.precision import Precision
 
 
 def found(dtype: str, devices: str) -> str | None:
     hosts = "".join(f"  - {{name: h{number}, devices: 1 x {model}}}\n" for number, model in enumerate(devices.split(", ")))
-    return compute_type(Config({"precision.dtype": dtype}), parse_cluster(f"name: c\nnetwork: infiniband-hdr\nhosts:\n{hosts}"))
+    made = compute_type(Config({"precision.dtype": dtype}), parse_cluster(f"name: c\nnetwork: infiniband-hdr\nhosts:\n{hosts}"))
+    return None if made is None else made.dtype
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,22 @@ def found(dtype: str, devices: str) -> str | None:
 )
 def test_the_type_that_ops_compute_in(dtype: str, devices: str, expected: str | None) -> None:
     assert found(dtype, devices) == expected
+
+
+def test_types_by_name() -> None:
+    cluster = parse_cluster("name: c\nnetwork: infiniband-hdr\nhosts:\n  - {name: h, devices: 1 x T4}\n")
+    mixed = Config({"precision": {"dtype": {"*norm*": "float32", "*": "auto"}}})
+    assert compute_type(mixed, cluster) == Precision("float16", (("*norm*", True), ("*", False)))
+    assert compute_type(Config({"precision.dtype": {"*": "float32"}}), cluster) is None
+    assert Config(dict(mixed.explicit_items())) == mixed and load_config(None, environment={"WHALE_PRECISION_DTYPE": '{"*": bf16}'})
+    for wrong, message in (
+        ({"*": "bf16", "*norm*": "float32"}, r"the last pattern of precision.dtype is \*.*the last is \*norm\*"),
+        ({}, "there is none"),
+        ({"a": "bf16", "*": "fp16"}, r"one type beside float32 \(bf16 and fp16\)"),
+        ({"*": "tf32"}, r"of a pattern is one of float32, bf16, fp16, auto \(\*: 'tf32' is not\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Config({"precision.dtype": wrong})
 
 
 def test_a_device_that_lacks_a_type_is_named_with_what_all_have() -> None:

@@ -23,6 +23,7 @@ from whale.capture.flat.aliasing import memory_roots, written_arguments
 from whale.capture.flat.sizes import hint_of
 from whale.capture.source import line_of_stack_trace
 from whale.errors import CaptureError
+from whale.ir.precision import Precision
 
 aten = torch.ops.aten
 
@@ -34,10 +35,17 @@ class Autocast:
     Attributes:
         kind: of the devices on whose tensors it works.
         dtype: that it casts to; `None` where it is off.
+        precision: of the whole program, which spares ops by the names of their parameters; None for a region of the model's own.
     """
 
     kind: str
     dtype: torch.dtype | None
+    precision: Precision | None = None
+
+    @staticmethod
+    def of(precision: Precision, kind: str) -> Autocast:
+        """In force around a whole program."""
+        return Autocast(kind, getattr(torch, precision.dtype), precision)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -98,6 +106,13 @@ def casts_of(node: fx.Node, autocast: Autocast) -> Mapping[fx.Node, torch.dtype]
         sooner = dict.fromkeys(floats, cast(torch.dtype, autocast.dtype))
         after, still = _watch(node, sooner, Autocast(autocast.kind, None)), _watch(node, sooner, autocast)
         return sooner if after == still and after.types == under.types else None
+
+
+def widening(node: fx.Node) -> Mapping[fx.Node, torch.dtype]:
+    """The casts with which an op computes in float32, whatever autocast says: of its operands in half precision."""
+    halves = (torch.bfloat16, torch.float16)
+    values = {source: source.meta.get("val") for source in node.all_input_nodes}
+    return {source: torch.float32 for source, value in values.items() if isinstance(value, Tensor) and value.dtype in halves}
 
 
 def _watch(node: fx.Node, casts: Mapping[fx.Node, torch.dtype], autocast: Autocast) -> _Seen:

@@ -28,10 +28,11 @@ from whale.capture.exporting.reads import ReadAnswer, held, way_of
 from whale.capture.exporting.refusals import INNER_HINT, read_type
 from whale.capture.exporting.trace import Traced
 from whale.capture.flat.aliasing import STRIDED, may_have_gradient, strided, written_arguments
-from whale.capture.flat.autocast import Autocast, casts_of, types_of
+from whale.capture.flat.autocast import Autocast, casts_of, types_of, widening
 from whale.capture.flat.sizes import READS_ROWS, RowSizes, TiedTensors
 from whale.capture.source import line_of_stack_trace
 from whale.errors import CaptureError
+from whale.ir.precision import Precision
 
 aten = torch.ops.aten
 NUM_ROWS = "num_rows"
@@ -121,6 +122,7 @@ class _Flattening:
         self._without_gradients = False
         self._autocasts = {} if autocast is None else {autocast.kind: autocast}
         self._retyped: set[fx.Node] = set()
+        self._kept_of: dict[fx.Node, bool] = {}  # of parameters and what is made of them alone, whether their readers compute in float32
         self._cast_weights: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self._named: dict[str, fx.Node] = {}
         self._multiples: dict[tuple[int, int], fx.Node | int] = {(1, 0): flat.rows}
@@ -164,6 +166,9 @@ class _Flattening:
         if kind == "constant":
             self._flat.constants[node.name] = self._exported.constants[source]
             source = node.name
+        for autocast in self._autocasts.values() if kind == "parameter" else ():
+            if autocast.precision is not None:
+                self._kept_of[node] = autocast.precision.keeps(source)
         if source:
             self._flat.sources[node.name] = source
             self._named[source] = node
@@ -329,7 +334,9 @@ class _Flattening:
         for autocast in self._autocasts.values():
             if autocast.dtype is None or self._device not in (None, autocast.kind):
                 continue
-            casts = casts_of(node, autocast)
+            casts = (
+                widening(node) if autocast.precision is not None and self._is_kept(node, autocast.precision) else casts_of(node, autocast)
+            )
             if casts is None:
                 raise CaptureError(
                     f"autocast casts the operands of an op, and not what it makes in between (%{node.name}, {node.target}, under "
@@ -339,6 +346,16 @@ class _Flattening:
                 )
             for source, dtype in casts.items():
                 node.replace_input_with(source, self._cast(node, source, dtype))
+
+    def _is_kept(self, node: fx.Node, precision: Precision) -> bool:
+        """Whether an op reads a parameter whose readers compute in float32, or what is made of parameters alone and of such a one."""
+        if not precision.by_name:
+            return False
+        read = [self._kept_of.get(source) for source in node.all_input_nodes]
+        keeps = any(read)
+        if None not in read and read:
+            self._kept_of[node] = keeps
+        return keeps
 
     def _retype(self, node: fx.Node) -> None:
         """Gives results the types that they have after casts: an export knows those of autocast on its own kind of device, of most ops."""
