@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def build() -> nn.Module:
 
 
 def loss(output: Tensor, batch: tuple[Tensor]) -> Tensor:
-    return (output - batch[0][:, :4]).square().mean()
+    return (output - batch[0][:, : output.shape[1]]).square().mean()
 
 
 def parallelize(num_ranks: int, config: dict[str, Any], **changes: Any) -> whale.Engine:
@@ -80,6 +81,86 @@ def test_law(world: World, tmp_path: Path) -> None:
         schedule.step()
     for found, state in world.run(train, str(tmp_path), num_ranks=2):
         torch.testing.assert_close(found, losses, rtol=1e-9, atol=0)
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-6, atol=1e-8)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam's direction, as long as a share of the norm of its parameter, as LAMB has it."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                first, second = (state.setdefault(key, torch.zeros_like(parameter)) for key in ("exp_avg", "exp_avg_sq"))
+                first.lerp_(parameter.grad, 0.1)
+                second.lerp_(parameter.grad.square(), 0.01)
+                update = first / (second.sqrt() + 1e-6)
+                parameter.sub_(update * (group["lr"] * parameter.norm() / update.norm()))
+
+
+WHOLE: dict[str, Any] = {"Adafactor": partial(torch.optim.Adafactor, lr=0.05), "Lamb": Lamb, "Muon": OPTIMIZER}
+
+
+def square() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh()))).double()
+
+
+def train_whole(rank: int, num_ranks: int, name: str, folder: str) -> tuple[dict[str, Tensor], int]:
+    """Steps by keepers of whole parameters: two, a checkpoint, two more, then two where each rank steps all of them."""
+    batch = (BATCH[0].double(),)
+    settings = {"planning.search": "off", "memory.zero": "2", "runtime.retrace": "off"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what an optimizer that is none of torch's may do with several parameters
+        engine = whale.parallelize(
+            square(), loss=loss, batch=batch, optimizer=WHOLE[name], config=settings, cluster=make_cluster((1.0,) * num_ranks)
+        )
+    num_kept = len(engine.parameters)
+    for number in range(4):
+        engine.step(batch)
+        if number == 1:
+            engine.save(Path(folder) / "c")
+            engine.step(batch)
+            engine.load(Path(folder) / "c")
+    engine.replan(config={**settings, "memory.zero": "0"})
+    for _ in range(2):
+        engine.step(batch)
+    state = engine.state_dict()
+    engine.close()
+    assert state is not None
+    with pytest.raises(ConfigError, match=r"elementwise optimizer \(\w+ steps 0.weight, of which this rank has a part\)") as caught:
+        whale.parallelize(
+            nn.Sequential(nn.Linear(6, 6)).double(),
+            loss=loss,
+            batch=batch,
+            optimizer=WHOLE[name],
+            config={**settings, "communication.bucket_bytes": 8},
+            cluster=make_cluster((1.0,) * num_ranks),
+        )
+    assert "memory.zero: 0" in (caught.value.hint or "")
+    return {key: own.clone() for key, own in state.items()}, num_kept
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_keepers_of_whole_parameters_step_them_by_any_optimizer(world: World, tmp_path: Path, name: str) -> None:
+    model, batch, make = square(), (BATCH[0].double(),), WHOLE[name]
+    if isinstance(make, dict):
+        named = [*model.named_parameters()]
+        both = [make["*.weight"](p for n, p in named if n.endswith("weight")), make["*"](p for n, p in named if n.endswith("bias"))]
+    else:
+        both = [make(model.parameters())]
+    for _ in range(6):
+        model.zero_grad()
+        loss(model(batch[0]), batch).backward()
+        for optimizer in both:
+            optimizer.step()
+    ranks = world.run(train_whole, name, str(tmp_path), num_ranks=2)
+    assert sum(num_kept for _, num_kept in ranks) == len([*model.parameters()]), "each is kept by one rank"
+    for state, _ in ranks:
         torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-6, atol=1e-8)
 
 

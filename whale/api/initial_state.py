@@ -85,7 +85,8 @@ def with_optimizer(
     Raises:
         ConfigError: as `make_optimizer` and `make_scheduler`.
     """
-    in_parts = [name for name, own in state.kept.items() if own.shape != graph.parameter_by_name[name].spec.shape]
+    shapes = {name: graph.parameter_by_name[name].spec.shape for name in state.kept}
+    in_parts = {name: holdings.is_cut_by_keepers(name) for name, own in state.kept.items() if own.shape != shapes[name]}
     state.optimizer = make_optimizer(optimizer, state.kept, in_parts, graph.trained, world)
     state.keep_to_itself()
     state.scheduler = make_scheduler(scheduler, state.optimizer, world)
@@ -123,14 +124,14 @@ def _take_from_rank_0(
 
 
 def make_optimizer(
-    make: MakeOptimizer | None, owned: Mapping[str, nn.Parameter], sharded: Collection[str], trained: Collection[str], world: World
+    make: MakeOptimizer | None, owned: Mapping[str, nn.Parameter], sharded: Mapping[str, bool], trained: Collection[str], world: World
 ) -> torch.optim.Optimizer | None:
     """Makes the optimizer of this rank; all ranks of the world call it.
 
     Args:
         make: the user's function.
         owned: the parameters of this rank, by name.
-        sharded: those of which it has a part.
+        sharded: those of which it has a part, with whether it is keepers of shared-out state that have the others.
         trained: the names of all parameters that are trained, on whatever rank.
         world: this process among its peers.
 
@@ -150,7 +151,7 @@ def make_optimizer(
         found = _made_by_pattern(make, owned, trained, lacks_some) if isinstance(make, Mapping) else _made(make, owned, lacks_some)
         for member in members_of(found).values():
             _check_no_closure(member)
-        check_elementwise(found, list(sharded))
+        check_elementwise(found, list(sharded), [name for name, by_keepers in sharded.items() if by_keepers])
         return found
 
     optimizer = together(world, made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -15,12 +15,13 @@ ELEMENTWISE = (
 )  # fmt: skip
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer | None, shard: Sequence[str]) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer | None, shard: Sequence[str], by_keepers: Collection[str] = ()) -> None:
     """Refuses an optimizer that may mix the elements of a parameter, where parameters are cut.
 
     Args:
         optimizer: of this rank.
         shard: names of the parameters of which it has only a part.
+        by_keepers: those of them that the plan cuts among those who keep shared-out state, and not among the devices of a stage.
 
     Raises:
         ConfigError: it is none of torch's elementwise optimizers.
@@ -30,7 +31,10 @@ def check_elementwise(optimizer: torch.optim.Optimizer | None, shard: Sequence[s
         kind = type(members[pattern])
         if names and kind not in ELEMENTWISE:
             listing = ", ".join(each.__name__ for each in ELEMENTWISE)
+            whole = f"replicate what {kind.__name__} steps"
+            if set(names) <= set(by_keepers):
+                whole = "set memory.zero: 0: ranks then step whole parameters (memory.offload: optimizer has their state on hosts)"
             raise ConfigError(
                 f"a cut parameter needs an elementwise optimizer ({kind.__name__} steps {names[0]}, of which this rank has a part)",
-                hint=f"use one of {listing}; or replicate what {kind.__name__} steps",
+                hint=f"use one of {listing}; or {whole}",
             )

@@ -47,6 +47,10 @@ class Holdings:
         assert region is not None, "who keeps nothing of it does not ask"
         return self.index(name, region, self.held(name, rank))
 
+    def is_cut_by_keepers(self, name: str) -> bool:
+        """Whether several owners each keep rows of what their optimizers step."""
+        return name in self.shardings.keeping and bool(self.shardings.keeping[name][0].rows)
+
     def gradient_stays(self, name: str) -> bool:
         """Whether every owner's gradient stays until the next step."""
         form = self.plan.state_of(name).gradient
