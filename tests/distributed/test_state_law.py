@@ -40,7 +40,7 @@ from tests.models import descriptions
 from whale.errors import RuntimeFault
 from whale.estimate import DeviceEstimate, estimate
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Form, Plan, brought_back, states_of
+from whale.ir.plan import Form, Plan, Stage, brought_back, states_of
 from whale.ir.serialization import from_json, to_json
 from whale.planning import make_plan
 from whale.runtime.state.publishing import Publishing
@@ -53,6 +53,7 @@ ASKED: tuple[tuple[tuple[str, str], ...], ...] = (
     (("memory.zero", "1"),),
     (("memory.zero", "2"), ("memory.offload", "optimizer")),
     (("memory.zero", "3"), ("communication.bucket_bytes", "200")),
+    (("memory.zero", "0"), ("memory.offload", "activations"), ("recompute.policy", "blocks")),
 )
 """Settings that say the state; where there are none, it is drawn."""
 
@@ -105,15 +106,27 @@ def check(world: World, case: Case, plans: tuple[Plan, Plan], *, saves: bool) ->
     assert error < TOLERANCE, where
 
 
+def away(plan: Plan) -> Plan:
+    """The plan with what stages keep for their backward passes on the host."""
+
+    def of(stage: Stage) -> Stage:
+        return replace(stage, program=tuple(replace(segment, offload=True) for segment in stage.program))
+
+    return replace(plan, replicas=tuple(replace(each, stages=tuple(map(of, each.stages))) for each in plan.replicas))
+
+
 @st.composite
 def states(draw: st.DrawFn, plan: Plan, graph: ModelGraph) -> Plan:
-    """The plan with a state: uneven keepers, on devices, on hosts or some here and some there."""
+    """The plan with a state: uneven keepers, on devices, on hosts or some here and some there; perhaps with activations on hosts."""
     shares = draw(st.lists(st.integers(1, 9), min_size=len(plan.devices), max_size=len(plan.devices)))
     home, zero = draw(st.sampled_from(("device", "device", "host", "both"))), draw(st.integers(0, 3))
     trained = [each.name for each in graph.parameters if each.kind == "parameter" and each.trainable]
     back = draw(st.sets(st.sampled_from(trained))) if home == "both" and trained else ()
-    event(f"zero {zero}, home {home}")
-    return with_state(plan, graph, zero, home.replace("both", "host"), tuple(shares) if draw(st.booleans()) else (), back)
+    waits = draw(st.booleans())
+    event(f"zero {zero}, home {home}{', activations too' if waits else ''}")
+    return with_state(
+        away(plan) if waits else plan, graph, zero, home.replace("both", "host"), tuple(shares) if draw(st.booleans()) else (), back
+    )
 
 
 @st.composite

@@ -188,6 +188,12 @@ class _Following(Watch):
     def begin(self, action: Action) -> None:
         self.live.action = str(action)
 
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        self.live.is_elsewhere = True
+        yield
+        self.live.is_elsewhere = False
+
 
 def _batch(model: ModelGraph, num_rows: int) -> BatchView:
     """A global batch without contents."""
@@ -224,6 +230,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live: bytes of those that are still there.
         peak: the most that were there at once.
         action: what is being done, as whoever knows it says.
+        is_elsewhere: whether what comes into being lies in other memory, and is not counted.
         peak_action, peak_op: that action, and the operator that had made its result, when the most were there.
     """
 
@@ -231,6 +238,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.action = self.peak_action = self.peak_op = ""
+        self.is_elsewhere = False
         self._block_bytes = block_bytes
         self._known: dict[int, int] = {}
 
@@ -261,7 +269,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = storage._cdata
         if number in self._known:
             return
-        taken = -(-num_bytes // self._block_bytes) * self._block_bytes
+        taken = 0 if self.is_elsewhere else -(-num_bytes // self._block_bytes) * self._block_bytes
         self._known[number] = taken
         self.live += taken
         weakref.finalize(storage, self._forget, number)

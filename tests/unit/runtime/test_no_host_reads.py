@@ -158,6 +158,14 @@ def test_the_host_steps_what_it_keeps(back: tuple[str, ...]) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_what_is_kept_for_backward_waits_on_the_host() -> None:
+    watched = train(Language, next_tokens, **{"pipeline.num_micro_batch": 2, "memory.offload": "activations"})
+    assert watched.waits and all("to the host" in wait and "away.py" in wait for wait in watched.waits), "on a GPU nobody waits for these"
+    assert watched.strangers, "it comes back"
+    for found, expected in zip(watched.results, train_on_cpu(Language, next_tokens, **{"pipeline.num_micro_batch": 2}), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 class Reading(torch.optim.SGD):
     """Looks at a gradient before it applies it."""
 

@@ -15,6 +15,7 @@ from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import MemoryShortage
+from whale.planning.written.write import write_plan
 from whale.search import decide
 from whale.search.deciding import with_states
 
@@ -135,8 +136,23 @@ def test_a_written_plan_keeps_no_more_on_hosts_than_does_not_fit() -> None:
 
 def test_a_host_without_the_memory_is_an_error() -> None:
     planned(of_memories(9, 9, host=6), memory={"zero": 0, "offload": "optimizer"})
-    with pytest.raises(PlanError, match=r"out of memory on host h: the optimizer keeps 384.00 KiB there, 377.60 KiB usable"):
+    with pytest.raises(PlanError, match=r"out of memory on host h: a plan keeps 384.00 KiB there, 377.60 KiB usable"):
         planned(of_memories(9, 9, host=5.9), memory={"zero": 0, "offload": "optimizer"})
+
+
+def test_activations_wait_on_hosts_where_that_is_asked() -> None:
+    def for_backward(host: float | None, **memory: object) -> tuple[Plan, StepEstimate]:
+        return decide(None, layers(), of_memories(17, host=host), Config(REPLICAS | {"memory": memory}), rows=1024)
+
+    with pytest.raises(MemoryShortage):
+        for_backward(None)
+    plan, step = for_backward(12.1, offload="activations")
+    assert plan.replicas[0].stages[0].offloads and "waits on the host" in str(plan)
+    assert {each.on_host / WEIGHTS for each in step.devices} == {12} and all(each.peak.activations == 0 for each in step.devices)
+    with pytest.raises(PlanError, match=r"out of memory on host h: a plan keeps 768.00 KiB there, 761.60 KiB usable"):
+        for_backward(11.9, offload="activations")
+    with pytest.raises(PlanError, match="YAML does not say what is shared out among devices or kept on hosts"):
+        write_plan(plan, layers())
 
 
 @pytest.mark.parametrize(("policy", "faster", "expected"), [("auto", True, "2"), ("auto", False, "0"), ("full", True, "0")])

@@ -30,7 +30,8 @@ class Costs:
             written by hand; they do not where ops run one by one.
         allows_tf32: whether float32 matrix products run in TensorFloat-32 where the device has it.
         zero: stage of ZeRO: from 1 on the optimizer form of parameters is shared out among their owners, from 2 on the gradient form too.
-        offload: ``optimizer`` where the optimizer form of parameters lives on the host, ``auto`` where that of as few of them does as fits.
+        offload: ``optimizer`` where the optimizer form of parameters lives on the host, ``auto`` where that of as few of them does as fits,
+            ``activations`` where what is kept for backward passes does.
         host_bandwidth: bytes per second of the memory of a host, which its devices share; a starting value, 40 % of eight channels of
             DDR4-3200.
         sum_dtype: type in which gradients are summed; None for their own.
@@ -93,6 +94,11 @@ class Costs:
         """
         costs, file = Costs.of(config), config.cluster.profile
         return costs if file is None else replace(costs, measured=measured(read_profile(file), graph, cluster))
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what is kept for backward passes waits in the memory of hosts."""
+        return self.offload == "activations"
 
     def capacity(self, device: Device) -> int:
         """Bytes that a plan may use on a device."""

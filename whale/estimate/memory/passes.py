@@ -13,7 +13,7 @@ backward   gradients   of what has been read by an op that was passed, until its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,7 +31,7 @@ class Fullest:
 
     Attributes:
         freed: bytes of what was kept that are let go by then.
-        recomputed: of the segment that was computed again.
+        recomputed: of what is there again: the segment that was computed again, and what was brought from the host.
         gradients: of parameters, kept from now on.
         working: gradients on their way, and of parameters until they are added.
     """
@@ -62,6 +62,7 @@ class Passes:
         bucketed: parameters whose gradients have a place of their own before the step begins.
         divided: ops that work on parts of what they contract, and are one op there.
         forms: of tensors, that the stage's split group makes for its ops.
+        offloads: whether what is kept waits on the host: it is there from the backward pass of the last op that keeps it.
     """
 
     graph: ModelGraph
@@ -74,6 +75,7 @@ class Passes:
     bucketed: Collection[str]
     divided: Collection[str] = ()
     forms: tuple[Form, ...] = ()
+    offloads: bool = False
 
     def forward(self, left: Collection[str]) -> float:
         """Bytes that a forward pass has at most beyond those of the storages that it leaves."""
@@ -145,18 +147,27 @@ class Passes:
     @cached_property
     def frees(self) -> Mapping[str, tuple[str, ...]]:
         """Per op, the storages outside segments that are let go when its backward pass is done: those that it is the first to keep."""
-        first: dict[str, str] = {}
-        for op in reversed(self.ops):
+        return self._by_keeper(reversed(self.ops), 0)
+
+    @cached_property
+    def returns(self) -> Mapping[str, tuple[str, ...]]:
+        """Per op, the storages that are brought from the host for its backward pass: those that it is the last to keep."""
+        return self._by_keeper(self.ops, -1) if self.offloads else {}
+
+    def _by_keeper(self, ops: Iterable[str], place: int) -> dict[str, tuple[str, ...]]:
+        """Storages outside segments, by the last of some ops that keeps them; a segment keeps what it reads at its first or its last op."""
+        keeper: dict[str, str] = {}
+        for op in ops:
             own = self.segment_of.get(op)
             if own is None:
-                first |= dict.fromkeys(self.kept.get(op, ()), op)
+                keeper |= dict.fromkeys(self.kept.get(op, ()), op)
             else:
                 inside = self.segments[own]
                 roots = (self.graph.storage[source] for source in self.graph.by_name[op].inputs if source not in inside)
-                first |= {root: inside[0] for root in roots if self.graph.by_name[root].kind == "call"}
+                keeper |= {root: inside[place] for root in roots if self.graph.by_name[root].kind == "call"}
         found: dict[str, list[str]] = {}
-        for root, op in first.items():
-            if root not in self.crossing:
+        for root, op in keeper.items():
+            if root in self.made if self.offloads else root not in self.crossing:
                 found.setdefault(op, []).append(root)
         return {op: tuple(roots) for op, roots in found.items()}
 
@@ -195,6 +206,7 @@ class _Backward:
     _freed: float = 0.0
     _again: dict[str, str] = field(default_factory=dict)
     _recomputed: float = 0.0
+    _back: float = 0.0
     _stays: float = 0.0
     _begun: int | None = None
     _place: int = 0
@@ -208,6 +220,7 @@ class _Backward:
                 self._hold(name, passes.num_bytes[name])
         for self._place, name in reversed([*enumerate(passes.ops)]):
             op = graph.by_name[name]
+            self._bring(op)
             yield from self._enter(passes.segment_of.get(name))
             if op.requires_grad:
                 yield self._at(self._differentiate(op, uses))
@@ -217,10 +230,20 @@ class _Backward:
     def _at(self, beside: float = 0.0) -> Fullest:
         stays = min(self._stays, self.most)
         if not self.passes.forms:
-            return Fullest(self._freed, self._recomputed, stays, self._on_their_way + beside)
+            return Fullest(self._freed, self._recomputed + self._back, stays, self._on_their_way + beside)
         forms, place = self.passes.formed, self._place
         freed, again, gradients = (float(each[place]) for each in (forms.freed, forms.again, forms.gradients))
-        return Fullest(self._freed + freed, self._recomputed + again, stays, self._on_their_way + gradients + beside)
+        return Fullest(self._freed + freed, self._recomputed + self._back + again, stays, self._on_their_way + gradients + beside)
+
+    def _bring(self, op: Op) -> None:
+        """Brings from the host what an op is the last to keep."""
+        self._back += sum(self.passes.num_bytes[root] for root in self.passes.returns.get(op.name, ()))
+        if self.passes.offloads:
+            self._back += self._places(op)
+
+    def _places(self, op: Op) -> float:
+        """Bytes of the places that an op keeps, outside of segments."""
+        return 0.0 if op.name in self.passes.segment_of else place_share(op) * self.passes.num_bytes[op.name]
 
     def _enter(self, segment: int | None) -> Iterator[Fullest]:
         """Computes a segment again when its turn comes."""
@@ -290,12 +313,13 @@ class _Backward:
                 self._on_their_way -= shared[0]
 
     def _let_go(self, name: str) -> None:
-        passes = self.passes
-        waits = self._waits(passes.graph.by_name[name])
-        for root in passes.frees.get(name, ()):
-            self._freed += 0.0 if waits else passes.num_bytes[root]
-        if name not in passes.segment_of:
-            self._freed += place_share(passes.graph.by_name[name]) * passes.num_bytes[name]
+        passes, op = self.passes, self.passes.graph.by_name[name]
+        waits = self._waits(op)
+        freed = sum(0.0 if waits else passes.num_bytes[root] for root in passes.frees.get(name, ())) + self._places(op)
+        if passes.offloads:
+            self._back -= freed
+        else:
+            self._freed += freed
         for root in [root for root, op in self._again.items() if op == name]:
             self._recomputed -= passes.num_bytes[root]
             del self._again[root]

@@ -120,6 +120,34 @@ class Prices:
         return dict(kept_tensors(self.graph))
 
     @cached_property
+    def kept_there(self) -> Mapping[str, tuple[str, ...]]:
+        """Per op, what it keeps on the device."""
+        return {} if self.costs.offloads_activations else self.kept
+
+    def kept_names(
+        self, ops: Sequence[str], segments: Sequence[tuple[str, ...]], num_alive: int = 0
+    ) -> tuple[dict[str, None], tuple[frozenset[str], ...]]:
+        """What a stage keeps on the device for one micro-batch, and what computing each of the segments again brings back.
+
+        Args:
+            num_alive: as of `Recompute`: what R has computed again stays on the device.
+        """
+        names, inside = kept_names(self.graph, ops, self.kept, segments)
+        return ({} if self.costs.offloads_activations and not num_alive else names), inside
+
+    def away(self, part: Part, segments: Sequence[tuple[str, ...]]) -> Line:
+        """Bytes of what a stage keeps for one micro-batch where that waits on the host; what arrives stays on the device."""
+        graph, again = self.graph, frozenset(name for segment in segments for name in segment)
+        arriving = {graph.storage[name] for name in part.arriving}
+        names = kept_names(graph, part.ops, self.kept, segments)[0]
+        own = size_line(self.outputs, (name for name in names if name not in arriving))
+        return own + places_line(graph, self.outputs, (name for name in part.ops if name not in again))
+
+    def copying(self, device: Device, num_bytes: Line) -> Started:
+        """Seconds of bringing so many bytes to the memory of a device's host, or back."""
+        return Started(num_bytes * (1 / (device.host_link or device.bandwidth * device.traffic / 2)))
+
+    @cached_property
     def weight_shares(self) -> Floats:
         """Per op, in the order of `positions`, the share of its backward pass that is its weight gradients."""
         found: Floats = np.array([weight_share(self.graph, op.name) for op in self.graph.ops])
@@ -254,7 +282,7 @@ class Prices:
             self.graph.parameters,
             costs.optimizer_states,
             zero=costs.zero,
-            offloads=costs.offload != "none",
+            offloads=costs.offload in ("optimizer", "auto"),
             sum_dtype=costs.sum_dtype,
             feeds_back=costs.feeds_back,
         )
@@ -296,10 +324,10 @@ class Prices:
         return self._parts[key]
 
     def _price_part(self, part: Part, recompute: Recompute) -> PartCost:
-        names, inside = kept_names(self.graph, part.ops, self.kept, recompute.segments)
+        names, inside = self.kept_names(part.ops, recompute.segments, recompute.num_alive)
         crossing = dict.fromkeys(part.crossing(self.graph)) if self.training else {}
         activation, again = (
-            size_line(self.outputs, names | crossing) + places_line(self.graph, self.outputs, part.ops),
+            size_line(self.outputs, names | crossing) + self._places(part, recompute),
             largest_line(self.outputs, inside),
         )
         if recompute.num_alive:
@@ -312,6 +340,10 @@ class Prices:
             working=working_line(self.outputs, part.ops) + again + self._on_the_way(part),
             sends=tuple((source, *self._both_ways(tensors)) for source, tensors in part.received),
         )
+
+    def _places(self, part: Part, recompute: Recompute) -> Line:
+        is_away = self.costs.offloads_activations and not recompute.num_alive
+        return Line() if is_away else places_line(self.graph, self.outputs, part.ops)
 
     def _on_the_way(self, part: Part) -> Line:
         """Bytes of a micro-batch that arrives ahead of its use, and of gradients that arrive and leave."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -37,6 +37,7 @@ class StageKey:
         overlap: whether it computes its rows in two halves.
         recomputes: whether all of it is computed again, by R actions.
         defers_weights: whether its weight gradients have W actions of their own.
+        offloads: whether what it keeps waits on the host.
     """
 
     part: Part
@@ -45,10 +46,11 @@ class StageKey:
     overlap: bool = False
     recomputes: bool = False
     defers_weights: bool = False
+    offloads: bool = False
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.part, self.segments, self.shards, self.overlap, self.recomputes, self.defers_weights))
+        return hash((self.part, self.segments, self.shards, self.overlap, self.recomputes, self.defers_weights, self.offloads))
 
     def __hash__(self) -> int:  # as of its part: a key, and long
         return self._hash
@@ -88,6 +90,7 @@ class Work:
         left: bytes from F to R where the whole stage is computed again.
         for_weights: bytes from I to W.
         beside: what its passes have beside these.
+        away: bytes from F to B (or I) in the memory of the host.
     """
 
     forward: float
@@ -97,6 +100,7 @@ class Work:
     left: float
     for_weights: float
     beside: Beside
+    away: float = 0.0
 
 
 @dataclass(eq=False)
@@ -113,7 +117,7 @@ class Works:
     state_of: Callable[[str], ParameterState]
     bucketed: frozenset[str]
     _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int, float], Work] = field(default_factory=dict, init=False)
-    _memory: dict[tuple[StageKey, int, int, float], tuple[float, float, float, Beside]] = field(default_factory=dict, init=False)
+    _memory: dict[tuple[StageKey, int, int, float], tuple[float, float, float, Beside, float]] = field(default_factory=dict, init=False)
     _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], tuple[Line, Line, Line]] = field(
         default_factory=dict, init=False
     )
@@ -146,15 +150,19 @@ class Works:
             self._memory[there] = self._in_memory(*there)
         return Work(forward, inputs, weights, *self._memory[there])
 
-    def _in_memory(self, key: StageKey, position: int, num_rows: int, spared: float) -> tuple[float, float, float, Beside]:
-        """Bytes of `Work`: kept, left, for_weights, beside."""
+    def _in_memory(self, key: StageKey, position: int, num_rows: int, spared: float) -> tuple[float, float, float, Beside, float]:
+        """Bytes of `Work`: kept, left, for_weights, beside, away."""
         prices = self._prices(key, position)
         copies, forms = Line(), tuple[Form, ...]()
         if key.shards:
             again = self._again(key)
             copies, forms = again.copies(position), again.forms(position, num_rows)
         names = frozenset(kept_names(prices.graph, key.part.ops, prices.kept, key.segments)[0]) if prices.training else None
-        return *_kept(prices, key, num_rows, names, copies), self._beside(prices, key, num_rows, names, forms, spared)
+        away = 0.0
+        if names is not None and key.offloads:
+            away = self._away(prices, key, position).at(num_rows)
+            names, copies, forms = frozenset(), Line(), tuple(replace(form, is_kept=False) for form in forms)
+        return *_kept(prices, key, num_rows, names, copies), self._beside(prices, key, num_rows, names, forms, spared), away
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """`_together`, once for all positions of equal groups."""
@@ -172,15 +180,22 @@ class Works:
         """Prices of a device's own part of the ops."""
         return self.prices.local(key.part.ops, key.shards, position) if key.shards else self.prices
 
-    def _alone(self, prices: Prices, key: StageKey, device: str, num_rows: int) -> tuple[Started, Started, Started]:
+    def _away(self, prices: Prices, key: StageKey, position: int) -> Line:
+        """Bytes that a device keeps on the host for one micro-batch, by rows; `prices` are of its own part of the ops."""
+        return prices.away(key.part, key.segments) + (self._again(key).copies(position) if key.shards else Line())
+
+    def _alone(self, prices: Prices, key: StageKey, device: str, num_rows: int, position: int = 0) -> tuple[Started, Started, Started]:
         """F, I and W of the ops alone."""
         found = prices.seconds(prices.cluster.by_name[device], float(num_rows))
         index = prices.positions(key.part.ops)
         weights = prices.weight_shares[index]
         repeated = found.started_forward(prices.positions(name for run in key.segments for name in run))
         waiting = prices.waiting(prices.cluster.by_name[device], num_rows) * (int(np.count_nonzero(weights)) if key.defers_weights else 0)
-        inputs = found.started_backward(index, 1 - weights) + repeated + waiting
-        return found.started_forward(index) + waiting, inputs, found.started_backward(index, weights) + waiting
+        inputs, forward = found.started_backward(index, 1 - weights) + repeated + waiting, found.started_forward(index) + waiting
+        if key.offloads and prices.training:
+            copies = prices.copying(prices.cluster.by_name[device], self._away(prices, key, position))
+            inputs, forward = inputs + copies, forward + copies
+        return forward, inputs, found.started_backward(index, weights) + waiting
 
     def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
         """Seconds of F, I and W of a split group, whose devices wait for one another: of the slowest, with what they exchange."""
@@ -190,7 +205,7 @@ class Works:
         for place, name in enumerate(group):
             device = self.prices.cluster.by_name[name]
             (there, back), (repeated, _) = tolls.started(bridges, device), tolls.started(again, device)
-            alone = self._alone(self._prices(key, place), key, name, num_rows)
+            alone = self._alone(self._prices(key, place), key, name, num_rows, place)
             passes.append((alone[0] + there, alone[1] + (back + repeated), alone[2]))
         forward, inputs, weights = (_slowest(each, num_rows) for each in zip(*passes, strict=True))
         if not key.overlap:
@@ -224,6 +239,7 @@ class Works:
             bucketed=self.bucketed,
             divided=self._divided(key),
             forms=forms,
+            offloads=key.offloads,
         )
         if names is None:
             return Beside(forward=passes.forward(part.returned(graph)))
@@ -281,6 +297,6 @@ def _kept(prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | 
     graph, sizes = prices.graph, prices.outputs
     crossing = key.part.crossing(graph)
     again = frozenset(name for run in key.segments for name in run)
-    places = places_line(graph, sizes, (name for name in key.part.ops if name not in again))
+    places = places_line(graph, sizes, (name for name in key.part.ops if name not in again and not key.offloads))
     kept, left = size_line(sizes, names.union(crossing)) + places + copies, size_line(sizes, crossing)
     return kept.at(num_rows), left.at(num_rows), size_line(sizes, kept_for_weights(graph, key.part.ops)).at(num_rows)

@@ -19,6 +19,7 @@ from whale.ir.cluster import NO_HANDLING, Handling
 from whale.ir.graph import DTYPE_BYTES, Parameter
 from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
+from whale.schedules import count_in_flight
 from whale.sharding.buckets import Bucket, Buckets, Slot, filled_up
 
 _NOTHING: Mapping[str, int] = {}
@@ -45,7 +46,7 @@ class Worker:
         optimizer: seconds of the optimizer's step, of rounding what is summed before, and until ops can read what it made.
         capacity: bytes that a plan may use.
         handling: what messages take of it.
-        on_host: bytes in the memory of its host.
+        on_host: bytes in the memory of its host; of activations at most.
     """
 
     schedule: int
@@ -125,6 +126,7 @@ class Workers:
         self._held = _Held(prices, plan, bucketed, let_go)
         self._rows = plan.all_micro_batch_rows(plan.planned_rows)
         self._of_kind: dict[int, set[tuple[int | None, Kind]]] = {}
+        self._in_flight: dict[int, tuple[int, ...]] = {}
         self._keys: dict[StageKey, StageKey] = {}
         self._known: dict[Hashable, tuple[Worker, ...]] = {}
         self._same: dict[Hashable, tuple[Worker, ...]] = {}
@@ -156,6 +158,7 @@ class Workers:
     def _found(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[Worker]:
         """The workers of a replica, rank by rank."""
         if number not in self._of_kind:
+            self._in_flight[number] = count_in_flight(schedule)
             kinds = (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)
             self._of_kind[number] = {(a.stage, a.kind) for actions in schedule.ranks for a in actions if a.kind in kinds}
         rows = self._sizes(replica)
@@ -181,12 +184,14 @@ class Workers:
         at = self._plan.rank_of[device]
         summed = self._summed.get(at, SummedHere(self._plan, at))
         freed = tuple(summed.freed(replica, place.stage.index) for place in own)
+        works = tuple(self._work(replica, own, index, device, summed if len(rows) == 1 else None))
+        away = self._in_flight[number][rank] * max((work.away for _, work in works), default=0.0)
         return Worker(
             number,
             rank,
             tuple(place.stage.index for place in own),
             rows,
-            tuple(self._work(replica, own, index, device, summed if len(rows) == 1 else None)),
+            works,
             replace(held.use, gradients=held.use.gradients - held.apart + self._padding.get(at, 0) + summed.lost),
             held.apart,
             held.casts,
@@ -197,7 +202,7 @@ class Workers:
             optimizer_seconds(known, *held.stepped) + summed.seconds(known) + on_host + self._given(device),
             costs.capacity(known),
             known.handling,
-            held.on_host,
+            held.on_host + away,
             sent=float(summed.on_their_way),
             freed=freed,
             freed_last=summed.freed_in_all - sum(freed),
@@ -229,7 +234,8 @@ def stage_key(replica: Replica, stage: Stage, kinds: Collection[tuple[int | None
     handed_on = dict.fromkeys(name for edge in replica.edges if edge.source == stage.index for name in edge.tensors)
     part = Part(stage.ops, stage.parameters, received, tuple(handed_on))
     recomputes, defers = ((stage.index, kind) in kinds for kind in (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT))
-    return StageKey(part, stage.recomputed, stage.shards, stage.overlap, recomputes, defers)
+    offloads = stage.offloads and not recomputes  # what R computes, B takes soon
+    return StageKey(part, stage.recomputed, stage.shards, stage.overlap, recomputes, defers, offloads)
 
 
 @dataclass(frozen=True, slots=True)

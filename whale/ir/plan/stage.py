@@ -78,6 +78,11 @@ class Stage:
         return any(segment.in_halves for segment in self.program)
 
     @property
+    def offloads(self) -> bool:
+        """Whether what it keeps for its backward passes waits in the memory of the host."""
+        return any(segment.offload for segment in self.program)
+
+    @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The split groups, each the names of its devices."""
         devices = self.virtual_device.devices

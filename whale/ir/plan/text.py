@@ -39,6 +39,8 @@ def _describe_stage(stage: Stage, micro_batch: tuple[int, int]) -> Iterator[str]
     if stage.shards:
         halves = ", in two halves that take turns" if stage.overlap else ""
         yield f"      groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
+    if stage.offloads:
+        yield "      what it keeps for backward passes waits on the host"
     if stage.recomputed:
         yield f"      recomputes {counted(sum(map(len, stage.recomputed)), 'op')} in {counted(len(stage.recomputed), 'segment')}"
     rows = stage.rows(micro_batch[1] - micro_batch[0])

@@ -255,7 +255,7 @@ class Pieces:
     def _held(self, prices: Prices, stands: NDArray[np.int64]) -> Floats:
         """Of `_Columns`: by the local shapes of the ops that stand for those of the spine."""
         points, found = self.points, np.zeros((3, len(self.points.spine) + 1))
-        kept = {name for names in self.prices.kept.values() for name in names}
+        kept = {name for names in self.prices.kept_there.values() for name in names}
         for index, name in enumerate(points.spine):
             there = prices.graph.ops[int(stands[index])]
             for parameter in prices.graph.parameters_among(there.inputs):
@@ -334,7 +334,7 @@ class Pieces:
     def _held_by_all(self, rows: float, ops: Sequence[str] | None = None) -> float:
         """Bytes of parameters with what training adds, and of what is kept for backward, of some ops or of all."""
         prices, own = self.prices, self.points.spine if ops is None else ops
-        kept = {name for op in own for name in prices.kept.get(op, ())}
+        kept = {name for op in own for name in prices.kept_there.get(op, ())}
         held = sum(prices.parameter_bytes(name) for name in prices.graph.parameters_read(own))
         return float(held + int(size_line(prices.outputs, kept).at(rows)))
 

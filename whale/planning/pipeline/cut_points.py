@@ -65,7 +65,7 @@ def find_cut_points(
             forbidden[min(places) + 1 : max(places) + 1] = True
     forbidden |= _without_own_ops(spine, floating)
     bounds = lightest_bounds(crossing[:2].sum(axis=0), forbidden)
-    sums = _kept(prices, prices.kept if kept is None else kept, spine, position)
+    sums = _kept(prices, prices.kept_there if kept is None else kept, spine, position)
     parameters = _parameters(graph, structure, prices, spine, bounds)
     fixed, per_row, messages = crossing[:, bounds]
     return CutPoints(spine, floating, bounds, fixed, per_row, messages, sums[0][bounds], sums[1][bounds], parameters)

@@ -86,7 +86,7 @@ def read_policy(policy: str | Shares, pipeline: PipelineShape) -> Policy:
 def kept_under(prices: Prices, policy: Policy) -> Mapping[str, tuple[str, ...]]:
     """Per op of the whole graph, what it keeps for backward where the cores of attention recompute; else what it keeps."""
     if policy.kind != "selective":
-        return prices.kept
+        return prices.kept_there
     graph, kept = prices.graph, dict(prices.kept)
     calls = [op.name for op in graph.ops if op.kind == "call"]
     for core in find_cores(graph, calls, prices.activations):

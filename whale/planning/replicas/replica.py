@@ -252,6 +252,7 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
         overlapping = model.overlappings[stage] if model.overlappings else None
         recomputed = [(segment[0], segment[-1]) for segment in model.recomputes[stage].segments]
         in_halves = overlapping is not None and overlapping.is_chosen
+        offload = prices.costs.offloads_activations
         shards = tuple(_with_rows(shard, pipeline, stage, rows) for shard in sharding.shards) if sharding else ()
         unread = _unread(prices.graph, part) if sharding else ()
         stages.append(
@@ -264,7 +265,7 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
                 part.parameters,
                 split=width,
                 shards=with_unread(shards, unread, prices.axes) if unread else shards,
-                program=program_of(part.ops, recomputed, in_halves=in_halves),
+                program=program_of(part.ops, recomputed, in_halves=in_halves, offload=offload),
             )
         )
     edges = tuple(

@@ -24,7 +24,7 @@ def most_rows(prices: Prices, pipeline: PipelineShape, placed: Placed) -> int:
     Args:
         placed: the devices of each rank.
     """
-    kept = size_line(prices.outputs, dict.fromkeys(name for names in prices.kept.values() for name in names))
+    kept = size_line(prices.outputs, dict.fromkeys(name for names in prices.kept_there.values() for name in names))
     held_bytes = (prices.held(own.name) for own in prices.graph.parameters)
     parameters = sum(own.compute + own.optimizer for own in held_bytes)
     in_flight = [min(pipeline.in_flight[stage] for stage in pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks)]

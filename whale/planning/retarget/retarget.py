@@ -137,7 +137,14 @@ def _carry_replica(
         shards = retarget_shards(stage, ours, names, graph, axes, part.ops, lent) if ours and axes else ()
         parameters = (*stage.parameters, *lent)
         stages.append(
-            dataclasses.replace(stage, ops=part.ops, parameters=parameters, estimates=(), program=program_of(part.ops), shards=shards)
+            dataclasses.replace(
+                stage,
+                ops=part.ops,
+                parameters=parameters,
+                estimates=(),
+                program=program_of(part.ops, offload=stage.offloads),
+                shards=shards,
+            )
         )
     edges = []
     for (source, target), tensors in assignment.edges.items():

@@ -16,7 +16,7 @@ import numpy as np
 
 from whale.estimate.costs.op_table import Floats
 from whale.estimate.memory.kept import keeps_parameter, kept_for_weights
-from whale.estimate.memory.memory import kept_names, size_line
+from whale.estimate.memory.memory import size_line
 from whale.estimate.prices.part import Recompute
 from whale.estimate.prices.prices import Prices
 from whale.planning.shard.classes import WHOLE, Classes, Node, Tensors
@@ -109,7 +109,7 @@ class HeldBytes:
     def _times(self) -> Mapping[str, float]:
         """How often the results of each op lie there; those that are kept for weight gradients instead of others count the difference."""
         graph, load, ops, found = self._prices.graph, self._load, self._classes.scene.ops, defaultdict[str, float](float)
-        kept, inside = kept_names(graph, ops, self._prices.kept, self._runs)
+        kept, inside = self._prices.kept_names(ops, self._runs, load.repeated.num_alive)
         alive, waiting = load.repeated.num_alive, load.repeated.waiting
         for name in () if alive else kept:
             found[name] += load.in_flight - waiting

@@ -201,6 +201,8 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
                 f"segments cover the ops of a stage, in order and each once ({_name(replica, stage)}, {len(stage.ops)} ops: "
                 f"{', '.join(f'{own.first} .. {own.last}' for own in stage.program) or 'no segment'})"
             )
+        elif len({own.offload for own in stage.program}) > 1:
+            yield PlanError(f"what a stage keeps waits on the host in all of its segments or in none ({_name(replica, stage)})")
         elif stage.recomputed and as_a_whole[stage.index]:
             yield PlanError(
                 f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)}, schedule {replica.pipeline.order})",
@@ -232,7 +234,7 @@ def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
 
 
 def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[PlanError]:
-    """Hosts whose memory does not hold what the optimizer keeps there."""
+    """Hosts whose memory does not hold what a plan keeps there."""
     known, needed = {host.name: host.memory for host in cluster.hosts}, dict[str, float]()
     for each in step.devices:
         for device in each.devices:
@@ -242,7 +244,7 @@ def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[PlanError]:
         memory = known[name]
         if memory is not None and num_bytes > memory:
             yield PlanError(
-                f"out of memory on host {name}: the optimizer keeps {format_bytes(round(num_bytes))} there, {format_bytes(memory)} usable",
+                f"out of memory on host {name}: a plan keeps {format_bytes(round(num_bytes))} there, {format_bytes(memory)} usable",
                 hint="memory.offload: none, fewer devices of this host, or what the host has, as its memory in the cluster file",
             )
 

@@ -109,6 +109,7 @@ class _Written:
 
     def __init__(self, graph: ModelGraph, cluster: Cluster, config: Config) -> None:
         self.graph, self.cluster, self.config = graph, cluster, config
+        self._offloads = Costs.of(config).offloads_activations
         self._calls = tuple(op.name for op in graph.ops if op.kind == "call")
         self._position = {name: index for index, name in enumerate(self._calls)}
         self._repeatable = analyse(graph).repeatable
@@ -246,7 +247,7 @@ class _Written:
                     part.parameters,
                     split=stage.split,
                     shards=stage.cut,
-                    program=program_of(part.ops, stage.recompute, in_halves=stage.halves),
+                    program=program_of(part.ops, stage.recompute, in_halves=stage.halves, offload=self._offloads),
                 )
             )
         edges = sorted(((source, target), tensors) for target, part in enumerate(parts) for source, tensors in part.received)

@@ -26,9 +26,10 @@ def write_plan(plan: Plan, graph: ModelGraph) -> str:
     Raises:
         PlanError: state is shared out or kept on hosts, which the text does not say.
     """
-    if not all(form.is_plain for state in plan.parameter_states for _, form in state.forms):
+    stages = (stage for replica in plan.replicas for stage in replica.stages)
+    if any(stage.offloads for stage in stages) or not all(form.is_plain for state in plan.parameter_states for _, form in state.forms):
         raise PlanError(
-            "a plan in YAML does not say which state is shared out among devices or kept on hosts",
+            "a plan in YAML does not say what is shared out among devices or kept on hosts",
             hint="write it as JSON, which says all of it (--output FILE.json)",
         )
     replicas = [block.as_data() for block in written_replicas(plan, graph)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from whale.ir.writes import written_buffers
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.seat import Seat
 from whale.runtime.execute.stage import StageRunner
+from whale.runtime.program.away import kept_on_host
 from whale.runtime.program.captured import Captured
 from whale.runtime.program.lowering import StageShards
 from whale.runtime.program.shard import Slots
@@ -97,7 +99,8 @@ def make_stages(
         written = written_buffers(captured.graph, frozenset(stage.ops))
         buffers = StepBuffers(tensors, {name: kinds[name] for name in written if kinds[name] != "statistics"})
         own = {**tensors, **{name: lent[name] for name in lacks}}
-        runners[index] = StageRunner(source, own, device, buffers, seat.position // stage.split, group, weights)
+        keeping = partial(kept_on_host, watch=connections.watch) if stage.offloads else None
+        runners[index] = StageRunner(source, own, device, buffers, seat.position // stage.split, group, weights, keeping)
         outputs[index] = source.outputs
     return SeatStages(runners, outputs, frozenset(index for index in mine if seat.position % replica.stages[index].split == 0))
 

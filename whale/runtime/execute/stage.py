@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,9 @@ from whale.runtime.state.updates import StepBuffers
 
 ProgramSource = Callable[[int], StageProgram]
 """The stage's program for a number of rows; one capture with a dynamic batch serves all."""
+
+Keeping = Callable[[Sequence[object]], AbstractContextManager[None]]
+"""Says where a forward pass with some arguments keeps what its backward pass needs."""
 
 
 @dataclass
@@ -65,6 +69,7 @@ class StageRunner:
         row_group: which of the stage's groups of equal rows it is in.
         split_group: the ranks that share its work, where the stage is split.
         weights: brings what is there while ops read it alone.
+        keeping: where forward passes keep what backward passes need; None: on the device.
 
     Attributes:
         buffers, row_group: as given.
@@ -79,8 +84,9 @@ class StageRunner:
         row_group: int = 0,
         split_group: Group | None = None,
         weights: GatheredWeights | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
-        self.buffers, self.row_group = buffers, row_group
+        self.buffers, self.row_group, self._keeping = buffers, row_group, keeping
         self._split_group, self._weights = split_group, weights
         self._source = source
         self._tensors = tensors
@@ -117,7 +123,8 @@ class StageRunner:
         flight = Flight(num_rows, [], received, {}, seed=seed() if program.is_random else None)
         arguments = [self._argument(kind, key, flight, inputs) for kind, key in zip(program.kinds, program.keys, strict=True)]
         flight.arguments = arguments
-        self._run(flight, program, arguments, with_graph)
+        with nullcontext() if self._keeping is None or not with_graph else self._keeping(arguments):
+            self._run(flight, program, arguments, with_graph)
         for kind, key, argument in zip(program.kinds, program.keys, arguments, strict=True):
             if kind == "buffer" and key in self.buffers:
                 assert isinstance(argument, torch.Tensor)

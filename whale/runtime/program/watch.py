@@ -40,6 +40,10 @@ class Watch:
         """Around a segment of a stage's program."""
         return _NOTHING
 
+    def on_host(self) -> AbstractContextManager[None]:
+        """Around the making of a tensor in the memory of the host."""
+        return _NOTHING
+
     def sent(self, sender: Place, receiver: Place, channel: Channel, wire: torch.Tensor) -> None:
         """A tensor's way has begun."""
 
