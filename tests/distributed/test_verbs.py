@@ -155,10 +155,17 @@ def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder
     engine = make(course)
     for number, (verb, value) in enumerate(course.verbs):
         given: Mapping[str, Any] = {}
-        if verb in ("step", "evaluate"):
-            given = {"loss": getattr(engine, verb)(course.batch(number)).double()}
+        if verb == "step":
+            given = {"loss": engine.step(course.batch(number)).double()}
+        elif verb == "evaluate":
+            loss, output = engine.evaluate(course.batch(number), outputs=True)
+            given = {"loss": loss.double(), **flat(output)}
         elif verb == "predict":
             given = flat(engine.predict(course.batch(number)))
+            own, rows = engine.predict(course.batch(number), gather=False)
+            for name, part in flat(own).items():
+                whole = given[name]
+                assert torch.equal(part, whole[rows] if part.dim() and whole.shape[0] == value else whole), (name, rows)
         elif verb == "gradients":
             given = whole_gradients(engine, expected[number])
         elif verb == "state":
@@ -196,7 +203,9 @@ def run_plainly(course: Course) -> list[Found]:
             given = {"loss": result.detach()}
         elif verb in ("evaluate", "predict"):
             evaluation, prediction = reference.evaluate(model, loss, course.batch(number))
-            given = {"loss": torch.tensor(evaluation, dtype=torch.float64)} if verb == "evaluate" else flat(prediction)
+            given = flat(prediction)
+            if verb == "evaluate":
+                given["loss"] = torch.tensor(evaluation, dtype=torch.float64)
             model.train()
         elif verb == "gradients":
             given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

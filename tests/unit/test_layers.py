@@ -18,7 +18,7 @@ PACKAGE = ROOT / "whale"
 
 # Highest first. Parts on one line never import one another.
 LINES = (
-    ("cli",),
+    ("cli", "integrations"),
     ("api", "workloads"),
     ("search", "report", "dry_run"),
     ("capture", "planning", "runtime", "measure"),
@@ -67,7 +67,7 @@ WITHOUT_TORCH = (
     *("errors", "progress", "units", "ir", "config", "axes", "hardware"),
     *("sharding", "schedules", "estimate", "planning", "report", "search"),
 )
-WITH_DISTRIBUTED = ("comm", "runtime", "measure", "cli", "api")
+WITH_DISTRIBUTED = ("comm", "runtime", "measure", "cli", "api", "integrations")
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 OF_THE_PACKAGE = {"__init__", "__main__"}  # the face of the package: names every part, lazily

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
@@ -45,8 +45,10 @@ from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.optimizer_state import read_optimizer
 from whale.runtime.training import Accumulated, forward_backward, train_step, update
 from whale.runtime.weights.filling import fill_tensors
-from whale.runtime.weights.gathering import gather_outputs, gather_tensors
+from whale.runtime.weights.gathering import gather_outputs, gather_tensors, own_outputs
 from whale.units import counted
+
+Found = TypeVar("Found")
 
 
 class Engine:
@@ -213,34 +215,47 @@ class Engine:
             )
 
     @all_ranks
-    def evaluate(self, batch: Any, *, averaged: bool = False) -> torch.Tensor:
+    def evaluate(self, batch: Any, *, averaged: bool = False, outputs: bool = False) -> Any:
         """The loss of a global batch in evaluation mode, equal on all ranks; nothing is trained.
 
         Args:
             batch: as `step` takes it.
             averaged: whether by the averages of weights (`average`).
+            outputs: whether the model's output is returned too, of the same pass.
+
+        Returns:
+            The loss, as `step` returns it; with ``outputs=True`` the pair of it and what `predict` returns.
         """
         with self._weights("evaluate(averaged=True)" if averaged else "evaluate"):
-            step, _, _ = self._forward("eval", batch)
+            step, captured, view = self._forward("eval_predict" if outputs else "eval", batch)
             loss = step.account.loss(self.runtime.totals(step))
+            found = self._outputs(step, captured, view, gather_outputs) if outputs else []
         self._rest()
-        return step_loss(loss)
+        return (step_loss(loss), captured.program.output(found, loss)) if outputs else step_loss(loss)
 
     @all_ranks
-    def predict(self, batch: Any, *, averaged: bool = False) -> Any:
+    def predict(self, batch: Any, *, averaged: bool = False, gather: bool = True) -> Any:
         """The model's output for the whole global batch, in evaluation mode, on every rank.
 
         Args:
             batch: as `step` takes it.
             averaged: whether by the averages of weights (`average`).
+            gather: whether every rank gets all rows. Otherwise each gets some or none, those that it computes, and no two the same: for
+                metrics that are summed over ranks.
+
+        Returns:
+            The output; with ``gather=False`` the pair of it and the numbers of its rows in the global batch, int64 of shape [rows].
         """
         with self._weights("predict(averaged=True)" if averaged else "predict"):
             step, captured, view = self._forward("predict", batch)
-            roster, plan = self.runtime.roster, self.runtime.plan_of(captured.key)
-            assert captured.program.outputs is not None and plan is not None
-            outputs = gather_outputs(captured.graph, plan, roster.world_ranks, roster.world, step.outputs, view.num_rows)
+            loss = step.account.loss(self.runtime.totals(step)) if captured.graph.loss else None
+            if gather:
+                found, rows = self._outputs(step, captured, view, gather_outputs), None
+            else:
+                found, rows = self._outputs(step, captured, view, own_outputs)
         self._rest()
-        return captured.program.outputs.rebuild(outputs)
+        output = captured.program.output(found, loss)
+        return output if gather else (output, rows)
 
     @all_ranks
     def average(self, decay: float) -> None:
@@ -586,7 +601,13 @@ class Engine:
 
     # ---- parts -----------------------------------------------------------------------------------------------
 
-    def _forward(self, name: Literal["eval", "predict"], batch: Any) -> tuple[StepState, CapturedMode, BatchView]:
+    def _outputs(self, step: StepState, captured: CapturedMode, view: BatchView, brought: Callable[..., Found]) -> Found:
+        """The outputs of a pass, as a function of the plan and this rank's pieces brings them together."""
+        roster, plan = self.runtime.roster, self.runtime.plan_of(captured.key)
+        assert plan is not None, "it has run"
+        return brought(captured.graph, plan, roster.world_ranks, roster.world, step.outputs, view.num_rows)
+
+    def _forward(self, name: Literal["eval", "predict", "eval_predict"], batch: Any) -> tuple[StepState, CapturedMode, BatchView]:
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         base = self.modes.ensure(name, batch)

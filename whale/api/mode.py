@@ -1,4 +1,4 @@
-"""One capture of the user's model (train, eval or predict), its program for any number of rows, and what it reads of a batch."""
+"""One capture of the user's model in a mode (train, eval, predict ...), its program, and what it reads of a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whale.ir.precision import Precision
 from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.batch.rank_batch import RankBatch
 
-ModeName = Literal["train", "eval", "predict"]
+ModeName = Literal["train", "eval", "predict", "eval_predict"]
 
 
 class CapturedMode:

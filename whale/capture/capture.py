@@ -11,10 +11,11 @@ describe   nodes become ops, without torch
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -67,7 +68,8 @@ def capture(
         batch: an example, or the structure of one: a mapping goes to the model as the keyword arguments that its forward takes,
             a tuple or list by position, a tensor alone. What forward does not take is for the loss.
         loss: ``loss(output, batch)`` returns a scalar or a pair (sum, weight); None takes the output's own ``loss``.
-        mode: ``train`` and ``eval`` return the loss, ``predict`` the model's output.
+        mode: ``train`` and ``eval`` return the loss, ``predict`` the model's output, ``eval_predict`` both; an output that has the loss
+            that the model computes itself, where no other is given, has it as terms.
         static: capture for the example's number of rows alone (which may then be 1).
         batch_dims: per tensor of the batch, by its key, 0 where it has rows and None where it has none; of the others, those have
             rows whose dimension 0 is as large as that of most.
@@ -156,15 +158,15 @@ def _build(
     if not first.dynamic:
         mark_factors(flat.graph, None if second is None else second.graph, first.rows)
     terms: list[TermNodes] = []
-    if mode != "predict":
-        terms = _split(flat, knows_rows)
+    num_of_loss = first.found.num_of_loss
+    if num_of_loss:
+        terms = _split(flat, num_of_loss, knows_rows)
         if second is not None:
-            _split(second, knows_rows)
+            _split(second, num_of_loss, knows_rows)
             mark_factors(flat.graph, second.graph, first.rows)
-    if mode == "predict":
-        _give_ops(flat)
+    outputs = _as_ops(flat, flat.results[num_of_loss:])
     returned = [node for term in terms for node in (term.sum, term.weight) if node is not None]
-    flat.graph.output(tuple(returned or flat.results))
+    flat.graph.output((*returned, *outputs))
     drop_needless_detaches(flat.graph)
     remove_dead_code(flat.graph, frozenset(name for name, kind in flat.kinds.items() if kind in ("buffer", "parameter")))
     read_as = _lift_casts(flat, held, kind.read_as)
@@ -176,7 +178,7 @@ def _build(
         parameters=parameters,
         num_rows=first.rows,
         loss=_loss_terms(flat, terms, ops),
-        outputs=() if terms else tuple(node.name for node in _returned(flat.graph)),
+        outputs=tuple(node.name for node in _returned(flat.graph)[len(returned) :]),
         mode=mode,
         dynamic=first.dynamic,
         warnings=(*_warnings(first), *flat.warnings),
@@ -221,24 +223,25 @@ def _check_constants(flat: Flat, held: TiedTensors, changed: Collection[str]) ->
             )
 
 
-def _give_ops(flat: Flat) -> None:
+def _as_ops(flat: Flat, results: Sequence[Any]) -> list[Any]:
     """Lets an op return what the model returns as it was given, a parameter or a part of the batch: ops have a place in a plan."""
-    results = list(flat.results)
-    for index, node in enumerate(results):
+    found = list(results)
+    for index, node in enumerate(found):
         if isinstance(node, fx.Node) and node.op == "placeholder":
-            results[index] = flat.graph.call_function(torch.ops.aten.alias.default, (node,))
-            results[index].meta["val"] = node.meta["val"]
-    flat.results = tuple(results)
+            found[index] = flat.graph.call_function(torch.ops.aten.alias.default, (node,))
+            found[index].meta["val"] = node.meta["val"]
+    return found
 
 
-def _split(flat: Flat, knows_rows: bool) -> list[TermNodes]:
+def _split(flat: Flat, num_of_loss: int, knows_rows: bool) -> list[TermNodes]:
     """The terms of the loss that a traced program returns, alone or as a (sum, weight) pair.
 
     Args:
         flat: the program.
+        num_of_loss: of its results, that are the loss.
         knows_rows: whether all that is made from the number of rows is known; else a constant may be a multiple of it.
     """
-    total, weight = (*flat.results, None)[:2]
+    total, weight = (*flat.results[:num_of_loss], None)[:2]
     if not isinstance(total, fx.Node):
         raise CaptureError("the loss depends on the model and the batch (it is a constant)")
     rows = flat.rows if knows_rows else None
@@ -363,7 +366,13 @@ def _program(flat: Flat, structure: BatchStructure, held: TiedTensors, traced: T
     sources = {name: key for name, key in flat.sources.items() if name in names}
     constants = {name: tensor for name, tensor in flat.constants.items() if name in names}
     return CapturedProgram(
-        flat.graph, {**held.tensors, **constants}, structure, sources, traced.found.outputs, (*_of_state(traced), *flat.warnings)
+        flat.graph,
+        {**held.tensors, **constants},
+        structure,
+        sources,
+        traced.found.outputs,
+        traced.found.own_loss,
+        (*_of_state(traced), *flat.warnings),
     )
 
 

@@ -70,7 +70,8 @@ class CapturedProgram:
             They may be on the meta device.
         batch: how a batch is taken apart.
         sources: per parameter, buffer or constant placeholder, the key of its tensor in `tensors`.
-        outputs: how the output is put together; None where the graph returns a loss.
+        outputs: how the output is put together; None where the graph returns a loss alone.
+        own_loss: which tensor of the output is the loss, whose terms the graph returns in its place; None where none is.
         warnings: of what goes on from call to call in a plain loop, and is lost in the graph.
         reads: the places near the model whose values count (`whale.capture.exporting.near_values`).
     """
@@ -80,8 +81,23 @@ class CapturedProgram:
     batch: BatchStructure
     sources: Mapping[str, str]
     outputs: OutputStructure | None = None
+    own_loss: int | None = None
     warnings: tuple[str, ...] = ()
     reads: frozenset[str] = frozenset()
+
+    def output(self, tensors: Sequence[Tensor], loss: Tensor | None) -> Any:
+        """The model's output.
+
+        Args:
+            tensors: that the graph returned for it.
+            loss: of the batch, which the output may have.
+        """
+        assert self.outputs is not None, "a graph that returns an output"
+        found = list(tensors)
+        if self.own_loss is not None:
+            assert loss is not None, "the graph has its terms"
+            found.insert(self.own_loss, loss)
+        return self.outputs.rebuild(found)
 
     def module(self) -> fx.GraphModule:
         """The graph as a module without state: it takes its placeholders' values in order."""

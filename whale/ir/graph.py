@@ -243,8 +243,8 @@ class ModelGraph:
         parameters: every parameter and buffer, tied names merged.
         num_rows: rows of the example batch.
         loss: the terms of the loss; empty where the graph returns outputs instead.
-        outputs: ops whose values the graph returns beside the loss terms (for ``predict``).
-        mode: ``train``, ``eval`` or ``predict``.
+        outputs: ops whose values the graph returns beside the loss terms (for ``predict`` and ``eval_predict``).
+        mode: ``train``, ``eval``, ``predict`` or ``eval_predict``.
         dynamic: whether one capture serves any number of rows.
         warnings: what the user should know of the model, whatever the plan (it is captured anew for other numbers of rows, ...).
     """
@@ -254,7 +254,7 @@ class ModelGraph:
     num_rows: int
     loss: tuple[LossTerm, ...] = ()
     outputs: tuple[str, ...] = ()
-    mode: Literal["train", "eval", "predict"] = "train"
+    mode: Literal["train", "eval", "predict", "eval_predict"] = "train"
     dynamic: bool = True
     warnings: tuple[str, ...] = ()
 

@@ -216,7 +216,7 @@ class Runtime:
         if self._publishing is not None:
             self._publishing.check()
 
-    def lend(self, mode: Literal["eval", "predict"]) -> None:
+    def lend(self, mode: Literal["eval", "predict", "eval_predict"]) -> None:
         """Brings this rank what its stages read in a mode and do not hold; all ranks of the world call it, before `forward`."""
         roster = self.roster
         with self.status.reporting():

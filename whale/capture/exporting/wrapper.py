@@ -21,7 +21,7 @@ from whale.capture.source import line_of_function
 from whale.errors import BatchError, CaptureError
 from whale.ir.source import SourceLine
 
-Mode = Literal["train", "eval", "predict"]
+Mode = Literal["train", "eval", "predict", "eval_predict"]
 Loss = Callable[[Any, Any], Any]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -32,12 +32,16 @@ class Findings:
     """What a call of the wrapper found out about its results.
 
     Attributes:
-        outputs: structure of the model's output, in mode ``predict``.
+        outputs: structure of the model's output, in modes ``predict`` and ``eval_predict``.
+        num_of_loss: 2 where the loss is a sum and a weight, else 1; 0 where none is returned. It comes first, without a constant weight.
+        own_loss: which tensor of the output is that loss; None where none is.
         weight: constant weight of a (sum, weight) pair.
         handed_on: plain attributes that `forward` leaves to its next call.
     """
 
     outputs: OutputStructure | None = None
+    num_of_loss: int = 0
+    own_loss: int | None = None
     weight: float | None = None
     handed_on: tuple[str, ...] = ()
 
@@ -84,14 +88,19 @@ class Wrapper(nn.Module):
         batch = self._structure.unflatten(tensors)
         args, kwargs = call_arguments(self.model, batch)
         output = self.model(*args, **kwargs)
-        if self._mode == "predict":
-            self.found.outputs, outputs = _take_apart(output)
-            return tuple(outputs)
         loss = self._loss[0]
+        outputs: list[Tensor] = []
+        if self._mode in ("predict", "eval_predict"):
+            self.found.outputs, outputs = _take_apart(output)
+            if self._mode == "predict" and (loss is not None or not _has_loss(output)):
+                return tuple(outputs)
         value = _own_loss(output) if loss is None else loss(output, batch)
+        self.found.own_loss = next((place for place, tensor in enumerate(outputs) if tensor is value), None)
         total, weight = _checked_loss(value, line_of_function(loss))
         self.found.weight = weight if isinstance(weight, float) else None
-        return (total,) if weight is None or isinstance(weight, float) else (total, weight)
+        results = (total,) if weight is None or isinstance(weight, float) else (total, weight)
+        self.found.num_of_loss = 1 if weight is None else 2
+        return (*results, *(tensor for tensor in outputs if tensor is not value))
 
 
 def _keep_written(module: nn.Module, name: str, held: Tensor) -> None:
@@ -159,11 +168,19 @@ def check_loss(loss: Loss | None) -> None:
         raise CaptureError(message, where=line_of_function(loss), hint="loss=lambda output, batch: ...") from None
 
 
+def _found_loss(output: Any) -> Any:
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return output if found is None and isinstance(output, Tensor) and output.dim() == 0 else found
+
+
+def _has_loss(output: Any) -> bool:
+    found = _found_loss(output)
+    return isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point()
+
+
 def _own_loss(output: Any) -> Any:
     """The loss that a model computes itself: `output.loss`, ``output["loss"]``, or an output that is a scalar."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if found is None and isinstance(output, Tensor) and output.dim() == 0:
-        found = output
+    found = _found_loss(output)
     if found is None:
         raise CaptureError(
             f"without loss= the model's output has a loss ({type(output).__name__} has none)",

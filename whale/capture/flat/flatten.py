@@ -94,7 +94,7 @@ def flatten(traced: Traced, structure: BatchStructure, held: TiedTensors, device
     flat.kinds[node.name] = "input"
     _Flattening(traced, structure, held, flat, device, autocast).run()
     if traced.found.weight is not None:
-        flat.results = (*flat.results, traced.found.weight)
+        flat.results = (flat.results[0], traced.found.weight, *flat.results[1:])
     return flat
 
 

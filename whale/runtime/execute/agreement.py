@@ -33,7 +33,7 @@ DEVICE_STEPS = 3
 """Steps whose batches are compared by content where they lie on a device, which has to be waited for."""
 
 _NUM_OF_BATCH = roll_call.NUM_TOLD - equal_copies.NUM_TOLD
-_CALLS: Mapping[str, roll_call.Call] = {"train": "step", "eval": "evaluate", "predict": "predict"}
+_CALLS: Mapping[str, roll_call.Call] = {"train": "step", "eval": "evaluate", "predict": "predict", "eval_predict": "evaluate"}
 
 
 @dataclass(frozen=True)

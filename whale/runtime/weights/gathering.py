@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -92,6 +93,42 @@ def lend_tensors(
 
 Piece = tuple[str, int, int, torch.Tensor]
 """An output, the global rows it is for, and this rank's part of it."""
+
+
+def own_outputs(
+    model: ModelGraph, plan: Plan, world_ranks: Sequence[int], world: World, pieces: Sequence[Piece], num_rows: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The graph's outputs for some rows on each rank: those of which it computes the last output that has rows.
+
+    What another rank computes of them, and what has no rows, comes as `gather_outputs` brings it.
+
+    Args:
+        model, plan, world_ranks, world, pieces, num_rows: as of `gather_outputs`.
+
+    Returns:
+        The outputs, and the numbers of their rows in the global batch: int64, on the same device.
+
+    Raises:
+        PlanError: as `gather_outputs`.
+    """
+    axes = batch_axes(model, discover(model)) if model.outputs else {}
+    owners = {name: _owners(plan, world_ranks, name, num_rows) for name in model.outputs if axes.get(name) is not None}
+    takers = next(reversed(owners.values()), [])
+    intervals = sorted((start, stop) for rank, start, stop in takers if rank == world.rank)
+    others = tuple(name for name in model.outputs if owners.get(name) != takers)
+    brought = gather_outputs(replace(model, outputs=others), plan, world_ranks, world, pieces, num_rows)
+    found = dict(zip(others, brought, strict=True))
+    mine = {(name, start): value for name, start, _, value in pieces}
+    for name in owners:
+        spec, axis = model.by_name[name].outputs[0], axes[name]
+        own = [mine[name, start] for start, _ in intervals] if name not in found else [found[name]]
+        parts = [value.reshape(*value.shape[: axis.dim], axis.outer, -1, axis.inner, *value.shape[axis.dim + 1 :]) for value in own]
+        if name in found:
+            parts = [parts[0].narrow(axis.dim + 1, start, stop - start) for start, stop in intervals]
+        none = torch.empty(spec.shape_at(0), dtype=getattr(torch, spec.dtype), device=world.device)
+        found[name] = torch.cat(parts, axis.dim + 1).flatten(axis.dim, axis.dim + 2) if parts else none
+    numbers = [torch.arange(start, stop, device=world.device) for start, stop in intervals]
+    return [found[name] for name in model.outputs], torch.cat([torch.arange(0, device=world.device), *numbers])
 
 
 def gather_outputs(

@@ -1,0 +1,1 @@
+"""Whale under the trainers of other libraries; each module needs its library."""
