@@ -87,8 +87,6 @@ def bring_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numb
         is_view = _is_view(node)
         if is_view or _may_be_view(node, model):
             views[node] = own
-        if node.target is torch.ops.aten.alias.default:  # reads nothing, and may stand long before who reads
-            continue
         for number in own:
             readers.setdefault(number, []).append(node)
             if not is_view:

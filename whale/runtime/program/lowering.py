@@ -103,13 +103,13 @@ def lower(
         first = (QUEUE, *first)
     if shards is not None and segments:
         keep_parts(local, model, wanted, {name for segment in segments for name in segment})
-    if not splits_backward:
-        _sum_as_read(local, model)
     if brought:
         with local.inserting_before(next(iter(local.nodes))):
             weights = local.placeholder(BROUGHT)
         bring_weights(local, model, brought, weights)
         first = (BROUGHT, *first)
+    if not splits_backward:
+        _sum_as_read(local, model)
     random = {name for name in wanted if "random" in model.by_name[name].tags}
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
     keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
