@@ -183,7 +183,11 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         self._counts_items = num_items_in_batch is not None
         loss = self._at_work.forward_backward(self._batch(inputs, num_items_in_batch))
-        return loss.as_subclass(Tensor).to(self.args.device) / self._num_means
+        return self._plain(loss) / self._num_means
+
+    def _plain(self, loss: Tensor) -> Tensor:
+        """A loss of the engine's, as the trainer adds it up."""
+        return loss.as_subclass(Tensor).to(self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self._norm(self.args.max_grad_norm)
@@ -220,7 +224,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         has_loss = has_labels or (not self.label_names and (inputs.get("return_loss") or self.can_return_loss))
         batch = self._batch(inputs)
         if prediction_loss_only and has_loss:
-            return engine.evaluate(batch).as_subclass(Tensor).to(self.args.device), None, None
+            return self._plain(engine.evaluate(batch)), None, None
         loss, output = engine.evaluate(batch, outputs=True) if has_loss else (None, engine.predict(batch))
         if ignore_keys is None:
             ignore_keys = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", [])
@@ -230,7 +234,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
             logits = output[1:] if has_loss else output
         labels = tuple(inputs.get(name) for name in self.label_names) if has_labels else None
         return (
-            None if loss is None else loss.as_subclass(Tensor).to(self.args.device),
+            None if loss is None else self._plain(loss),
             logits[0] if len(logits) == 1 else logits,
             labels[0] if labels is not None and len(labels) == 1 else labels,
         )
