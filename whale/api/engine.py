@@ -605,7 +605,7 @@ class Engine:
         """The outputs of a pass, as a function of the plan and this rank's pieces brings them together."""
         roster, plan = self.runtime.roster, self.runtime.plan_of(captured.key)
         assert plan is not None, "it has run"
-        return brought(captured.graph, plan, roster.world_ranks, roster.world, step.outputs, view.num_rows)
+        return brought(captured.graph, captured.batch_axes, plan, roster.world_ranks, roster.world, step.outputs, view.num_rows)
 
     def _forward(self, name: Literal["eval", "predict", "eval_predict"], batch: Any) -> tuple[StepState, CapturedMode, BatchView]:
         self.runtime.losses.settle()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
+from whale.axes import batch_axes, discover
 from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, CapturedProgram, capture
 from whale.capture.comparing import are_same, difference
 from whale.errors import BatchError, CaptureError
 from whale.ir.graph import LossTerm, ModelGraph
+from whale.ir.plan import BatchAxis
 from whale.ir.precision import Precision
 from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.batch.rank_batch import RankBatch
@@ -63,6 +65,11 @@ class CapturedMode:
         self.graph, self.program = self._capture(model, self.structure, loss, mode=name)
         self._capture = partial(self._capture, read_as=self.graph.read_as)
         self._by_rows: dict[int, fx.Graph] = {self.graph.num_rows: self.program.graph}
+
+    @cached_property
+    def batch_axes(self) -> Mapping[str, BatchAxis]:
+        """Where the batch is in each result of an op that has one."""
+        return batch_axes(self.graph, discover(self.graph))
 
     @property
     def constants(self) -> Mapping[str, torch.Tensor]:

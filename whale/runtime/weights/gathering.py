@@ -8,11 +8,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from whale.axes import batch_axes, discover
 from whale.comm import World
 from whale.errors import PlanError, warn
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.plan import BATCH, Plan
+from whale.ir.plan import BATCH, BatchAxis, Plan
 from whale.ir.writes import Reads
 from whale.runtime.program.shard.pieces import as_index, write_part
 from whale.runtime.state.holdings import Holdings
@@ -96,14 +95,20 @@ Piece = tuple[str, int, int, torch.Tensor]
 
 
 def own_outputs(
-    model: ModelGraph, plan: Plan, world_ranks: Sequence[int], world: World, pieces: Sequence[Piece], num_rows: int
+    model: ModelGraph,
+    axes: Mapping[str, BatchAxis],
+    plan: Plan,
+    world_ranks: Sequence[int],
+    world: World,
+    pieces: Sequence[Piece],
+    num_rows: int,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The graph's outputs for some rows on each rank: those of which it computes the last output that has rows.
 
     What another rank computes of them, and what has no rows, comes as `gather_outputs` brings it.
 
     Args:
-        model, plan, world_ranks, world, pieces, num_rows: as of `gather_outputs`.
+        model, axes, plan, world_ranks, world, pieces, num_rows: as of `gather_outputs`.
 
     Returns:
         The outputs, and the numbers of their rows in the global batch: int64, on the same device.
@@ -111,12 +116,11 @@ def own_outputs(
     Raises:
         PlanError: as `gather_outputs`.
     """
-    axes = batch_axes(model, discover(model)) if model.outputs else {}
     owners = {name: _owners(plan, world_ranks, name, num_rows) for name in model.outputs if axes.get(name) is not None}
     takers = next(reversed(owners.values()), [])
     intervals = sorted((start, stop) for rank, start, stop in takers if rank == world.rank)
     others = tuple(name for name in model.outputs if owners.get(name) != takers)
-    brought = gather_outputs(replace(model, outputs=others), plan, world_ranks, world, pieces, num_rows)
+    brought = gather_outputs(replace(model, outputs=others), axes, plan, world_ranks, world, pieces, num_rows)
     found = dict(zip(others, brought, strict=True))
     mine = {(name, start): value for name, start, _, value in pieces}
     for name in owners:
@@ -132,7 +136,13 @@ def own_outputs(
 
 
 def gather_outputs(
-    model: ModelGraph, plan: Plan, world_ranks: Sequence[int], world: World, pieces: Sequence[Piece], num_rows: int
+    model: ModelGraph,
+    axes: Mapping[str, BatchAxis],
+    plan: Plan,
+    world_ranks: Sequence[int],
+    world: World,
+    pieces: Sequence[Piece],
+    num_rows: int,
 ) -> list[torch.Tensor]:
     """The graph's outputs for the whole batch, on every rank.
 
@@ -140,6 +150,7 @@ def gather_outputs(
 
     Args:
         model: the captured model, with its `outputs`.
+        axes: where the batch is in each of them.
         plan: which rank computes which rows of which output.
         world_ranks: per rank of the plan, the rank in the world.
         world: this process among its peers.
@@ -149,7 +160,6 @@ def gather_outputs(
     Raises:
         PlanError: an output's rows cannot be told apart, and more than one piece of it was computed.
     """
-    axes = batch_axes(model, discover(model)) if model.outputs else {}
     mine = {(name, start): value for name, start, _, value in pieces}
     results = []
     for name in model.outputs:
