@@ -21,7 +21,7 @@ from whale.cli.planned import Planned, add_planning_verb, planned, planned_large
 from whale.cli.tables import paragraph, print_table
 from whale.errors import ConfigError
 from whale.estimate import Costs
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Choice, Plan, Replica, Stage, describe_order, describe_shape, describe_shards
 from whale.ir.schedule import Kind

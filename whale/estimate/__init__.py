@@ -9,17 +9,13 @@ from whale.estimate.costs.communication import (
     edge_line,
     p2p_seconds,
 )
-from whale.estimate.costs.compute import OpSeconds, op_seconds
+from whale.estimate.costs.compute import OpSeconds, op_seconds, optimizer_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import OpTable, op_table, output_lines, spec_line
-from whale.estimate.costs.optimizer import optimizer_seconds
-from whale.estimate.events.action_times import ActionTimes
 from whale.estimate.events.drawing import draw
-from whale.estimate.events.figures import bubble, bubble_rate
-from whale.estimate.events.simulate import simulate
-from whale.estimate.memory.kept import kept_tensors
-from whale.estimate.memory.memory import StateBytes, kept_names, size_line, state_bytes, working_line
+from whale.estimate.events.simulate import ActionTimes, bubble, bubble_rate, simulate
+from whale.estimate.memory.memory import StateBytes, kept_names, kept_tensors, size_line, state_bytes, working_line
 from whale.estimate.step.estimate import estimate, estimate_with
 from whale.estimate.step.step import DeviceEstimate, LinkUse, MemoryUse, StepEstimate
 

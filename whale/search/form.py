@@ -18,7 +18,7 @@ import numpy as np
 from whale.config.keys import Shares
 from whale.errors import WhaleError
 from whale.estimate import Line, idle_seconds, optimizer_seconds
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.ir.cluster import Device
 from whale.planning.cutting.filling import fill
 from whale.planning.replicas.solve import Solver

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from whale.estimate import idle_seconds
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.strategy import ReplicaSpec
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from whale.errors import ClusterError
 from whale.estimate import StepEstimate
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.ir.cluster import Cluster, Device
 from whale.ir.plan import Plan
 from whale.planning.strategy import Strategy

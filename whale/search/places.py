@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate import Line, all_reduce_line
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy

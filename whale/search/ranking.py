@@ -15,7 +15,7 @@ from itertools import count
 import numpy as np
 
 from whale.config.keys import Shares
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.ir.cluster import Device
 from whale.planning.plan import Draft
 from whale.planning.strategy import ReplicaSpec, Strategy

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.unit.planning.graphs import chain, device
 from whale.config import Config
 from whale.estimate import Costs, Line, all_gather_line, all_reduce_line, all_reduce_seconds, all_to_all_line, estimate
-from whale.estimate.costs.collectives import fastest_way
-from whale.estimate.costs.fabric import fabric
+from whale.estimate.costs.communication import fabric, fastest_way
 from whale.ir.cluster import Cluster, Host, Link
 from whale.planning import make_plan
 

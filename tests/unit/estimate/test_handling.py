@@ -16,7 +16,7 @@ from tests.unit.planning.graphs import chain, cluster
 from whale.capture import capture
 from whale.config import Config
 from whale.estimate import Costs, Line, estimate
-from whale.estimate.costs.handling import Volume, all_gather_volume, all_reduce_volume, all_to_all_volume
+from whale.estimate.costs.communication import Volume, all_gather_volume, all_reduce_volume, all_to_all_volume
 from whale.estimate.events.engine import EventTimes, Task, Transfer, run
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site, Tolls, copied_bytes

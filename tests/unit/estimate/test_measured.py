@@ -13,8 +13,8 @@ from whale.axes import discover
 from whale.config import Config
 from whale.errors import ConfigError
 from whale.estimate import Costs, estimate, op_seconds, op_table
+from whale.estimate.costs.line import Started
 from whale.estimate.costs.measured import KindTimes, Measured, measured
-from whale.estimate.costs.started import Started
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.traffic import work_on_parts
 from whale.estimate.step.work import Works

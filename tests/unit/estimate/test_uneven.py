@@ -17,8 +17,7 @@ from whale.estimate import Costs
 from whale.estimate.events.engine import Task, Transfer, Uneven, run
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.estimate import estimate_with
-from whale.estimate.step.gather import Gathered, gather
-from whale.estimate.step.program import Program, make_program
+from whale.estimate.step.program import Gathered, Program, gather, make_program
 from whale.estimate.step.step import StepEstimate
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.plan import Plan

@@ -17,7 +17,7 @@ from whale.cli import main
 from whale.comm import World
 from whale.deferred import WeightQueue, deferred
 from whale.errors import ClusterError
-from whale.estimate.memory.kept import weight_share
+from whale.estimate.memory.memory import weight_share
 from whale.hardware import DeviceProfile, parse_cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import KindProfile, Profile, read_profile

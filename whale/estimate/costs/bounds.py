@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 
 FORWARD_SHARE = 1 / 3
 """Share of F in F + B where B = 2 F, for the schedules that split the backward pass: weight gradients fill their drain."""

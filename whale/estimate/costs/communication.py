@@ -1,13 +1,185 @@
-"""Communication by the alpha-beta model: one message, an edge between stages, collectives over unlike links."""
+"""Communication by the alpha-beta model: one message, an edge between stages, collectives over unlike links.
+
+What a group of devices has to talk over is the links inside its hosts, and the way from host to host:
+
+host a                    host b
+a/0 -- a/1                b/0 -- b/1        inside    the slowest of the links inside a host
+ |      |                  |      |
+card ===================== card             between   all devices of a host together, at most its card
+
+A collective goes the way that is fastest, as communication libraries choose:
+
+ring            every byte passes every device, one after the other             least traffic on equal links, long latency
+tree            up to a root and down again                                     latency grows with the logarithm
+hierarchical    inside each host, across the hosts by all rails, inside again   least traffic between hosts
+
+Messages take time of the devices at their ends, too: of a CPU rank, whose core moves them. Where that was not measured it is nothing, as of
+devices that move what they send by themselves.
+
+device   |  compute  |handles|  compute  |      so long its computing stands still
+link                 |==== message ====>|
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil, inf, log2
 
-from whale.estimate.costs.collectives import fastest_way
-from whale.estimate.costs.fabric import fabric
 from whale.estimate.costs.line import Line
-from whale.ir.cluster import Cluster, Link
+from whale.ir.cluster import Cluster, Handling, Link
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """The links of one group.
+
+    Attributes:
+        num_devices: of the group.
+        num_hosts: on which they are.
+        on_host: devices of the group on a host, the most of any.
+        rails: devices of the group on a host, the fewest of any: so many ways lead from host to host.
+        inside: bytes per second from a device to the next one of its host; infinite where no host has two.
+        between: bytes per second from a host to the next one, over all rails together; infinite for one host.
+        inside_latency, between_latency: seconds of one hop.
+    """
+
+    num_devices: int
+    num_hosts: int
+    on_host: int
+    rails: int
+    inside: float
+    between: float
+    inside_latency: float
+    between_latency: float
+
+
+def fabric(cluster: Cluster, devices: Sequence[str]) -> Fabric:
+    """The links of some devices.
+
+    What the devices of a host share, a card or a bus, is taken as if all of them talked at once, as they do in a step: each
+    has an equal part of it.
+    """
+    members, by_name = dict[str, list[str]](), cluster.by_name
+    for name in devices:
+        members.setdefault(by_name[name].host, []).append(name)
+    inside, inside_latency, between, between_latency = inf, 0.0, inf, 0.0
+    counts = [len(names) for names in members.values()]
+    for host, names in members.items():
+        if len(names) > 1:
+            known = cluster.host_by_name[host]
+            inside = min(inside, known.link.bandwidth / (len(known.devices) if known.link.shared else 1))
+            inside_latency = max(inside_latency, known.link.latency)
+    if len(members) > 1:
+        for link in _between(cluster, [names[0] for names in members.values()]):
+            between = min(between, min(counts) * link.bandwidth)
+            between_latency = max(between_latency, link.latency)
+        between = min(between, *(_part_of_card(cluster, host, len(names)) for host, names in members.items()))
+    return Fabric(len(devices), len(members), max(counts), min(counts), inside, between, inside_latency, between_latency)
+
+
+def _between(cluster: Cluster, firsts: Sequence[str]) -> Iterable[Link]:
+    """The unlike links from host to host, all around, of one device of each."""
+    if not cluster.pairs and cluster.network is not None:  # it is the one that there is
+        return (cluster.network,)
+    return dict.fromkeys(cluster.link(a, b) for a, b in pairwise([*firsts, firsts[0]]))
+
+
+def _part_of_card(cluster: Cluster, host: str, count: int) -> float:
+    card = cluster.card(host)
+    return inf if card is None else card * count / len(cluster.host_by_name[host].devices)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way for a collective to go; what passes inside and between hosts passes at the same time, in pieces.
+
+    Attributes:
+        inside: of each byte of the payload, how much passes the link of each device inside its host.
+        between: likewise, how much leaves each host, over all rails together.
+        latency: seconds beside the bytes.
+    """
+
+    inside: float
+    between: float
+    latency: float
+
+    def seconds_per_byte(self, over: Fabric) -> float:
+        """Seconds that a byte of the payload takes."""
+        return max(self.inside / over.inside, self.between / over.between)
+
+
+def fastest_way(over: Fabric, num_passes: int, num_bytes: float) -> Way:
+    """The fastest way of a collective.
+
+    Args:
+        over: what the group has to talk over.
+        num_passes: 2 of an all-reduce, 1 of an all-gather or reduce-scatter.
+        num_bytes: of the whole payload.
+    """
+    return min(_ways(over, num_passes), key=lambda way: way.latency + way.seconds_per_byte(over) * num_bytes)
+
+
+def _ways(over: Fabric, num_passes: int) -> Iterator[Way]:
+    count, hosts, inner, outer = over.num_devices, over.num_hosts, over.inside_latency, over.between_latency
+    if count < 2:
+        yield Way(0.0, 0.0, 0.0)
+        return
+    each = num_passes * (count - 1) / count
+    crossings = hosts if hosts > 1 else 0
+    yield Way(each, each if crossings else 0.0, each * ((count - crossings) * inner + crossings * outer))
+    if num_passes == 2:
+        depth = ceil(log2(over.on_host)) * inner + ceil(log2(hosts)) * outer
+        yield Way(2.0, 2.0 if crossings else 0.0, 2 * depth)
+    if hosts > 1 and over.on_host > 1:
+        inside, between = num_passes * (over.on_host - 1), num_passes * (hosts - 1)
+        yield Way(inside / over.on_host, between / hosts, inside * inner + between * outer)
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """What one device sends and receives.
+
+    Attributes:
+        num_messages: either way.
+        num_bytes: either way, by rows.
+    """
+
+    num_messages: float = 0.0
+    num_bytes: Line = field(default_factory=Line)
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(self.num_messages + other.num_messages, self.num_bytes + other.num_bytes)
+
+    def line(self, handling: Handling) -> Line:
+        """Seconds that it takes of a device, by rows."""
+        return Line(self.num_messages * handling.seconds) + self.num_bytes * handling.per_byte
+
+    def seconds(self, handling: Handling) -> float:
+        """The same, of what has no rows."""
+        return self.line(handling).fixed
+
+
+def all_reduce_volume(num_devices: int, payload: Line) -> Volume:
+    """Of each device in an all-reduce of a payload around a ring: twice from each to the next."""
+    return ring_volume(num_devices, payload, 2)
+
+
+def all_gather_volume(num_devices: int, payload: Line) -> Volume:
+    """Of each device in an all-gather that gives every device the whole payload, or in a reduce-scatter of it."""
+    return ring_volume(num_devices, payload, 1)
+
+
+def all_to_all_volume(num_devices: int, payload: Line) -> Volume:
+    """Of each device in an all-to-all of a payload that lies in parts before and after."""
+    return Volume(2.0 * (num_devices - 1), payload * (2 * (num_devices - 1) / num_devices**2))
+
+
+def ring_volume(num_devices: int, payload: Line, num_passes: int) -> Volume:
+    """Of each device in passes of a payload around a ring: a part of it out, and one in, at each step."""
+    both = 2.0 * num_passes * (num_devices - 1)
+    return Volume(both, payload * (both / num_devices))
 
 
 def p2p_seconds(cluster: Cluster, source: str, target: str, num_bytes: float) -> float:

@@ -1,9 +1,20 @@
-"""A quantity that grows with the rows of a batch: seconds or bytes as ``fixed + per_row x rows``."""
+"""A quantity that grows with the rows of a batch, and a pass as its device and its host see it.
+
+The host starts kernels and messages ahead, so a pass takes as long as the longer of the two:
+
+host      | start | start | start | start |
+device       [kernel] [message] [kernel]   [kernel]     here the host rules
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +48,33 @@ class Line:
         """A line that none of them is above; zero where there are none."""
         given = list(lines)
         return Line(max((line.fixed for line in given), default=0.0), max((line.per_row for line in given), default=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A pass.
+
+    Attributes:
+        device: seconds of its kernels, and of the messages that the device waits for.
+        host: seconds of starting them, however many rows they work on.
+    """
+
+    device: Line = field(default_factory=Line)
+    host: float = 0.0
+
+    def __add__(self, other: Started) -> Started:
+        """Both as one pass: the host is ahead from the first into the second."""
+        return Started(self.device + other.device, self.host + other.host)
+
+    def __mul__(self, count: float) -> Started:
+        """So many of it as one pass."""
+        return Started(self.device * count, self.host * count)
+
+    def waiting(self, rows: Floats) -> Floats:
+        """Seconds for which the device waits for its host, by rows."""
+        found: Floats = np.maximum(self.host - self.device.fixed - self.device.per_row * rows, 0.0)
+        return found
+
+    def line(self, num_rows: float) -> Line:
+        """Seconds that it takes, as a line about a number of rows."""
+        return self.device + Line(max(0.0, self.host - self.device.at(num_rows)))

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.errors import ConfigError
-from whale.estimate.costs.line import Line
-from whale.estimate.costs.op_table import Floats, is_free
+from whale.estimate.costs.line import Floats, Line
+from whale.estimate.costs.op_table import is_free
 from whale.ir.cluster import NO_HANDLING, Cluster, Device
 from whale.ir.figure import Figure
 from whale.ir.graph import ModelGraph

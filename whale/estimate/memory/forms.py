@@ -19,7 +19,7 @@ PerOp = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class BridgedTensor:
     """A form of a tensor on one device.
 
     Attributes:
@@ -38,7 +38,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Forms:
+class BridgedTensors:
     """The forms that a stage has on one device.
 
     Attributes:
@@ -47,7 +47,7 @@ class Forms:
         segments: runs of them that are computed again.
     """
 
-    all: tuple[Form, ...]
+    all: tuple[BridgedTensor, ...]
     ops: Sequence[str]
     segments: Sequence[Sequence[str]] = ()
 
@@ -81,7 +81,7 @@ class Forms:
         """Per op, the place of the last op of its segment; 0 outside of segments."""
         return dict.fromkeys(self.ops, 0) | {name: self._at[segment[-1]] for segment in self.segments for name in segment}
 
-    def _between(self, spans: Iterable[tuple[int, int, Form]]) -> PerOp:
+    def _between(self, spans: Iterable[tuple[int, int, BridgedTensor]]) -> PerOp:
         found = np.zeros(len(self.ops))
         for first, last, form in spans:
             found[first : last + 1] += form.num_bytes

@@ -20,8 +20,8 @@ from functools import cached_property
 import numpy as np
 
 from whale.axes.operators import operator_of
-from whale.estimate.memory.forms import Form, Forms, PerOp
-from whale.estimate.memory.kept import place_share
+from whale.estimate.memory.forms import BridgedTensor, BridgedTensors, PerOp
+from whale.estimate.memory.memory import place_share
 from whale.ir.graph import ModelGraph, Op
 
 
@@ -55,7 +55,7 @@ class Passes:
         graph: the model; of a split stage, what the device holds of it.
         num_bytes: per op, of its results.
         ops: of the stage.
-        kept: per op, what it keeps (`whale.estimate.memory.kept.kept_tensors`).
+        kept: per op, what it keeps (`whale.estimate.memory.memory.kept_tensors`).
         segments: runs of ops that are computed again in the backward pass.
         crossing: storages that arrive or are handed on: there from the forward pass to the end of the backward pass.
         parameter_bytes: per parameter that trains, those of its gradient.
@@ -74,7 +74,7 @@ class Passes:
     parameter_bytes: Mapping[str, float]
     bucketed: Collection[str]
     divided: Collection[str] = ()
-    forms: tuple[Form, ...] = ()
+    forms: tuple[BridgedTensor, ...] = ()
     offloads: bool = False
 
     def forward(self, left: Collection[str]) -> float:
@@ -111,9 +111,9 @@ class Passes:
         )
 
     @cached_property
-    def formed(self) -> Forms:
+    def formed(self) -> BridgedTensors:
         """The forms beside the ops."""
-        return Forms(self.forms, self.ops, self.segments)
+        return BridgedTensors(self.forms, self.ops, self.segments)
 
     @cached_property
     def made(self) -> frozenset[str]:

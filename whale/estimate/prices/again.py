@@ -12,8 +12,8 @@ from functools import cached_property
 from whale.axes.labels import Labels
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import spec_line
-from whale.estimate.memory.forms import Form
-from whale.estimate.memory.kept import keeps_parameter
+from whale.estimate.memory.forms import BridgedTensor
+from whale.estimate.memory.memory import keeps_parameter
 from whale.estimate.prices.part import Segment
 from whale.estimate.prices.prices import Prices
 from whale.ir.writes import MemoryWrites
@@ -49,7 +49,7 @@ class Again:
         """Bytes of the forms into which bridges bring tensors and that their users keep, by rows, at a position of the split group."""
         return Line.sum(self._size(bridge, position) for bridge in self._kept if bridge not in self._kept_in_parts)
 
-    def forms(self, position: int, num_rows: float) -> tuple[Form, ...]:
+    def forms(self, position: int, num_rows: float) -> tuple[BridgedTensor, ...]:
         """What bridges make on a device.
 
         Args:
@@ -58,11 +58,11 @@ class Again:
         """
         return tuple(self._form(bridge, position, num_rows) for bridge in self._moving if bridge.is_sum or bridge.users)
 
-    def _form(self, bridge: Bridge, position: int, num_rows: float) -> Form:
+    def _form(self, bridge: Bridge, position: int, num_rows: float) -> BridgedTensor:
         users = (bridge.tensor,) if bridge.is_sum else bridge.users
         keepers = tuple(user for user in bridge.users if self._keeps(user, bridge))
         is_kept = bridge in self._kept and bridge not in self._kept_in_parts
-        return Form(users, keepers, self._size(bridge, position).at(num_rows), is_kept, bool(bridge.backward))
+        return BridgedTensor(users, keepers, self._size(bridge, position).at(num_rows), is_kept, bool(bridge.backward))
 
     def _size(self, bridge: Bridge, position: int) -> Line:
         """Bytes of what a bridge makes, by rows; of a sum, of each term."""

@@ -14,14 +14,23 @@ from whale.axes import Axes, discover
 from whale.axes.labels import Labels, label
 from whale.estimate.costs.compute import OpSeconds, op_seconds
 from whale.estimate.costs.costs import Costs
-from whale.estimate.costs.line import Line
-from whale.estimate.costs.op_table import Floats, OpTable, op_table, output_line, output_lines
-from whale.estimate.costs.started import Started
-from whale.estimate.memory.kept import activations_of, kept_for_weights, kept_tensors, places_line, weight_share
-from whale.estimate.memory.memory import StateBytes, kept_names, largest_line, size_line, state_bytes, working_line
-from whale.estimate.prices.local_graph import local_graph
+from whale.estimate.costs.line import Floats, Line, Started
+from whale.estimate.costs.op_table import OpTable, op_table, output_line, output_lines
+from whale.estimate.memory.memory import (
+    StateBytes,
+    activations_of,
+    kept_for_weights,
+    kept_names,
+    kept_tensors,
+    largest_line,
+    places_line,
+    size_line,
+    state_bytes,
+    weight_share,
+    working_line,
+)
 from whale.estimate.prices.part import NOTHING, Alive, Part, Recompute
-from whale.estimate.prices.traffic import WorkOnParts, work_on_parts
+from whale.estimate.prices.traffic import WorkOnParts, local_graph, work_on_parts
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op
 from whale.ir.plan import ParameterState, Shard, states_of

@@ -5,6 +5,12 @@ a device that has less to compute has its part done when the others come. What i
 
     device 0   |    compute     |handles|  wait  |
     device 1   |  compute   |   handles   | wait |      the slowest in both together
+
+A stage may compute its rows in two halves, one while the other's messages travel. That starts every kernel twice and pays every latency
+twice; in return a message costs only what the other half's work around it does not hide. Each of `n` messages one way has its share of the
+work of that direction, by all `g` gaps:
+
+    at once    work + messages                      in halves    work' + max(first or last message, messages' - work' n / g)
 """
 
 from __future__ import annotations
@@ -13,10 +19,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whale.estimate.costs.communication import all_gather_line, all_reduce_line, all_to_all_line
-from whale.estimate.costs.handling import Volume, all_gather_volume, all_reduce_volume, all_to_all_volume
-from whale.estimate.costs.line import Line
-from whale.estimate.costs.started import Started
+from whale.estimate.costs.communication import (
+    Volume,
+    all_gather_line,
+    all_gather_volume,
+    all_reduce_line,
+    all_reduce_volume,
+    all_to_all_line,
+    all_to_all_volume,
+)
+from whale.estimate.costs.line import Line, Started
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device, Handling
 from whale.ir.graph import Op
@@ -173,3 +185,57 @@ class Tolls:
         most = max((volume.line(handling) for handling in self._handles), key=lambda line: line.at(self.site.num_rows), default=Line())
         left = messages + most * -1
         return left if left.at(self.site.num_rows) > 0 else Line()
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What the devices of a group exchange during one micro-batch.
+
+    Attributes:
+        forward, backward: seconds of those that other work may hide, by rows; what devices handle is work of theirs.
+        num_forward, num_backward: how many these are.
+        num_gaps: places in the stage where something is exchanged, either way.
+    """
+
+    forward: Line
+    backward: Line
+    num_forward: int
+    num_backward: int
+    num_gaps: int
+
+
+def messages_of(tolls: Tolls, bridges: Iterable[Bridge]) -> Messages:
+    """What bridges exchange of values that have rows."""
+    forward, backward, gaps = [], [], 0
+    with_rows = [bridge for bridge in bridges if bridge.tensor in tolls.prices.activations]
+    for bridge in with_rows:
+        there, back = tolls.both_ways(bridge)
+        forward += [there] if moves(bridge.forward) else []
+        backward += [back] if moves(bridge.backward) and tolls.prices.training else []
+        gaps += moves(bridge.forward) or moves(bridge.backward)
+    there_volume, back_volume = tolls.volumes(with_rows)
+    awaited = tolls.awaited(Line.sum(forward), there_volume), tolls.awaited(Line.sum(backward), back_volume)
+    return Messages(*awaited, len(forward), len(backward), gaps)
+
+
+def halved(at_once: Started, messages: Line, num_messages: int, num_gaps: int, rows: float) -> Started:
+    """One direction of a stage in two halves.
+
+    Args:
+        at_once: messages included.
+        messages: seconds of them.
+        num_messages: in this direction.
+        num_gaps: in both.
+        rows: about which lines are taken.
+    """
+    work, host = _twice(at_once.device + messages * -1), 2 * at_once.host
+    if not num_messages:
+        return Started(work, host)
+    both = _twice(messages)
+    exposed = both * (0.5 / num_messages), both + work * (-num_messages / num_gaps)
+    return Started(work + max(exposed, key=lambda line: line.at(rows)), host)
+
+
+def _twice(line: Line) -> Line:
+    """Two halves of the rows, one after the other."""
+    return Line(2 * line.fixed, line.per_row)

@@ -52,7 +52,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Classes:
+class EquitablePartition:
     """Per worker, link and wire the number of its class; classes are numbered from 0 in order of their first member."""
 
     workers: tuple[int, ...]
@@ -60,7 +60,7 @@ class Classes:
     wires: tuple[int, ...]
 
 
-def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequence[Wire], *, by_links: bool = True) -> Classes:
+def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequence[Wire], *, by_links: bool = True) -> EquitablePartition:
     """Finds what is alike.
 
     Args:
@@ -88,7 +88,7 @@ def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequ
         of_worker = _number(zip(of_worker, party.at_others(of_bundle), strict=True))
         of_link = _number(zip(of_link, link.at_others(of_bundle), strict=True))
     of_wire = _number((of_bundle[bundle], wire.kind, wire.roles) for bundle, wire in zip(bundle_of, wires, strict=True))
-    return Classes(tuple(of_worker), tuple(of_link), tuple(of_wire))
+    return EquitablePartition(tuple(of_worker), tuple(of_link), tuple(of_wire))
 
 
 def _bundles(wires: Sequence[Wire]) -> tuple[list[Wire], list[int]]:

@@ -11,23 +11,22 @@ StepEstimate
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from whale.axes import Axes
 from whale.estimate.costs.costs import Costs
 from whale.estimate.events.engine import EventTimes, Task, Uneven, run
-from whale.estimate.events.figures import bubble_rate
+from whale.estimate.events.simulate import Computation, bubble_rate
 from whale.estimate.prices.prices import Prices
-from whale.estimate.step.gather import Gathered, gather
-from whale.estimate.step.memory_over_time import memory_over_time
-from whale.estimate.step.program import Program, make_program
+from whale.estimate.step.memory_over_time import Waiting, memory_over_time
+from whale.estimate.step.program import Gathered, Program, gather, make_program
 from whale.estimate.step.step import DeviceEstimate, LinkUse, StepEstimate
-from whale.estimate.step.waiting import waiting
 from whale.estimate.step.wires import Crosses, Sums
+from whale.estimate.step.workers import SimulatedWorker
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
-from whale.ir.schedule import COMPUTE
+from whale.ir.schedule import COMPUTE, Action, Kind
 from whale.ir.timeline import Message, Span, Sync, Timeline
 
 
@@ -173,3 +172,50 @@ def _links(gathered: Gathered, program: Program, seconds: float) -> Iterator[Lin
         name, bandwidth = gathered.links[program.links[number][0]]
         share = num_bytes[number] / bandwidth / seconds if seconds > 0 else 0.0
         yield LinkUse(name, len(program.links[number]), num_bytes[number], share)
+
+
+def waiting(number: int, gathered: Gathered, program: Program, found: EventTimes) -> tuple[list[Waiting], list[Waiting]]:
+    """The messages that lie on a device: received before their use, and gradients that may still be needed to send.
+
+    Received: from its POST to the computation that uses it. Sent: from the computation that made it until an answer shows that its
+    taker has it (`whale.schedules.holding`), else to the STEP.
+
+    Args:
+        number: of its class.
+        gathered, program: the step.
+        found: its times.
+    """
+    times, received, sent = found.tasks[number], list[Waiting](), list[Waiting]()
+    posted, used = dict[int, float](), dict[int, float]()
+    ended = 0.0
+    for task, (start, end) in zip(program.tasks[number], times, strict=True):
+        for transfer in task.posts:
+            posted[transfer] = ended
+        for transfer in task.needs:
+            used[transfer] = start
+        ended = end
+    worker = gathered.workers[program.members[number][0]]
+    let_go = _let_go(gathered, worker, program.computations[number], times)
+    for transfer in program.at[number]:
+        sent_as = program.sent[transfer]
+        kind = gathered.wires[sent_as.wire].kind
+        if not isinstance(kind, Crosses):
+            continue
+        (source, target), (leaving, arriving) = sent_as.ends, sent_as.met
+        if target == number:
+            received.append(Waiting(kind.target, len(arriving) * kind.num_bytes, posted[transfer], used[transfer]))
+        if source == number and kind.is_backward:
+            peer = gathered.schedules[worker.schedule].stage_rank[kind.target]
+            start, arrived = found.transfers[transfer]
+            end = let_go.get((Action(Kind.SEND_BACKWARD, kind.source, sent_as.micro_batch), peer), times[-1][0])
+            sent.append(Waiting(kind.source, len(leaving) * kind.num_bytes, start, max(end, arrived)))
+    return received, sent
+
+
+def _let_go(
+    gathered: Gathered, worker: SimulatedWorker, order: Sequence[Computation], times: Sequence[tuple[float, float]]
+) -> Mapping[tuple[Action, int], float]:
+    """Per SEND, and rank that it goes to, the time at which it is known to be done."""
+    known = {receive: start for each, (start, _) in zip(order, times, strict=True) for receive in each.receives}
+    released = gathered.releases_of(worker.schedule, worker.rank)
+    return {(send, peer): known[receive] for (receive, peer), sends in released.items() for send in sends}

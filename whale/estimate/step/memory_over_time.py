@@ -20,11 +20,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from whale.estimate.events.computations import Computation
+from whale.estimate.events.simulate import Computation
 from whale.estimate.step.program import work_of
 from whale.estimate.step.step import MemoryUse
 from whale.estimate.step.work import Work
-from whale.estimate.step.workers import Worker
+from whale.estimate.step.workers import SimulatedWorker
 from whale.ir.schedule import Kind
 
 What = Literal["gradients", "activations", "recomputed", "received", "sent", "working"]
@@ -94,7 +94,7 @@ class MemoryOverTime:
 
 
 def memory_over_time(
-    worker: Worker,
+    worker: SimulatedWorker,
     order: Sequence[Computation],
     times: Sequence[tuple[float, float]],
     received: Iterable[Waiting],
@@ -120,7 +120,7 @@ def memory_over_time(
 class _Changes:
     """The changes that the computations of a device make; those of like computations are found once."""
 
-    worker: Worker
+    worker: SimulatedWorker
     order: Sequence[Computation]
     found: _Bytes
     _passed: set[tuple[int, Kind]] = field(default_factory=set)
@@ -228,7 +228,7 @@ def _during(what: What, stage: int, num_bytes: float) -> Iterator[_Change]:
     yield _END, -num_bytes, (what, stage)
 
 
-def _follow(worker: Worker, found: _Bytes) -> MemoryOverTime:
+def _follow(worker: SimulatedWorker, found: _Bytes) -> MemoryOverTime:
     times, num_bytes, whats = np.array(found.times), np.array(found.num_bytes), np.array(found.whats, dtype=np.int64)
     order = np.lexsort((num_bytes > 0, times))  # at one time what is let go comes first; else as they were found
     num_bytes = num_bytes[order]
@@ -241,7 +241,7 @@ def _follow(worker: Worker, found: _Bytes) -> MemoryOverTime:
     return MemoryOverTime(tuple(points.items()), _peak(worker, use), tuple(_of_stage(use, stage) for stage in worker.stages))
 
 
-def _peak(worker: Worker, use: Mapping[_Key, float]) -> MemoryUse:
+def _peak(worker: SimulatedWorker, use: Mapping[_Key, float]) -> MemoryUse:
     sums: dict[str, float] = {}
     for (what, _), num_bytes in use.items():
         sums[what] = sums.get(what, 0.0) + num_bytes

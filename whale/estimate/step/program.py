@@ -1,4 +1,7 @@
-"""What the event engine runs for a plan: the tasks of one device of each class, and one transfer for all alike."""
+"""What the event engine runs for a plan: the tasks of one device of each class, and one transfer for all alike.
+
+First all that takes part is gathered: devices with their work, the links between them, and what travels.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,93 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from whale.estimate.events.computations import Computation, computations
 from whale.estimate.events.engine import Task, Transfer
-from whale.estimate.step.alike import Classes, Path, Role, Wire, classify
-from whale.estimate.step.gather import Gathered
-from whale.estimate.step.wires import Crosses, Sums
+from whale.estimate.events.simulate import Computation, computations
+from whale.estimate.prices.prices import Prices
+from whale.estimate.step.alike import EquitablePartition, Path, Role, Wire, classify
+from whale.estimate.step.sync import buckets
+from whale.estimate.step.wires import Crosses, Links, Sums, message_wires, sum_wires
 from whale.estimate.step.work import Work
-from whale.estimate.step.workers import Worker
-from whale.ir.schedule import Action, Kind
+from whale.estimate.step.workers import SimulatedWorker, Workers
+from whale.ir.plan import Plan
+from whale.ir.schedule import Action, Kind, Schedule
+from whale.schedules import Edges, alike_schedules, edge_pairs, forward_schedules_of, releases, schedules_of
+from whale.schedules.holding import Releases
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The whole step, device by device.
+
+    Attributes:
+        devices: names, in the order of the plan's ranks.
+        workers: of the devices.
+        links: name and bytes per second of each.
+        wires: everything that travels; their `kind` is a `Crosses` or a `Sums`.
+        schedules: that replicas follow.
+        pairs: per schedule, the pairs of stages between which tensors are handed on.
+    """
+
+    devices: tuple[str, ...]
+    workers: tuple[SimulatedWorker, ...]
+    links: tuple[tuple[str, float], ...]
+    wires: tuple[Wire, ...]
+    schedules: tuple[Schedule, ...]
+    pairs: tuple[tuple[tuple[int, int], ...], ...]
+
+    def releases_of(self, schedule: int, rank: int) -> Releases:
+        """When a rank of a schedule knows that what it sent was taken; worked out once."""
+        if (schedule, rank) not in self._releases:
+            own = self.schedules[schedule]
+            self._releases[schedule, rank] = releases(own, Edges.of(own, self.pairs[schedule]), rank)
+        return self._releases[schedule, rank]
+
+    @cached_property
+    def _releases(self) -> dict[tuple[int, int], Releases]:
+        return {}
+
+    @cached_property
+    def summed_stages(self) -> Mapping[int, tuple[int, ...]]:
+        """Per wire that is a collective, the stages whose gradients it sums."""
+        found = {}
+        for number, wire in enumerate(self.wires):
+            if isinstance(wire.kind, Sums):
+                found[number] = tuple(sorted({stage for stages, *_ in set(wire.roles) for stage in stages}))  # type: ignore[attr-defined]
+        return found
+
+
+def gather(plan: Plan, prices: Prices) -> Gathered:
+    """Collects a plan's workers, links and wires.
+
+    Raises:
+        ScheduleError: a schedule of the plan would not run to its end.
+    """
+    shared = buckets(plan, prices)
+    schedules = schedules_of(plan) if prices.training else forward_schedules_of(plan)
+    makers, found = Workers(plan, prices, shared, schedules), dict[str, SimulatedWorker]()
+    alike = alike_schedules(plan)
+    for replica, schedule, number in zip(plan.replicas, schedules, alike, strict=True):
+        found |= makers.of(replica, schedule, number)
+    links = Links(prices)
+    rank = plan.rank_of
+    wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links, shared.summed))
+    workers = tuple(found[device] for device in plan.devices)
+    followed = tuple(dict(zip(alike, schedules, strict=True)).values())
+    pairs = tuple({number: edge_pairs(replica) for number, replica in zip(alike, plan.replicas, strict=True)}.values())
+    return Gathered(plan.devices, workers, tuple(links.found), wires, followed, pairs)
+
 
 _HANDING_BACK = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 _TOWARDS_SOURCE = _HANDING_BACK | {Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, Kind.POST_BACKWARD}
 
 
-def work_of(worker: Worker, action: Action) -> Work:
+def work_of(worker: SimulatedWorker, action: Action) -> Work:
     """What an action of a worker is about."""
     assert action.stage is not None and action.micro_batch is not None
     return worker.work[action.stage, worker.rows[action.micro_batch]]
 
 
-def seconds_of(worker: Worker, action: Action) -> float:
+def seconds_of(worker: SimulatedWorker, action: Action) -> float:
     """How long a computation takes, or the optimizer's STEP."""
     if action.kind is Kind.STEP:
         return worker.optimizer
@@ -136,7 +206,9 @@ class _Ends:
 class _Wires:
     """Transfers, each of which stands for all wires of a class."""
 
-    def __init__(self, gathered: Gathered, classes: Classes, members: Sequence[Sequence[int]], links: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, gathered: Gathered, classes: EquitablePartition, members: Sequence[Sequence[int]], links: Sequence[Sequence[int]]
+    ) -> None:
         self.transfers: list[Transfer] = []
         self.sent: list[Sent] = []
         self.at = [_Ends() for _ in members]
@@ -204,7 +276,7 @@ def _ways(paths: Iterable[Path], classes: Sequence[int]) -> _Ways:
     return tuple(found) if len(found) > 1 else ()
 
 
-def _loads(wires: Sequence[Wire], classes: Classes, first_links: set[int]) -> dict[int, dict[int, float]]:
+def _loads(wires: Sequence[Wire], classes: EquitablePartition, first_links: set[int]) -> dict[int, dict[int, float]]:
     """Per class of wires and class of links that they pass, how often bytes of theirs pass one of the links."""
     found: dict[int, dict[int, float]] = {}
     passed: dict[Path, list[tuple[int, float]]] = {}  # the buckets of one ring pass the same
@@ -238,7 +310,7 @@ def _places(actions: Iterable[Action], *, is_local: bool) -> tuple[_Place, ...]:
     return tuple((each.stage, each.micro_batch, each.kind in _TOWARDS_SOURCE, is_local) for each in actions)  # type: ignore[misc]
 
 
-def _tasks(worker: Worker, order: Sequence[Computation], places: Sequence[_Places], ends: _Ends) -> Iterator[Task]:
+def _tasks(worker: SimulatedWorker, order: Sequence[Computation], places: Sequence[_Places], ends: _Ends) -> Iterator[Task]:
     """The tasks of one device.
 
     Receives are started where their POSTs stand; what comes from other devices of its own virtual device when it is asked for.

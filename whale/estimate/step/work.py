@@ -9,17 +9,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from whale.estimate.costs.line import Line
-from whale.estimate.costs.started import Started
-from whale.estimate.memory.forms import Form
-from whale.estimate.memory.kept import kept_for_weights, places_line
-from whale.estimate.memory.memory import kept_names, size_line, state_bytes
+from whale.estimate.costs.line import Line, Started
+from whale.estimate.memory.forms import BridgedTensor
+from whale.estimate.memory.memory import kept_for_weights, kept_names, places_line, size_line, state_bytes
 from whale.estimate.memory.passes import Fullest, Passes
 from whale.estimate.prices.again import Again
-from whale.estimate.prices.halves import halved, messages_of
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
-from whale.estimate.prices.tolls import Site, Tolls
+from whale.estimate.prices.tolls import Site, Tolls, halved, messages_of
 from whale.ir.cluster import Device, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import ParameterState, Shard
@@ -153,7 +150,7 @@ class Works:
     def _in_memory(self, key: StageKey, position: int, num_rows: int, spared: float) -> tuple[float, float, float, Beside, float]:
         """Bytes of `Work`: kept, left, for_weights, beside, away."""
         prices = self._prices(key, position)
-        copies, forms = Line(), tuple[Form, ...]()
+        copies, forms = Line(), tuple[BridgedTensor, ...]()
         if key.shards:
             again = self._again(key)
             copies, forms = again.copies(position), again.forms(position, num_rows)
@@ -216,7 +213,7 @@ class Works:
         return forward.line(num_rows), both.line(num_rows) + weights.line(num_rows) * -1, weights.line(num_rows)
 
     def _beside(
-        self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[Form, ...], spared: float
+        self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[BridgedTensor, ...], spared: float
     ) -> Beside:
         """What passes have beside what is kept.
 

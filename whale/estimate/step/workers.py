@@ -7,13 +7,12 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whale.estimate.costs.optimizer import host_step_seconds, optimizer_seconds
+from whale.estimate.costs.compute import host_step_seconds, optimizer_seconds
 from whale.estimate.memory.memory import state_bytes
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
-from whale.estimate.step.brought import Gathering, giving_seconds
 from whale.estimate.step.step import MemoryUse
-from whale.estimate.step.sync import SummedHere, most_at_once, summed_by_rank
+from whale.estimate.step.sync import Gathering, SummedHere, giving_seconds, most_at_once, summed_by_rank
 from whale.estimate.step.work import StageKey, Work, Works, first_alike
 from whale.ir.cluster import NO_HANDLING, Handling
 from whale.ir.graph import DTYPE_BYTES, Parameter
@@ -26,7 +25,7 @@ _NOTHING: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
-class Worker:
+class SimulatedWorker:
     """One device by itself: equal workers do the same if what they exchange is the same.
 
     Attributes:
@@ -128,10 +127,10 @@ class Workers:
         self._of_kind: dict[int, set[tuple[int | None, Kind]]] = {}
         self._in_flight: dict[int, tuple[int, ...]] = {}
         self._keys: dict[StageKey, StageKey] = {}
-        self._known: dict[Hashable, tuple[Worker, ...]] = {}
-        self._same: dict[Hashable, tuple[Worker, ...]] = {}
+        self._known: dict[Hashable, tuple[SimulatedWorker, ...]] = {}
+        self._same: dict[Hashable, tuple[SimulatedWorker, ...]] = {}
 
-    def of(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[tuple[str, Worker]]:
+    def of(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[tuple[str, SimulatedWorker]]:
         """The devices of a replica, each with what it does: that of equal replicas on equal devices is found once.
 
         Args:
@@ -155,7 +154,7 @@ class Workers:
     def _sizes(self, replica: Replica) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self._rows[replica.index])
 
-    def _found(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[Worker]:
+    def _found(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[SimulatedWorker]:
         """The workers of a replica, rank by rank."""
         if number not in self._of_kind:
             self._in_flight[number] = count_in_flight(schedule)
@@ -174,7 +173,7 @@ class Workers:
 
     def _worker(
         self, replica: int, number: int, rank: int, own: Sequence[_Place], index: int, device: str, rows: tuple[int, ...]
-    ) -> Worker:
+    ) -> SimulatedWorker:
         positions = [index % place.stage.split for place in own]
         kept = self._kept.get(self._plan.rank_of[device], _NOTHING) if self._kept else None
         held = self._held.of([place.key for place in own], positions, kept)
@@ -186,7 +185,7 @@ class Workers:
         freed = tuple(summed.freed(replica, place.stage.index) for place in own)
         works = tuple(self._work(replica, own, index, device, summed if len(rows) == 1 else None))
         away = self._in_flight[number][rank] * max((work.away for _, work in works), default=0.0)
-        return Worker(
+        return SimulatedWorker(
             number,
             rank,
             tuple(place.stage.index for place in own),

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.errors import ConfigError, PlanError
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.planning.cutting.stage_tables import Band, StageTables
 from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.strategy import Placed

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from whale.errors import WhaleError
 from whale.estimate import OpTable, op_seconds, size_line
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.estimate.prices.again import Again
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site, Tolls
@@ -40,7 +40,7 @@ NUM_BLOCKS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class PrefixSums:
     """Per place to cut, seconds of all ops before it, for a micro-batch: ``fixed + per_row x rows`` about some number of rows.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Columns:
     trained: Floats
     shares: Floats
 
-    def sums(self, kind: Device, rows: float) -> Sums:
+    def sums(self, kind: Device, rows: float) -> PrefixSums:
         found, prices = op_seconds(self.table, kind, rows, self.prices.costs), self.prices
         training, share = float(prices.training), prices.weight_shares[self.firsts]
         backward = (found.backward_fixed + prices.adding(kind)[self.firsts]) * training, found.backward_per_row * training
@@ -102,7 +102,7 @@ class _Columns:
         )
         sums = (self.before @ own).T
         forward, back = sums[:2] + self.tolls[0], sums[2:4] + self.tolls[1]
-        return Sums(forward, back, sums[4:6], sums[6] + self.started[0], sums[7] + self.started[1], sums[8])
+        return PrefixSums(forward, back, sums[4:6], sums[6] + self.started[0], sums[7] + self.started[1], sums[8])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,11 @@ class Pieces:
     lists: dict[Hashable, list[float]] = field(default_factory=dict, init=False)
     looks: dict[Placed, Likeness] = field(default_factory=dict, init=False)
     _columns: dict[tuple[Device, int, Hashable], _Columns | None] = field(default_factory=dict, init=False)
-    _sums: dict[tuple[Device, int, Hashable, float], Sums] = field(default_factory=dict, init=False)
+    _sums: dict[tuple[Device, int, Hashable, float], PrefixSums] = field(default_factory=dict, init=False)
     _hosts: dict[tuple[Device, int], Host | None] = field(default_factory=dict, init=False)
     _splits: dict[tuple[int, bool], _Split | None] = field(default_factory=dict, init=False)
 
-    def sums(self, kind: Device, width: int, rows: float, host: str | None = None) -> Sums:
+    def sums(self, kind: Device, width: int, rows: float, host: str | None = None) -> PrefixSums:
         """The sums of a device of a split group, about a number of rows that the group takes of a micro-batch.
 
         Args:

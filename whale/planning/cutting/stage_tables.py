@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate import Line, all_gather_line
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device, Link
 from whale.planning.cutting.pieces import Pieces
@@ -80,7 +80,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CutLink:
     """How what crosses a cut gets to a device.
 
     Between split groups every device sends a part of it, which is gathered on arrival, where that is faster: the scattering pass decides
@@ -233,7 +233,7 @@ class StageTables:
         found: Floats = capacity[list(self.pipeline.stage_rank)] / self.pipeline.num_chunks
         return found
 
-    def _received(self, way: Way, num_rows: int) -> Floats:
+    def _received(self, way: CutLink, num_rows: int) -> Floats:
         """Per place, the seconds of what crosses there one way: of training, half of it."""
         share = 0.5 if self.prices.training else 1.0
         return way.seconds(share * self.points.messages, share * self._crossing(num_rows))
@@ -245,7 +245,7 @@ class StageTables:
             for known in (self._sums, self._bytes, self._gatherings):
                 known.clear()
 
-    def _where(self, stage: int, placed: Placed, num_rows: int) -> tuple[Device, Way | None]:
+    def _where(self, stage: int, placed: Placed, num_rows: int) -> tuple[Device, CutLink | None]:
         """The kind of the device of a stage, and the way on which it receives."""
         ranks, before = self.pipeline.stage_rank, max(stage - 1, 0)
         name, source = placed[ranks[stage]][0], placed[ranks[before]][0]
@@ -254,9 +254,9 @@ class StageTables:
             return kind, None
         link, num_parts = self.prices.link(source, name), min(self.pipeline.width(before), self.pipeline.width(stage))
         if num_parts == 1:
-            return kind, Way(link)
+            return kind, CutLink(link)
         here, there = (self._gathering(placed[ranks[own]][: self.pipeline.width(own)], num_rows) for own in (stage, before))
-        return kind, Way(link, num_parts, (here + there) * 0.5)  # values are gathered here, their gradients there
+        return kind, CutLink(link, num_parts, (here + there) * 0.5)  # values are gathered here, their gradients there
 
     def _gathering(self, group: tuple[str, ...], num_rows: int) -> Line:
         """Seconds of gathering a message in a split group, by its bytes."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.estimate import Line
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.units import format_bytes
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
 from whale.planning.structure.structure import Structure, floating_ops

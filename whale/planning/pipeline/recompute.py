@@ -12,7 +12,7 @@ import numpy as np
 from whale.config.keys import Shares
 from whale.errors import ConfigError, raise_faults
 from whale.estimate import Line
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.estimate.memory.memory import saved_lines
 from whale.estimate.prices.part import NOTHING, Alive, Recompute, Segment
 from whale.estimate.prices.prices import PartCost, Prices

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate import Line
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.estimate.prices.part import Segment
 from whale.ir.graph import ModelGraph
 from whale.ir.writes import written_storages

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from whale.estimate import Line, edge_line
-from whale.estimate.costs.op_table import Floats
-from whale.estimate.costs.started import Started
+from whale.estimate.costs.line import Floats, Started
 from whale.estimate.prices.part import NOTHING, Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
 from whale.planning.structure.stages import Assignment

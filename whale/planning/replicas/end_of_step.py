@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.estimate import Line, all_reduce_seconds, exposed_sync, optimizer_seconds, state_bytes
-from whale.estimate.costs.handling import all_reduce_volume
+from whale.estimate.costs.communication import all_reduce_volume
 from whale.estimate.prices.prices import Prices
 from whale.planning.replicas.replica import ReplicaModel
 from whale.sharding.parameters import Holders, ParameterShardings

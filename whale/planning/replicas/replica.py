@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from whale.estimate import Line, pipeline_seconds
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.estimate.prices.part import Part, Recompute
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph

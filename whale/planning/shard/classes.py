@@ -13,7 +13,7 @@ from functools import cached_property
 
 from whale.axes.labels import may_scatter
 from whale.axes.operators import added_operand
-from whale.estimate.memory.kept import keeps_parameter
+from whale.estimate.memory.memory import keeps_parameter
 from whale.ir.graph import Op, Ref
 from whale.ir.plan import BATCH
 from whale.ir.writes import MemoryWrites

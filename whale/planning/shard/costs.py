@@ -19,7 +19,8 @@ from functools import cached_property
 import numpy as np
 
 from whale.estimate import Line, optimizer_seconds
-from whale.estimate.costs.op_table import Floats, is_free
+from whale.estimate.costs.line import Floats
+from whale.estimate.costs.op_table import is_free
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site, Tolls
 from whale.estimate.prices.traffic import CutTraffic, cut_traffic

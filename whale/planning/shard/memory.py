@@ -14,9 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
-from whale.estimate.costs.op_table import Floats
-from whale.estimate.memory.kept import keeps_parameter, kept_for_weights
-from whale.estimate.memory.memory import size_line
+from whale.estimate.costs.line import Floats
+from whale.estimate.memory.memory import keeps_parameter, kept_for_weights, size_line
 from whale.estimate.prices.part import Recompute
 from whale.estimate.prices.prices import Prices
 from whale.planning.shard.classes import WHOLE, Classes, Node, Tensors

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from whale.axes import Axes, discover
 from whale.axes.batch import MIN_ROWS, Halving, halve, halve_stage
 from whale.errors import PlanError, WhaleError
-from whale.estimate.costs.started import Started
-from whale.estimate.prices.halves import Messages, halved, messages_of
+from whale.estimate.costs.line import Started
 from whale.estimate.prices.part import Recompute
 from whale.estimate.prices.prices import Prices, unsized
-from whale.estimate.prices.tolls import Tolls
+from whale.estimate.prices.tolls import Messages, Tolls, halved, messages_of
 from whale.hardware.catalogue import CPU
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Shard

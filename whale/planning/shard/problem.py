@@ -13,7 +13,7 @@ from math import inf
 
 import numpy as np
 
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.planning.shard.classes import WHOLE, Use, User
 
 

@@ -20,7 +20,7 @@ from itertools import combinations
 import numpy as np
 
 from whale.errors import AnnotationError, raise_faults
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.tolls import Site
 from whale.ir.cluster import Device, Link

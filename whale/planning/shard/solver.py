@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from whale.estimate.costs.op_table import Floats
+from whale.estimate.costs.line import Floats
 from whale.planning.shard.classes import WHOLE, Use, User
 from whale.planning.shard.problem import ChosenLabels, Copies, LabelMemory, LabelProblem, TensorCost
 

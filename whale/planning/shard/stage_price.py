@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line
-from whale.estimate.costs.started import Started
+from whale.estimate.costs.line import Started
 from whale.estimate.prices.again import Again
 from whale.estimate.prices.part import Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices

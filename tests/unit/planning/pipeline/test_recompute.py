@@ -15,8 +15,7 @@ from tests.unit.planning.texts import plan_text
 from whale.config import SCHEDULES, Config
 from whale.errors import ConfigError, PlanError
 from whale.estimate import StepEstimate, kept_names, kept_tensors, output_lines, size_line
-from whale.estimate.memory.kept import activations_of
-from whale.estimate.memory.memory import saved_lines
+from whale.estimate.memory.memory import activations_of, saved_lines
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import Plan, Segment, program_of
