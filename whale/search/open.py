@@ -1,12 +1,12 @@
 """The strategies around what a user has divided, by scopes or replicas that are written down: devices, order, micro-batches, recomputation.
 
-Let T_r be the time in which a device would do alone, for all rows of the batch, what rank r of a replica does. The devices of a rank share
-that, so a rank for whose devices 1 / T_r comes to R_r takes 1 / R_r for all rows:
+Let T_d be the time in which a device d alone would do for all rows of the batch what its rank does. The devices of a rank divide the rows:
 
-    a replica with all rows     1 / R_r + f (1 / R_1 + ... + 1 / R_r-1) / m      of the rank r where that is most
+    a rank with all rows        1 / (the sum of 1 / T_d over its devices)
+    a replica with all rows     `pipeline_seconds` of its ranks
     a step                      1 / (the sum of 1 / these over the replicas), for they divide the rows
 
-where f is what passes outside a rank's own time of those before it. What crosses, and what is summed, is left out.
+Messages and sums of gradients are left out: the plans that are ranked first are simulated with them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from whale.config import Config
 from whale.config.keys import Shares
 from whale.errors import AnnotationError, WhaleError
-from whale.estimate import bubble_share
+from whale.estimate import pipeline_seconds
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph
@@ -224,7 +224,7 @@ class OpenSpace:
         """What the objective roughly says of a strategy, with its devices in the best order."""
         if self._is_written:
             own, order = strategy.num_micro_batch, self._order_of(strategy)
-            seconds = self._all_rows(own) * (1 + bubble_share(order.schedule, order.num_chunks) / own)
+            seconds = float(pipeline_seconds(order.schedule, [self._all_rows(own) / own] * 2, own, order.num_chunks))
             return float(self.objective.likely(strategy, seconds, seconds))  # type: ignore[arg-type]
         named = tuple(replica.names for replica in strategy.replicas if replica.names is not None)
         try:
@@ -246,14 +246,11 @@ class OpenSpace:
         return 1 / sum(1 / self._with_all_rows(strategy, replica) for replica in placed)
 
     def _with_all_rows(self, strategy: Strategy, placed: Placed) -> float:
-        order, before, longest = self._order_of(strategy), 0.0, 0.0
-        outside = bubble_share(order.schedule, order.num_chunks) / strategy.num_micro_batch
+        order, m, ranks = self._order_of(strategy), strategy.num_micro_batch, list[float]()
         for rank, names in enumerate(placed):
             kinds = [self.prices.cluster.by_name[name].kind for name in names]
-            seconds = 1 / sum(self._speed(strategy, order, rank, kind, len(names)) for kind in kinds)
-            longest = max(longest, seconds + outside * before)
-            before += seconds
-        return longest
+            ranks.append(1 / m / sum(self._speed(strategy, order, rank, kind, len(names)) for kind in kinds))
+        return float(pipeline_seconds(order.schedule, ranks, m, order.num_chunks))
 
     def _speed(self, strategy: Strategy, order: Order, rank: int, kind: Device, number: int) -> float:
         """Of what a rank of so many devices does for all rows, how much a device does in a second."""
