@@ -1,7 +1,7 @@
 """Which models just work: a zoo of tiny models with random weights, each under four plans, against the plain loop.
 
     pip install .[test,zoo]
-    python examples/benchmarks/models.py --jobs 2 --json models.json --page docs/benchmarks/models.md
+    python examples/benchmarks/models.py --jobs 2 --json models.json --page models.md
     python examples/benchmarks/models.py --only 'timm/*' --json models.json       # these anew, the others as the file has them
     python examples/benchmarks/models.py --operators tests/golden/zoo_operators.txt      # of which a test lists those without an entry
 

@@ -1,6 +1,6 @@
 """Whether the plan that is predicted best among measured ones is the best: per model and number of devices, and what stands in the way.
 
-    python examples/benchmarks/picks.py --data DIR --page docs/benchmarks/picks.md
+    python examples/benchmarks/picks.py --data DIR --page picks.md
 
 DIR is that of `simulator.py`. A question is one model, one number of devices and one batch; its answers are the plans that were measured.
 What repeated runs scatter by, and what the same simulation answers once its times are set right by runs of other depths, stand beside it.
@@ -226,7 +226,7 @@ def page(found: dict[str, list[Pick]], results: dict[str, list[Result]], every: 
     kinds = Counter(_kind(pick) for own in found.values() for pick in own if pick.loss > AIM)
     chosen = [*(["--every", str(every)] if every > 1 else ()), *(word for name in only for word in ("--only", name))]
     return TEMPLATE.format(
-        command=shlex.join(["python", "examples/benchmarks/picks.py", "--data", "DIR", "--page", "docs/benchmarks/picks.md", *chosen]),
+        command=shlex.join(["python", "examples/benchmarks/picks.py", "--data", "DIR", "--page", "picks.md", *chosen]),
         table="\n".join(table(found)),
         count=len(losses),
         near=near,
@@ -266,37 +266,17 @@ Picked were {kinds}. Errors are (predicted - measured) / measured.
 
 {missed}
 
-Two causes, each of one sign:
-
-- Tensor-parallel blocks of a few rows are out of order ([their times](simulator.md)). All 17 runs of t2 b2 of hidden 2,048 are predicted
-  19 to 22 % too short, all 16 of t4 b4 14 to 21 %, while all 12 of t4 b2 of hidden 2,048 are 8 to 21 % too long: at any depth, number of
-  micro-batches, stages and replicas.
-- Pipelines of one device per stage are predicted up to a quarter too short where a micro-batch has one or two rows: their last stage is
-  slow, which has the output layer. On one device that takes 1.4 to 1.9 times what is predicted, and blocks take less, so that plans of one
-  stage come out about right.
-
 ## What could be reached
 
 {num_repeats} runs have others that differ from them in the number of replicas alone, which changes little but the sum of gradients:
-they are {scatter:.2%} off each other's mean (root mean square; {off:.1%} at most). So the data can be ordered, and the misses are no noise:
+they are {scatter:.2%} off each other's mean (root mean square; {off:.1%} at most). The data can be ordered:
 
 {limits}
 
 *Set right by runs of other depths*: each prediction times the median of measured / predicted of runs with other numbers of layers, of the
 same hidden size, tensor-parallel devices and rows of a micro-batch. *Times of blocks*: three times for each of these, a block, what else a
 micro-batch takes, and the step, by least squares from such runs alone, in the closed form of 1F1B. No run of the same question is among
-them. Where no other depth was measured (other sets than one host of A100), the prediction stays as it is. So what is missing are times of
-blocks, which a profile measures ([measuring](../measuring.md)); stages, replicas and micro-batches are put together rightly by that closed
-form, which the event simulation equals for equal stages.
-
-What was tried for a law of these times: the prices of a block in closed form (products by their narrowest size, scores, pointwise ops,
-all-reduces by latency and bytes, kernels, host), 13 figures, by random search for the least mean error, with a script that was not kept.
-Fitted on the 26 fitted rows of one host it answers 78 of its 94 questions within 3 %, no more than the catalogue (79); fitted on all 360,
-which says what such a law could do at best, 84. Slower products where the vocabulary of a device is no multiple of 8 make that 85; with a
-host that starts more kernels where products of heads are no multiple of 4 it is 86, and neither a smooth maximum of host and device nor
-scores that stay in the cache of the device make it more. A constant of 0.9 ms for blocks with 16 products of heads at once (t1 b1, t2 b2,
-t4 b4 of 16 heads) makes it 90. No cause of it is known, and runs of 64 heads with as many products (48 x 8192, t8 b2) do not show it: so
-it is not in the prices.
+them. Where no other depth was measured (other sets than one host of A100), the prediction stays as it is.
 """
 
 

@@ -1,6 +1,6 @@
 """Figures of papers beside what Whale predicts for them.
 
-    python examples/benchmarks/published.py --page docs/benchmarks/published.md
+    python examples/benchmarks/published.py --page published.md
 
 The figures are typed from the papers, each with its source. A prediction is made by the same code that plans: the event simulation of
 schedules, the bytes of parameter states, the estimate of a plan.
@@ -110,16 +110,6 @@ BLOCKS = (
 )  # fmt: skip
 
 
-LEFT_OUT = """Not set beside predictions, and why:
-
-- Fold3D's gain of 25 to 42 % over networks of commodity clouds, and Merak's of 39 to 61 % on 64 GPUs: no models or testbeds were at hand.
-- Whale's GNMT and T5-Large, and M6 with 1 and 10 trillion parameters (mixtures of experts): there is no graph of their sizes here.
-- Merak's shifted critical path with shares of stages computed again: it is planned, simulated and run (`recompute: {0: full, 1: 0.5}`,
-  [how](../schedules.md#recomputation)), and no figure of it is published.
-- The curves of Megatron's studies, which are drawn only: of tensor and pipeline parallelism beside data parallelism their direction is
-  taken."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, help="write the tables as Markdown")
@@ -127,7 +117,7 @@ def main() -> None:
     lines = [
         "# Published figures beside predicted ones",
         "",
-        "Made by `python examples/benchmarks/published.py --page docs/benchmarks/published.md`.",
+        "Made by `python examples/benchmarks/published.py --page published.md`.",
     ]
     for block in BLOCKS:
         lines += [
@@ -140,7 +130,6 @@ def main() -> None:
         for figure in block():
             lines.append(str(figure))
             print(lines[-1], flush=True)
-    lines += ["", LEFT_OUT]
     if options.page:
         options.page.write_text("\n".join(lines) + "\n")
 

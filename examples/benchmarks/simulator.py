@@ -1,6 +1,6 @@
 """The scoreboard of the simulator: predicted beside measured times of runs that others published.
 
-    python examples/benchmarks/simulator.py --data DIR --json simulator.json --page docs/benchmarks/simulator.md
+    python examples/benchmarks/simulator.py --data DIR --json simulator.json --page simulator.md
 
 DIR holds a100_multi_node.csv, a100_single_node.csv, t4_sixteen.csv and published.yaml. Error = (predicted - measured) / measured.
 The figures of the catalogue were fitted on some rows of each set, named in `FITTED`; the errors of the others are told apart. Beside them
@@ -124,40 +124,6 @@ whose predicted peak is more than the device has, though they ran.
 
 {rules}
 
-What falls short, and the likely reason:
-
-- Multi-node pipelines of 2 tensor-parallel devices were measured up to a third slower, some of 4 up to a sixth, than equal work on 8 or
-  on 1, and neighbouring micro-batch sizes of one plan differ by a fifth. The extra time goes neither with the bytes of messages nor with
-  the depth, the number of micro-batches or the memory in use; nothing that the sources tell explains it, and nothing was fitted to it. (A
-  factor for the messages of each tensor degree, 1.9 of 2, 1.4 of 4 and 0.7 of 8 devices, would make the mean error 6 %, and that of
-  SC'21 as large: it is not what links do.) The six rows of 2 on 512 devices are 2.2 % of the mean. The run 30 x 3072, t2 d32 p1 b16 took
-  3.94 s in this source and 3.70 s in SC'21.
-- 8 tensor-parallel devices with 64 rows at once took twice as long as with 32, though half of their memory should be free; with 2 rows,
-  twice as long for a row as with 4.
-- On one host, a block of hidden 2,048 took these milliseconds for a micro-batch, and what is not of blocks, the output layer above all, the
-  second figures: from two plans of one stage that differ in their depth alone (or in replicas, which is 0.3 %). In brackets what is
-  predicted, of a block no less than the 3.2 to 3.5 of its host:
-
-  | rows | 1 device | 2 tensor-parallel | 4 | 8 |
-  | --- | --- | --- | --- | --- |
-  | 1 | 3.3 (3.2), 11 (6) | 3.4 (3.6), 6 (2) | 3.0 (3.5), 4 (2) | **4.8 (3.5)**, 3 (2) |
-  | 2 | 4.9 (5.7), 19 (11) | **4.7 (3.5)**, 6 (6) | **2.9 (3.5)**, 5 (2) | 3.9 (3.5), 4 (2) |
-  | 4 | 9.2 (10.7), 37 (21) | 6.4 (6.3), 9 (11) | **5.0 (4.1)**, 8 (6) | - |
-  | 8 | 17.1 (20.8), 72 (41) | 10.9 (12.1), 16 (21) | 7.5 (7.7), 12 (12) | - |
-
-  With 2 devices and 2 rows all 17 runs are predicted 19 to 22 % too short, with 4 devices and 2 rows all 12 are 8 to 21 % too long: so
-  worse plans are picked among those, and no one run is to blame. Bytes, sizes of products and rows per device do not order the
-  differences; other kernels of the libraries may ([what was tried](picks.md)). The output layer on one device is as slow as if the
-  vocabulary were the 50,257 tokens that the source's own simulator starts from: odd, which tensor cores multiply slowly; half of it is a
-  multiple of 8, and fast. The source does not say whether the runs had it. In a pipeline of single devices the last stage is then slow.
-  With 8 devices and 1 row, 16 heads leave 2 products, and the fused softmax of Megatron-LM takes multiples of 4 only: without it some four
-  more kernels are started in each pass, about what is missing.
-- Numbers of tiles of products on 108 multiprocessors, a host that is not always ahead where it needs about as long as the device, and 8
-  to 12 us of the device for a kernel in place of 4 were tried, alone and together, with what A100 reach fitted anew: at best multi-node
-  A100 came to 7.4 %, and SC'21 further off by more than that.
-- The same pipelines of 530 billion and of a trillion parameters took 54 and 103 s in one source, and without data parallelism around
-  them 49 and 94 s in another, a year later; the sum of gradients explains 0.6 s. Predictions lie between.
-
 The worst rows of each set:
 
 {worst}
@@ -201,7 +167,7 @@ def main() -> None:
             page(
                 found,
                 scores,
-                f"python examples/benchmarks/simulator.py --data DIR --json simulator.json --page docs/benchmarks/simulator.md{every}",
+                f"python examples/benchmarks/simulator.py --data DIR --json simulator.json --page simulator.md{every}",
             )
         )
 

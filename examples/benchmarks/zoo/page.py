@@ -18,7 +18,7 @@ with momentum, dropout at zero. This page is written by the command; a row is of
 
 ```bash
 pip install .[test,zoo]
-python examples/benchmarks/models.py --jobs 2 --json models.json --page docs/benchmarks/models.md
+python examples/benchmarks/models.py --jobs 2 --json models.json --page models.md
 python examples/benchmarks/models.py --only 'timm/*' --json models.json
 ```
 
