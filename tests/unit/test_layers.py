@@ -36,7 +36,6 @@ HEIGHT = {part: len(LINES) - number for number, line in enumerate(LINES) for par
 ROOMS = {
     "planning": (
         ("retarget", "seating", "simulation", "whole"),
-        ("even",),
         ("plan",),
         ("written",),
         ("explain", "verify"),

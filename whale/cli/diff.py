@@ -19,7 +19,7 @@ from whale.config.settings import is_of_block, is_section
 from whale.config.stages import OpRange, show_range
 from whale.errors import ConfigError
 from whale.ir.plan import Replica, describe_shards
-from whale.planning.written.write import written_replicas
+from whale.planning.written import written_replicas
 from whale.search.objective import format_cost
 from whale.units import format_bytes, format_seconds
 

@@ -1,10 +1,9 @@
 """The planner: ordered passes from a ModelGraph, a Cluster and a Config to a Plan, without torch."""
 
-from whale.planning.even import EvenShares, even_shares
 from whale.planning.pipeline.balance import MemoryLimit, MemoryShortage, balance
 from whale.planning.plan import make_plan
 from whale.planning.retarget import carry_plan, retarget_plan
-from whale.planning.simulation import Simulation
+from whale.planning.simulation import EvenShares, Simulation, even_shares
 from whale.planning.written import write_plan
 
 __all__ = [

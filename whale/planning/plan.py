@@ -17,27 +17,24 @@ from whale.ir.plan import Choice, Plan, Replica, devices_of
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
 from whale.planning.collecting import without_collecting
 from whale.planning.cutting.pieces import Pieces
-from whale.planning.explain.choices import explain_choices
-from whale.planning.explain.joining import explain_apart, explain_joining
-from whale.planning.explain.mixing import explain_mixing, keeps_apart, mixed_apart
-from whale.planning.explain.step import explain_step
+from whale.planning.explain.choices import explain_choices, explain_step
+from whale.planning.explain.mixing import explain_apart, explain_joining, explain_mixing, keeps_apart, mixed_apart
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.placement import Placement, Seats
 from whale.planning.pipeline.recompute import KEEP_ALL, OPEN_DEPTHS, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
-from whale.planning.pricing.estimating import with_estimate
-from whale.planning.replicas.blocks import Block, read_replicas
+from whale.planning.pricing import with_estimate
+from whale.planning.replicas.blocks import Block, count_by_rows, read_replicas
 from whale.planning.replicas.group_size import Outcome, choose_group
 from whale.planning.replicas.joining import join_replicas, needs_joining, why_apart, with_one_program
-from whale.planning.replicas.micro_batches import count_by_rows
 from whale.planning.replicas.replica import make_replicas
 from whale.planning.replicas.solve import Solution, Solver, solve_together
 from whale.planning.replicas.written import assign_by_blocks, check_written_axes
-from whale.planning.shard.insisting import check_axes
 from whale.planning.shard.scattering import scatter_all
+from whale.planning.shard.space import check_axes
 from whale.planning.shard.stage_price import StagePricing, make_scene
-from whale.planning.structure.crossing import crossing_faults, find_batch_axes
+from whale.planning.structure.stages import crossing_faults, find_batch_axes
 from whale.planning.structure.structure import analyse
 from whale.planning.verify.refused import decided_within, refuse_overfull
 from whale.planning.verify.verify import needs_axes, verify

@@ -13,7 +13,7 @@ import numpy as np
 from whale.errors import ConfigError, PlanError, WhaleError
 from whale.ir.cluster import Device
 from whale.planning.pipeline.balance import MemoryShortage, shortage
-from whale.planning.shard.insisting import NothingToCut
+from whale.planning.shard.space import NothingToCut
 from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
 from whale.planning.verify.refused import Refused
 from whale.search.open import OpenSpace

@@ -20,7 +20,7 @@ from whale.errors import WhaleError
 from whale.estimate import Line, idle_seconds, optimizer_seconds
 from whale.estimate.costs.line import Floats
 from whale.ir.cluster import Device
-from whale.planning.cutting.filling import fill
+from whale.planning.cutting.partition import fill
 from whale.planning.replicas.solve import Solver
 from whale.planning.seating import Seater
 from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy

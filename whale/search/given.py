@@ -16,8 +16,8 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, states_of
 from whale.ir.reading import read_json
 from whale.ir.serialization import decode
-from whale.planning.explain.step import explain_step
-from whale.planning.pricing.estimating import with_figures
+from whale.planning.explain.choices import explain_step
+from whale.planning.pricing import with_figures
 from whale.planning.verify.verify import verify
 from whale.units import format_seconds
 

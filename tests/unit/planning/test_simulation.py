@@ -19,7 +19,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.serialization import to_json
-from whale.planning import Simulation, even, even_shares
+from whale.planning import Simulation, even_shares, simulation
 from whale.planning.plan import plan_and_estimate
 from whale.search import decide
 
@@ -99,7 +99,7 @@ def test_equal_shares_cut_the_axes_that_the_user_named(monkeypatch: pytest.Monke
         asked.append(config)
         return plan_and_estimate(graph, cluster, config, rows=rows)
 
-    monkeypatch.setattr(even, "plan_and_estimate", planned)
+    monkeypatch.setattr(simulation, "plan_and_estimate", planned)
     graph, devices = decoder(4, "fused"), cluster((1e12, 5e11, 1e12, 5e11))
     config = Config({"replicas": [{"split": 2, "num_stages": 2, "axes": ["up.weight:0"]}]})
     plan, _ = plan_and_estimate(graph, devices, config, rows=16)

@@ -14,7 +14,7 @@ from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
 from whale.estimate import all_reduce_seconds
 from whale.hardware import parse_cluster
-from whale.planning.cutting.filling import _least
+from whale.planning.cutting.partition import _least
 from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
 from whale.search.form import Forms
 from whale.search.places import Places

@@ -22,7 +22,7 @@ from whale.planning.pipeline.balance import shortage
 from whale.planning.plan import Draft
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
-from whale.planning.shard.insisting import NothingToCut
+from whale.planning.shard.space import NothingToCut
 from whale.planning.strategy import Strategy
 from whale.search import SearchResult, decide, search
 from whale.search.failure import commonest

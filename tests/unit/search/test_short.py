@@ -17,7 +17,7 @@ from whale.errors import ConfigError
 from whale.estimate import Costs
 from whale.ir.cluster import Cluster
 from whale.planning.plan import plan_and_estimate
-from whale.planning.replicas.room import most_rows
+from whale.planning.replicas.solve import most_rows
 from whale.search import search
 from whale.search.freedom import FOR_MEMORY, ORDERS, freedom_of
 

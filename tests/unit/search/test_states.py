@@ -15,7 +15,7 @@ from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import MemoryShortage
-from whale.planning.written.write import write_plan
+from whale.planning.written import write_plan
 from whale.search import decide
 from whale.search.deciding import with_states
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from whale.estimate import StepEstimate
+from whale.estimate.prices.prices import PartCost
 from whale.ir.division import divide_evenly
-from whale.ir.plan import Choice, Pipeline, Replica
+from whale.ir.plan import Choice, Pipeline, Replica, Stage, describe_shards
 from whale.planning.annotations.taskgraphs import Annotations
-from whale.planning.explain.bridges import explain_bridges
-from whale.planning.explain.recompute import explain_recompute
-from whale.planning.explain.sharding import explain_sharding
 from whale.planning.pipeline.placement import SEARCHED
 from whale.planning.pipeline.scheduling import explain_schedule
 from whale.planning.replicas.group_size import Outcome
-from whale.planning.replicas.solve import Solution
+from whale.planning.replicas.replica import ReplicaModel
+from whale.planning.replicas.solve import Solution, Solver
 from whale.planning.shard.overlapping import explain_overlap
-from whale.units import counted, each_counted, format_seconds
+from whale.planning.shard.sharding import StageSharding
+from whale.planning.shard.stage_price import make_scene
+from whale.sharding.bridge_bytes import GATHERED, bridge_bytes
+from whale.sharding.bridges import Bridge
+from whale.units import counted, each_counted, format_bytes, format_seconds
 
 _CLOSED_FORM = "a closed form without sums of gradients and the optimizer"
 """By which rows are divided; the estimate has both, and is told by itself."""
@@ -148,3 +152,217 @@ def _sizes(sizes: Sequence[int]) -> str:
     if len(set(sizes)) == 1 and len(sizes) > 2:
         return f"{len(sizes)} x {sizes[0]}"
     return ":".join(str(size) for size in sizes)
+
+
+def explain_sharding(best: Solution, replicas: Sequence[Replica]) -> Iterator[Choice]:
+    """One choice per split stage, replicas that cut alike together."""
+    found: dict[tuple[int, StageSharding], list[int]] = {}
+    for index, model in enumerate(best.replicas):
+        for stage, sharding in enumerate(model.shardings):
+            if sharding is not None:
+                found.setdefault((stage, sharding), []).append(index)
+    # Last stages first: what is next best there may fit in the others.
+    others = {key: "; ".join(_others(key[1])) for key in reversed(found)}
+    for (stage, sharding), members in found.items():
+        copies = f" of replica {', '.join(map(str, members))}" if len(members) < len(replicas) else ""
+        yield Choice(
+            "sharding",
+            f"axes of stage {stage}{copies}",
+            describe_shards(replicas[members[0]].stages[stage].shards),
+            cost=f"{format_seconds(sharding.seconds)} per micro-batch, {_memory(replicas[members[0]], stage)}",
+            bound=_bound(sharding),
+            runner_up=others[stage, sharding],
+        )
+
+
+def _bound(sharding: StageSharding) -> str:
+    text = "memory" if sharding.bound_by_memory else "time of the slowest device and of its reductions"
+    return text + (f"; the search ended within {sharding.gap:.1%} of the optimum" if sharding.gap > 0 else "")
+
+
+def _memory(replica: Replica, stage: int) -> str:
+    """What each position of a split group holds, at most."""
+    own = replica.stages[stage]
+    held = [max(e.parameter_bytes + e.activation_bytes for e in own.estimates[position :: own.split]) for position in range(own.split)]
+    texts = list(dict.fromkeys(format_bytes(num_bytes) for num_bytes in held))
+    return f"{' | '.join(texts)} per device"
+
+
+def _others(sharding: StageSharding) -> Iterator[str]:
+    """The next best set, told by what differs; and no cut at all."""
+    names, seconds = sharding.runner_up
+    if names:
+        chosen = {shard.axis for shard in sharding.shards}
+        less = _listed([shard.axis for shard in sharding.shards if shard.axis not in names])
+        more = _listed([axis for axis in names if axis not in chosen])
+        words = [text for text in (f"without {less}" if less else "", f"with {more}" if more else "") if text]
+        yield f"{' and '.join(words)}: {format_seconds(seconds)}"
+    yield f"nothing cut: {format_seconds(sharding.whole_seconds)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "") if names else ""
+
+
+Bytes = tuple[int, int]
+"""Received by the device that receives most, per micro-batch, forward and backward."""
+
+
+def explain_bridges(solver: Solver, best: Solution, replicas: Sequence[Replica]) -> Iterator[Choice]:
+    """A choice per bridge of each split stage, alike ones together, and one for the stage; equal replicas once, others by number."""
+    are_alike = len({replica.pipeline for replica in replicas}) == 1
+    seen: dict[object, None] = {}
+    for replica, model in zip(replicas, best.replicas, strict=True):
+        for stage in replica.stages:
+            key = replica.pipeline, stage.index, stage.shards, stage.shares
+            if stage.shards and key not in seen:
+                seen[key] = None
+                name = f"stage {stage.index}" + ("" if are_alike else f" of replica {replica.index}")
+                yield from (replace(choice, subject=f"{name}: {choice.subject}") for choice in _bridges_of(solver, model, stage))
+
+
+def _bridges_of(solver: Solver, model: ReplicaModel, stage: Stage) -> Iterator[Choice]:
+    prices = solver.prices
+    scene = make_scene(prices, model.assignment, stage.index, model.pipeline)
+    bridges = prices.bridges(stage.ops, stage.shards, scene.returned)
+
+    def received(bridge: Bridge) -> Bytes:
+        rows = max(stage.shares)
+        return max(bridge_bytes(bridge, prices.graph, prices.axes, stage.shards, rows), key=sum)
+
+    found = {bridge: received(bridge) for bridge in bridges}
+    alike: dict[tuple[object, ...], list[Bridge]] = {}
+    for bridge, moved in found.items():
+        alike.setdefault((_text(bridge), _without_numbers(prices.graph.by_name[bridge.tensor].target), moved), []).append(bridge)
+    for (text, target, _), own in alike.items():
+        count = f"{len(own)} x " if len(own) > 1 else ""
+        forward = "all-gather" if own[0].combine in GATHERED else own[0].forward
+        cost = _moved(forward, own[0].backward, found[own[0]])
+        yield Choice("bridges", f"{count}%{own[0].tensor} ({target})", str(text), cost=cost)
+    if bridges:
+        yield _together(bridges, found, received)
+
+
+def _together(bridges: Sequence[Bridge], found: dict[Bridge, Bytes], received: Callable[[Bridge], Bytes]) -> Choice:
+    alone = sum(sum(found[bridge]) * max(1, len(bridge.users)) for bridge in bridges)
+    fused = sum(map(sum, found.values()))
+    steps = sum(sum(map(sum, map(received, _in_two_steps(bridge)))) for bridge in bridges)
+    return Choice(
+        "bridges",
+        f"all {len(bridges)}",
+        "each form once for all its users, in one step",
+        cost=f"{format_bytes(fused)} per device and micro-batch",
+        runner_up="; ".join(
+            f"{text}: {format_bytes(num_bytes)}"
+            for text, num_bytes in (("one for each user", alone), ("through whole tensors", steps))
+            if num_bytes != fused
+        ),
+    )
+
+
+def _in_two_steps(bridge: Bridge) -> Iterator[Bridge]:
+    """The same with whole tensors in between: gather and take a part, sum and take a part, gather and sum gradients."""
+    if (bridge.is_sum and bridge.target) or (bridge.source and bridge.target):
+        yield replace(bridge, target=None)
+        yield Bridge(bridge.tensor, None, bridge.target, has_gradient=bridge.has_gradient)
+    elif bridge.source and bridge.entered:
+        yield replace(bridge, entered=False)
+        yield Bridge(bridge.tensor, None, None, entered=True, has_gradient=bridge.has_gradient)
+    else:
+        yield bridge
+
+
+def _text(bridge: Bridge) -> str:
+    """The forms, with axes of numbered layers alike."""
+    source = "sum" if bridge.is_sum else _form(bridge.source)
+    return f"{source} -> {_form(bridge.target)}{' by parts' if bridge.entered else ''}"
+
+
+def _form(axis: str | None) -> str:
+    return f"cut {_without_numbers(axis)}" if axis else "whole"
+
+
+def _without_numbers(name: str) -> str:
+    """A dotted name with the numbers of layers alike."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _moved(forward: str, backward: str, moved: Bytes) -> str:
+    there = f"{forward} {format_bytes(moved[0])}" if forward else "nothing"
+    back = f"{backward} {format_bytes(moved[1])}" if backward else "nothing"
+    return f"forward {there}, backward {back}"
+
+
+def explain_recompute(solver: Solver, best: Solution, replicas: Sequence[Replica]) -> Iterator[Choice]:
+    """A choice per stage that recomputes, replicas that do the same together; nothing where nobody asked for any."""
+    seen: dict[tuple[int, object], list[int]] = {}
+    for index, model in enumerate(best.replicas):
+        for stage, recompute in enumerate(model.recomputes):
+            if recompute.segments or recompute.num_alive:
+                seen.setdefault((stage, (recompute, replicas[index].stages[stage].shares)), []).append(index)
+    for (stage, _), members in seen.items():
+        yield _recomputed(solver, best, replicas, stage, members)
+    if not seen and solver.policy.kind == "auto":
+        yield Choice("recompute", "activations", "nothing recomputed", bound="everything fits in memory")
+
+
+def _recomputed(solver: Solver, best: Solution, replicas: Sequence[Replica], stage: int, members: list[int]) -> Choice:
+    model = best.replicas[members[0]]
+    planned, recompute, part = replicas[members[0]].stages[stage], model.recomputes[stage], model.assignment.parts[stage]
+    costs, rows = model.costs[stage], planned.shares
+    prices = [solver.prices.local(part.ops, planned.shards, p) if planned.shards else solver.prices for p in range(planned.split)]
+    seconds = max(
+        prices[position].again(part, recompute, solver.prices.cluster.by_name[name], max(1.0, share)).device.at(share)
+        for group, share in zip(planned.groups, rows, strict=True)
+        for position, name in enumerate(group)
+    )
+    without, num_rows = prices[0].part(part), max(rows)
+    kept, instead = (_kept_bytes(cost, model.pipeline.in_flight[stage], num_rows) for cost in (costs[0].part, without))
+    if recompute.num_alive:
+        decision = f"all {len(part.ops)} ops, by R actions"
+    else:
+        decision = f"{sum(map(len, recompute.segments))} of {len(part.ops)} ops, in {counted(len(recompute.segments), 'segment')}"
+    device = planned.virtual_device.devices[0]
+    memory = solver.prices.costs.capacity(solver.prices.cluster.by_name[device])
+    is_asked = solver.policy.kind != "auto"
+    return Choice(
+        "recompute",
+        f"stage {stage} of replica {', '.join(str(index) for index in members)}",
+        decision,
+        cost=f"{format_seconds(seconds)} more backward per micro-batch",
+        bound="the configuration" if is_asked else f"memory of {device} ({format_bytes(memory)})",
+        runner_up=f"nothing recomputed: {format_bytes(instead)} of activations instead of {format_bytes(kept)}",
+    )
+
+
+def _kept_bytes(cost: PartCost, in_flight: int, num_rows: int) -> int:
+    return round(cost.activation.at(num_rows) * in_flight + cost.working.at(num_rows))
+
+
+def explain_step(step: StepEstimate) -> Iterator[Choice]:
+    """Where the time of a step goes, what fills the fullest memory, and what summing gradients takes."""
+    slow, full = step.straggler, max(step.devices, key=lambda each: each.peak.total / each.capacity)
+    yield Choice(
+        "estimate",
+        "step",
+        format_seconds(step.step_seconds),
+        cost=f"{slow.name} {slow.does('computes')} {format_seconds(slow.busy)}, {slow.does('waits')} {format_seconds(slow.exposed)} "
+        f"for communication and {format_seconds(slow.idle(step.step_seconds))} for others; bubble rate {step.bubble_rate:.3f}",
+        bound=f"time of {slow.name}",
+    )
+    yield Choice(
+        "estimate",
+        "memory",
+        f"{format_bytes(round(full.peak.total))} of {format_bytes(full.capacity)} on {full.name}",
+        cost=str(full.peak),
+        bound="the fullest device",
+    )
+    if slow.syncs:
+        yield Choice(
+            "estimate",
+            "gradient synchronisation",
+            f"{counted(len(slow.syncs), 'bucket')}, all-reduced by owner sets, on {slow.name}",
+            cost=f"{format_seconds(slow.syncing)} for {format_bytes(round(sum(sync.num_bytes for sync in slow.syncs)))}, "
+            f"{format_seconds(slow.exposed_sync)} exposed; optimizer {format_seconds(slow.optimizer)}",
+            bound="the slowest link of a ring",
+        )

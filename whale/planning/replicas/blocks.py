@@ -1,4 +1,4 @@
-"""The blocks of ``replicas:``: which devices each replica has."""
+"""The blocks of ``replicas:``: settings, scopes and pipeline of each replica, its number of micro-batches, and which devices it has."""
 
 from __future__ import annotations
 
@@ -10,9 +10,199 @@ from whale.config import Config, ReplicaBlock, did_you_mean
 from whale.errors import ConfigError, WhaleError, raise_faults
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
+from whale.planning.annotations.taskgraphs import Annotations, read_scopes
 from whale.planning.pipeline.placement import Placement, device_groups, placements
-from whale.planning.replicas.micro_batches import with_micro_batches
-from whale.planning.replicas.shape import Shape, shape_of
+from whale.planning.pipeline.scheduling import AskedAxes, PipelineShape, Split, shape_pipeline
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a replica is, wherever it lies.
+
+    Attributes:
+        config: the settings, with the block's own.
+        annotations: the scopes on its devices; None without scopes.
+        pipeline: its pipeline.
+    """
+
+    config: Config
+    annotations: Annotations | None
+    pipeline: PipelineShape
+
+
+def shape_of(graph: ModelGraph, config: Config, asked: ReplicaBlock, stated: int | None, num_free: int, name: str) -> Shape:
+    """The shape of a block.
+
+    Args:
+        stated: devices that it states; None where it takes those of its stages.
+        num_free: devices that it may take then.
+        name: of the block in messages.
+
+    Raises:
+        ConfigError: the block does not fit the scopes, its devices or itself.
+        AnnotationError: scopes that cannot be honoured on its devices.
+    """
+    own = config.with_values({f"pipeline.{key}": value for key, value in asked.pipeline})
+    if asked.recompute is not None:
+        own = own.with_values({"recompute.policy": asked.recompute})
+    annotations = read_scopes(graph, own, stated or num_free)
+    num_stages = own.pipeline.num_stages or 1
+    if annotations is None and stated is None and num_stages > num_free:
+        raise ConfigError(
+            f"each stage of a replica takes a device ({name}, num_stages: {num_stages}, devices left: {num_free})",
+            where=asked.at("num_stages"),
+            hint=f"devices: {num_free} lets consecutive stages share them" if num_free else None,
+        )
+    width = asked.split if annotations is None and asked.split is not None else 1
+    pipeline = shape_pipeline(own, annotations, max((stated or num_free) // width, 1))
+    if annotations is None and asked.split is not None:
+        devices = (asked.split,) * pipeline.num_ranks
+        pipeline = dataclasses.replace(pipeline, devices=devices, splits=(Split(asked.split),) * pipeline.num_stages)
+    elif annotations is not None:
+        _check_repeats(asked, annotations, name)
+    if asked.axes is not None:
+        if not pipeline.splits:
+            raise ConfigError(
+                f"axes are cut in stages that are split ({name} splits none)", where=asked.at("axes"), hint="split: 2, for instance"
+            )
+        axes = AskedAxes(asked.axes, asked.more_axes)
+        pipeline = dataclasses.replace(pipeline, splits=tuple(dataclasses.replace(split, asked=axes) for split in pipeline.splits))
+    _check_devices(asked, pipeline, stated, name)
+    return Shape(own, annotations, pipeline)
+
+
+def _check_repeats(asked: ReplicaBlock, annotations: Annotations, name: str) -> None:
+    """Scopes say what is split; a block may repeat it."""
+    widths = sorted(set(annotations.widths))
+    if asked.split is not None and asked.split not in widths:
+        raise ConfigError(
+            f"the scopes say what is split ({name}, split: {asked.split}, scopes: {', '.join(map(str, widths))})",
+            where=annotations.scopes[0].where,
+            hint="remove the key or the scopes",
+        )
+
+
+def _check_devices(asked: ReplicaBlock, pipeline: PipelineShape, stated: int | None, name: str) -> None:
+    wanted = pipeline.num_devices
+    if stated is not None and stated != wanted:
+        each = " + ".join(map(str, pipeline.devices)) if pipeline.num_ranks > 1 else str(wanted)
+        raise ConfigError(
+            f"a replica has the devices that its stages take ({name}, devices: {stated}, stages: {each})",
+            where=asked.at("devices"),
+            hint="num_stages and split of the block say how many its stages take",
+        )
+    widths = tuple(map(len, asked.placed or ()))
+    if widths and widths != pipeline.devices:
+        raise ConfigError(
+            f"a replica has the devices that its stages take ({name}, devices: {' + '.join(map(str, widths))}, "
+            f"stages: {' + '.join(map(str, pipeline.devices))})",
+            where=asked.at("devices"),
+        )
+
+
+def with_micro_batches(
+    graph: ModelGraph, config: Config, asked: Sequence[ReplicaBlock], shapes: Sequence[Shape], num_rows: int
+) -> tuple[Shape, ...]:
+    """The shapes with the micro-batches of their weights in the rows; where blocks have none, of equal rows, to be counted again.
+
+    Args:
+        asked: the block of each replica.
+        num_rows: of the global batch.
+
+    Raises:
+        ConfigError: rows by weight that are not whole micro-batches.
+    """
+    total = sum(block.rows or 1 for block in asked)
+    faults: dict[ReplicaBlock, WhaleError] = {}
+    counts = []
+    for block in asked:
+        unit = block.micro_batch_rows or 1
+        own, rest = divmod(num_rows * (block.rows or 1), total)
+        if block.rows is not None and block.micro_batch_rows is not None and (rest or own % unit):
+            faults[block] = _not_whole(block, f"{num_rows * block.rows / total:g}", num_rows)
+        counts.append(max(1, own // unit))
+    raise_faults(list(faults.values()))
+    return _counted(graph, config, asked, shapes, counts)
+
+
+def count_by_rows(
+    graph: ModelGraph, config: Config, asked: Sequence[ReplicaBlock], shapes: Sequence[Shape], rows: Sequence[int]
+) -> tuple[tuple[Shape, ...], tuple[int, ...]]:
+    """The shapes with the micro-batches of balanced rows, and those rows in whole micro-batches.
+
+    Args:
+        asked: the block of each replica.
+        rows: of a step, per replica, as they are balanced.
+
+    Raises:
+        ConfigError: no whole micro-batches make the batch.
+    """
+    units = [block.micro_batch_rows or 1 for block in asked]
+    counts = whole_units(rows, units)
+    if counts is None:
+        stated = next(block for block in asked if block.micro_batch_rows is not None)
+        raise _not_whole(stated, f"about {rows[asked.index(stated)]}", sum(rows))
+    found = tuple(count * unit for count, unit in zip(counts, units, strict=True))
+    return _counted(graph, config, asked, shapes, counts), found
+
+
+def whole_units(rows: Sequence[int], units: Sequence[int]) -> list[int] | None:
+    """Per part, how many units come near its rows, at least one; together all rows. None where none are found.
+
+    Args:
+        rows: of each part.
+        units: rows of a unit of each part.
+    """
+    counts = [max(1, own // unit) for own, unit in zip(rows, units, strict=True)]
+    rest = sum(rows) - sum(count * unit for count, unit in zip(counts, units, strict=True))
+    order = sorted(range(len(rows)), key=lambda index: counts[index] - rows[index] / units[index])
+    while rest < 0:
+        shrinking = [index for index in order if counts[index] > 1]
+        if not shrinking:
+            return None
+        counts[shrinking[-1]] -= 1
+        rest += units[shrinking[-1]]
+    more = _sum_of(rest, sorted(set(units), reverse=True))
+    if more is None:
+        return None
+    for unit in set(more):
+        members = [index for index in order if units[index] == unit]
+        for number in range(more.count(unit)):
+            counts[members[number % len(members)]] += 1
+    return counts
+
+
+def _sum_of(total: int, units: Sequence[int]) -> list[int] | None:
+    """Units that add up to a total; None where none do."""
+    last = {0: 0}
+    for amount in range(1, total + 1):
+        unit = next((unit for unit in units if amount - unit in last), None)
+        if unit is not None:
+            last[amount] = unit
+    found = []
+    while total in last and total:
+        found.append(last[total])
+        total -= last[total]
+    return None if total else found
+
+
+def _not_whole(block: ReplicaBlock, share: str, num_rows: int) -> ConfigError:
+    return ConfigError(
+        f"micro_batch_rows divides the rows of its replica ({block.micro_batch_rows} rows of {share}, {num_rows} in all)",
+        where=block.at("micro_batch_rows"),
+    )
+
+
+def _counted(
+    graph: ModelGraph, config: Config, asked: Sequence[ReplicaBlock], shapes: Sequence[Shape], counts: Sequence[int]
+) -> tuple[Shape, ...]:
+    """The shapes, with so many micro-batches where a block states their rows; equal blocks share one."""
+    made: dict[tuple[ReplicaBlock, int], Shape] = {}
+    for block, shape, count in zip(asked, shapes, counts, strict=True):
+        if block.micro_batch_rows is not None and (block, count) not in made:
+            again = dataclasses.replace(block, pipeline=(*block.pipeline, ("num_micro_batch", count)), micro_batch_rows=None)
+            made[block, count] = shape_of(graph, config, again, shape.pipeline.num_devices, 0, "a replica")
+    return tuple(made.get((block, count), shape) for block, shape, count in zip(asked, shapes, counts, strict=True))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from whale.planning.annotations.scope_tree import Copies
 from whale.planning.pipeline.balance import Curve, MemoryShortage, combine, device_curve, divide_units
 from whale.planning.pipeline.recompute import rank_memory
 from whale.planning.pipeline.scheduling import PipelineShape
-from whale.planning.pricing.stage_costs import DeviceCost
+from whale.planning.pricing import DeviceCost
 from whale.planning.shard.overlapping import Overlapping
 from whale.planning.shard.sharding import StageSharding
 from whale.planning.shard.stage_price import StagePricing

@@ -13,7 +13,7 @@ from whale.ir.blocks import RepeatedBlocks, find_repeated_blocks
 from whale.ir.division import divide_evenly
 from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import Annotations
-from whale.planning.shard.insisting import matches
+from whale.planning.shard.space import matches
 from whale.planning.structure.stages import Assignment, Wish, assign
 from whale.planning.structure.structure import Structure, analyse, floating_ops
 

@@ -19,7 +19,7 @@ from whale.estimate.memory.memory import keeps_parameter, kept_for_weights, size
 from whale.estimate.prices.part import Recompute
 from whale.estimate.prices.prices import Prices
 from whale.planning.shard.classes import WHOLE, Classes, Node, Tensors
-from whale.planning.shard.problem import Copies, LabelMemory, TensorCost
+from whale.planning.shard.problem import BridgeCopies, LabelMemory, TensorCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +148,14 @@ class HeldBytes:
                 found = np.maximum(found, 2 * self._num_bytes(name) * shares[list(forms)])
         return found
 
-    def _copies(self, number: int, shares: Floats) -> Copies:
+    def _copies(self, number: int, shares: Floats) -> BridgeCopies:
         tensor, (keeps, gathered, others) = self._crossed[number][1], self._kept_copies[number]
         num_bytes = {
             (form, use): (gathered if use[0] == WHOLE != form else others) * shares[use[0]]
             for (form, use), bridge in tensor.bridges.items()
             if bridge.moves
         }
-        return Copies(tensor, keeps, num_bytes)
+        return BridgeCopies(tensor, keeps, num_bytes)
 
     @cached_property
     def _kept_copies(self) -> tuple[tuple[tuple[bool, ...], float, float], ...]:

@@ -89,7 +89,7 @@ class TensorCost:
 
 
 @dataclass(frozen=True)
-class Copies:
+class BridgeCopies:
     """What bridges of some identical tensors hold.
 
     Attributes:
@@ -124,7 +124,7 @@ class LabelMemory:
     free: Floats
     held: tuple[Floats, ...]
     working: tuple[Floats, ...]
-    copies: tuple[Copies, ...]
+    copies: tuple[BridgeCopies, ...]
 
     def lacking(self, labels: Sequence[int]) -> Floats:
         """Per position, the bytes that some labels need beyond those that are free; below 0 what they leave."""

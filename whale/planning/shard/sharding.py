@@ -30,12 +30,10 @@ from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units
 from whale.planning.pipeline.scheduling import AskedAxes
 from whale.planning.shard.classes import Classes
 from whale.planning.shard.costs import Sizes, SplitCosts
-from whale.planning.shard.insisting import find_insisted, no_axis_fault, written_axes
 from whale.planning.shard.memory import Load
-from whale.planning.shard.outline import Outline, outline_of
 from whale.planning.shard.problem import ChosenLabels
-from whale.planning.shard.space import Scene, ShardSpace, find_shard_space
-from whale.planning.shard.write import Names, cuts_of, op_axes
+from whale.planning.shard.space import Scene, ShardSpace, find_insisted, find_shard_space, no_axis_fault, written_axes
+from whale.planning.shard.write import Names, Outline, cuts_of, op_cuts, outline_of
 
 GRAIN = 16
 """Units of a large axis that stay together: rows of a matrix then begin with a line of the cache, and with a tile of a tensor core.
@@ -78,7 +76,7 @@ class StageSharding:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SplitGroup:
     """A split group but for names: of equal groups each is cut in one way.
 
     Attributes:
@@ -90,10 +88,10 @@ class Group:
     links: tuple[Link, ...]
 
 
-def group_of(devices: Sequence[str], prices: Prices) -> Group:
+def group_of(devices: Sequence[str], prices: Prices) -> SplitGroup:
     """A split group of these devices."""
     kinds = tuple(prices.cluster.by_name[name].kind for name in devices)
-    return Group(kinds, tuple(prices.link(a, b) for a, b in combinations(devices, 2)))
+    return SplitGroup(kinds, tuple(prices.link(a, b) for a, b in combinations(devices, 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ class Question:
     """
 
     outline: int
-    groups: tuple[Group, ...]
+    groups: tuple[SplitGroup, ...]
     num_rows: float
     num_micro_batch: int
     only: frozenset[int] | None
@@ -151,7 +149,7 @@ class Cut:
         other = self.costs.best(self.sizes, self.insisted, self.load, self.chosen.kinds)
         if other is None:
             return (), 0.0
-        used, axes = op_axes(self.costs.classes, other.labels).axes, self.costs.classes.space.axes
+        used, axes = op_cuts(self.costs.classes, other.labels).axes, self.costs.classes.space.axes
         return tuple(axis for axis in axes if axis in used), other.seconds
 
     def working(self, kind: int) -> frozenset[int] | None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from whale.estimate.costs.line import Floats
 from whale.planning.shard.classes import WHOLE, Use, User
-from whale.planning.shard.problem import ChosenLabels, Copies, LabelMemory, LabelProblem, TensorCost
+from whale.planning.shard.problem import BridgeCopies, ChosenLabels, LabelMemory, LabelProblem, TensorCost
 
 MAX_NODES = 1000
 """A search for the optimum looks at this many nodes of its tree, then ends with the best that it has found, and says how far that may
@@ -176,7 +176,7 @@ class Rows:
                 self._add(row | {more: -1.0}, -np.inf, 0.0)
         return more, floor
 
-    def _keeping(self, copies: Copies, meets: Mapping[tuple[int, Use], Sequence[tuple[int, Expression]]]) -> dict[int, Floats]:
+    def _keeping(self, copies: BridgeCopies, meets: Mapping[tuple[int, Use], Sequence[tuple[int, Expression]]]) -> dict[int, Floats]:
         """Per variable that is 1 where a copy is kept, its bytes."""
         found = {}
         for place, num_bytes in copies.num_bytes.items():

@@ -15,10 +15,10 @@ from whale.estimate.prices.tolls import Site, Tolls
 from whale.ir.cluster import Device
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.scheduling import PipelineShape
-from whale.planning.pricing.stage_costs import DeviceCost, cost_alone, received_line, stage_costs
+from whale.planning.pricing import DeviceCost, cost_alone, received_line, stage_costs
 from whale.planning.shard.memory import Load, repeated_of
 from whale.planning.shard.overlapping import Overlapper, Overlapping
-from whale.planning.shard.sharding import Group, Sharder, StageSharding, group_of
+from whale.planning.shard.sharding import Sharder, SplitGroup, StageSharding, group_of
 from whale.planning.shard.space import Scene
 from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment
@@ -163,7 +163,7 @@ class StagePricing:
 
 def unlike_groups(groups: Iterable[tuple[str, ...]], prices: Prices) -> tuple[tuple[str, ...], ...]:
     """Of every kind of groups the first."""
-    found: dict[Group, tuple[str, ...]] = {}
+    found: dict[SplitGroup, tuple[str, ...]] = {}
     for group in groups:
         found.setdefault(group_of(group, prices), group)
     return tuple(found.values())

@@ -3,25 +3,111 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from whale.axes import Axes, discover
-from whale.errors import PlanError, WhaleError, raise_faults
+from whale.errors import PlanError, WhaleError, first_few, raise_faults
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.estimate.step.step import DeviceEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Pipeline, Plan, Replica, Stage
+from whale.ir.updates import buffer_updates
 from whale.planning.pipeline.segments import find_ground
 from whale.planning.shard.overlapping import overlap_faults
-from whale.planning.structure.crossing import batch_axis_faults, crossing_faults
-from whale.planning.structure.updates import update_faults
-from whale.planning.verify.names import name_faults
-from whale.planning.verify.shape import shape_faults
-from whale.planning.verify.shards import shard_faults, uncut_faults
-from whale.planning.verify.states import state_faults
+from whale.planning.structure.stages import batch_axis_faults, crossing_faults
+from whale.planning.verify.shards import shard_faults, state_faults, uncut_faults
 from whale.schedules import count_recomputed, edge_pairs, training_schedule
 from whale.units import format_bytes
+
+
+def name_faults(plan: Plan, graph: ModelGraph) -> list[PlanError]:
+    """Every name of a plan that is none of the model; of equal replicas the first is named."""
+    found: dict[object, list[PlanError]] = {}
+    for replica in plan.replicas:
+        key = tuple((stage.ops, stage.parameters) for stage in replica.stages), replica.edges
+        if key not in found:
+            found[key] = list(_of_replica(replica, graph))
+    return [fault for faults in found.values() for fault in faults]
+
+
+def _of_replica(replica: Replica, graph: ModelGraph) -> Iterator[PlanError]:
+    parameters = {parameter.name for parameter in graph.parameters}
+    for stage in replica.stages:
+        place = f"replica {replica.index}, stage {stage.index}"
+        yield from _unknown("ops", place, stage.ops, graph.by_name)
+        yield from _unknown("parameters and buffers", place, stage.parameters, parameters)
+    for edge in replica.edges:
+        yield from _unknown("tensors", f"replica {replica.index}, edge {edge.source} -> {edge.target}", edge.tensors, graph.by_name)
+
+
+def _unknown(what: str, place: str, names: Iterable[str], known: Iterable[str]) -> Iterator[PlanError]:
+    wrong = sorted(set(names) - set(known))
+    if wrong:
+        yield PlanError(f"a plan names {what} of its model ({place}: {first_few(wrong)} are none)")
+
+
+def shape_faults(plan: Plan) -> list[WhaleError]:
+    """Everything that is wrong with the numbers of a plan's replicas, stages, edges and rows."""
+    faults: list[WhaleError] = []
+    if not plan.replicas:
+        faults.append(PlanError("a plan has a replica (none)"))
+    if [replica.index for replica in plan.replicas] != list(range(len(plan.replicas))):
+        faults.append(PlanError(f"replicas are numbered in order ({', '.join(str(replica.index) for replica in plan.replicas)})"))
+    scheduled: dict[tuple[object, ...], None] = {}
+    for replica in plan.replicas:
+        wrong = [*_stages(replica), *_edges(replica)]
+        key = replica.pipeline, edge_pairs(replica)
+        if not wrong and key not in scheduled:  # equal pipelines have equal schedules
+            scheduled[key] = None
+            wrong += _schedule(replica)
+        faults += wrong
+    needed = sum(pipeline.num_micro_batch for pipeline in plan.pipelines)
+    if plan.planned_rows < needed:
+        faults.append(PlanError(f"every micro-batch has a row (micro-batches of all replicas: {needed}, rows: {plan.planned_rows})"))
+    return faults
+
+
+def _stages(replica: Replica) -> Iterator[PlanError]:
+    pipeline, name = replica.pipeline, f"replica {replica.index}"
+    if [stage.index for stage in replica.stages] != list(range(len(replica.stages))):
+        yield PlanError(f"stages are numbered in order ({name}: {', '.join(str(stage.index) for stage in replica.stages)})")
+    if len(replica.stages) != pipeline.num_stages:
+        yield PlanError(f"a replica has every stage of its pipeline ({name}: {len(replica.stages)} of {pipeline.num_stages})")
+    if sorted(set(pipeline.stage_rank)) != list(range(len(set(pipeline.stage_rank)))) or not pipeline.stage_rank:
+        yield PlanError(f"virtual devices are numbered from 0 ({name}: {_show_ranks(pipeline)})")
+    if replica.share < 1:
+        yield PlanError(f"every replica has a share of the rows ({name}: {replica.share})")
+    if pipeline.num_micro_batch < 1:
+        yield PlanError(f"a replica has a micro-batch ({name}: {pipeline.num_micro_batch})")
+
+
+def _edges(replica: Replica) -> Iterator[PlanError]:
+    last = len(replica.stages) - 1
+    pairs = [(edge.source, edge.target) for edge in replica.edges]
+    for pair in sorted({pair for pair in pairs if pairs.count(pair) > 1}):
+        yield PlanError(f"two stages have one edge (replica {replica.index}: {pair[0]} -> {pair[1]} {pairs.count(pair)} times)")
+    for edge in replica.edges:
+        twice = sorted({name for name in edge.tensors if edge.tensors.count(name) > 1})
+        if twice:
+            yield PlanError(
+                f"a tensor travels an edge once (replica {replica.index}, {edge.source} -> {edge.target}: {', '.join(twice)} twice)"
+            )
+        if not 0 <= edge.source < edge.target <= last:
+            yield PlanError(
+                f"values travel to later stages (replica {replica.index}: edge {edge.source} -> {edge.target}, the last stage: {last})"
+            )
+
+
+def _schedule(replica: Replica) -> Iterator[PlanError]:
+    try:
+        training_schedule(replica.pipeline, edge_pairs(replica))
+    except WhaleError as error:
+        yield PlanError(f"{error.message} (replica {replica.index}: {replica.pipeline.order})", hint=error.hint)
+
+
+def _show_ranks(pipeline: Pipeline) -> str:
+    return " ".join(map(str, pipeline.stage_rank)) or "none"
 
 
 def verify(
@@ -271,3 +357,26 @@ def _name(replica: Replica, stage: Stage) -> str:
 
 
 _CHECKS: tuple[Callable[[Plan, ModelGraph, Replica], Iterator[WhaleError]], ...] = (_values, _computed, _held, _program)
+
+
+def update_faults(graph: ModelGraph, replicas: Sequence[Replica]) -> list[WhaleError]:
+    """The buffers that parts of the batch do not make up, with their lines; none where the batch is one part."""
+    faults: list[WhaleError] = []
+    for name, update in buffer_updates(graph).items():
+        num_parts = sum(_num_parts(replica, name) for replica in replicas)
+        if update.kind == "whole" and num_parts > 1:
+            text = f"a buffer that is written from a batch in {num_parts} parts holds sums or means over rows, or what they do not change"
+            faults.append(
+                PlanError(
+                    f"{text} ({name}: {update.reason})",
+                    where=update.where,
+                    hint="write buffer += x.sum(0) or buffer.lerp_(x.mean(0), 0.1), or run one replica with one micro-batch",
+                )
+            )
+    return faults
+
+
+def _num_parts(replica: Replica, name: str) -> int:
+    """How many parts of the batch a replica writes a buffer with."""
+    groups = max((len(stage.shares) for stage in replica.stages if name in stage.parameters), default=0)
+    return groups * replica.pipeline.num_micro_batch

@@ -17,7 +17,7 @@ from whale.ir.plan import Estimate
 from whale.planning import make_plan
 from whale.planning.annotations.taskgraphs import assign_by_scopes, read_scopes
 from whale.planning.pipeline.scheduling import shape_pipeline
-from whale.planning.pricing.stage_costs import DeviceCost, cost_alone
+from whale.planning.pricing import DeviceCost, cost_alone
 from whale.planning.shard.stage_price import StagePricing
 
 

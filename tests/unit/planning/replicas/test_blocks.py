@@ -16,7 +16,7 @@ from whale.errors import BatchError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json, to_json
 from whale.planning import make_plan
-from whale.planning.replicas.micro_batches import whole_units
+from whale.planning.replicas.blocks import whole_units
 
 FOUR = cluster((1e9, 1e9, 1e9, 1e9))
 NAMES = [device.name for device in FOUR.devices]

@@ -15,7 +15,7 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Host, Link
 from whale.planning import MemoryShortage, make_plan
 from whale.planning.pipeline.scheduling import shape_pipeline
-from whale.planning.replicas.room import most_rows
+from whale.planning.replicas.solve import most_rows
 from whale.planning.verify.refused import Refused
 
 

@@ -6,7 +6,7 @@ from tests.unit.planning.graphs import Graph
 from whale.axes import discover
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Shard, Stage, VirtualDevice
-from whale.planning.retarget.shards import retarget_shards, same_axes
+from whale.planning.retarget import retarget_shards, same_axes
 
 
 def build(mode: str) -> ModelGraph:

@@ -16,7 +16,6 @@ from whale.errors import PlanError
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import Plan, Shard
 from whale.planning import make_plan, retarget_plan
-from whale.planning.explain import explain
 from whale.planning.verify import verify
 from whale.sharding.bridges import Bridge, find_bridges
 
@@ -96,10 +95,10 @@ def test_labels_are_found_anew_for_another_capture(mode: str) -> None:
 def test_bridges_are_told_with_what_they_move() -> None:
     graph = transformer()
     plan = make_plan(graph, gpus(), Config())
-    rows = [row for row in explain(plan) if row[0] == "bridges"]
-    assert any("layer_norm" in row[1] and "all-gather" in row[3] and "reduce-scatter" in row[3] for row in rows)
-    assert f"all {len(bridges_of(plan, graph))}" in rows[-1][1]
-    assert "through whole tensors" in rows[-1][5]
+    found = [choice for choice in plan.choices if choice.pass_name == "bridges"]
+    assert any("layer_norm" in each.subject and "all-gather" in each.cost and "reduce-scatter" in each.cost for each in found)
+    assert f"all {len(bridges_of(plan, graph))}" in found[-1].subject
+    assert "through whole tensors" in found[-1].runner_up
     assert "whole in" in str(plan)
 
 

@@ -16,8 +16,8 @@ from whale.estimate.prices.part import NOTHING
 from whale.estimate.prices.prices import Prices
 from whale.planning.annotations.taskgraphs import assign_by_scopes, read_scopes
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
-from whale.planning.shard.outline import outline_of
 from whale.planning.shard.stage_price import StagePricing, make_scene
+from whale.planning.shard.write import outline_of
 from whale.planning.structure.stages import Assignment
 
 NUM_STAGES = 4

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.examples import at_most
 from whale.planning.shard.classes import WHOLE, Use, User
-from whale.planning.shard.problem import BridgeCost, ChosenLabels, Copies, LabelCost, LabelMemory, LabelProblem, TensorCost
+from whale.planning.shard.problem import BridgeCopies, BridgeCost, ChosenLabels, LabelCost, LabelMemory, LabelProblem, TensorCost
 from whale.planning.shard.solver import Rows, solve_labels
 
 FORMS = (WHOLE, 0, 1)
@@ -62,7 +62,7 @@ def memories(draw: st.DrawFn, problem: LabelProblem) -> LabelMemory:
     copies = []
     for tensor in problem.tensors:
         num_bytes = {place: np.array(numbers(draw, 3)) for place in tensor.bridges}
-        copies.append(Copies(tensor, tuple(user.keeps for user in tensor.users), num_bytes))
+        copies.append(BridgeCopies(tensor, tuple(user.keeps for user in tensor.users), num_bytes))
     free = np.array([float(draw(st.sampled_from([-12, -6, 80])))] * NUM_WORKERS)
     return LabelMemory(free, tuple(held), tuple(working), tuple(copies))
 

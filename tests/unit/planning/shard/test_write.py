@@ -12,8 +12,8 @@ from whale.axes import discover
 from whale.config import Config, read_plan
 from whale.ir.plan import BATCH, Shard
 from whale.planning import make_plan, write_plan
-from whale.planning.even import even_shares
 from whale.planning.shard.write import with_unread as cut_unread
+from whale.planning.simulation import even_shares
 
 CUTS = (Shard(BATCH, (5, 3)), Shard("heads", (3, 1)), Shard("hidden", (40, 24)))
 

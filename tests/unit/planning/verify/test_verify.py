@@ -14,7 +14,7 @@ from whale.estimate import Costs, estimate
 from whale.ir.plan import BatchAxis, Edge, Form, Plan, VirtualDevice
 from whale.planning import make_plan
 from whale.planning.verify import verify
-from whale.planning.verify.states import state_faults
+from whale.planning.verify.shards import state_faults
 
 GRAPH, THERE = chain(4), cluster((1e9, 1e9))
 PLAN = make_plan(GRAPH, THERE, Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}))

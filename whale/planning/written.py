@@ -1,14 +1,20 @@
-"""A plan that is written down whole, stated: nothing is chosen, only what follows from what is written is worked out."""
+"""Plans that are written down whole: from a plan to its text, which read back is the same plan, and back.
+
+Of what is written nothing is chosen: only what follows from it is worked out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
+
+import yaml
 
 from whale.config import Config, ReplicaBlock, StageBlock, did_you_mean
 from whale.config.keys import Shares
-from whale.config.replicas import MODEL
+from whale.config.replicas import MODEL, REPLICAS
 from whale.config.stages import FULL, OpRange, show_range
 from whale.errors import ConfigError, PlanError, WhaleError, raise_faults
 from whale.estimate import Costs, StepEstimate
@@ -19,15 +25,16 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Edge, Pipeline, Plan, Replica, Stage, VirtualDevice, devices_of, program_of
 from whale.ir.profile import model_fingerprint
 from whale.planning.annotations.taskgraphs import Annotations, read_scopes, task_graphs
-from whale.planning.explain.step import explain_step
+from whale.planning.explain.choices import explain_step
 from whale.planning.pipeline.scheduling import recomputed_stages, smallest_group
-from whale.planning.pricing.estimating import with_figures, with_less_on_hosts
-from whale.planning.structure.crossing import find_batch_axes
-from whale.planning.structure.stages import parts_of
+from whale.planning.pricing import with_figures, with_less_on_hosts
+from whale.planning.structure.stages import find_batch_axes, parts_of
 from whale.planning.structure.structure import analyse
-from whale.planning.verify.shape import shape_faults
-from whale.planning.verify.verify import needs_axes, verify
+from whale.planning.verify.verify import needs_axes, shape_faults, verify
 from whale.schedules import placement
+
+__all__ = ["state_plan", "write_plan"]
+
 
 MAX_NAMES = 2000
 """Among at most this many ops the nearest name is looked for."""
@@ -274,3 +281,79 @@ def _places(block: ReplicaBlock) -> tuple[int, ...]:
     """Per stage, its position among the virtual devices."""
     places: dict[tuple[str, ...], int] = {}
     return tuple(places.setdefault(stage.devices, len(places)) for stage in block.stages)
+
+
+WIDTH = 140
+
+
+def write_plan(plan: Plan, graph: ModelGraph) -> str:
+    """The text, in YAML, with the model's fingerprint; what several replicas or stages say alike stands once, under a name.
+
+    Args:
+        graph: the model that the plan is for.
+
+    Raises:
+        PlanError: state is shared out or kept on hosts, which the text does not say.
+    """
+    stages = (stage for replica in plan.replicas for stage in replica.stages)
+    if any(stage.offloads for stage in stages) or not all(form.is_plain for state in plan.parameter_states for _, form in state.forms):
+        raise PlanError(
+            "a plan in YAML does not say what is shared out among devices or kept on hosts",
+            hint="write it as JSON, which says all of it (--output FILE.json)",
+        )
+    replicas = [block.as_data() for block in written_replicas(plan, graph)]
+    data = _shared({MODEL: model_fingerprint(graph), REPLICAS: replicas}, {})
+    return str(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)).rstrip()
+
+
+def written_replicas(plan: Plan, graph: ModelGraph) -> tuple[ReplicaBlock, ...]:
+    """What a written plan says of each replica: all that decides the step."""
+    calls = [op.name for op in graph.ops if op.kind == "call"]
+    position = {name: index for index, name in enumerate(calls)}
+    return tuple(_block(replica, calls, position) for replica in plan.replicas)
+
+
+def _block(replica: Replica, calls: Sequence[str], position: Mapping[str, int]) -> ReplicaBlock:
+    pipeline = replica.pipeline
+    said = ((name, getattr(pipeline, name)) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size"))
+    again = pipeline.recomputed_stages
+    return ReplicaBlock(
+        rows=replica.share,
+        pipeline=tuple((name, value) for name, value in said if value is not None),
+        stages=tuple(_stage(stage, calls, position, stage.index in again) for stage in replica.stages),
+    )
+
+
+def _stage(stage: Stage, calls: Sequence[str], position: Mapping[str, int], recomputes_whole: bool) -> StageBlock:
+    return StageBlock(
+        devices=stage.virtual_device.devices,
+        ops=_runs(stage.ops, calls, position),
+        split=stage.split,
+        rows=stage.shares,
+        cut=stage.shards,
+        recompute=tuple((segment.first, segment.last) for segment in stage.program if segment.recompute),
+        halves=stage.overlap,
+        recomputes_whole=recomputes_whole,
+    )
+
+
+def _runs(ops: Sequence[str], calls: Sequence[str], position: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
+    """The ops as runs of consecutive calls of the graph."""
+    runs: list[list[int]] = []
+    for index in (position[name] for name in ops):
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return tuple((calls[first], calls[last]) for first, last in runs)
+
+
+def _shared(value: Any, known: dict[str, Any]) -> Any:
+    """The data with one object for all equal lists and mappings, which YAML then names and refers to."""
+    if isinstance(value, dict):
+        value = {name: _shared(each, known) for name, each in value.items()}
+    elif isinstance(value, list):
+        value = [_shared(each, known) for each in value]
+    else:
+        return value
+    return known.setdefault(repr(value), value) if len(repr(value)) > WIDTH else value

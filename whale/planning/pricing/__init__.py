@@ -1,1 +1,0 @@
-"""What ops, stages and messages cost: the cost model applied to parts of one graph."""

@@ -1,0 +1,399 @@
+"""A plan carried over to another capture of its model: evaluation, prediction, other sizes.
+
+Ops go where the parameters they read are held; for other sizes the same ops stay on the same stages:
+
+train, 16 tokens      %linear [b, 16, 64] on stage 0      shard of 16 positions 8:8
+train, 24 tokens      %linear [b, 24, 64] on stage 0      shard of 24 positions 12:12
+
+Axes are the same where they are the same part of a parameter: they take their names from what the graph does with them, so one axis may
+have another name where the loss is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from whale.axes import Axes, discover
+from whale.axes.labels import label
+from whale.axes.values import Concatenation, Dimension
+from whale.errors import PlanError, WhaleError, raise_faults
+from whale.estimate import Line, spec_line
+from whale.ir.graph import ModelGraph, Op
+from whale.ir.plan import BATCH, Edge, Plan, Replica, Shard, Stage, TaskGraph, program_of
+from whale.ir.reach import reached_parameters
+from whale.ir.writes import MemoryWrites, written_buffers
+from whale.planning.replicas.joining import cut_rows
+from whale.planning.shard.write import OpCuts, carried, with_work
+from whale.planning.structure.stages import Assignment, Late, Wish, assign, crossing_faults, find_batch_axes
+from whale.planning.structure.structure import Structure, analyse, floating_ops
+from whale.planning.verify.shards import shard_faults
+from whale.planning.verify.verify import update_faults
+from whale.sharding.parameters import ParameterShardings, Pattern
+
+__all__ = ["carry_plan", "retarget_plan"]
+
+
+def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
+    """A plan with the devices, shares and parameters of `plan` for the ops of `other`.
+
+    An op that reads parameters runs on the first stage that holds them all and is not before its producers. What is
+    computed from these stays with its producers, what is computed from the batch alone goes where it is read. Where nothing is
+    trained and there is no such stage, a later one is lent the parameters: it then has more of them than in training.
+
+    Args:
+        plan: made for `train_graph`.
+        other: another capture of the model: evaluation, prediction, or other rows.
+
+    Raises:
+        PlanError: the captures have unlike parameters, or an op finds no stage where it is trained or writes what it would be lent.
+    """
+    own = {parameter.name for parameter in train_graph.parameters}
+    unknown = sorted(parameter.name for parameter in other.parameters if parameter.name not in own)
+    if unknown:
+        raise PlanError(f"captures of one model have the same parameters (only in {other.mode}: {', '.join(unknown)})")
+    structure = _structure(other, plan)
+    axes = discover(other) if plan.is_sharded else None
+    ours = discover(train_graph) if axes else None
+    names = same_axes(ours, axes) if ours and axes else {}
+    assignments: dict[tuple[tuple[str, ...], ...], Assignment] = {}
+    replicas = []
+    for replica in plan.replicas:
+        held = tuple(stage.parameters for stage in replica.stages)
+        if held not in assignments:
+            assignments[held] = _assign_by_holders(other, structure, held)
+        rows = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
+        carried_replica = _carry_replica(replica, other, assignments[held], rows[1] - rows[0], ours, axes, names)
+        replicas.append(_with_rows_cut(carried_replica, replica, other, axes) if axes else carried_replica)
+    batch_axes = find_batch_axes(other, replicas)
+    raise_faults([*crossing_faults(other, replicas, dict(batch_axes)), *update_faults(other, replicas)])
+    first = next(iter(assignments.values()))
+    carried = dataclasses.replace(
+        plan,
+        model=other.fingerprint,
+        replicas=tuple(replicas),
+        task_graphs=_task_graphs(plan, other, first),
+        batch_axes=batch_axes,
+        choices=(),
+    )
+    if axes is not None:
+        raise_faults(list(shard_faults(carried, other, axes)))
+    return carried
+
+
+def _structure(graph: ModelGraph, plan: Plan) -> Structure:
+    """The structure in which a cheap op is repeated only if every stage holds the buffers it reads."""
+    structure = analyse(graph)
+    everywhere = set.intersection(*(set(stage.parameters) for replica in plan.replicas for stage in replica.stages))
+    pinned = [
+        name
+        for name in structure.repeatable
+        if any(
+            source.kind == "buffer" and graph.parameter_by_name[source.target].name not in everywhere
+            for source in map(graph.by_name.__getitem__, structure.inputs[name])
+        )
+    ]
+    return analyse(graph, frozenset(pinned)) if pinned else structure
+
+
+def _assign_by_holders(graph: ModelGraph, structure: Structure, held: tuple[tuple[str, ...], ...]) -> Assignment:
+    holders: dict[str, set[int]] = {}
+    for stage, names in enumerate(held):
+        for name in names:
+            holders.setdefault(name, set()).add(stage)
+    floating = floating_ops(graph, structure)
+    anywhere = tuple(range(len(held)))
+    wishes: dict[str, Wish] = {}
+    for name in structure.atom_of:
+        read = [parameter.name for parameter in graph.parameters_among(structure.inputs[name])]
+        if read:
+            common = set.intersection(*(holders[parameter] for parameter in read))
+            wishes[name] = Wish(tuple(sorted(common)) or (len(held) - 1,), firm=True)
+        elif name not in floating:
+            wishes[name] = Wish(anywhere)
+    assignment, late = assign(graph, structure, wishes, len(held))
+    trains = graph.mode == "train"
+    faults: list[WhaleError] = [_fault(graph, fault) for fault in late if trains]
+    for stage, part in enumerate(assignment.parts):
+        missing = _lent(graph, part.ops, held[stage])
+        written = written_buffers(graph, frozenset(part.ops))
+        if odd := [name for name in missing if trains or name in written]:
+            faults.append(PlanError(f"in {graph.mode}, stage {stage} trains or writes what it does not hold ({', '.join(odd)})"))
+    raise_faults(faults)
+    return assignment
+
+
+def _lent(graph: ModelGraph, ops: tuple[str, ...], held: tuple[str, ...]) -> tuple[str, ...]:
+    """The parameters and buffers that ops of a stage read and it does not hold."""
+    return tuple(sorted(graph.parameters_read(ops).difference(held)))
+
+
+def _fault(graph: ModelGraph, late: Late) -> PlanError:
+    return PlanError(
+        f"in {graph.mode}, an op finds its parameters where its values are ({late.op} reads parameters of stage {late.stage} "
+        f"and a value of stage {late.needed_stage})",
+        where=graph.by_name[late.op].where,
+        hint="keep the order of the modules the same in training and in evaluation",
+    )
+
+
+def _carry_replica(
+    replica: Replica,
+    graph: ModelGraph,
+    assignment: Assignment,
+    num_rows: int,
+    ours: Axes | None,
+    axes: Axes | None,
+    names: dict[str, str],
+) -> Replica:
+    stages = []
+    for stage, part in zip(replica.stages, assignment.parts, strict=True):
+        lent = _lent(graph, part.ops, stage.parameters)
+        shards = retarget_shards(stage, ours, names, graph, axes, part.ops, lent) if ours and axes else ()
+        parameters = (*stage.parameters, *lent)
+        stages.append(
+            dataclasses.replace(
+                stage,
+                ops=part.ops,
+                parameters=parameters,
+                estimates=(),
+                program=program_of(part.ops, offload=stage.offloads),
+                shards=shards,
+            )
+        )
+    edges = []
+    for (source, target), tensors in assignment.edges.items():
+        payload = Line.sum(spec_line(spec, graph.num_rows) for name in tensors for spec in graph.by_name[name].outputs)
+        edges.append(Edge(source, target, tensors, round(payload.at(num_rows))))
+    return dataclasses.replace(replica, stages=tuple(stages), edges=tuple(edges))
+
+
+def _with_rows_cut(carried: Replica, replica: Replica, graph: ModelGraph, axes: Axes) -> Replica:
+    """The carried replica, where joined replicas divide the rows of a stage: so they do here."""
+    cuts = [stage.row_shard if len(stage.shards) == 1 else None for stage in replica.stages]
+    stages = tuple(
+        dataclasses.replace(stage, shards=(Shard(BATCH, cut.sizes),)) if cut and stage.ops else stage
+        for stage, cut in zip(carried.stages, cuts, strict=True)
+    )
+    return dataclasses.replace(carried, stages=cut_rows(stages, carried.edges, graph, axes))
+
+
+def _task_graphs(plan: Plan, graph: ModelGraph, assignment: Assignment) -> tuple[TaskGraph, ...]:
+    """The TaskGraphs with the other graph's ops: those of a stage go to the first TaskGraph of that stage."""
+    first = [stage.task_graphs[0] for stage in plan.replicas[0].stages]
+    members: dict[str, list[str]] = {task_graph.name: [] for task_graph in plan.task_graphs}
+    for op in graph.ops:
+        if op.kind == "call":
+            members[first[assignment.stage_of.get(op.name, 0)]].append(op.name)
+    return tuple(dataclasses.replace(task_graph, ops=tuple(members[task_graph.name])) for task_graph in plan.task_graphs)
+
+
+def carry_plan(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
+    """A training plan for a capture of the same model at other sizes.
+
+    Where both captures run the same ops and may be cut alike, everything stays: cuts, shards, what is recomputed. Else ops go
+    where their parameters are, as in evaluation.
+
+    Args:
+        plan: made for `graph`.
+        graph: captured for training.
+        other: captured for training at other sizes.
+
+    Raises:
+        PlanError: the model trains other parameters, has another loss, or cannot be divided as the plan says at these sizes.
+    """
+    _check_training(graph, other)
+    recomputes = any(segment.recompute for replica in plan.replicas for stage in replica.stages for segment in stage.program)
+    if _ops_of(graph) == _ops_of(other):
+        try:
+            return _as_it_is(plan, graph, other)
+        except PlanError:
+            if recomputes:
+                raise
+    elif recomputes:
+        raise PlanError("a model that is computed again in parts runs the same ops at all sizes of its batches (here it runs others)")
+    return retarget_plan(plan, graph, other)
+
+
+def _as_it_is(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
+    axes = discover(other) if plan.is_sharded else None
+    ours = discover(graph) if axes else None
+    names = same_axes(ours, axes) if ours and axes else {}
+    replicas = tuple(_resize_replica(plan, replica, other, ours, axes, names) for replica in plan.replicas)
+    batch_axes = find_batch_axes(other, replicas)
+    carried = dataclasses.replace(plan, model=other.fingerprint, replicas=replicas, batch_axes=batch_axes, choices=())
+    if axes is not None:
+        raise_faults(list(shard_faults(carried, other, axes)))
+    return carried
+
+
+def _check_training(graph: ModelGraph, other: ModelGraph) -> None:
+    """Whether what ranks sum in a step, gradients and weights of the loss, is the same in both."""
+    odd = sorted(reached_parameters(graph) ^ reached_parameters(other))
+    if odd:
+        raise PlanError(f"a model trains the same parameters at all sizes of its batches (not at all of them: {', '.join(odd)})")
+    if _loss_of(graph) != _loss_of(other):
+        where = other.loss[0].where if other.loss else None
+        raise PlanError("a loss has the same terms at all sizes of a batch (here it has others)", where=where)
+
+
+def _ops_of(graph: ModelGraph) -> list[tuple[str, str, str]]:
+    return [(op.name, op.kind, op.target) for op in graph.ops]
+
+
+def _loss_of(graph: ModelGraph) -> list[tuple[bool, bool, bool]]:
+    """Per term, whether it has a weight, whether the batch alone decides it, and whether it is a number of rows."""
+    weights = [term.weight for term in graph.loss]
+    counted = [weight is not None and not graph.by_name[weight].outputs for weight in weights]
+    return [(term.weight is None, term.weight_from_inputs, count) for term, count in zip(graph.loss, counted, strict=True)]
+
+
+def _resize_replica(
+    plan: Plan, replica: Replica, graph: ModelGraph, ours: Axes | None, axes: Axes | None, names: Mapping[str, str]
+) -> Replica:
+    first, last = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
+    edges = []
+    for edge in replica.edges:
+        payload = Line.sum(spec_line(spec, graph.num_rows) for name in edge.tensors for spec in graph.by_name[name].outputs)
+        edges.append(Edge(edge.source, edge.target, edge.tensors, round(payload.at(last - first))))
+    stages = replica.stages
+    if ours and axes:
+        stages = tuple(_carry_stage(stage, ours, axes, names) for stage in stages)
+    return dataclasses.replace(replica, stages=stages, edges=tuple(edges))
+
+
+def _carry_stage(stage: Stage, ours: Axes, axes: Axes, names: Mapping[str, str]) -> Stage:
+    shards = carried(stage.shards, names, axes)
+    if len(shards) < len(stage.shards):
+        lost = ", ".join(shard.axis for shard in stage.shards if not carried([shard], names, axes))
+        raise PlanError(f"an axis that is cut is one at all sizes of a batch ({lost or 'two'} is none here, or too short)")
+    return dataclasses.replace(stage, shards=as_held(stage, ours, shards, axes))
+
+
+def same_axes(ours: Axes, theirs: Axes) -> dict[str, str]:
+    """Per axis of one capture its name in the other: by the parameters that have it, else by name and size."""
+    names: dict[str, str] = {}
+    for parameter, dimensions in ours.parameters.items():
+        for own, other in zip(dimensions, theirs.parameters.get(parameter, ()), strict=False):
+            for axis, name in _pairs(own, other):
+                names.setdefault(axis, name)
+    for known in ours.axes:
+        like = theirs.by_name.get(known.name)
+        if like is not None and like.size == known.size:
+            names.setdefault(known.name, known.name)
+    return names
+
+
+def _pairs(own: Dimension, other: Dimension) -> Iterator[tuple[str, str]]:
+    if len(own) != len(other):
+        return
+    for a, b in zip(own, other, strict=True):
+        if isinstance(a, str) and isinstance(b, str):
+            yield a, b
+        elif isinstance(a, Concatenation) and isinstance(b, Concatenation) and len(a.pieces) == len(b.pieces):
+            for piece, partner in zip(a.pieces, b.pieces, strict=True):
+                yield from _pairs(piece, partner)
+
+
+def retarget_shards(
+    stage: Stage, ours: Axes, names: Mapping[str, str], graph: ModelGraph, axes: Axes, ops: Sequence[str], lent: Sequence[str] = ()
+) -> tuple[Shard, ...]:
+    """Cuts for the ops of another capture: axes that are found again are cut, parameters lie as they do, ops are labelled anew.
+
+    Args:
+        stage: in the first capture.
+        ours: the axes of that.
+        names: per axis there, its name here.
+        graph: the other capture.
+        axes: its axes.
+        ops: of the stage, in graph order.
+        lent: parameters that its ops read and it does not hold; they are brought to it whole.
+    """
+    cuts = carried((shard for shard in stage.shards if shard.axis != BATCH), names, axes)  # rows arrive whole there
+    shards = as_held(stage, ours, tuple(Shard(cut.axis, cut.sizes) for cut in cuts), axes, lent)
+    return with_work(shards, OpCuts(work=_Labelling(graph, axes, ops, shards).work()), axes, ops)
+
+
+def as_held(stage: Stage, ours: Axes, shards: tuple[Shard, ...], axes: Axes, lent: Sequence[str] = ()) -> tuple[Shard, ...]:
+    """Cuts along which only those parameters lie in parts that a stage holds in the very same ones; its program has the others whole.
+
+    What devices hold, and what they sum, is the training's, whatever is captured beside it: where a parameter is held in other parts,
+    or in parts of an axis that is none here, the program brings it together; where it is held whole, each device works on its part.
+
+    Args:
+        stage: in the first capture.
+        ours: the axes of that.
+        shards: cuts of the other.
+        axes: of the other.
+        lent: more parameters, which are whole there.
+    """
+    held, known = (ParameterShardings((), each, ()) for each in (ours, axes))
+    own = Pattern(stage.parameters, stage.split, stage.shards)
+
+    def lies_so(name: str, shard: Shard) -> bool:
+        parts = known.parts(Pattern((name,), stage.split, (replace(shard, whole_parameters=()),)), name)
+        return name not in lent and parts is not None and parts == held.parts(own, name)
+
+    names = (*stage.parameters, *lent)
+    having = {shard.axis: [name for name in names if shard.axis in axes.in_parameters.get(name, ())] for shard in shards}
+    return tuple(
+        replace(shard, whole_parameters=tuple(name for name in having[shard.axis] if not lies_so(name, shard))) for shard in shards
+    )
+
+
+class _Labelling:
+    """Goes through the ops in order: each works along the axis in which its parameter lies, else its first operand."""
+
+    def __init__(self, graph: ModelGraph, axes: Axes, ops: Sequence[str], shards: tuple[Shard, ...]) -> None:
+        self._graph, self._axes, self._ops = graph, axes, ops
+        self._sources = label(graph, axes, ops, shards)
+        self._writes = MemoryWrites(graph, ops)
+        self._cut = [shard.axis for shard in shards]
+        self._anywhere = [axis for axis in self._cut if self._all_may(axis)]
+
+    def work(self) -> dict[str, str]:
+        """Per op that works on parts, the axis. Memory that is written in place and would lie in two ways stays whole."""
+        whole: set[str] = set()
+        while True:
+            work, clash = self._go_through(whole)
+            if clash is None:
+                return work
+            whole.add(clash)
+
+    def _go_through(self, whole: Collection[str]) -> tuple[dict[str, str], str | None]:
+        work: dict[str, str] = {}
+        for name in self._ops:
+            op = self._graph.by_name[name]
+            axis = self._choose(op, work) if self._graph.storage[name] not in whole else None
+            if axis is not None:
+                work[name] = axis
+            for operand in op.inputs:
+                if op.target == "operator.getitem" or not self._writes.need_same(operand, name):
+                    continue
+                lies = self._held(operand, work)
+                if lies != (axis if axis in self._sources.axes_in(operand) else None) and self._graph.storage[operand] not in whole:
+                    return work, self._graph.storage[operand]
+        return work, None
+
+    def _choose(self, op: Op, work: Mapping[str, str]) -> str | None:
+        if op.name not in self._axes.ops:
+            return None
+        roles = self._axes.ops[op.name].roles
+        may = [axis for axis in self._cut if axis in roles and roles[axis].kind != "whole"]
+        if op.target == "operator.getitem":
+            return next((axis for axis in may if axis == work.get(op.inputs[0])), None)
+        sources = sorted(op.inputs, key=lambda name: self._graph.by_name[name].kind == "call")
+        lying = [self._held(name, work) for name in sources]
+        return next((axis for axis in (*lying, *self._anywhere) if axis in may), None)
+
+    def _held(self, name: str, work: Mapping[str, str]) -> str | None:
+        """The axis along which a tensor lies in parts."""
+        if self._graph.by_name[name].kind != "call":
+            return self._sources.held(name)
+        axis = work.get(name)
+        return axis if axis in self._sources.axes_in(name) else None
+
+    def _all_may(self, axis: str) -> bool:
+        met = (self._axes.ops[name].roles.get(axis) for name in self._ops if name in self._axes.ops)
+        return all(role is None or role.kind != "whole" for role in met)
