@@ -17,8 +17,7 @@ from whale.ir.plan import Shard
 from whale.runtime.program.shard import ShardProgram, lower_shards
 from whale.runtime.program.shard import communication as steps
 from whale.runtime.program.shard.slots import own_part
-from whale.sharding.bridge_bytes import bridge_bytes
-from whale.sharding.bridges import Bridge, find_bridges
+from whale.sharding.bridges import Bridge, bridge_bytes, find_bridges
 
 UNNAMED = ""
 """Stands for reductions that are no sums: their messages name no tensor."""

@@ -14,8 +14,7 @@ from tests.distributed.world import World
 from tests.models import Block, Description, Segment
 from whale.api.mode import CapturedMode
 from whale.config import Config
-from whale.dry_run import LiveBytes, dry_run
-from whale.dry_run.rank import BLOCK_BYTES
+from whale.dry_run import BLOCK_BYTES, LiveBytes, dry_run
 from whale.ir.plan import Plan
 
 BLOCKS = (Block("linear"), Block("attention"), Block("feed_forward"), Block("norm"), Block("attention"), Block("feed_forward"))

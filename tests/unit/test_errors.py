@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from whale.errors import ClusterError, ConfigError, WhaleError, first_few, raise_faults
-from whale.ir.source import SourceLine
+from whale.ir.scope import SourceLine
 
 
 def test_prints_rule_place_and_hint() -> None:

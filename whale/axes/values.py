@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Union
 
-from whale.ir.source import SourceLine
+from whale.ir.scope import SourceLine
 
 RoleKind = Literal["kept", "pooled", "contracted", "whole", "broadcast"]
 

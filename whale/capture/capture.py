@@ -42,8 +42,7 @@ from whale.capture.tagging import tag_of
 from whale.errors import CaptureError, WhaleError, first_few, raise_faults
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter
 from whale.ir.precision import Precision
-from whale.ir.scope import Scope
-from whale.ir.source import SourceLine
+from whale.ir.scope import Scope, SourceLine
 from whale.ir.writes import written_buffers
 
 

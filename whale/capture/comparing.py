@@ -24,7 +24,7 @@ from whale.capture.flat.flatten import Flat
 from whale.capture.flat.sizes import READS_ROWS, are_alike
 from whale.capture.program import CapturedProgram
 from whale.ir.graph import Argument, LossTerm, ModelGraph, Op
-from whale.ir.source import SourceLine
+from whale.ir.scope import SourceLine
 
 
 @dataclass(frozen=True)

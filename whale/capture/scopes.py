@@ -23,8 +23,7 @@ from torch import nn
 import whale.capture.tagging as tagging
 from whale.capture.source import user_line
 from whale.errors import AnnotationError
-from whale.ir.scope import Scope, ScopeKind, ScopePath
-from whale.ir.source import SourceLine
+from whale.ir.scope import Scope, ScopeKind, ScopePath, SourceLine
 
 T = TypeVar("T")
 

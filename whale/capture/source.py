@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from whale.ir.source import SourceLine
+from whale.ir.scope import SourceLine
 
 _NOT_THE_USERS = tuple(str(Path(file).resolve().parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent)))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

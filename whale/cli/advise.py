@@ -10,7 +10,7 @@ from typing import Any
 
 from whale.cli.inputs import add_planning_arguments, read_graph, read_settings
 from whale.cli.tables import paragraph
-from whale.search.advice.advice import EFFORT, Advised, advise
+from whale.search.advice import EFFORT, Advised, advise
 from whale.units import counted
 
 

@@ -22,8 +22,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.precision import Precision
 from whale.ir.profile import read_profile
-from whale.ir.reading import parse_json
-from whale.ir.serialization import read_value
+from whale.ir.serialization import parse_json, read_value
 
 FUNCTION_HELP = "FILE.py:FUNCTION that returns (model, batch, loss)"
 

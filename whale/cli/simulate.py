@@ -146,7 +146,7 @@ def run_dry(plan: Plan, mode: CapturedMode, config: Config) -> DryRun:
     """Runs the distinct ranks of a plan.
 
     Raises:
-        WhaleError: as `whale.dry_run.dry_run`.
+        WhaleError: as `whale.dry_run`.
     """
     from whale.dry_run import dry_run
 

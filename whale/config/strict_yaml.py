@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from whale.errors import ConfigError, WhaleError, raise_faults
-from whale.ir.reading import MOST_BYTES_OF_YAML, MOST_DEPTH, MOST_VALUES, read_text
-from whale.ir.source import SourceLine
+from whale.ir.scope import SourceLine
+from whale.ir.serialization import MOST_BYTES_OF_YAML, MOST_DEPTH, MOST_VALUES, read_text
 
 PathKey = tuple[str | int, ...]
 """The way to a value from the root: mapping keys and list positions."""

@@ -1,8 +1,7 @@
 """What devices and links can do: the catalogue, cluster files, and clusters gathered from running ranks."""
 
 from whale.hardware.catalogue import CPU, Catalogue, KnownDevice, catalogue
-from whale.hardware.cluster_file import load_cluster, parse_cluster
-from whale.hardware.cluster_text import cluster_text
+from whale.hardware.cluster_file import cluster_text, load_cluster, parse_cluster
 from whale.hardware.clusters import DeviceProfile, make_cluster, select
 from whale.hardware.precision import compute_type
 

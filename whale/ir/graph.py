@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Union
 
-from whale.ir.scope import ScopePath
-from whale.ir.source import SourceLine
+from whale.ir.scope import ScopePath, SourceLine
 from whale.units import counted
 
 DTYPE_BYTES = {

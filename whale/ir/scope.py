@@ -1,11 +1,21 @@
-"""An annotation as the user wrote it: `replicate` or `split`, and how scopes enclose one another."""
+"""An annotation as the user wrote it: `replicate` or `split`, where in the code, and how scopes enclose one another."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from whale.ir.source import SourceLine
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A file and a line of the user's code; prints as ``file:line``."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
 
 ScopeKind = Literal["replicate", "split"]
 

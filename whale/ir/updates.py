@@ -10,6 +10,16 @@
 
 Every part of a batch (a micro-batch of a replica) starts from what the buffer held before the step. The exception are
 running statistics: they follow one micro-batch after another, as those of the plain model do that is given them so.
+
+What each value is as a function of the rows of a part of the batch: constant, a sum or a mean over them, or none of that.
+
+constant              the same for any rows; of these zeros, and what a buffer held before, are told apart
+rows                  one value per row
+count                 a multiple of the number of rows
+sum                   over parts of the batch it adds up
+mean                  over parts, averaged by their rows, it is that of the whole: means, and what is linear in them
+grown                 what a buffer held, and a sum
+other                 none of these
 """
 
 from __future__ import annotations
@@ -19,9 +29,187 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whale.ir.graph import ModelGraph, Op
-from whale.ir.over_rows import CONSTANT, OverRows
-from whale.ir.source import SourceLine
-from whale.ir.writes import SILENT_WRITERS, Reads, dependents, written_buffers
+from whale.ir.scope import SourceLine
+from whale.ir.writes import SILENT_WRITERS, Reads, dependents, written_buffers, written_storages
+
+Kind = Literal["zero", "held", "constant", "rows", "count", "sum", "mean", "grown", "other"]
+
+CONSTANT: frozenset[Kind] = frozenset({"zero", "held", "constant"})
+ADDITIVE: frozenset[Kind] = frozenset({"count", "sum"})
+PER_ROW: frozenset[Kind] = frozenset({"rows", *CONSTANT})
+AVERAGED: frozenset[Kind] = frozenset({"mean", *CONSTANT})
+
+ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
+SHAPE_ONLY = ZEROS | {"ones_like", "full_like", "empty_like", "new_ones", "new_full", "new_empty"}
+UNMOVED = frozenset({"detach", "alias", "clone"})
+"""Ops whose result has the elements of the argument where that has them."""
+
+LINEAR = UNMOVED | {
+    "view", "reshape", "_unsafe_view", "view_as", "reshape_as", "expand", "expand_as", "permute", "transpose", "t", "squeeze", "unsqueeze",
+    "select", "slice", "contiguous", "to", "_to_copy", "type_as", "neg", "flatten", "unflatten", "sum", "mean", "scalar_tensor",
+}  # fmt: skip
+DIVISIONS = frozenset({"div", "divide", "true_divide"})
+PRODUCTS = DIVISIONS | {"mul", "multiply", "matmul", "mm", "mv"}
+SUMS = frozenset({"sum", "matmul", "mm", "mv", "einsum", "bincount"})
+SCATTERS = frozenset({"index_add", "scatter_add"})
+
+
+@dataclass(frozen=True, slots=True)
+class Of:
+    """What a value is.
+
+    Attributes:
+        kind: which of the above.
+        name: of ``held`` and ``grown``, the buffer; of ``other``, the first op that made it so.
+    """
+
+    kind: Kind
+    name: str = ""
+
+
+class OverRows:
+    """Goes through the ops in order; keeps what each value is, and what is in each written memory by then.
+
+    Args:
+        graph: the model.
+    """
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self._graph = graph
+        self._values: dict[str, Of] = {}
+        self._memory: dict[str, tuple[int, Of]] = {}
+        for position, op in enumerate(graph.ops):
+            self._values[op.name] = self._source(op) if op.kind != "call" else self._call(op)
+            for storage in written_storages(graph, op):
+                self._memory[storage] = position, self._written(op, storage)
+
+    def value(self, op: str) -> Of:
+        """What an op made."""
+        return self._values[op]
+
+    def in_memory(self, op: str) -> Of:
+        """What is in the end in the memory that an op's result lies in."""
+        storage = self._graph.storage[op]
+        return self._memory[storage][1] if storage in self._memory else self._values[storage]
+
+    def _source(self, op: Op) -> Of:
+        if op.kind == "input":
+            has_rows = any(spec.has_rows for spec in op.outputs)
+            return Of("rows") if has_rows else Of("constant") if op.outputs else Of("count")
+        return Of("held", self._graph.parameter_by_name[op.target].name) if op.kind == "buffer" else Of("constant")
+
+    def _now(self, name: str) -> Of:
+        """What a value is by now: as it was made, or as it was written since."""
+        position, of = self._memory.get(self._graph.storage[name], (-1, Of("constant")))
+        return of if position > self._graph.position[name] else self._values[name]
+
+    def _written(self, op: Op, storage: str) -> Of:
+        """What is in a memory after an op has written it, or a part of it."""
+        if "in_place" not in op.tags:  # running statistics
+            return Of("other", op.name)
+        written = self._values[op.name]
+        before = self._memory[storage][1] if storage in self._memory else self._values[storage]
+        kinds = {before.kind, written.kind}
+        if op.inputs[0] == storage or before == written:
+            return written
+        if kinds == {"zero", "sum"} or kinds == {"held", "grown"} or ("rows" in kinds and kinds <= PER_ROW):
+            return written if before.kind in CONSTANT else before
+        if kinds <= CONSTANT:
+            return Of("constant")
+        return Of("mean") if kinds <= AVERAGED else Of("other", op.name)
+
+    def _call(self, op: Op) -> Of:
+        has_rows = any(spec.has_rows for spec in op.outputs)
+        if op.operator in SHAPE_ONLY:
+            return Of("rows") if has_rows else Of("zero" if op.operator in ZEROS else "constant")
+        read = [self._now(name) for name in op.inputs]
+        bad = next((of for of in read if of.kind == "other"), None)
+        if bad is not None or any(factor < 0 for spec in op.outputs for factor in spec.row_factors):
+            return bad or Of("other", op.name)
+        kinds = [of.kind for of in read]
+        if CONSTANT.issuperset(kinds):
+            return self._of_constants(op, read)
+        if op.operator in SCATTERS or (op.operator == "index_put" and op.args[3:4] == (True,)):
+            return (self._added(op, read[0], Of("sum")) if PER_ROW.issuperset(kinds[1:]) else None) or Of("other", op.name)
+        found = self._of_rows(op, kinds, has_rows) if "rows" in kinds else self._of_sums(op, read)
+        return found or Of("other", op.name)
+
+    def _of_constants(self, op: Op, read: Sequence[Of]) -> Of:
+        if op.operator == "copy":
+            return read[-1]
+        return read[0] if read and (op.operator in UNMOVED or "view" in op.tags) else Of("constant")
+
+    def _of_rows(self, op: Op, kinds: Sequence[Kind], has_rows: bool) -> Of | None:
+        """An op on values per row: again such values, or their sum or mean."""
+        if has_rows:
+            is_per_row = PER_ROW.issuperset(kinds) or ((PER_ROW | {"count"}).issuperset(kinds) and op.operator not in PRODUCTS)
+            return Of("rows") if is_per_row else None
+        if not PER_ROW.issuperset(kinds) or not op.outputs:
+            return None
+        return Of("sum") if op.operator in SUMS else Of("mean") if op.operator == "mean" else None
+
+    def _of_sums(self, op: Op, read: Sequence[Of]) -> Of | None:
+        """An op on sums, means and counts."""
+        kinds = [of.kind for of in read]
+        if op.operator == "copy":
+            return self._copied(op, read[-1])
+        if op.operator in ("add", "sub", "rsub"):
+            return self._added(op, read[0], read[1] if len(read) > 1 else Of("constant"))
+        if op.operator == "lerp":
+            return Of("mean") if AVERAGED.issuperset(kinds[:2]) and CONSTANT.issuperset(kinds[2:]) else None
+        if op.operator in DIVISIONS and kinds == ["sum", "count"]:
+            return Of("mean")
+        if op.operator in PRODUCTS:
+            return self._scaled(op, read)
+        if op.operator not in LINEAR or not CONSTANT.issuperset(kinds[1:]) or self._rounds(op):
+            return None
+        is_moved = kinds[0] == "grown" and op.operator not in UNMOVED and "view" not in op.tags
+        return None if is_moved else read[0]
+
+    def _scaled(self, op: Op, read: Sequence[Of]) -> Of | None:
+        """The product of one value that varies with constants, or the quotient by one."""
+        varying = [of for of in read if of.kind not in CONSTANT]
+        if not self._graph.dynamic and varying[0].kind in ADDITIVE:
+            return None  # the constant may be the number of rows
+        divides_by_it = op.operator in DIVISIONS and read[0] is not varying[0]
+        if len(varying) > 1 or varying[0].kind == "grown" or divides_by_it or "rounding_mode" in dict(op.kwargs):
+            return None
+        return Of("sum") if varying[0].kind == "count" and op.outputs else varying[0]
+
+    def _added(self, op: Op, left: Of, right: Of) -> Of | None:
+        """The sum or difference of two values."""
+        kinds = {left.kind, right.kind}
+        if kinds <= ADDITIVE | {"zero"}:
+            return Of("sum" if op.outputs else "count")
+        if kinds <= AVERAGED:
+            return Of("mean")
+        base, grows = (left, right) if left.kind in ("held", "grown") else (right, left)
+        if base.kind not in ("held", "grown") or grows.kind not in ADDITIVE or (op.operator != "add" and base is right):
+            return None
+        return None if op.operator == "rsub" or self._place(op.name) is None else Of("grown", base.name)
+
+    def _copied(self, op: Op, value: Of) -> Of | None:
+        """A value written over what was there."""
+        if value.kind == "sum":
+            return None if self._graph.by_name[self._graph.storage[op.name]].kind == "buffer" else value
+        is_there = value.kind == "grown" and self._place(op.inputs[0]) == self._place(op.inputs[1])
+        return value if value.kind == "mean" or is_there else None
+
+    def _place(self, name: str) -> tuple[str, ...] | None:
+        """Where in a buffer lie the elements that a value has, or has added something to: the views on the way; None if nowhere."""
+        op = self._graph.by_name[name]
+        if op.kind == "buffer":
+            return ()
+        if op.operator in UNMOVED | {"add", "sub"} or "in_place" in op.tags:
+            return next((place for place in map(self._place, op.inputs) if place is not None), None)
+        outer = self._place(op.inputs[0]) if "view" in op.tags else None
+        return None if outer is None else (*outer, f"{op.target} {op.args[1:]} {op.kwargs}")
+
+    def _rounds(self, op: Op) -> bool:
+        """Whether a change of type loses what sums and means need."""
+        sources = [spec for name in op.inputs[:1] for spec in self._graph.by_name[name].outputs]
+        return any("float" in a.dtype and "float" not in b.dtype for a, b in zip(sources, op.outputs, strict=False))
+
 
 UpdateKind = Literal["once", "mean", "sum", "statistics", "whole"]
 

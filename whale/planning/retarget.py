@@ -22,8 +22,7 @@ from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Line, spec_line
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, Edge, Plan, Replica, Shard, Stage, TaskGraph, program_of
-from whale.ir.reach import reached_parameters
-from whale.ir.writes import MemoryWrites, written_buffers
+from whale.ir.writes import MemoryWrites, reached_parameters, written_buffers
 from whale.planning.replicas.joining import cut_rows
 from whale.planning.shard.write import OpCuts, carried, with_work
 from whale.planning.structure.stages import Assignment, Late, Wish, assign, crossing_faults, find_batch_axes

@@ -1,6 +1,5 @@
 """Pipeline schedules: one pure function per file that says who computes what when, and the passes over all of them."""
 
-from whale.schedules.builder import Builder, ScheduleShape
 from whale.schedules.communication import insert_communication
 from whale.schedules.execution import Blocked, Edges, Execution, StuckRank, execute, replay
 from whale.schedules.holding import Releases, count_in_flight, count_recomputed, releases
@@ -14,7 +13,7 @@ from whale.schedules.of_plan import (
     short_schedules_of,
     training_schedule,
 )
-from whale.schedules.orders import forward_only
+from whale.schedules.orders import Builder, ScheduleShape, forward_only
 from whale.schedules.recomputing import insert_recompute, recomputes
 from whale.schedules.table import BUILDERS, build, most_waiting, peak_in_flight, placement
 from whale.schedules.verify import verify

@@ -16,10 +16,9 @@ from itertools import groupby
 from whale.errors import ScheduleError
 from whale.ir.plan import Pipeline, Plan, Replica
 from whale.ir.schedule import Action, Kind, Schedule
-from whale.schedules.builder import with_sync_and_step
 from whale.schedules.communication import insert_communication
 from whale.schedules.holding import count_in_flight
-from whale.schedules.orders import forward_only
+from whale.schedules.orders import forward_only, with_sync_and_step
 from whale.schedules.recomputing import recompute_only
 from whale.schedules.table import build
 from whale.schedules.verify import verify

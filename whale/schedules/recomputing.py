@@ -6,8 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 
 from whale.ir.schedule import Action, Kind, Schedule
-from whale.schedules.builder import Builder, ScheduleShape
-from whale.schedules.orders import in_turn, num_warm_up, peak_in_turn
+from whale.schedules.orders import Builder, ScheduleShape, in_turn, num_warm_up, peak_in_turn
 
 # plain   RECV_B i, R i, B i       R runs while nothing else can: its time is on the critical path
 # early   R i, RECV_B i, B i       R runs while the gradient is on its way

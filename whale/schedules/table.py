@@ -1,16 +1,130 @@
-"""The table of builders, and `build`, which picks one by its name."""
+"""The table of builders, and `build`, which picks one by its name.
+
+Zero bubble: orders whose weight gradients (W) wait, so that input gradients (I) reach the earlier stages sooner.
+"""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 
 from whale.errors import ConfigError, raise_faults
-from whale.ir.schedule import Schedule
-from whale.schedules.builder import Builder, ScheduleShape, with_sync_and_step
-from whale.schedules.orders import AIAO, AIAO_EARLY_LOSS, EAGER_ONE_F_ONE_B, GPIPE, INTERLEAVED, ONE_F_ONE_B
+from whale.ir.schedule import Action, Kind, Schedule
+from whale.schedules.orders import (
+    AIAO,
+    AIAO_EARLY_LOSS,
+    EAGER_ONE_F_ONE_B,
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    Builder,
+    ScheduleShape,
+    num_warm_up,
+    with_sync_and_step,
+)
 from whale.schedules.recomputing import LAST_NO_RECOMPUTE, RECOMPUTE_EARLY, SHIFTED_CRITICAL_PATH
-from whale.schedules.zero_bubble import ZB_H1, ZB_H2, ZB_V
 from whale.units import counted
+
+# ZB-H1, with as many forwards ahead as 1F1B has; F, I and W equally long; p activations on every stage
+#
+# rank 0  F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
+# rank 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+# rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+#
+# ZB-H2: twice the forwards ahead, so that weight gradients fill the bubble, wholly where 2 W = F + I; 2 p - 1 activations on every stage
+#
+# rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
+# rank 1     F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
+# rank 2        F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+
+
+def _with_late_weights(shape: ScheduleShape, rank: int, num_ahead: int, lag: int) -> Iterator[Action]:
+    """So many forwards, then F and I in turn; the first W after backward number `lag`, then one after each backward."""
+    m = shape.num_micro_batch
+    for micro_batch in range(num_ahead):
+        yield Action(Kind.FORWARD, rank, micro_batch)
+    for micro_batch in range(m):
+        if micro_batch + num_ahead < m:
+            yield Action(Kind.FORWARD, rank, micro_batch + num_ahead)
+        yield Action(Kind.BACKWARD_INPUT, rank, micro_batch)
+        if micro_batch >= lag:
+            yield Action(Kind.BACKWARD_WEIGHT, rank, micro_batch - lag)
+    for micro_batch in range(max(0, m - lag), m):
+        yield Action(Kind.BACKWARD_WEIGHT, rank, micro_batch)
+
+
+def _zb_h1(shape: ScheduleShape, rank: int) -> Iterator[Action]:
+    return _with_late_weights(shape, rank, num_warm_up(shape, rank), rank)
+
+
+def _zb_h2(shape: ScheduleShape, rank: int) -> Iterator[Action]:
+    return _with_late_weights(shape, rank, num_warm_up(shape, rank, ahead=2), 2 * rank)
+
+
+ZB_H1 = Builder(
+    "zb_h1",
+    _zb_h1,
+    peak=lambda shape, rank: min(shape.num_ranks, shape.num_micro_batch),
+    waiting=lambda shape, rank: min(rank + 1, shape.num_micro_batch),
+)
+ZB_H2 = Builder(
+    "zb_h2",
+    _zb_h2,
+    peak=lambda shape, rank: min(2 * shape.num_ranks - 1, shape.num_micro_batch),
+    waiting=lambda shape, rank: min(2 * rank + 1, shape.num_micro_batch),
+)
+
+# ZB-V: two chunks per rank in the shape of a V, no bubble where F = I = W, in the memory of 1F1B's first stage; 2 p chunk activations on
+# every rank
+#
+# rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+# rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+
+
+def _zb_v(shape: ScheduleShape, rank: int) -> Iterator[Action]:
+    """Capitals are the chunk on the way down (stage r), small letters the one on the way up (stage 2p - 1 - r).
+
+    Each letter is the next micro-batch of its kind. Input and weight part follow each other except at the end, where the weight parts
+    fill the gaps. The order is laid out for at least 2 p - 1 micro-batches, which it needs to be full; of a smaller number the actions
+    that there are run in that order.
+    """
+    p, m = shape.num_ranks, _num_laid_out(shape)
+    num_ahead = 2 * p - 1 - rank  # forwards of the chunk down when all fill: the chunk up has done p of them
+    letters = "F" * (2 * (p - rank) - 1)  # until the first micro-batch is back from the turn
+    letters += "fF" * rank + "fiw" * (p - rank)
+    letters += "FIWfiw" * (m - num_ahead) + "IWfiw" * (num_ahead - p)
+    letters += "Ii" * rank + "IW" * (p - rank) + "w" * rank + "W" * rank
+    kinds = {"F": Kind.FORWARD, "I": Kind.BACKWARD_INPUT, "W": Kind.BACKWARD_WEIGHT}
+    counts = dict.fromkeys(letters, 0)
+    for letter in letters:
+        if counts[letter] < shape.num_micro_batch:
+            yield Action(kinds[letter.upper()], rank if letter.isupper() else 2 * p - 1 - rank, counts[letter])
+        counts[letter] += 1
+
+
+def _num_laid_out(shape: ScheduleShape) -> int:
+    return max(shape.num_micro_batch, 2 * shape.num_ranks - 1)
+
+
+def _v_shape(shape: ScheduleShape) -> tuple[int, ...]:
+    """Two stages a rank, down and up again: rank r has stages r and 2p - 1 - r."""
+    down = tuple(range(shape.num_ranks))
+    return down + down[::-1]
+
+
+def _peak_v(shape: ScheduleShape, rank: int) -> int:
+    """In chunks, each half as large as a stage of 1F1B: p micro-batches' worth of both chunks, if there are enough."""
+    return min(2 * shape.num_ranks, 2 * shape.num_micro_batch, shape.num_micro_batch + rank + 1)
+
+
+def _waiting_v(shape: ScheduleShape, rank: int) -> int:
+    """At the end, where they fill the gaps of the last p; of the chunk on the way down."""
+    num_of_last = shape.num_ranks - (_num_laid_out(shape) - shape.num_micro_batch)
+    return max(1, min(rank + 1, num_of_last))
+
+
+ZB_V = Builder("zb_v", _zb_v, _peak_v, _v_shape, chunks=2, waiting=_waiting_v)
+
 
 _ALL = (
     GPIPE,

@@ -1,26 +1,33 @@
-"""The plan of a run or of a simulation: searched for, written down by the user, or made before and verified; with its estimate."""
+"""The plan of a run or of a simulation: searched for, written down by the user, or made before and verified; with its estimate.
+
+Of a range of numbers of rows each is searched for, and they are compared by what a sample takes.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from whale.config import Config, read_plan
 from whale.config.keys import range_of
 from whale.errors import BatchError, ConfigError, PlanError, WhaleError
-from whale.estimate import StepEstimate
+from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Choice, Plan
+from whale.ir.plan import Choice, Plan, states_of
+from whale.ir.serialization import decode, read_json
+from whale.planning.explain.choices import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
-from whale.search.batches import best_batch
+from whale.planning.pricing import with_figures
+from whale.planning.verify.verify import verify
+from whale.search.failure import with_blame
 from whale.search.freedom import pin_of
-from whale.search.given import given_plan
 from whale.search.open import is_divided
-from whale.search.pins import with_blame
 from whale.search.result import SearchResult
 from whale.search.searching import search
 from whale.units import counted, format_seconds
@@ -197,3 +204,133 @@ def _computes_again(plan: Plan, config: Config) -> bool:
     return any(pipeline.recomputed_stages for pipeline in plan.pipelines) or any(
         segment.recompute for stage in stages for segment in stage.program
     )
+
+
+_WRITES_ONE = "whale plan ... --output FILE writes one"
+
+
+def given_plan(plan: Plan | str | Path, graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate]:
+    """The plan with the figures of its step on this cluster, and the estimate.
+
+    Args:
+        plan: as a value or a JSON file.
+        graph: the captured model.
+        cluster: to run on.
+        config: settings.
+        rows: that are asked for; None for those of the plan.
+
+    Raises:
+        PlanError: the file cannot be read, or the plan does not serve this model, these rows and this cluster.
+    """
+    given = plan if isinstance(plan, Plan) else _read(Path(plan))
+    with _told_of(None if isinstance(plan, Plan) else plan):
+        if rows not in (None, given.planned_rows):
+            raise PlanError(
+                f"a plan that was made before has rows of its own (plan: {given.planned_rows}, asked for: {rows})",
+                hint="write it down (whale plan --output FILE.yaml), and plan again with other rows",
+            )
+        if given.model != graph.fingerprint:
+            raise PlanError(
+                f"a plan serves the model it was made for (plan: {given.model}, this model: {graph.fingerprint})",
+                hint="plan again: the model, its scopes or the example batch have changed",
+            )
+        costs = Costs.for_model(config, graph, cluster)
+        if not given.parameter_states:
+            given = replace(given, parameter_states=states_of(graph.parameters, costs.optimizer_states))
+        step = verify(given, graph, cluster, costs=costs)
+    return _with_figures_of(given, step), step
+
+
+def _with_figures_of(plan: Plan, step: StepEstimate) -> Plan:
+    """The plan with what its step takes now: a cluster with other figures, or a profile, makes that another than it was."""
+    if step.step_seconds == plan.step_seconds:
+        return plan
+    now = tuple(explain_step(step))
+    names = {choice.pass_name for choice in now}
+    kept = (choice for choice in plan.choices if choice.pass_name not in names)
+    said = Choice(
+        "plan",
+        "figures",
+        f"{format_seconds(step.step_seconds)} per step",
+        bound=f"what is known of the devices now; it was made, and its other reasons were told, at {format_seconds(plan.step_seconds)}",
+    )
+    return replace(with_figures(plan, step), choices=(said, *kept, *now))
+
+
+@contextmanager
+def _told_of(path: str | Path | None) -> Iterator[None]:
+    """Faults inside tell the file, which is one of two where plans are compared."""
+    try:
+        yield
+    except PlanError as fault:
+        fault.where = path if fault.where is None else fault.where
+        raise
+
+
+def _read(path: Path) -> Plan:
+    try:
+        found: Plan = decode(Plan, _with_names(read_json(path)))
+        return found
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path}: {error.strerror}", hint=_WRITES_ONE) from error
+    except (ValueError, TypeError) as error:  # not JSON is a ValueError too
+        raise PlanError(f"{path} is not a plan: {error}", hint=f"{_WRITES_ONE}; one that is written by hand is a FILE.yaml") from error
+
+
+def _with_names(data: Any) -> Any:
+    """What a plan's file says, without states of classes of parameters, which older ones have: there was one that could be."""
+    states = data.get("parameter_states", ()) if isinstance(data, dict) else ()
+    is_older = isinstance(states, list) and any(isinstance(each, dict) and isinstance(each.get("parameters"), str) for each in states)
+    return {**data, "parameter_states": []} if is_older else data
+
+
+def numbers_of_rows(low: int, high: int) -> tuple[int, ...]:
+    """The least of a range, twice, four times ... as many, and the most."""
+    doubled = (low << exponent for exponent in range((high // low).bit_length()))
+    return tuple(dict.fromkeys((*doubled, high)))
+
+
+def best_batch(low: int, high: int, searched: Callable[[int], SearchResult]) -> SearchResult:
+    """The outcome with the number of rows whose samples are best by the objective; its plan says what the others come to.
+
+    Ctrl-C ends it with the best so far, if there is one.
+
+    Args:
+        low, high: the range.
+        searched: searches with a number of rows.
+
+    Raises:
+        WhaleError: there is a plan for none of them; that of the fewest rows.
+    """
+    found, faults, is_whole = dict[int, SearchResult](), dict[int, WhaleError](), True
+    for rows in numbers_of_rows(low, high):
+        try:
+            found[rows] = searched(rows)
+        except WhaleError as fault:
+            faults[rows] = fault
+            continue
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            is_whole = False
+        if not is_whole or found[rows].was_interrupted:
+            is_whole = False
+            break
+    if not found:
+        raise next(iter(faults.values()))
+    rows = min(found, key=lambda rows: found[rows].of_sample)
+    others = [*(f"{other}: {_speed(each)}" for other, each in found.items() if other != rows), *(f"{other}: no plan" for other in faults)]
+    interrupted = "" if is_whole else "; the search was interrupted: the best so far"
+    choice = Choice(
+        "search",
+        "rows",
+        f"{counted(rows, 'row')} of {low}..{high}, {_speed(found[rows])}",
+        bound=f"a power of two times {low}, or {high}{interrupted}",
+        runner_up="; ".join(others),
+    )
+    best = found[rows]
+    return replace(best, plan=replace(best.plan, choices=(choice, *best.plan.choices)))
+
+
+def _speed(found: SearchResult) -> str:
+    return f"{found.plan.planned_rows / found.step.step_seconds:.4g} samples/s"

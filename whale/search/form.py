@@ -42,7 +42,7 @@ BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ClosedForm:
     """A step.
 
     Attributes:
@@ -61,7 +61,7 @@ class Form:
 
 
 @dataclass(eq=False)
-class Forms:
+class ClosedForms:
     """The closed forms of strategies for one graph on one cluster.
 
     Args:
@@ -81,7 +81,7 @@ class Forms:
     def num_rows(self) -> int:
         return self.planner.num_rows
 
-    def of(self, strategy: Strategy) -> Form:
+    def of(self, strategy: Strategy) -> ClosedForm:
         """A strategy with its micro-batches and its order.
 
         Where memory decides what is computed again, it takes as much of the time for all as it must free of what that would; of what is a
@@ -96,19 +96,19 @@ class Forms:
                 return kept
             again, others = self._with(strategy, firsts, "auto")
         except WhaleError:  # it cannot be cut so
-            return Form(math.inf, math.inf, math.inf)
+            return ClosedForm(math.inf, math.inf, math.inf)
         share = 0.0
         for lane, other in zip(lanes, others, strict=True):
             over, freed = lane.held - lane.rooms, np.maximum(lane.held - other.held, 1.0)
             share = max(share, float(np.max(np.minimum(over / freed, over / lane.rooms / self.unsure(strategy)))))
         seconds = kept.seconds + min(1.0, share) * max(0.0, again.seconds - kept.seconds)
-        return Form(seconds, min(kept.lack, again.lack), again.held)
+        return ClosedForm(seconds, min(kept.lack, again.lack), again.held)
 
     def unsure(self, strategy: Strategy) -> float:
         """On few devices a strategy is planned though it holds more than there is room for, by the closed form, by up to this share."""
         return 1e-9 if strategy.near is None else UNSURE
 
-    def _with(self, strategy: Strategy, firsts: Sequence[Numbers], policy: str | Shares) -> tuple[Form, list[Lane]]:
+    def _with(self, strategy: Strategy, firsts: Sequence[Numbers], policy: str | Shares) -> tuple[ClosedForm, list[Lane]]:
         replicas = strategy.replicas
         m, shares = strategy.num_micro_batch, self.shares(replicas)
         lanes = [self._lane(replica, own, share, policy) for replica, own, share in zip(replicas, firsts, shares, strict=True)]
@@ -117,7 +117,7 @@ class Forms:
         sums = [[rate * self._in_turn(strategy) for rate in rates] for rates in sums]
         seconds = max(self._with_end(lane, firsts, count, rates, alike=alike) for lane, count, rates in zip(lanes, rows, sums, strict=True))
         lack = max(float(np.max(lane.held - (1 + self.unsure(strategy)) * lane.rooms)) for lane in lanes)
-        return Form(seconds, max(0.0, lack), max(float(lane.held.max()) for lane in lanes)), lanes
+        return ClosedForm(seconds, max(0.0, lack), max(float(lane.held.max()) for lane in lanes)), lanes
 
     def least(self, strategy: Strategy) -> tuple[float, float]:
         """At least so many seconds of a step, if nothing but computing took time, and bytes on its fullest device."""

@@ -33,7 +33,7 @@ from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.plan import Draft, draft_as_set
 from whale.planning.strategy import Placed, ReplicaSpec, Strategy
 from whale.planning.structure.stages import Assignment
-from whale.search.form import Forms
+from whale.search.form import ClosedForms
 from whale.search.freedom import Freedom, Order
 from whale.search.objective import Objective
 from whale.search.ranking import Ranked, effort_of
@@ -56,7 +56,7 @@ class OpenSpace:
         config: settings.
     """
 
-    forms: Forms
+    forms: ClosedForms
     freedom: Freedom
     objective: Objective
     config: Config

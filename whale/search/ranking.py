@@ -19,7 +19,7 @@ from whale.estimate.costs.line import Floats
 from whale.ir.cluster import Device
 from whale.planning.plan import Draft
 from whale.planning.strategy import ReplicaSpec, Strategy
-from whale.search.form import Forms
+from whale.search.form import ClosedForms
 from whale.search.freedom import Freedom, Order
 from whale.search.objective import Objective
 from whale.search.space import Space
@@ -92,7 +92,7 @@ class FreeSpace:
         num_strategies: that there are, once some were ranked.
     """
 
-    forms: Forms
+    forms: ClosedForms
     freedom: Freedom
     objective: Objective
     effort: float = math.inf

@@ -26,7 +26,7 @@ from whale.planning.replicas.joining import mixes_samples
 from whale.planning.seating import Seater
 from whale.planning.strategy import Strategy
 from whale.search.failure import failure
-from whale.search.form import Forms
+from whale.search.form import ClosedForms
 from whale.search.freedom import freedom_of
 from whale.search.objective import Objective, check_prices
 from whale.search.open import OpenSpace, is_divided
@@ -86,7 +86,7 @@ def search(
     if config.planning.objective == "cost":
         check_prices(cluster)
     objective = Objective(config.planning.objective, cluster, num_rows)
-    forms = Forms(Seater(prices, freedom.config, num_rows))
+    forms = ClosedForms(Seater(prices, freedom.config, num_rows))
     effort = config.planning.effort if effort is None else effort
     free = FreeSpace(forms, freedom, objective, effort)
     space = OpenSpace(forms, freedom, objective, config) if is_divided(graph, config) else free

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
-from whale.ir.reach import reached_parameters
+from whale.ir.writes import reached_parameters
 from whale.sharding.crossings import DIRECTIONS, Crossings
 from whale.sharding.parameters import ParameterShardings
 

@@ -5,16 +5,23 @@ A dimension is a product of axes, outermost first, so a part of an axis inside i
     heads*width, heads 4 of which the device holds 1..2, width 3      [. . . x x x x x x . . .]   one run
     three*heads, three 3                                              [. x x . . x x . . x x .]   three runs
     (q | k | v), pieces of unlike sizes                               each piece has runs of its own
+
+Where the elements of a region lie in a tensor: the positions per dimension, by the axes that each dimension is made of.
+
+[3*heads*width]  fused projection, region heads[1:2] of heads 2, width 2      (2, 4) (6, 8) (10, 12)
+[rows seq]       region batch[3:5] of a tensor that holds batch[2:6]           (1, 3) | (0, seq)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
 from whale.axes.values import Concatenation, Dimension, Factor
 from whale.ir.plan import Shard
+from whale.sharding.sharding import Region
 
 Runs = tuple[tuple[int, int], ...]
 """Positions as runs ``[start, stop)``, sorted, none empty, none touching the next."""
@@ -104,3 +111,36 @@ def count_below(runs: Runs, bound: int) -> int:
 def relative(runs: Runs, within: Runs) -> Runs:
     """Positions that lie in a set, counted among its own: what is asked for of a part, as places in that part."""
     return merged((count_below(within, start), count_below(within, stop)) for start, stop in runs)
+
+
+@dataclass(frozen=True)
+class IndexSpace:
+    """The dimensions of a whole tensor.
+
+    Attributes:
+        dimensions: as products of axes.
+        sizes: of the axes; of the batch, the rows at hand.
+    """
+
+    dimensions: tuple[Dimension, ...]
+    sizes: Mapping[str, int]
+
+    def positions(self, region: Region, within: Region = Region()) -> tuple[Runs, ...]:  # noqa: B008
+        """Per dimension, where a region lies in the tensor of a device that holds another one (by default, in the whole tensor).
+
+        Args:
+            region: of which it holds all.
+            within: what the device holds.
+        """
+        outer = {axis: (start, stop) for axis, start, stop in within.intervals}
+        sizes = {**self.sizes, **{axis: stop - start for axis, (start, stop) in outer.items()}}
+        held = {axis: (start - outer.get(axis, (0, 0))[0], stop - outer.get(axis, (0, 0))[0]) for axis, start, stop in region.intervals}
+        return tuple(index_set(dimension, sizes, held) for dimension in self.dimensions)
+
+    def shape(self, region: Region) -> tuple[int, ...]:
+        """The shape of the tensor of a device that holds a region."""
+        return tuple(map(count, self.positions(region)))
+
+    def num_elements(self, region: Region) -> int:
+        """Elements of a region."""
+        return prod(self.shape(region))

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from whale.sharding.regions import Region
-from whale.sharding.sharding import Sharding
+from whale.sharding.sharding import Region, Sharding
 
 
 @dataclass(frozen=True, slots=True)

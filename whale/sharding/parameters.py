@@ -19,11 +19,9 @@ from whale.axes.values import Axes, Dimension, may_lie_in_parts
 from whale.errors import PlanError
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
 from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
-from whale.sharding.index_sets import Runs, intervals
-from whale.sharding.index_space import IndexSpace
+from whale.sharding.index_sets import IndexSpace, Runs, intervals
 from whale.sharding.keepers import ROWS, Keeping, SharedOut, deal
-from whale.sharding.regions import Region
-from whale.sharding.sharding import Sharding
+from whale.sharding.sharding import Region, Sharding
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Form:
+class GroupHolding:
     """How a split group holds one parameter.
 
     Attributes:
@@ -117,7 +115,7 @@ class Holders:
         self.gathered.append(Holder(place, devices, self._patterns[look]))
 
 
-Forms = tuple[tuple[int, Form], ...]
+Forms = tuple[tuple[int, GroupHolding], ...]
 """Per pattern that has a parameter, by number, its form there."""
 
 
@@ -246,7 +244,7 @@ class ParameterShardings:
     def _sizes(self) -> dict[str, int]:
         return {} if self.axes is None else {axis.name: axis.size for axis in self.axes.axes}
 
-    def _form(self, pattern: Pattern, name: str) -> Form:
+    def _form(self, pattern: Pattern, name: str) -> GroupHolding:
         dimensions = self._dimensions(name)
         met = sorted(self.axes.in_parameters.get(name, frozenset()) & pattern.by_axis.keys()) if self.axes else []
         own = [pattern.by_axis[axis] for axis in met if axis != BATCH and may_lie_in_parts(dimensions, axis)]
@@ -255,11 +253,11 @@ class ParameterShardings:
         key = tuple((shard.axis, shard.sizes) for shard in own), pattern.split, are_copies
         if key not in self._known_forms:
             regions = tuple(Region.of(intervals(own, position)) for position in range(pattern.split))
-            self._known_forms[key] = Form(regions, are_copies)
+            self._known_forms[key] = GroupHolding(regions, are_copies)
         return self._known_forms[key]
 
     @cached_property
-    def _known_forms(self) -> dict[tuple[tuple[tuple[str, tuple[int, ...]], ...], int, bool], Form]:
+    def _known_forms(self) -> dict[tuple[tuple[tuple[str, tuple[int, ...]], ...], int, bool], GroupHolding]:
         return {}
 
     def _sharding(self, name: str, forms: Forms) -> Sharding:

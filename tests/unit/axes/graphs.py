@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.ir.graph import Argument, LossTerm, ModelGraph, Op, Parameter, Ref, TensorSpec
-from whale.ir.source import SourceLine
+from whale.ir.scope import SourceLine
 
 ROWS = 4
 Shape = tuple[int | str, ...]

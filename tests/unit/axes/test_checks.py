@@ -9,7 +9,7 @@ from whale.axes import Axes, WholeReason, discover, register_rule
 from whale.axes.operators.registry import _own_rules
 from whale.errors import ConfigError
 from whale.ir.graph import ModelGraph
-from whale.ir.source import SourceLine
+from whale.ir.scope import SourceLine
 
 
 def whole_at(axes: Axes, axis: str) -> dict[str, str]:

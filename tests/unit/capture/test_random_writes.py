@@ -20,7 +20,7 @@ from tests.random_writes import NEEDS_WHOLE_BATCH, STEPS, Random
 from tests.written_models import make_batch, squares
 from whale.capture import capture
 from whale.errors import CaptureError, PlanError
-from whale.ir.reach import reached_parameters
+from whale.ir.writes import reached_parameters
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from tests.unit.capture.running import assert_same
 from whale.capture import capture
 from whale.errors import CaptureError
 from whale.ir.graph import ModelGraph
-from whale.ir.reach import reached_parameters
+from whale.ir.writes import reached_parameters
 
 torch.set_num_threads(1)
 

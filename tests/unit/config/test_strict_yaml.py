@@ -15,7 +15,7 @@ from tests.examples import at_most
 from whale.config import load_config, parse_yaml, read_plan, read_yaml
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.hardware.cluster_file import load_cluster
-from whale.ir.reading import MOST_BYTES_OF_YAML
+from whale.ir.serialization import MOST_BYTES_OF_YAML
 
 text = st.text(
     st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"], exclude_characters="\x7f"), max_size=20

@@ -30,10 +30,8 @@ from whale.ir.plan import (
     TaskGraph,
     VirtualDevice,
 )
-from whale.ir.reading import parse_json, read_text
-from whale.ir.scope import Scope
-from whale.ir.serialization import from_json, to_json
-from whale.ir.source import SourceLine
+from whale.ir.scope import Scope, SourceLine
+from whale.ir.serialization import from_json, parse_json, read_text, to_json
 from whale.ir.timeline import Timeline
 from whale.sharding import Sharding
 

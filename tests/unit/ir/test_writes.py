@@ -6,8 +6,7 @@ import pytest
 
 from tests.unit.planning.graphs import Graph
 from whale.ir.graph import LossTerm, ModelGraph
-from whale.ir.reach import reached_parameters
-from whale.ir.writes import MemoryWrites, Reads, dependents, written_buffers
+from whale.ir.writes import MemoryWrites, Reads, dependents, reached_parameters, written_buffers
 
 
 def through_a_view(*, detached: bool = False) -> ModelGraph:

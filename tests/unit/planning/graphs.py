@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.graph import Argument, LossTerm, ModelGraph, Op, Parameter, Ref, TensorSpec
-from whale.ir.scope import Scope, ScopePath
-from whale.ir.source import SourceLine
+from whale.ir.scope import Scope, ScopePath, SourceLine
 
 ROWS = 4
 

@@ -24,10 +24,9 @@ from whale.schedules import (
     placement,
     verify,
 )
-from whale.schedules.builder import ScheduleShape, round_robin, with_sync_and_step
 from whale.schedules.execution import Edges, execute
 from whale.schedules.of_plan import leave_out
-from whale.schedules.orders import group_by_group, num_vacant
+from whale.schedules.orders import ScheduleShape, group_by_group, num_vacant, round_robin, with_sync_and_step
 
 
 @st.composite

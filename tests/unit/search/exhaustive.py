@@ -18,7 +18,7 @@ from whale.planning.pipeline.placement import Seats
 from whale.planning.plan import Draft, draft_as_set
 from whale.planning.seating import Seater
 from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
-from whale.search.form import Forms
+from whale.search.form import ClosedForms
 from whale.search.freedom import ORDERS, Order, freedom_of
 from whale.search.objective import Objective
 from whale.search.ranking import FreeSpace
@@ -47,7 +47,7 @@ def seater_of(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int
 
 def space_of(graph: ModelGraph, cluster: Cluster, rows: int) -> FreeSpace:
     seater, freedom = seater_of(graph, cluster, Config(), rows), freedom_of(Config(), mixes_samples=False)
-    return FreeSpace(Forms(seater), freedom, Objective("step_time", cluster, rows))
+    return FreeSpace(ClosedForms(seater), freedom, Objective("step_time", cluster, rows))
 
 
 def every_strategy(cluster: Cluster, num_rows: int) -> Iterator[Strategy]:

@@ -17,10 +17,8 @@ from whale.estimate import estimate
 from whale.ir.cluster import Cluster
 from whale.ir.serialization import to_json
 from whale.planning import make_plan
-from whale.search import search
-from whale.search.advice import advice
-from whale.search.advice.advice import About, Advice, Advised, advise, why_slower
-from whale.search.advice.changes import faster_between, one_more
+from whale.search import advice, search
+from whale.search.advice import About, Advice, Advised, advise, faster_between, one_more, why_slower
 
 GRAPH = layers([64] * 4)
 

@@ -11,8 +11,8 @@ from whale.config import Config
 from whale.errors import ConfigError, PlanError
 from whale.ir.plan import Plan
 from whale.search import decide, search
-from whale.search.advice.advice import advise
-from whale.search.batches import best_batch, numbers_of_rows
+from whale.search.advice import advise
+from whale.search.deciding import best_batch, numbers_of_rows
 from whale.search.result import SearchResult
 
 GRAPH = layers([64] * 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whale.hardware import parse_cluster
 from whale.ir.cluster import Cluster
-from whale.search.advice.changes import faster_between, faster_inside, one_more, with_plenty
+from whale.search.advice import faster_between, faster_inside, one_more, with_plenty
 
 CLUSTER = parse_cluster(
     "name: mixed\nhosts:\n  - {name: big, devices: 2 x V100-32GB, card: 5 GB/s}\n  - {name: one, devices: T4}\nnetwork: ethernet-25g\n"

@@ -23,7 +23,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import MemoryShortage, make_plan
 from whale.search import SearchResult, decide, search
-from whale.search.advice.advice import advise
+from whale.search.advice import advise
 
 FRONT, BACK = scope(0, 1, "front"), scope(1, 1, "back")
 

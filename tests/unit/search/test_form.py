@@ -16,7 +16,7 @@ from whale.estimate import all_reduce_seconds
 from whale.hardware import parse_cluster
 from whale.planning.cutting.partition import _least
 from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
-from whale.search.form import Forms
+from whale.search.form import ClosedForms
 from whale.search.places import Places
 from whale.workloads import GPT
 
@@ -26,7 +26,7 @@ def test_a_split_group_takes_what_its_plan_takes(model: str, num_rows: int, widt
     """It gathers weights, which the op that reads them pays."""
     graph = GPT(layers=3, hidden=1024, heads=16, sequence=512, vocabulary=30_000).graph()
     cluster = parse_cluster(f"hosts: [{{name: a, devices: {width} x {model}}}]\nnetwork: ethernet-25g")
-    forms = Forms(seater_of(graph, cluster, Config(), num_rows))
+    forms = ClosedForms(seater_of(graph, cluster, Config(), num_rows))
     replica = ReplicaSpec((RankSpec(cluster.devices[0].kind, width),), schedule="1f1b", num_chunks=1, num_micro_batch=1)
     strategy = Strategy((replica,), near=True)
     planned = forms.planner.realize(forms.places.named(strategy)).plan.step_seconds

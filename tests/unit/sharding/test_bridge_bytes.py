@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from whale.axes import Axes, Axis, Concatenation, Dimension, OpAxes, Role
 from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
 from whale.ir.plan import Shard
-from whale.sharding.bridge_bytes import bridge_bytes, sum_share
-from whale.sharding.bridges import Bridge
+from whale.sharding.bridges import Bridge, bridge_bytes, sum_share
 
 PLANNED, ROWS = 2, 3
 DIMENSIONS: tuple[tuple[Dimension, ...], ...] = (

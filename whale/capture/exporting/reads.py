@@ -42,7 +42,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from whale.capture.source import user_line
 from whale.errors import CaptureError, OpFault
-from whale.ir.source import SourceLine
+from whale.ir.scope import SourceLine
 
 T = TypeVar("T")
 _MARK = "whale way "

@@ -34,7 +34,7 @@ from whale.capture.exporting.functions import call, recomputed
 from whale.capture.exporting.wrapper import in_rows
 from whale.capture.source import is_users, line_of_traceback, user_line
 from whale.errors import CaptureError, WhaleError, raise_faults
-from whale.ir.source import SourceLine
+from whale.ir.scope import SourceLine
 
 READ = "here a number that is read from one does"
 CHECK_HINT = "; a check that raises may compare x.item()"

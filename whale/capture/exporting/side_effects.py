@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from whale.capture.exporting.near_values import MISSING, OF_EVERY_MODULE, NearValues, Noted, Snapshot, of_globals
 from whale.capture.source import user_line
 from whale.errors import first_few
-from whale.ir.source import SourceLine
+from whale.ir.scope import SourceLine
 
 
 class Once:

@@ -19,7 +19,7 @@ from whale.capture.exporting.side_effects import AttributeAccess, Once, forget_n
 from whale.capture.program import ObjectStructure, OutputStructure
 from whale.capture.source import line_of_function
 from whale.errors import BatchError, CaptureError
-from whale.ir.source import SourceLine
+from whale.ir.scope import SourceLine
 
 Mode = Literal["train", "eval", "predict", "eval_predict"]
 Loss = Callable[[Any, Any], Any]

@@ -32,8 +32,7 @@ from whale.estimate.costs.line import Line, Started
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device, Handling
 from whale.ir.graph import Op
-from whale.sharding.bridge_bytes import GATHERED, sum_share
-from whale.sharding.bridges import ON_THE_SPOT, Bridge, Transport
+from whale.sharding.bridges import GATHERED, ON_THE_SPOT, Bridge, Transport, sum_share
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from whale.ir.graph import DTYPE_BYTES
 from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Schedule
 from whale.schedules import alike_schedules
-from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Buckets, plan_buckets
+from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Buckets, plan_buckets, visits_of
 from whale.sharding.parameters import parameter_shardings
-from whale.sharding.visits import visits_of
 
 
 def buckets(plan: Plan, prices: Prices) -> Buckets:

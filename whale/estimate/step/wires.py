@@ -15,8 +15,8 @@ from whale.ir.cluster import Device, Link
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import Edge, Plan, Replica, Shard, Stage
 from whale.sharding import moves
-from whale.sharding.borders import border_gradient, border_sharding
 from whale.sharding.buckets import Bucket, Places
+from whale.sharding.crossings import border_gradient, border_sharding
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,192 @@
-"""The decision: which devices run which ops of the model, on how many rows, in which schedule, and why."""
+"""The decision: which devices run which ops of the model, on how many rows, in which schedule, and why.
+
+Each model replica has its share of the rows, its stages, and the pipeline in which they take turns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whale.ir.division import divide, divide_evenly, intervals
-from whale.ir.plan.choice import Choice
 from whale.ir.plan.parameter_state import Form, ParameterState
-from whale.ir.plan.replica import Pipeline, Replica
-from whale.ir.plan.task_graph import TaskGraph
-from whale.ir.plan.text import describe_order, describe_replica, describe_shape
-from whale.units import counted, format_seconds
+from whale.ir.plan.stage import Stage, describe_shards
+from whale.units import counted, each_counted, format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One decision of a planner pass, for `whale explain`.
+
+    Attributes:
+        pass_name: the pass that decided (``balance``).
+        subject: what was decided (``rows of replica 0``).
+        decision: the outcome.
+        cost: what it costs, in words with units.
+        bound: what bound it (``memory of host1/0``, ``the slowest device``); "" where nothing did.
+        runner_up: the next best and its cost; "" where there was no other.
+    """
+
+    pass_name: str
+    subject: str
+    decision: str
+    cost: str = ""
+    bound: str = ""
+    runner_up: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """The ops of the model under one scope.
+
+    Attributes:
+        index: position in the plan's order.
+        name: the scope's name, or a name made from its place.
+        strategy: ``replicate`` or ``split``.
+        ops: names, in graph order.
+    """
+
+    index: int
+    name: str
+    strategy: str
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How the stages of a replica take turns; replicas need not agree.
+
+    Attributes:
+        schedule: name of the schedule kind.
+        num_micro_batch: micro-batches of a step.
+        stage_rank: per stage, its position among the virtual devices of the replica.
+        num_chunks: stages per virtual device that an interleaved schedule runs in turn.
+        group_size: of an interleaved schedule; None for others.
+        recomputed_stages: those that are computed again as a whole, by R actions; empty where that is left to the schedule.
+    """
+
+    schedule: str
+    num_micro_batch: int
+    stage_rank: tuple[int, ...]
+    num_chunks: int = 1
+    group_size: int | None = None
+    recomputed_stages: tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_rank)
+
+    @property
+    def num_ranks(self) -> int:
+        """Virtual devices of the replica."""
+        return max(self.stage_rank) + 1
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that a virtual device runs, in order."""
+        return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
+
+    @property
+    def order(self) -> str:
+        """The schedule and its micro-batches in words: ``1f1b, 4 micro-batches``."""
+        again, every = self.recomputed_stages, range(self.num_stages)
+        of_some = f" of stage {', '.join(map(str, again))}" if again != tuple(every) else ""
+        return f"{self.schedule}{f' with recomputation{of_some}' if again else ''}, {counted(self.num_micro_batch, 'micro-batch')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What one stage hands to a later one for each micro-batch.
+
+    Attributes:
+        source, target: stage indices.
+        tensors: names of the ops whose outputs travel.
+        num_bytes: of one micro-batch of the planned size, forward; the gradients of the float tensors return.
+    """
+
+    source: int
+    target: int
+    tensors: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One complete set of TaskGraphs.
+
+    Attributes:
+        index: position; replicas take consecutive rows of the batch in this order.
+        share: its weight in the rows of the batch.
+        pipeline: how its stages take turns.
+        stages: what each of them runs, and where.
+        edges: between its stages, sorted by (source, target).
+    """
+
+    index: int
+    share: int
+    pipeline: Pipeline
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+
+    @property
+    def least_rows(self) -> int:
+        """Rows that a micro-batch needs so that every device that takes rows of its own has one."""
+        return max(len(stage.shares) * (stage.split if stage.row_shard is not None else 1) for stage in self.stages)
+
+    def is_local(self, edge: Edge) -> bool:
+        """Whether both stages of an edge run on one virtual device, so that no SEND or RECV stands in the schedule."""
+        return self.pipeline.stage_rank[edge.source] == self.pipeline.stage_rank[edge.target]
+
+
+def devices_of(replicas: Iterable[Replica]) -> tuple[str, ...]:
+    """The devices in use, replica by replica and virtual device by virtual device: the ranks of a plan."""
+    stages = (replica.stages[replica.pipeline.stage_rank.index(rank)] for replica in replicas for rank in range(replica.pipeline.num_ranks))
+    return tuple(device for stage in stages for device in stage.virtual_device.devices)
+
+
+def describe_shape(replicas: Sequence[Replica]) -> str:
+    """How many replicas of how many stages: ``2 replicas x 4 stages``, or ``3 replicas of 2, 1, 1 stages``."""
+    counts = [replica.pipeline.num_stages for replica in replicas]
+    if len(set(counts)) == 1:
+        return f"{counted(len(counts), 'replica')} x {counted(counts[0], 'stage')}"
+    return f"{counted(len(counts), 'replica')} of {each_counted(counts, 'stage')}"
+
+
+def describe_order(replicas: Sequence[Replica]) -> str:
+    """The schedules, each once: ``1f1b, 4 micro-batches``, or ``1f1b, 4 micro-batches / gpipe, 2 micro-batches``."""
+    return " / ".join(dict.fromkeys(replica.pipeline.order for replica in replicas))
+
+
+def describe_replica(replica: Replica, micro_batch: tuple[int, int]) -> Iterator[str]:
+    """The stages and edges of a replica, with the rows that its devices take of a micro-batch of these rows."""
+    for stage in replica.stages:
+        yield from _describe_stage(stage, micro_batch)
+    for edge in replica.edges:
+        yield f"    edge {edge.source} -> {edge.target}: {', '.join(edge.tensors)} ({format_bytes(edge.num_bytes)})"
+
+
+def _describe_stage(stage: Stage, micro_batch: tuple[int, int]) -> Iterator[str]:
+    yield (
+        f"    stage {stage.index} [{', '.join(stage.task_graphs)}]: {counted(len(stage.ops), 'op')} "
+        f"{stage.ops[0] if stage.ops else '-'} .. {stage.ops[-1] if stage.ops else '-'}, {counted(len(stage.parameters), 'tensor')} held"
+    )
+    if stage.shards:
+        halves = ", in two halves that take turns" if stage.overlap else ""
+        yield f"      groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
+    if stage.offloads:
+        yield "      what it keeps for backward passes waits on the host"
+    if stage.recomputed:
+        yield f"      recomputes {counted(sum(map(len, stage.recomputed)), 'op')} in {counted(len(stage.recomputed), 'segment')}"
+    rows = stage.rows(micro_batch[1] - micro_batch[0])
+    for position, device in enumerate(stage.virtual_device.devices):
+        line = f"      {device}: {counted(rows[position], 'row')}"
+        if stage.estimates:
+            e = stage.estimates[position]
+            line += (
+                f", F {format_seconds(e.forward)}, B {format_seconds(e.backward)}, "
+                f"{format_bytes(e.parameter_bytes + e.activation_bytes)} of {format_bytes(e.capacity)}"
+            )
+        yield line
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,105 @@
-"""What one virtual device of one model replica runs, and on which rows."""
+"""What one virtual device of one model replica runs, on which rows, and how its ops are divided and treated.
+
+The axes of a split stage are divided over the devices of each split group. Its segments are runs of ops that are treated alike: kept, on
+the device or the host, or computed again, at once or in halves.
+
+The segments of a stage are its program: they cover its ops in order, without gap or overlap.
+
+    ops       embedding  linear  gelu  linear_1  add  linear_2
+    program   |- kept --||------ recomputed ------||-- kept --|
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from whale.ir.division import divide, intervals
-from whale.ir.plan.segment import Segment
-from whale.ir.plan.shard import BATCH, Shard
+from whale.units import counted
+
+BATCH = "batch"
+"""The name of the axis that samples lie along."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One axis of a split stage, divided over the devices of each split group.
+
+    Where nothing else is said, every op that meets the axis works on parts of it, and every parameter that has it is held in
+    parts. An op meets one axis that is cut at most; where its operands are cut along another, a bridge stands between.
+
+    Attributes:
+        axis: name of the logical axis.
+        sizes: per device of a group, its units of the axis; their sum is the axis. For the batch, shares of the rows.
+        whole_in: ops that meet the axis, but do not work on parts of it.
+        whole_parameters: parameters and buffers that have the axis, but are not held in parts of it.
+        scattered: ops that sum over another axis that is cut: each device keeps its part of this axis of the sum.
+        arriving: values from other stages of which each device is handed its part only.
+        handed_on: values for other stages that stay in parts, whatever parts they arrive in.
+    """
+
+    axis: str
+    sizes: tuple[int, ...]
+    whole_in: tuple[str, ...] = ()
+    whole_parameters: tuple[str, ...] = ()
+    scattered: tuple[str, ...] = ()
+    arriving: tuple[str, ...] = ()
+    handed_on: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.axis} {':'.join(str(size) for size in self.sizes)}"
+
+
+def describe_shards(shards: Iterable[Shard]) -> str:
+    """Cuts as text; those whose names differ only in numbers (of layers) and that have equal sizes are told once.
+
+    Says how many ops meet an axis but work on all of it: ``hidden 16:16 (whole in 43 ops)``.
+    """
+    found: dict[tuple[str, tuple[int, ...]], list[Shard]] = {}
+    for shard in shards:
+        pattern = ".".join("*" if part.isdigit() else part for part in shard.axis.split("."))
+        found.setdefault((pattern, shard.sizes), []).append(shard)
+    texts = []
+    for (pattern, sizes), own in found.items():
+        num_whole = sum(len(shard.whole_in) for shard in own)
+        note = f" (whole in {counted(num_whole, 'op')})" if num_whole else ""
+        texts.append((str(own[0]) if len(own) == 1 else f"{len(own)} x {Shard(pattern, sizes)}") + note)
+    return ", ".join(texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Ops of a stage, one behind the other.
+
+    Attributes:
+        first, last: names of the first and the last.
+        recompute: whether their activations are not kept, but computed again in the backward pass.
+        in_halves: whether the rows of a micro-batch go through them in two halves that take turns: one computes while what the
+            other exchanges inside its split group is on the way.
+        offload: whether what they keep for the backward pass (of what is computed again, what it reads) waits in the memory of the host.
+    """
+
+    first: str
+    last: str
+    recompute: bool = False
+    in_halves: bool = False
+    offload: bool = False
+
+
+def program_of(
+    ops: Sequence[str], recomputed: Sequence[tuple[str, str]] = (), *, in_halves: bool = False, offload: bool = False
+) -> tuple[Segment, ...]:
+    """The program of a stage of these ops: the runs to recompute, by first and last op in order, and what lies between them."""
+    position = {name: index for index, name in enumerate(ops)}
+    segments, start = [], 0
+    for first, last in recomputed:
+        if start < position[first]:
+            segments.append(Segment(ops[start], ops[position[first] - 1], in_halves=in_halves, offload=offload))
+        segments.append(Segment(first, last, recompute=True, in_halves=in_halves, offload=offload))
+        start = position[last] + 1
+    if start < len(ops):
+        segments.append(Segment(ops[start], ops[-1], in_halves=in_halves, offload=offload))
+    return tuple(segments)
 
 
 @dataclass(frozen=True, slots=True)

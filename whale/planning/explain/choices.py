@@ -19,8 +19,7 @@ from whale.planning.replicas.solve import Solution, Solver
 from whale.planning.shard.overlapping import explain_overlap
 from whale.planning.shard.sharding import StageSharding
 from whale.planning.shard.stage_price import make_scene
-from whale.sharding.bridge_bytes import GATHERED, bridge_bytes
-from whale.sharding.bridges import Bridge
+from whale.sharding.bridges import GATHERED, Bridge, bridge_bytes
 from whale.units import counted, each_counted, format_bytes, format_seconds
 
 _CLOSED_FORM = "a closed form without sums of gradients and the optimizer"

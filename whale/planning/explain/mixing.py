@@ -8,7 +8,7 @@ from whale.axes import Axes, Mixing, discover
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Replica
-from whale.sharding.bridge_bytes import bridge_bytes
+from whale.sharding.bridges import bridge_bytes
 from whale.units import counted, each_counted, format_bytes
 
 APART = "not gathered"

@@ -12,8 +12,7 @@ from whale.axes import Axes, Role
 from whale.errors import AnnotationError, WhaleError, first_few, raise_faults
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH
-from whale.ir.scope import Scope
-from whale.ir.source import SourceLine
+from whale.ir.scope import Scope, SourceLine
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from whale.errors import CheckpointError
-from whale.ir.reading import read_json
+from whale.ir.serialization import read_json
 
 MARKER, INDEX, PLAN, WRITING = "complete.json", "index.json", "plan.json", "writing"
 ASIDE, PREVIOUS = ".incomplete", ".previous"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from whale.comm import World
 from whale.errors import CheckpointError
-from whale.ir.reading import read_json
+from whale.ir.serialization import read_json
 from whale.runtime.checkpoint.checkpoint import MODEL, Extras, model_tensors, open_checkpoint, read_tensor
 from whale.runtime.checkpoint.contents import StoredTensor
 from whale.runtime.checkpoint.files import WRITING, aside, write_text, writing_aside

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import CheckpointError
-from whale.ir import reading
+from whale.ir import serialization
 
-MOST_DEPTH = (reading.MOST_DEPTH - 3) // 3
+MOST_DEPTH = (serialization.MOST_DEPTH - 3) // 3
 """Of what is kept: a dict is three lists and mappings of JSON, and lies in three of the index."""
 
 _CONTAINERS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {

@@ -14,8 +14,7 @@ from whale.comm import Channel
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BatchAxis, Edge, Plan, Replica
 from whale.sharding import IndexSpace, Region
-from whale.sharding.borders import row_space, shard_space
-from whale.sharding.crossings import Crossings, Direction
+from whale.sharding.crossings import Crossings, Direction, row_space, shard_space
 
 
 @dataclass(frozen=True, slots=True)

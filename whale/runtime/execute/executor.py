@@ -26,7 +26,7 @@ from whale.runtime.execute.status import StatusBoard
 from whale.runtime.program.watch import Place, Watch
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
-from whale.sharding.visits import Visits
+from whale.sharding.buckets import Visits
 
 
 @dataclass

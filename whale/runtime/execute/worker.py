@@ -29,7 +29,7 @@ from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings
 from whale.schedules import Edges, edge_pairs, releases
-from whale.sharding.visits import Visits, visits_of
+from whale.sharding.buckets import Visits, visits_of
 
 
 class Worker:

@@ -23,8 +23,7 @@ from whale.comm import Groups, Launched, Waits
 from whale.runtime.program.shard.pieces import on_device
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.publishing import Parcel, Place, parcel_of
-from whale.sharding.buckets import NUM_AT_ONCE, Bucket
-from whale.sharding.visits import Visits
+from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Visits
 
 
 class GatheredWeights:

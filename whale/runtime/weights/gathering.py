@@ -17,7 +17,7 @@ from whale.runtime.program.shard.pieces import as_index, write_part
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.perform import Whole, flat_bytes, perform
 from whale.sharding import Region, Sharding, reshard
-from whale.sharding.borders import row_space
+from whale.sharding.crossings import row_space
 from whale.sharding.index_sets import count
 
 

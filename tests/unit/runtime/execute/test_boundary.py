@@ -11,7 +11,7 @@ from whale.ir.graph import TensorSpec
 from whale.ir.plan import BATCH, BatchAxis, Shard, Stage, VirtualDevice
 from whale.runtime.program.shard.pieces import as_index, part, write_part
 from whale.sharding import IndexSpace, Region, moves, reshard
-from whale.sharding.borders import border_gradient, border_sharding, row_space
+from whale.sharding.crossings import border_gradient, border_sharding, row_space
 
 SIZES = st.integers(1, 3)
 

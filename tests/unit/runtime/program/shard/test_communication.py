@@ -22,8 +22,7 @@ from whale.runtime.program.shard.communication import collect, enter, exchange, 
 from whale.runtime.program.shard.group import Group
 from whale.runtime.program.shard.layout import ShardLayout
 from whale.runtime.program.shard.slots import Slots
-from whale.sharding.bridge_bytes import bridge_bytes
-from whale.sharding.bridges import Bridge
+from whale.sharding.bridges import Bridge, bridge_bytes
 
 TENSORS: tuple[tuple[Dimension, ...], ...] = (
     (("batch",), ("a",), ("b",)),

@@ -1,1 +1,0 @@
-"""What each group of devices adds, and what more or faster ones would bring."""
