@@ -24,6 +24,7 @@ from whale.api.modes import Modes, forget, prepare_forward, prepare_training
 from whale.api.opening import Opening
 from whale.api.results import OwnedParameters, give_extra_state, state_keys, step_loss, whole_state
 from whale.api.row_source import RowSource
+from whale.api.step_log import StepLog
 from whale.api.tracing import Tracing
 from whale.comm import together
 from whale.config import Source
@@ -76,6 +77,7 @@ class Engine:
         tensors, is_first = train.program.tensors, world.rank == 0
         self._guards = Guards(modes.model, train.graph, tensors, world.device, trains=trains, warns=is_first)
         self._warns_of_no_optimizer, self._has_told_of_parts = not trains and is_first, False
+        self._log = StepLog.of(opening.settings.runtime, world)
         self._take_up(state, runtime, tracing)
 
     def _take_up(self, state: EngineState, runtime: Runtime, tracing: Tracing | None) -> None:
@@ -146,8 +148,7 @@ class Engine:
         accumulated = self._waiting()
         update(self.runtime, self.state, accumulated, scale)
         self._accumulated = None
-        if self._tracing is not None:
-            self._tracing.end(self.state.step_number, accumulated.num_rows)
+        self._stepped(accumulated.loss * scale, accumulated.num_rows)
         self._rest()
 
     @all_ranks
@@ -186,6 +187,7 @@ class Engine:
             self._data.feed(batch)
         if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
             self._tracing.begin()
+        self._log.begin(self.state.optimizer)
         name, _, view = self._view("train", batch, call)
         if call == "step":
             loss = train_step(self.runtime, self.state, view, name, self._accumulated)
@@ -193,10 +195,17 @@ class Engine:
         else:
             loss, self._accumulated = forward_backward(self.runtime, self.state, view, name, self._accumulated)
         self._guards.trained()
-        if self._tracing is not None and call == "step":
-            self._tracing.end(self.state.step_number, view.num_rows)
+        self._log.add(view)
+        if call == "step":
+            self._stepped(loss, view.num_rows)
         self._rest()
         return step_loss(loss)
+
+    def _stepped(self, loss: torch.Tensor, num_rows: int) -> None:
+        clipping = self.runtime.clipping
+        self._log.end(self.state.step_number, loss, None if clipping is None else clipping.last)
+        if self._tracing is not None:
+            self._tracing.end(self.state.step_number, num_rows)
 
     def _waiting(self) -> Accumulated:
         if self._accumulated is None:
@@ -279,17 +288,20 @@ class Engine:
         self.state.decay = decay
 
     @user_call
-    def loader(self, dataset: Any, *, global_batch_size: int, **options: Any) -> Loader:
+    def loader(self, dataset: Any, *, global_batch_size: int, progress: bool | None = None, **options: Any) -> Loader:
         """Batches of a dataset, of which every rank reads its own rows only.
 
         Args:
             dataset: of `torch.utils.data`.
             global_batch_size: rows over all ranks.
-            **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers``, ``progress``, ``whole_batches`` as
+            progress: shows a bar per epoch on standard error, on rank 0, with figures of the last step; None: as ``runtime.progress`` says.
+            **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers``, ``whole_batches`` as
                 `whale.api.loader.make_loader` takes them.
         """
         roster = self.runtime.roster
-        loader = make_loader(dataset, global_batch_size=global_batch_size, plan=roster.plan, rank=roster.rank, **options)
+        shows = self.opening.settings.runtime.progress if progress is None else progress
+        words = self._log.with_bar() if shows else None
+        loader = make_loader(dataset, global_batch_size=global_batch_size, plan=roster.plan, rank=roster.rank, progress=words, **options)
         self._data.add(loader)
         return loader
 
@@ -306,6 +318,7 @@ class Engine:
                 self._finish_saving()
         finally:
             self.runtime.close()
+            self._log.close()
             if self._tracing is not None:
                 self._tracing.close()
 

@@ -7,13 +7,14 @@ the plan gives rank 0 rows 0:3       of the second batch rank 0 reads samples 4 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, ProgressColumn, Task
+from rich.text import Text
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
@@ -37,7 +38,7 @@ def make_loader(
     drop_last: bool = False,
     collate: Collate | None = None,
     num_workers: int = 0,
-    progress: bool = False,
+    progress: Callable[[], str] | None = None,
     whole_batches: bool = False,
     **options: Any,
 ) -> Loader:
@@ -54,7 +55,7 @@ def make_loader(
         drop_last: leaves out a last batch of fewer rows, which otherwise is divided again in proportion.
         collate: makes a batch of a list of samples, dimension 0 of its tensors being the samples; torch's default otherwise.
         num_workers: processes that read ahead.
-        progress: shows a bar per epoch on standard error, on the plan's rank 0.
+        progress: gives the words beside a bar per epoch on standard error, on the plan's rank 0; None for no bar.
         whole_batches: lets every rank read all rows of each batch: for a collate function that must see them all, as one that pads to
             the longest row.
         **options: of `torch.utils.data.DataLoader`: ``pin_memory``, ``prefetch_factor``, ``worker_init_fn``, ``timeout`` ...
@@ -77,7 +78,7 @@ def make_loader(
     else:
         source = IndexedSource(dataset, division, shuffle, seed)
     source.check()
-    return Loader(source, seed, {"num_workers": num_workers, **options}, shows_progress=progress and rank == 0)
+    return Loader(source, seed, {"num_workers": num_workers, **options}, progress=progress if rank == 0 else None)
 
 
 class Loader:
@@ -89,9 +90,9 @@ class Loader:
         placed: where `set_epoch` has said to go on, since a batch was last stepped on or a checkpoint read; else None.
     """
 
-    def __init__(self, source: RowSource, seed: int, options: Mapping[str, Any], *, shows_progress: bool = False) -> None:
+    def __init__(self, source: RowSource, seed: int, options: Mapping[str, Any], *, progress: Callable[[], str] | None = None) -> None:
         self._source, self._seed, self._options = source, seed, dict(options)
-        self._shows_progress = shows_progress
+        self._progress = progress
         self._epoch, self._row, self._resumes = 0, 0, False
         self.placed: Mapping[str, int] | None = None
 
@@ -164,14 +165,15 @@ class Loader:
 
     def __iter__(self) -> Iterator[RankBatch]:
         batches = self._batches()
-        return self._with_bar(batches) if self._shows_progress else batches
+        return batches if self._progress is None else self._with_bar(batches, self._progress)
 
-    def _with_bar(self, batches: Iterator[RankBatch]) -> Iterator[RankBatch]:
+    def _with_bar(self, batches: Iterator[RankBatch], words: Callable[[], str]) -> Iterator[RankBatch]:
         try:
             total: int | None = len(self)
         except TypeError:  # a stream
             total = None
-        return iter(track(batches, f"epoch {self._epoch + 1}", total, console=Console(stderr=True)))
+        with Progress(*Progress.get_default_columns(), _Words(words), console=Console(stderr=True)) as bar:
+            yield from bar.track(batches, total, description=f"epoch {self._epoch + 1}")
 
     def _batches(self) -> Iterator[RankBatch]:
         self._row = self._row if self._resumes else 0
@@ -199,6 +201,17 @@ class Loader:
 
 def _as_it_is(share: Any) -> Any:
     return share
+
+
+class _Words(ProgressColumn):
+    """The end of a bar's line."""
+
+    def __init__(self, words: Callable[[], str]) -> None:
+        super().__init__()
+        self._words = words
+
+    def render(self, task: Task) -> Text:
+        return Text(self._words())
 
 
 class DataPosition:

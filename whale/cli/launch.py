@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 TIMEOUT = "WHALE_COMMUNICATION_TIMEOUT_SECONDS"
 TRACE = "WHALE_TRACE_DIRECTORY"
+PROGRESS = "WHALE_RUNTIME_PROGRESS"
+LOG = "WHALE_RUNTIME_LOG_FILE"
 
 LOOPBACK = "127.0.0.1"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -115,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "whale run"
     parser.usage = (
-        "whale run [--ranks N] [--recipe R.yaml] [--timeout SECONDS] [--trace DIR]\n"
+        "whale run [--ranks N] [--recipe R.yaml] [--timeout SECONDS] [--trace DIR] [--progress] [--log FILE]\n"
         "                 [torchrun's flags] SCRIPT [the script's own words]"
     )
     parser.description = "Start a training script on several ranks. Accepts torchrun's flags beside its own."
@@ -132,6 +134,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="record three steps there: report.html, trace.json for Perfetto (trace.directory, and keys beside it)",
     )
+    own.add_argument("--progress", action="store_true", help="show loss, speed, norm, learning rate, memory (runtime.progress)")
+    own.add_argument("--log", metavar="FILE", help="add a line of JSON for each step (runtime.log_file)")
     for action in parser._actions:
         if not action.option_strings:
             action.metavar, action.required = _POSITIONAL[action.dest]
@@ -172,6 +176,10 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
         variables[TIMEOUT] = str(arguments.timeout)
     if arguments.trace is not None:
         variables[TRACE] = str(Path(arguments.trace).resolve())
+    if arguments.progress:
+        variables[PROGRESS] = "true"
+    if arguments.log is not None:
+        variables[LOG] = str(Path(arguments.log).resolve())
     return variables
 
 

@@ -127,6 +127,10 @@ class RuntimeSettings:
         "steps; always: before each; off: never",
         choices=("doubling", "always", "off"),
     )
+    progress: bool = key(
+        False, "bars of loaders show loss, samples and tokens per second, norm, learning rate, memory; else a line every 10 s"
+    )
+    log_file: str | None = key(None, "file to which rank 0 adds a line of JSON for each step of training; null: none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from whale.config import Config
@@ -19,6 +20,8 @@ _EFFORT = 20
 
 _GRAIN = 25
 """Depths are told apart by one part in so many, which is finer than the estimate of memory is true."""
+
+Found = dict[int, tuple[Plan, StepEstimate]]
 
 _STATES = (("0", "none"), ("2", "none"), ("3", "none"), ("3", "optimizer"))
 """``memory.zero`` and ``memory.offload``, from what takes the most memory of devices to what takes the least."""
@@ -81,12 +84,13 @@ def largest(
         settings = config.with_values({"memory.zero": zero, "memory.offload": offload})
 
         quick = settings.with_values({"planning.effort": min(config.planning.effort, _EFFORT)})
+        found = dict[int, tuple[Plan, StepEstimate]]()
 
-        def fits(num_blocks: int, zero: str = zero, offload: str = offload, quick: Config = quick) -> bool:
+        def fits(num_blocks: int, zero: str = zero, offload: str = offload, quick: Config = quick, found: Found = found) -> bool:
             nonlocal fault
             tell(f"{num_blocks} blocks, memory.zero {zero}, memory.offload {offload}")
             try:
-                decided(deepened(num_blocks), quick)
+                found[num_blocks] = decided(deepened(num_blocks), quick)
             except PlanError as error:
                 fault = error
                 return False
@@ -96,7 +100,9 @@ def largest(
             continue
         least, has_found = _deepest(fits, least), True
         graph = deepened(least)
-        yield Largest(zero, offload, least, graph, *decided(graph, settings))
+        with suppress(PlanError):  # a longer search looks at others first; at the edge of memory it may miss what the short one has found
+            found[least] = decided(graph, settings)
+        yield Largest(zero, offload, least, graph, *found[least])
     if not has_found:
         assert fault is not None
         raise fault

@@ -122,7 +122,7 @@ def test_ranks_get_the_recipe_the_timeout_the_trace_one_thread_and_a_hash_seed(t
     monkeypatch.setattr("socket.if_nameindex", lambda: [(2, "eth0"), (1, "lo")])
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text("pipeline:\n  num_micro_batch: 2\n")
-    words = ["--ranks", "2", "--recipe", "recipe.yaml", "--timeout", "5", "--trace", "recorded", "train.py"]
+    words = ["--ranks", "2", "--recipe", "recipe.yaml", "--timeout", "5", "--trace", "recorded", "--progress", "--log", "steps.jsonl", "train.py"]
     assert launch._variables(launch.make_parser().parse_args(words)) == {
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
@@ -130,6 +130,8 @@ def test_ranks_get_the_recipe_the_timeout_the_trace_one_thread_and_a_hash_seed(t
         "WHALE_RECIPE": str(tmp_path / "recipe.yaml"),
         "WHALE_COMMUNICATION_TIMEOUT_SECONDS": "5.0",
         "WHALE_TRACE_DIRECTORY": str(tmp_path / "recorded"),
+        "WHALE_RUNTIME_PROGRESS": "true",
+        "WHALE_RUNTIME_LOG_FILE": str(tmp_path / "steps.jsonl"),
     }
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("PYTHONHASHSEED", "random")

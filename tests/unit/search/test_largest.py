@@ -47,3 +47,14 @@ def test_there_is_an_end_and_nothing_that_fits_is_an_error() -> None:
     assert found({("3", "none"): 5})[0] == [("3", "none", 5)], "states that do not fit the model as it is are left out"
     with pytest.raises(PlanError, match="it does not fit"):
         found({})
+
+
+def test_a_plan_that_the_longer_search_misses_is_kept() -> None:
+    def decided(graph: Any, settings: Config) -> Any:
+        if graph > 5 or settings.planning.effort > 20:
+            raise PlanError("it does not fit")
+        return f"plan of {graph}", "step"
+
+    config = Config({"memory.zero": "0", "memory.offload": "none"})
+    (size,) = largest(lambda number: cast(Any, number), 2, decided, config, lambda _: None)
+    assert (size.num_blocks, size.plan) == (5, "plan of 5")

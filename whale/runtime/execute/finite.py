@@ -22,13 +22,28 @@ NUM_STEPS_AHEAD = 2
 
 
 @dataclass(frozen=True)
-class _Copied:
-    """A loss on its way to the host."""
+class HostCopy:
+    """A number that is on its way from a GPU to the host, or there."""
 
-    step_number: int
-    account: LossAccount
-    value: torch.Tensor
-    arrived: torch.cuda.Event
+    _value: torch.Tensor
+    _arrived: torch.cuda.Event | None = None
+
+    @staticmethod
+    def of(number: torch.Tensor) -> HostCopy:
+        """Begins to copy a 0-dim tensor; the host does not wait."""
+        if number.device.type != "cuda":
+            return HostCopy(number)
+        value = torch.empty((), dtype=number.dtype, pin_memory=True)
+        value.copy_(number, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return HostCopy(value, arrived)
+
+    def read(self) -> float:
+        """The number; waits for it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._value)
 
 
 class LossWatch:
@@ -40,7 +55,7 @@ class LossWatch:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._copied: deque[_Copied] = deque()
+        self._copied: deque[tuple[int, LossAccount, HostCopy]] = deque()
 
     def look(self, step_number: int, account: LossAccount, loss: torch.Tensor) -> None:
         """Looks at a loss, or at an earlier one.
@@ -56,11 +71,7 @@ class LossWatch:
         if loss.device.type == "cpu":
             self._check(step_number, account, float(loss), "the weights are those before it")
         elif loss.device.type == "cuda":
-            value = torch.empty((), dtype=loss.dtype, pin_memory=True)
-            value.copy_(loss, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-            self._copied.append(_Copied(step_number, account, value, arrived))
+            self._copied.append((step_number, account, HostCopy.of(loss)))
             self.settle(NUM_STEPS_AHEAD)
 
     def settle(self, num_left: int = 0) -> None:
@@ -70,9 +81,8 @@ class LossWatch:
             RuntimeFault: as `look`.
         """
         while len(self._copied) > num_left:
-            first = self._copied.popleft()
-            first.arrived.synchronize()
-            self._check(first.step_number, first.account, float(first.value), "it has gone into the weights since: load a checkpoint")
+            step_number, account, loss = self._copied.popleft()
+            self._check(step_number, account, loss.read(), "it has gone into the weights since: load a checkpoint")
 
     def forget(self) -> None:
         """Looks no more at the losses of weights that have been replaced."""

@@ -1,0 +1,201 @@
+"""Figures of the steps of a run: beside a loader's bar or in a line every few seconds, and as a line of JSON for each step in a file.
+
+Rank 0 alone writes. A GPU is not waited for: the figures of a step are read two steps later, when they have long been copied.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from whale.comm import World, close_at_exit, on_first_rank
+from whale.config.sections import RuntimeSettings
+from whale.errors import ConfigError
+from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.finite import NUM_STEPS_AHEAD, HostCopy
+from whale.units import format_bytes, format_count
+
+LINE_SECONDS = 10.0
+"""Between two lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """A step.
+
+    Attributes:
+        step: its number, from 1.
+        loss: of the global batch; of several batches in one `update` their sum, by its scale. None where it is no finite number.
+        seconds: since the step before it ended, or since it began.
+        samples_per_second: rows of the global batch.
+        tokens_per_second: elements of the batch's first tensor of whole numbers with two dimensions or more; None where there is none.
+        learning_rates: of the parameter groups, as this step used them, each value once.
+        gradient_norm: before clipping; None where it is not worked out.
+        peak_bytes: of rank 0: memory of its GPU that tensors have taken at most; on the CPU the resident memory of the process.
+    """
+
+    step: int
+    loss: float | None
+    seconds: float
+    samples_per_second: float
+    tokens_per_second: float | None
+    learning_rates: tuple[float, ...]
+    gradient_norm: float | None
+    peak_bytes: int
+
+    @property
+    def json(self) -> str:
+        """One line; what is not known is left out."""
+        found = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps({name: value for name, value in found.items() if name in ("step", "loss") or value not in (None, ())})
+
+    def __str__(self) -> str:
+        words = [f"step {self.step}", f"loss {'not finite' if self.loss is None else f'{self.loss:.4g}'}"]
+        words.append(f"{format_count(self.samples_per_second)} samples/s")
+        words += [f"{format_count(self.tokens_per_second)} tokens/s"] if self.tokens_per_second is not None else []
+        words += [f"norm {self.gradient_norm:.3g}"] if self.gradient_norm is not None else []
+        words += [f"lr {', '.join(f'{rate:.3g}' for rate in self.learning_rates)}"] if self.learning_rates else []
+        return " · ".join((*words, format_bytes(self.peak_bytes)))
+
+
+@dataclass
+class _Counted:
+    """Batches since the last step ended: when the first began, their rows and tokens, and learning rates before the step."""
+
+    begun: float
+    num_rows: int = 0
+    num_tokens: int = 0
+    learning_rates: tuple[float, ...] = ()
+
+
+@dataclass(eq=False)
+class StepLog:
+    """The steps of a run; on other ranks than the first it does nothing.
+
+    Attributes:
+        world: this process among its peers.
+        path: of the lines of JSON, to which they are added; None for none.
+        shows: whether a line is printed every now and then.
+        last: figures of the last step that are known, where they are wanted.
+    """
+
+    world: World
+    path: Path | None
+    shows: bool
+    last: StepFigures | None = None
+    _is_wanted: bool = False
+    _file: TextIO | None = None
+    _counted: _Counted | None = None
+    _ended: float | None = None
+    _copied: deque[tuple[StepFigures, HostCopy, HostCopy | None]] = field(default_factory=deque)
+    _printed: float = -math.inf
+    _told: StepFigures | None = None
+
+    @staticmethod
+    def of(settings: RuntimeSettings, world: World) -> StepLog:
+        """The log that rank 0's settings ask for.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        log = StepLog(world, None if settings.log_file is None else Path(settings.log_file), settings.progress)
+        on_first_rank(world, log._open)
+        return log
+
+    def _open(self) -> None:
+        self._is_wanted = self.shows or self.path is not None
+        if self.path is not None:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("a")
+            except OSError as error:
+                raise ConfigError(
+                    f"the steps cannot be logged in {self.path}: {error.strerror}", hint="the file is what --log or runtime.log_file says"
+                ) from error
+        close_at_exit(self)
+
+    def with_bar(self) -> Callable[[], str]:
+        """Has figures worked out for a bar, which asks for them; where standard error is no terminal, lines are printed too."""
+        if self.world.rank == 0:
+            self._is_wanted, self.shows = True, not sys.stderr.isatty()
+        return lambda: "" if self.last is None else str(self.last)
+
+    def begin(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Before each batch that is trained on."""
+        if self._is_wanted:
+            counted = self._counted = self._counted or _Counted(time.perf_counter() if self._ended is None else self._ended)
+            groups = [] if optimizer is None else optimizer.param_groups
+            counted.learning_rates = tuple(dict.fromkeys(float(group["lr"]) for group in groups if "lr" in group))
+
+    def add(self, view: BatchView) -> None:
+        """After its forward and backward passes."""
+        if self._counted is not None:
+            self._counted.num_rows += view.num_rows
+            self._counted.num_tokens += _num_tokens(view)
+
+    def end(self, step_number: int, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
+        """After a step.
+
+        Args:
+            step_number: steps done.
+            loss: 0-dim.
+            norm: of the gradients, 0-dim; None where it is not worked out.
+        """
+        counted, self._counted, now = self._counted, None, time.perf_counter()
+        if counted is None:
+            return
+        seconds, self._ended = max(1e-9, now - counted.begun), now
+        tokens = counted.num_tokens / seconds if counted.num_tokens else None
+        rates, num_bytes = counted.learning_rates, _peak_bytes(self.world.device)
+        figures = StepFigures(step_number, None, seconds, counted.num_rows / seconds, tokens, rates, None, num_bytes)
+        self._copied.append((figures, HostCopy.of(loss), None if norm is None else HostCopy.of(norm)))
+        self._read(NUM_STEPS_AHEAD if loss.device.type == "cuda" else 0)
+
+    def _read(self, num_left: int) -> None:
+        while len(self._copied) > num_left:
+            figures, loss, norm = self._copied.popleft()
+            self.last = replace(figures, loss=_finite(loss.read()), gradient_norm=None if norm is None else _finite(norm.read()))
+            if self._file is not None:
+                print(self.last.json, file=self._file, flush=True)
+            if self.shows and time.monotonic() - self._printed >= LINE_SECONDS:
+                self._print()
+
+    def _print(self) -> None:
+        self._printed, self._told = time.monotonic(), self.last
+        print(f"whale: {self.last}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._read(0)
+        if self.shows and self.last is not None and self.last is not self._told:
+            self._print()
+        if self._file is not None:
+            self._file.close()
+        self._file, self._is_wanted, self.shows = None, False, False
+
+
+def _num_tokens(view: BatchView) -> int:
+    for name, leaf in view.leaves.items():
+        if name in view.with_rows and leaf.ndim > 1 and not leaf.is_floating_point() and leaf.dtype != torch.bool:
+            return view.num_rows * math.prod(leaf.shape[1:])
+    return 0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
