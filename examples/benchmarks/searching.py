@@ -1,4 +1,4 @@
-"""How long the search for a plan takes: the clusters of docs/planning.md, and how it grows.
+"""How long the search for a plan takes: the clusters of docs/results.md, and how it grows.
 
     python examples/benchmarks/searching.py --json searching.json
     python examples/benchmarks/searching.py --growth
