@@ -122,7 +122,8 @@ def test_ranks_get_the_recipe_the_timeout_the_trace_one_thread_and_a_hash_seed(t
     monkeypatch.setattr("socket.if_nameindex", lambda: [(2, "eth0"), (1, "lo")])
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text("pipeline:\n  num_micro_batch: 2\n")
-    words = ["--ranks", "2", "--recipe", "recipe.yaml", "--timeout", "5", "--trace", "recorded", "--progress", "--log", "steps.jsonl", "train.py"]
+    words = ["--ranks", "2", "--recipe", "recipe.yaml", "--timeout", "5", "--trace", "recorded", "--progress"]
+    words += ["--log", "steps.jsonl", "train.py"]
     assert launch._variables(launch.make_parser().parse_args(words)) == {
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
