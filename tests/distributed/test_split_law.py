@@ -21,7 +21,7 @@ from tests.examples import at_most
 from tests.models import Block, Description, Segment, descriptions
 from whale.ir.plan import Plan
 from whale.runtime.program.shard import Group, communication
-from whale.runtime.program.shard.pending import at_hand
+from whale.runtime.program.shard.collectives import at_hand
 
 TOLERANCE = 1e-10
 ORDERS = (

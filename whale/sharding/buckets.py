@@ -45,7 +45,7 @@ where all keep all.
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BucketSlot:
     """Elements of one parameter in a flat buffer.
 
     Attributes:
@@ -65,7 +65,7 @@ class Slot:
 class _Placed(NamedTuple):
     """A slot whose place is to be found: its form, and how `Bucket` says that it is summed."""
 
-    slot: Slot
+    slot: BucketSlot
     form: Form
     sum_dtype: str | None = None
     feeds_back: bool = False
@@ -85,7 +85,7 @@ class Bucket:
         feeds_back: whether each owner keeps what that loses, and adds it to what it sums next.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[BucketSlot, ...]
     form: Form
     owners: tuple[int, ...]
     stages: Places
@@ -207,18 +207,18 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
     )
 
 
-def _slots(shardings: ParameterShardings, model: ModelGraph, name: str) -> Iterator[Slot]:
+def _slots(shardings: ParameterShardings, model: ModelGraph, name: str) -> Iterator[BucketSlot]:
     """The pieces of a parameter, and of each what its keepers have."""
     kept = shardings.kept(name).held if name in shardings.keeping else {}
     for piece in shardings.gradient(name).pieces:
         common = ((keeper, piece.region.intersect(region)) for keeper, region in kept.items())
         keepers = ((keeper, region) for keeper, region in common if not region.is_empty)
-        yield Slot(name, piece, tuple((keeper, shardings.num_elements(model, name, region)) for keeper, region in keepers))
+        yield BucketSlot(name, piece, tuple((keeper, shardings.num_elements(model, name, region)) for keeper, region in keepers))
 
 
 def _filled(slots: Iterable[_Placed], shardings: ParameterShardings, model: ModelGraph, bucket_bytes: int) -> Iterator[Bucket]:
     """Buckets of slots, each of equal owners and forms; one that is full is closed."""
-    growing: dict[_Key, list[Slot]] = {}
+    growing: dict[_Key, list[BucketSlot]] = {}
     held: dict[_Key, int] = {}
     for slot, form, sum_dtype, feeds_back in slots:
         divided = slot.name if len(slot.keepers) > 1 else "" if slot.keepers else None
@@ -233,7 +233,7 @@ def _filled(slots: Iterable[_Placed], shardings: ParameterShardings, model: Mode
         yield _laid_out(own, key)
 
 
-def _laid_out(slots: Sequence[Slot], key: _Key) -> Bucket:
+def _laid_out(slots: Sequence[BucketSlot], key: _Key) -> Bucket:
     """A bucket of slots of given sizes, keeper by keeper."""
     places, owners, form, sum_dtype, feeds_back, _ = key
     found, start = [], 0

@@ -19,7 +19,7 @@ from whale.ir.graph import DTYPE_BYTES, Parameter
 from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
 from whale.schedules import count_in_flight
-from whale.sharding.buckets import Bucket, Buckets, Slot, filled_up
+from whale.sharding.buckets import Bucket, Buckets, BucketSlot, filled_up
 
 _NOTHING: Mapping[str, int] = {}
 
@@ -311,7 +311,7 @@ class _Held:
 
 def _padding_of_pieces(buckets: Iterable[Bucket]) -> dict[int, int]:
     """Per rank, bytes that fill up slots of parameters that fall into pieces, beyond one slot for each parameter."""
-    pieces: dict[str, list[tuple[Bucket, Slot]]] = {}
+    pieces: dict[str, list[tuple[Bucket, BucketSlot]]] = {}
     for bucket in buckets:
         for slot in bucket.slots:
             pieces.setdefault(slot.name, []).append((bucket, slot))

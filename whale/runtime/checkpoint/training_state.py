@@ -2,6 +2,9 @@
 
 Each rank writes the regions of parameters (and of what the optimizer keeps for them) that it is the lowest owner of, and
 reads the regions that it holds. In between the tensors are whole, so any plan reads any other's.
+
+Of this process's own random generators the state is kept: what the script draws from. Whale itself draws from seeds that depend on the
+place and the step alone.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from whale.comm import together
@@ -25,9 +29,24 @@ from whale.runtime.state.engine_state import EngineState, without_averages
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.joint import JointOptimizer, JointScheduler, members_of
 from whale.runtime.state.optimizer_state import OptimizerState, check_optimizer, group_members
-from whale.runtime.state.random_state import random_state, set_random_state
 from whale.runtime.state.scaling import LossScale
 from whale.runtime.state.scheduler_state import fitted_state, read_scheduler
+
+
+def random_state() -> dict[str, Any]:
+    """The state of the generators, by the kind of device."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Puts back what `random_state` gave; that of a device which is not here is left out."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
 
 SCHEDULER, KIND = "scheduler.", "kind."
 """Begin the keys under which each rank's scheduler is kept, and what kind of optimizer and scheduler there was."""

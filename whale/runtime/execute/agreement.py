@@ -70,7 +70,7 @@ class _Told:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingAgreement:
     """An agreement under way.
 
     Attributes:
@@ -134,7 +134,7 @@ class Agreement:
             self._divided[num_rows] = () if self._seat is None else self._plan.micro_batch_rows(self._seat.replica, num_rows)
         return self._divided[num_rows]
 
-    def begin(self, batch: BatchView, call: roll_call.Call | None = None) -> Pending:
+    def begin(self, batch: BatchView, call: roll_call.Call | None = None) -> PendingAgreement:
         """Starts the agreement. Where this rank alone refuses the batch, the others learn that ranks differ.
 
         Args:
@@ -157,10 +157,10 @@ class Agreement:
             told = replace(told, copies=self._copies.told())
         if batch.is_global:
             first = self._start(told)
-            return Pending(self._measure_whole(batch), lambda: self._end(first, told, self._none()))
+            return PendingAgreement(self._measure_whole(batch), lambda: self._end(first, told, self._none()))
         measured = self._measure(batch)
         first = self._start(told)
-        return Pending(None, lambda: self._end(first, told, measured))
+        return PendingAgreement(None, lambda: self._end(first, told, measured))
 
     def refuse(self, reason: WhaleError, call: roll_call.Call | None = None) -> None:
         """Takes part where this rank has found its batch bad, so that no other rank waits for it."""

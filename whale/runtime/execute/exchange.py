@@ -47,7 +47,7 @@ class _Form:
 
 
 @dataclass(slots=True)
-class Parcel:
+class ArrivingCopy:
     """One copy on its way to this rank, or here already.
 
     Attributes:
@@ -97,7 +97,7 @@ class Exchange:
         self._rank, self._position = rank, position
         self._boundary, self._model, self._channels = boundary, model, channels
         self._device, self._waits, self._watch = device, waits, watch
-        self._parcels: dict[Place, list[Parcel]] = {}
+        self._parcels: dict[Place, list[ArrivingCopy]] = {}
         self._sends: dict[tuple[Place, int], list[tuple[Launched, torch.Tensor]]] = {}
         self._done_at = {(place_of(receive), sender): [place_of(send) for send in sends] for (receive, sender), sends in releases.items()}
         self._micro_batches: Sequence[tuple[int, int]] = ()
@@ -136,7 +136,7 @@ class Exchange:
         with self._waits.speaking(_name(place, "POST"), (copy.channel.source,)):
             work = self._channels.receive(_bytes(wire), copy.channel)
         self._watch.posted(sender, place, copy.channel, wire)
-        self._parcels.setdefault(place, []).append(Parcel(copy, form, wire, work, copy.channel.source, sender))
+        self._parcels.setdefault(place, []).append(ArrivingCopy(copy, form, wire, work, copy.channel.source, sender))
 
     def peers(self, place: Place) -> tuple[int, ...]:
         """Ranks that parcels of a place are still to come from."""
@@ -155,7 +155,7 @@ class Exchange:
     def take(self, place: Place) -> dict[str, torch.Tensor]:
         """The tensors of a place, put together; what was handed over on this virtual device is waited for here."""
         self.wait(place)
-        by_tensor: dict[str, list[Parcel]] = {}
+        by_tensor: dict[str, list[ArrivingCopy]] = {}
         for parcel in self._parcels.pop(place, ()):
             by_tensor.setdefault(parcel.copy.tensor, []).append(parcel)
         return {tensor: self._assemble(place, parcels) for tensor, parcels in by_tensor.items()}
@@ -180,7 +180,7 @@ class Exchange:
             source, target = copy.channel.source, copy.channel.target
             if source == target == self._rank:
                 there = _receiving(place, edge)
-                parcel = Parcel(copy, self._form(there, edge, copy), self._piece(place, edge, values, copy), None, self._rank, place)
+                parcel = ArrivingCopy(copy, self._form(there, edge, copy), self._piece(place, edge, values, copy), None, self._rank, place)
                 self._parcels.setdefault(there, []).append(parcel)
             elif source == self._rank:
                 self._send(place, _receiving(place, edge), copy, self._piece(place, edge, values, copy))
@@ -237,7 +237,7 @@ class Exchange:
             known = self._forms[key] = _Form(shape, whole, None if shape == whole else index)
         return known
 
-    def _assemble(self, place: Place, parcels: Sequence[Parcel]) -> torch.Tensor:
+    def _assemble(self, place: Place, parcels: Sequence[ArrivingCopy]) -> torch.Tensor:
         """The tensor that parcels make up: regions side by side, gradients of what several readers had added."""
         first = parcels[0]
         if len(parcels) == 1 and first.form.index is None:

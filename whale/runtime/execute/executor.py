@@ -19,7 +19,7 @@ from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.exchange import Exchange, place_of
 from whale.runtime.execute.loss import LossAccount
 from whale.runtime.execute.op_faults import named_ops
-from whale.runtime.execute.order import Order
+from whale.runtime.execute.order import ActionOrder
 from whale.runtime.execute.randomness import seed_of
 from whale.runtime.execute.stage import Flight, StageRunner
 from whale.runtime.execute.status import StatusBoard
@@ -88,7 +88,7 @@ class Executor:
 
     def __init__(
         self,
-        order: Order,
+        order: ActionOrder,
         stages: Mapping[int, StageRunner],
         exchange: Exchange,
         model: ModelGraph,

@@ -13,7 +13,7 @@ _KEEPS = _BACKWARD | {Kind.SEND_FORWARD, Kind.SEND_BACKWARD}
 
 
 @dataclass(frozen=True)
-class Order:
+class ActionOrder:
     """What a rank does in a step.
 
     Attributes:

@@ -12,7 +12,7 @@ from whale.errors import BatchError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.updates import buffer_updates
-from whale.runtime.execute.agreement import Agreement, Pending
+from whale.runtime.execute.agreement import Agreement, PendingAgreement
 from whale.runtime.execute.batch.batch_view import BatchView
 from whale.runtime.execute.batch.inputs_ahead import InputsAhead
 from whale.runtime.execute.boundary import Boundary
@@ -21,7 +21,7 @@ from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.exchange import Exchange
 from whale.runtime.execute.executor import Executor, StepState
 from whale.runtime.execute.loss import LossAccount, weight_program
-from whale.runtime.execute.order import Order
+from whale.runtime.execute.order import ActionOrder
 from whale.runtime.execute.roll_call import Call
 from whale.runtime.execute.seat_stages import SeatStages, make_stages
 from whale.runtime.program.captured import Captured
@@ -80,7 +80,7 @@ class Worker:
         stages = SeatStages()
         if self._seat is not None:
             replica, schedule = plan.replicas[self._seat.replica], schedules[self._seat.replica]
-            order = Order(schedule.ranks[self._seat.pipeline_rank])
+            order = ActionOrder(schedule.ranks[self._seat.pipeline_rank])
             known = {*self._weights.by_rows, *self._weights.measured}
             stages = make_stages(
                 replica, self._seat, order.actions, captured, self.written, known, tensors, axes, holdings, lent, connections, weights
@@ -178,7 +178,7 @@ class Worker:
         """Tells the other ranks, which are about to run a step, that this rank's batch is bad, and why."""
         self._agreement.refuse(reason, call)
 
-    def _agree(self, account: LossAccount, pending: Pending) -> None:
+    def _agree(self, account: LossAccount, pending: PendingAgreement) -> None:
         weights = pending.finish()
         if pending.weights is None:
             self._know(account, weights)

@@ -25,7 +25,7 @@ from whale.runtime.program.shard.group import Group
 from whale.runtime.program.shard.slots import Slots
 
 
-class Whole:
+class RegatheredWhole:
     """A gathered tensor that is kept as the own part.
 
     Args:
@@ -59,7 +59,7 @@ class Whole:
         return whole
 
 
-_Kept = Tensor | tuple[Whole, torch.Size, tuple[int, ...], int]
+_Kept = Tensor | tuple[RegatheredWhole, torch.Size, tuple[int, ...], int]
 """What autograd is given to keep: a tensor, or where a view of a gathered one lies in it."""
 
 
@@ -74,7 +74,7 @@ class KeepingParts:
         self._operation = operation
         self.__name__ = "keeping_parts"
 
-    def __call__(self, wholes: Sequence[Whole], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, wholes: Sequence[RegatheredWhole], *args: Any, **kwargs: Any) -> Any:
         def pack(value: Tensor) -> _Kept:
             for whole in wholes:
                 if whole.holds(value):
@@ -113,7 +113,7 @@ def keep_parts(graph: fx.Graph, model: ModelGraph, ops: Collection[str], again: 
         users = [user for user in _users(node, model) if op_of(user) not in again]
         if users:
             with graph.inserting_after(node):
-                whole = graph.call_function(Whole, (node, value, *how))
+                whole = graph.call_function(RegatheredWhole, (node, value, *how))
             for user in users:
                 _wrap(user, whole)
 

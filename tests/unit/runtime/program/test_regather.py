@@ -21,7 +21,7 @@ from whale.deferred import WeightQueue
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Shard
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
-from whale.runtime.program.regather import KeepingParts, Whole
+from whale.runtime.program.regather import KeepingParts, RegatheredWhole
 
 torch.set_num_threads(1)
 
@@ -124,7 +124,7 @@ def test_what_lies_elsewhere_is_kept(contents: AbstractContextManager[object]) -
     with contents:
         part = torch.ones(4, 6)
         gathered = torch.cat([part, part]).requires_grad_()
-        whole = Whole(gathered, part, slots=nothing, group=nothing, what="all-gather")
+        whole = RegatheredWhole(gathered, part, slots=nothing, group=nothing, what="all-gather")
         assert whole.holds(gathered) and whole.holds(gathered.flatten(0, 1)) and not whole.holds(torch.ones(8, 6))
         result = KeepingParts(torch.softmax)((whole,), gathered, -1)
         kept: Tensor = result.grad_fn._saved_result

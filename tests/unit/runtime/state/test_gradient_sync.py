@@ -13,7 +13,7 @@ from whale.comm import Waits
 from whale.ir.plan import Form
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.sharding import Piece, Region
-from whale.sharding.buckets import Bucket, Slot
+from whale.sharding.buckets import Bucket, BucketSlot
 
 FLOAT = Form("float32")
 PIECE = Piece(Region(), (0, 1), frozenset((0, 1)))
@@ -56,7 +56,7 @@ def make(names: Sequence[str], stages: Sequence[int], contributors: tuple[int, .
     owners = Owners()
     parameters = {name: torch.nn.Parameter(torch.ones(4)) for name in names}
     buckets = [
-        Bucket((Slot(name, Piece(Region(), (0, 1), frozenset(contributors)), (), 0, 4),), FLOAT, (0, 1), ((0, stage), (1, stage)))
+        Bucket((BucketSlot(name, Piece(Region(), (0, 1), frozenset(contributors)), (), 0, 4),), FLOAT, (0, 1), ((0, stage), (1, stage)))
         for name, stage in zip(names, stages, strict=True)
     ]
     held = {(0, stage) for stage in stages}
@@ -103,8 +103,8 @@ def test_parameters_of_several_stages_start_last() -> None:
     owners = Owners()
     parameters = {name: torch.nn.Parameter(torch.ones(4)) for name in ("tied", "own")}
     buckets = [
-        Bucket((Slot("tied", PIECE, (), 0, 4),), FLOAT, (0, 1), ((0, 0), (0, 1)), False),
-        Bucket((Slot("own", PIECE, (), 0, 4),), FLOAT, (0, 1), ((0, 0), (1, 0))),
+        Bucket((BucketSlot("tied", PIECE, (), 0, 4),), FLOAT, (0, 1), ((0, 0), (0, 1)), False),
+        Bucket((BucketSlot("own", PIECE, (), 0, 4),), FLOAT, (0, 1), ((0, 0), (1, 0))),
     ]
     sync = GradientSync(buckets, Whole(), 0, {(0, 0)}, (0, 1), parameters, parameters, owners, Waits(timedelta(seconds=1)))  # type: ignore[arg-type]
     sync.begin()
@@ -119,7 +119,7 @@ def test_parameters_of_several_stages_start_last() -> None:
 def test_what_keepers_have_taken_is_let_go_two_buckets_later() -> None:
     parameters = {name: torch.nn.Parameter(torch.ones(4)) for name in "abc"}
     buckets = [
-        Bucket((Slot(name, PIECE, ((keeper, 4),), 0, 4),), Form("float32", "owners"), (0, 1), ((0, 0), (1, 0)))
+        Bucket((BucketSlot(name, PIECE, ((keeper, 4),), 0, 4),), Form("float32", "owners"), (0, 1), ((0, 0), (1, 0)))
         for keeper, name in enumerate(("a", "b"))
     ]
     buckets.append(replace(buckets[0], slots=(replace(buckets[0].slots[0], name="c"),)))

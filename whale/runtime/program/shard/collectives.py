@@ -14,9 +14,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.runtime.program.shard.group import Group
-from whale.runtime.program.shard.pending import Pending
+from whale.runtime.program.shard.group import Arrival, Group
 from whale.runtime.program.shard.slots import Slots
+
+
+class Pending:
+    """A value that other devices send parts of.
+
+    Args:
+        finish: makes the value from what arrived; holds what is on its way meanwhile.
+        arrival: waits for it; None where nothing travels.
+    """
+
+    def __init__(self, finish: Callable[[], Tensor], arrival: Arrival | None = None) -> None:
+        self._finish, self._arrival = finish, arrival
+
+    def wait(self) -> Tensor:
+        """The value.
+
+        Raises:
+            RuntimeFault: a peer died or the limit passed.
+        """
+        if self._arrival is not None:
+            self._arrival()
+        return self._finish()
+
+
+def at_hand(value: Tensor) -> Pending:
+    """A value for which nothing travels."""
+    return Pending(lambda: value)
 
 
 def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.SUM) -> Pending:

@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.runtime.program.shard.collectives import all_gather, all_reduce, all_to_all, gathered, reduce_scatter
+from whale.runtime.program.shard.collectives import Pending, all_gather, all_reduce, all_to_all, at_hand, gathered, reduce_scatter
 from whale.runtime.program.shard.group import Group
-from whale.runtime.program.shard.pending import Pending, at_hand
 from whale.runtime.program.shard.slots import Slots
 
 __all__ = [

@@ -1,21 +1,187 @@
 """Lowerings of ops that combine parts: products, convolutions, attention, reductions, losses, statistics.
 
 y = x w + b,  x and w cut along what is summed:      partial = x_own w_own;   y = leave(partial) + b
+
+Batch normalisation where each device holds some of the samples: sums are added over the group, forward and backward.
+
+sum of the own part ---> leave, enter ---> mean of all ---> squares of the own part ---> leave, enter ---> variance of all
+
+Cross-entropy where each device holds the logits of a part of the classes.
+
+logits of the part ---> largest, sum of exponentials, own target's logit ---> one all-gather of three numbers per target
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from whale.runtime.program.shard.call import Call
-from whale.runtime.program.shard.communication import leave_each
-from whale.runtime.program.shard.losses import MEAN, SUM, part_cross_entropy, target_weight
-from whale.runtime.program.shard.reductions import FINISHES, part_max, part_min
-from whale.runtime.program.shard.statistics import part_batch_norm
+from whale.runtime.program.shard.communication import Group, enter, gathered, largest, leave, leave_each, smallest
+from whale.runtime.program.shard.lookups import localize
+from whale.sharding.index_sets import Runs
+
+
+def part_max(value: Tensor, dims: list[int], keepdim: bool, group: Group) -> Tensor:
+    """The largest values along dimensions of which one is cut; the gradient is shared evenly among equal ones, as torch does."""
+    return _extreme(value, value.amax(dims, keepdim=True), dims, keepdim, largest, group)
+
+
+def part_min(value: Tensor, dims: list[int], keepdim: bool, group: Group) -> Tensor:
+    """The smallest values along dimensions of which one is cut."""
+    return _extreme(value, value.amin(dims, keepdim=True), dims, keepdim, smallest, group)
+
+
+def _extreme(value: Tensor, own: Tensor, dims: list[int], keepdim: bool, choose: Callable[[Tensor, Group], Tensor], group: Group) -> Tensor:
+    best = choose(own, group)
+    if not value.requires_grad:
+        return best if keepdim else best.squeeze(dims)
+    is_best = value == best
+    share = 1 / leave(is_best.sum(dims, keepdim=True), group).to(value.dtype)
+    mean = (value.where(is_best, 0) * share).sum(dims, keepdim=True)  # carries the gradient; its value is `best` up to rounding
+    whole = leave(mean, group)
+    return whole if keepdim else whole.squeeze(dims)
+
+
+def part_any(own: Tensor, group: Group) -> Tensor:
+    """Whether any part says so."""
+    return largest(own, group)
+
+
+def part_all(own: Tensor, group: Group) -> Tensor:
+    """Whether all parts say so."""
+    return smallest(own, group)
+
+
+def part_prod(own: Tensor, group: Group) -> Tensor:
+    """The product of the parts' products: each device's factor carries its own gradient, the value is equal on all."""
+    factors = gathered(own, group)
+    others = [*factors[: group.position], *factors[group.position + 1 :]]
+    own_way = own * torch.stack(others).prod(0) if others else own
+    return own_way + (torch.stack(factors).prod(0) - own_way).detach()
+
+
+FINISHES: dict[str, Callable[[Any, Any], Tensor]] = {"any": part_any, "all": part_all, "prod": part_prod}
+"""How results for parts of a contracted axis become the whole result, where they are not added."""
+
+
+def part_batch_norm(
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    share: float,
+    group: Group,
+) -> Tensor:
+    """``batch_norm`` in training, on a part of the samples.
+
+    Args:
+        value: the own samples, ``[n channels ...]``.
+        weight, bias, running_mean, running_var: per channel; the last two are moved as torch does.
+        momentum: of the running statistics.
+        eps: added to the variance.
+        share: of all samples that this part has.
+        group: the split group.
+    """
+    precise = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    dims = [dim for dim in range(value.dim()) if dim != 1]
+    num_elements = round(value.numel() / value.shape[1] / share)
+    mean = _over_all(precise.sum(dims), group) / num_elements
+    centred = precise - _along(mean, value)
+    variance = _over_all(centred.square().sum(dims), group) / num_elements
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            unbiased = variance * (num_elements / max(num_elements - 1, 1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    made = centred * _along((variance + eps).rsqrt(), value)
+    made = made if weight is None else made * _along(weight, value)
+    made = made if bias is None else made + _along(bias, value)
+    return made.to(value.dtype)
+
+
+def _over_all(own: Tensor, group: Group) -> Tensor:
+    """The sum of the parts' values, which each part goes on to use by itself: so its gradients are summed too."""
+    return enter(leave(own, group, "statistics"), group, "statistics")
+
+
+def _along(channels: Tensor, value: Tensor) -> Tensor:
+    return channels.reshape(-1, *(1,) * (value.dim() - 2))
+
+
+NONE, MEAN, SUM = 0, 1, 2
+"""torch's numbers for the reduction of a loss."""
+
+
+class _Losses(torch.autograd.Function):
+    """Per target ``log(sum of exponentials) - own logit``; backward is softmax minus one at the target, part by part."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, dim: int, local: Tensor, held: Tensor, group: Group) -> Tensor:
+        precise = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        greatest = _rowwise_max(precise, dim)
+        shift = greatest.masked_fill(greatest == -torch.inf, 0)  # a part may be masked out altogether
+        exponentials = (precise - shift.unsqueeze(dim)).exp_()
+        own = precise.gather(dim, local.unsqueeze(dim)).squeeze(dim) if logits.shape[dim] else torch.zeros_like(greatest)
+        numbers = torch.stack([greatest, exponentials.sum(dim), own.masked_fill(~held, 0)])
+        maxima, sums, chosen = torch.stack(gathered(numbers, group)).unbind(1)
+        top = maxima.amax(0)
+        total = (sums * (maxima - top).exp()).sum(0)
+        ctx.dim, ctx.dtype = dim, logits.dtype
+        ctx.save_for_backward(exponentials, (greatest - top).exp() / total, local, held)
+        return total.log() + top - chosen.sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        exponentials, scale, local, held = ctx.saved_tensors
+        own = exponentials * (scale * gradients[0]).unsqueeze(ctx.dim)
+        if exponentials.shape[ctx.dim]:
+            own.scatter_add_(ctx.dim, local.unsqueeze(ctx.dim), -gradients[0].masked_fill(~held, 0).unsqueeze(ctx.dim))
+        return own.to(ctx.dtype), None, None, None, None
+
+
+def part_cross_entropy(logits: Tensor, target: Tensor, reduction: int, ignored: int, runs: Runs, size: int, group: Group) -> Tensor:
+    """``cross_entropy`` with class numbers as targets, without class weights or label smoothing.
+
+    Args:
+        logits: of the classes held, ``[n classes ...]`` or ``[classes]``.
+        target: class numbers, ``[n ...]`` or a scalar.
+        reduction: torch's number.
+        ignored: the target that counts for nothing.
+        runs: the classes held.
+        size: number of classes.
+        group: the split group.
+    """
+    counts = target != ignored
+    local, held = localize(torch.where(counts, target, 0), runs, size)
+    found: Tensor = _Losses.apply(logits, min(1, logits.dim() - 1), local, held, group)  # type: ignore[no-untyped-call]
+    losses = found.masked_fill(~counts, 0).to(logits.dtype)
+    if reduction == NONE:
+        return losses
+    return losses.sum() if reduction == SUM else losses.sum() / counts.sum()
+
+
+def _rowwise_max(logits: Tensor, dim: int) -> Tensor:
+    if logits.shape[dim]:
+        return logits.amax(dim)
+    return logits.new_full([s for index, s in enumerate(logits.shape) if index != dim], -torch.inf)
+
+
+def target_weight(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    """The sum of the weights of class numbers: what a mean over them is divided by."""
+    counts = target != ignored
+    if weight is None:
+        return counts.sum()
+    return weight[torch.where(counts, target, 0)].masked_fill(~counts, 0).sum()
+
 
 aten = torch.ops.aten
 

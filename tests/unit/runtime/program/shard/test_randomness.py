@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whale.runtime.program.shard.randomness import drawn_apart
+from whale.runtime.program.shard.call import drawn_apart
 
 aten = torch.ops.aten
 
